@@ -76,6 +76,13 @@ class StageModel:
         )
         return tuple(names)
 
+    @property
+    def shared_names(self) -> frozenset[str]:
+        """Names of those of `parameters` that another stage may use too: tied ones, and tables of positions."""
+        tables = tuple(f"{table}." for tables in self.adapter.tables.values() for table in tables)
+        tied = set(self.model.all_tied_weights_keys.values())
+        return frozenset(name for name in self.parameters if name in tied or name.startswith(tables))
+
     def _borrowed_tables(self) -> tuple[str, ...]:
         """Prefixes of the parameters in another stage's block that this stage's blocks of the same stack use."""
         return tuple(

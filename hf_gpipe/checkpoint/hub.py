@@ -127,13 +127,17 @@ def take(stage: StageModel, source: torch.nn.Module, device: torch.device) -> No
             patch.put(model, source)
 
 
-def load(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:
+def load(
+    stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int, *, maps_files: bool = False
+) -> None:
     """Read a stage's weights from a Hub directory or id: lazily, only the stage's own tensors.
+
+    With `maps_files` the tensors on the CPU are the mapped files, which must then not be written to in place.
 
     Raises CheckpointError if the files are missing, damaged, do not fit the model or lack a parameter of this stage.
     """
     _read(stage, path, device, seed)
-    if device.type == "cpu":
+    if device.type == "cpu" and not maps_files:
         # The library maps the files into memory. Weights must not depend on a file that may be replaced.
         quantisation = stage.adapter.quantisation
         is_new = quantisation is not None and not quantisation.is_done

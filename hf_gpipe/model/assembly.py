@@ -17,7 +17,9 @@ Weights: TypeAlias = nn.Module | str | os.PathLike[str] | FakeTensorMode | None
 of fake tensors there are none: PyTorch passes shapes and types along and computes nothing."""
 
 
-def assemble(adapter: Adapter, layers: range, weights: Weights, device: torch.device, seed: int = 0) -> StageModel:
+def assemble(
+    adapter: Adapter, layers: range, weights: Weights, device: torch.device, seed: int = 0, *, maps_files: bool = False
+) -> StageModel:
     """The model of a stage, with its weights and with the layers of the model's PEFT adapter.
 
     Args:
@@ -26,6 +28,8 @@ def assemble(adapter: Adapter, layers: range, weights: Weights, device: torch.de
         weights: where they come from.
         device: where they go.
         seed: of those that are initialised.
+        maps_files: whether weights that are read are the mapped files on the CPU, which take no memory until they are
+            used.
     """
     stage = StageModel(adapter, layers.start, layers.stop)
     if isinstance(weights, FakeTensorMode):
@@ -43,7 +47,7 @@ def assemble(adapter: Adapter, layers: range, weights: Weights, device: torch.de
     elif weights is None:
         hub.initialise(stage, device, seed)
     else:
-        hub.load(stage, weights, device, seed)
+        hub.load(stage, weights, device, seed, maps_files=maps_files)
     if peft is not None and not has_peft_layers:
         hub.add_peft(stage, peft, device, seed)
     stage.seal(device)

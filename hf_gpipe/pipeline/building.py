@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedConfig
 
-from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.batch_norm import batch_norms_of
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.assembly import assemble
@@ -20,6 +21,7 @@ from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.loss import whole_logits
 from hf_gpipe.runtime.ties import trained_by_several
+from hf_gpipe.runtime.visits import VisitingWeights, leave_on_host
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +35,13 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     sent = _boundary_dtype(config.boundary_dtype, adapter)
     seed = TrainingSection.seed if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
-    models = {
-        stage: assemble(adapter, decision.partition[stage], weights, device, seed)
-        for stage, device in world.stage_devices.items()
-    }
+    models = {}
+    for stage, device in world.stage_devices.items():
+        layers = decision.partition[stage]
+        models[stage] = assemble(adapter, layers, weights, device, seed, maps_files=config.offload_weights is not None)
+        if config.offload_weights is not None:
+            # One stage after another, for together they may not fit.
+            leave_on_host(models[stage], config.offload_weights)
     for stage, model in models.items():
         if stage in decision.recompute.block_stages:
             model.checkpoint_blocks()
@@ -46,11 +51,13 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     if decision.is_asynchronous:
         _check_no_batch_norm(decision)
         _check_no_tie(decision, parameters)
+    visits = _visits(decision, models)
+    parameters.ties.leave_out({one for one in visits.parameters if not one.requires_grad})
     stages = parameters.trainable.stages(models, decision.loss)
     if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
         logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
     edges = connect(world, lambda stage, name: adapter.carry_dtype(decision.partition[stage][0], name), sent)
-    executor = Executor(stages, edges, world.worker, parameters.replicas)
+    executor = Executor(stages, edges, world.worker, parameters.replicas, visits)
     executor.prepare(decision.full_table)
     if request.model.saved_adapters is not None:
         parameters.load_pretrained(request.model.saved_adapters)
@@ -60,11 +67,26 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         stages,
         edges,
         executor,
+        visits,
         num_micro_batches=config.num_micro_batches,
         length_bucketing=request.length_bucketing,
         packing=request.inputs.packing,
         has_new_adapters=request.model.has_new_adapters,
     )
+
+
+def _visits(decision: Decision, models: Mapping[int, StageModel]) -> VisitingWeights:
+    """The visits of the stages' weights. Raises UserError, on every process, where no weight could visit."""
+    visitors = decision.config.offload_weights
+    if visitors is None:
+        return VisitingWeights({})
+    visits = VisitingWeights(models, visitors)
+    if not any(decision.world.gather_objects(sum(visits.hosted_bytes.values()))):
+        raise UserError(
+            "offload_weights is frozen, and every weight is trained; use all, train adapters on the model "
+            "(peft_config, or lora.r), freeze a part of it, or leave offload_weights out"
+        )
+    return visits
 
 
 def _boundary_dtype(name: str | None, adapter: Adapter) -> torch.dtype | None:

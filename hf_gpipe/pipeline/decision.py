@@ -33,7 +33,9 @@ from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
+from hf_gpipe.schedule.kinds import LOAD
 from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.visits import check_visits, with_visits
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,11 @@ class Decision:
         table = world.from_reader(lambda: given.table(inputs.accumulation, world.num_processes))
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
+            if LOAD in table.kinds and not given.offload_weights:
+                raise UserError(
+                    f"the table {table.name!r} loads and drops weights (L and D), and offload_weights is not given; "
+                    "set it to frozen or all, or leave L and D out of the table"
+                )
             inputs = replace(inputs, tables={given.schedule: table})
 
         # The model without its weights.
@@ -139,6 +146,13 @@ class Decision:
         decision = cls(given, config, planned, adapter, loss, partition, world, links, table, planning)
         if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
+        if config.offload_weights:
+            check_visits(decision.full_table, are_trained=config.offload_weights == "all")
+            if config.offload_weights == "all" and world.placement.has_replicas:
+                raise UserError(
+                    "offload_weights is all and stages have replicas, whose gradients would be on the host when they "
+                    "are summed; use offload_weights frozen, or one replica"
+                )
         if config.sequence_chunks > 1 and isinstance(adapter, TextAdapter):
             verify_chunks(adapter, recomputes_blocks="block" in config.recompute)
         return decision
@@ -178,9 +192,12 @@ class Decision:
                     f"the table {self.table.name!r} cuts rows into {self.table.chunks} chunks, and those of this step "
                     f"are in {chunks}; give rows of at least {self.table.chunks} tokens."
                 )
-            return self.table.of_first(total)
-        name, num_stages = name or self.config.schedule, self.config.num_stages
-        return build(name, num_stages, total, self.world.placement, self.recompute.of_table, steps=steps, chunks=chunks)
+            table = self.table.of_first(total)
+        else:
+            name, num_stages = name or self.config.schedule, self.config.num_stages
+            limits = self.recompute.of_table
+            table = build(name, num_stages, total, self.world.placement, limits, steps=steps, chunks=chunks)
+        return with_visits(table) if self.config.offload_weights else table
 
     def plan(self, batch: Batch | None = None) -> Plan:
         """Return the planner's prediction of a step of this pipeline, on the device of this process.

@@ -39,6 +39,7 @@ from hf_gpipe.runtime.micro_batch import (
 )
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.table import Schedule
 
@@ -64,6 +65,7 @@ class Steps:
         stages: of this process, by number.
         edges: at the ends of these stages.
         executor: of these stages.
+        visits: of their weights.
         num_micro_batches: of a mini-batch.
         length_bucketing, packing: as of `Pipeline`.
         has_new_adapters: whether the model before its training is there, as the model without its PEFT adapters.
@@ -75,6 +77,7 @@ class Steps:
     stages: dict[int, Stage]
     edges: Edges
     executor: Executor
+    visits: VisitingWeights
     num_micro_batches: int
     length_bucketing: bool
     packing: bool
@@ -399,7 +402,8 @@ class Steps:
     @cached_property
     def generator(self) -> Generator:
         """Runs `generate` on the stages of this process."""
-        return Generator(self.adapter, self.decision.partition, self.parameters.models, self.edges, self.world)
+        models, partition = self.parameters.models, self.decision.partition
+        return Generator(self.adapter, partition, models, self.edges, self.world, self.visits)
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:

@@ -58,6 +58,12 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     """The plans that a configuration allows and that are worth a try, at least one. Raises as `best_plan`."""
     check_known(config)
     config = config.settled(can_plan=True)
+    if config.offload_weights and not config.is_decided:
+        raise UserError(
+            f"offload_weights is {config.offload_weights}, and the planner chooses nothing for weights that visit yet; "
+            "give num_stages, num_micro_batches, schedule, recompute and partition, none of them auto or by cost, or "
+            "leave offload_weights out"
+        )
     if config.is_mesh_open:
         outcomes = _searched(planner, config)
     else:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, fields
 
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.recipe.pipeline import Visitors
 from hf_gpipe.schedule import Schedule, Timeline, num_stashes
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import Amounts, most_of_equal_stages, occupancy
+from hf_gpipe.schedule.visits import most_loaded
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def estimate_memory(
     process: int,
     own: Sequence[int],
     state_shares: Sequence[float],
+    visitors: Visitors | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of a process at the fullest moment of a step.
 
@@ -75,22 +78,34 @@ def estimate_memory(
         process: its number.
         own: the process's stages. With one of several, what that stage alone needs.
         state_shares: for each stage the bytes of the optimizer's state per byte of trainable weights.
+        visitors: the weights that visit the device.
     """
     ranges = [(stages[stage].start, stages[stage].stop) for stage in own]
     held = sums.held_by(ranges)
-    gradient_bytes = held.trainable_bytes / len(own)
-    amounts = {stage: _amounts(sums, stages[stage], gradient_bytes) for stage in own}
+    hosted = [sums.hosted(*layers, visitors) for layers in ranges]
+    trained_bytes = held.trainable_bytes - sum(one.trainable_bytes for one in hosted)
+    amounts = {
+        stage: _amounts(sums, stages[stage], trained_bytes / len(own), one.trainable_bytes)
+        for stage, one in zip(own, hosted, strict=True)
+    }
     levels = (level for _, level in occupancy(timeline, amounts, process))
     fullest = max(levels, key=lambda level: sum(level.values()))
     ids = timeline.schedule.num_micro_batches * sums.costs.micro_batch_bytes
     items = {name: round(size) for name, size in fullest.items()}
     return MemoryEstimate(
         **items | {"boundaries": items.get("boundaries", 0) + ids},
-        parameters=held.num_bytes + sum(int(sums.buffer_bytes(*layers)) for layers in ranges),
+        parameters=(
+            held.num_bytes
+            if visitors is None
+            # Each stage that is there has a buffer.
+            else trained_bytes
+            + max(one.num_bytes for one in hosted) * min(most_loaded(timeline.schedule)[process], len(own))
+        )
+        + sum(int(sums.buffer_bytes(*layers)) for layers in ranges),
         optimizer=round(
             sum(
-                state_shares[stage] * sums.owned(*layers).trainable_bytes
-                for stage, layers in zip(own, ranges, strict=True)
+                state_shares[stage] * (sums.owned(*layers).trainable_bytes - one.trainable_bytes)
+                for stage, layers, one in zip(own, ranges, hosted, strict=True)
             )
         ),
         stashes=round(
@@ -103,7 +118,7 @@ def estimate_memory(
     )
 
 
-def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amounts:
+def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float, visiting_bytes: int) -> Amounts:
     """The bytes that each thing held by a stage adds to the items of the estimate."""
     layers, run = sums.costs.layers, (stage.start, stage.stop)
     graphs = sums.graphs[stage.inner]
@@ -122,6 +137,7 @@ def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float) -> Amou
         Held.WEIGHT: {},
         Held.FIRST_BACKWARD: {"gradients": graphs.first_backward_peak_bytes(*run) - backward},
         Held.WEIGHT_GRADIENTS: {"gradients": gradient_bytes},
+        Held.VISITING_GRADIENTS: {"gradients": visiting_bytes},
     }
 
 

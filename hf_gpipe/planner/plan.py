@@ -37,6 +37,8 @@ from hf_gpipe.schedule import (
     recompute_under,
     simulate,
 )
+from hf_gpipe.schedule.kinds import DROP, LOAD
+from hf_gpipe.schedule.visits import check_visits, with_visits
 from hf_gpipe.text import seconds_text, size_text
 
 
@@ -300,14 +302,23 @@ class Planner:
                 raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
             recompute_under(given, settings.recompute)
             check_processes(self.memory_bytes, self.speeds, given.placement)
-            return given.of_first(num_micro_batches)
+            return self._with_visits(given.of_first(num_micro_batches), settings)
         placement = settings.placed(name)
         check_processes(self.memory_bytes, self.speeds, placement)
         of_table = Recompute.parse(settings.recompute, num_stages).of_table
         if name not in ASYNCHRONOUS_SCHEDULES:
-            return build(name, num_stages, num_micro_batches, placement, of_table)
+            table = build(name, num_stages, num_micro_batches, placement, of_table)
+            return self._with_visits(table, settings)
         steps = [num_micro_batches] * max(4, LONGEST_WINDOW // num_micro_batches)
         return build(name, num_stages, sum(steps), placement, of_table, steps=steps)
+
+    @staticmethod
+    def _with_visits(table: Schedule, settings: DecidedConfig) -> Schedule:
+        if not settings.offload_weights:
+            return table
+        table = with_visits(table)
+        check_visits(table, are_trained=settings.offload_weights == "all")
+        return table
 
     def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
         """The seconds of the actions and messages of a table that runs with these settings."""
@@ -331,7 +342,7 @@ class Planner:
         state_shares = self._state_shares(settings, table)
 
         def memory(process: int, own: Sequence[int]) -> MemoryEstimate:
-            return estimate_memory(sums, stages, timeline, process, own, state_shares)
+            return estimate_memory(sums, stages, timeline, process, own, state_shares, settings.offload_weights)
 
         processes = []
         for number in range(placement.num_processes):
@@ -405,7 +416,7 @@ def _table_costs(
     """The costs for the simulation of a table."""
 
     def update(number: int, stage: StageLayers, count: int) -> float:
-        seconds = sums.update_seconds(stage.start, stage.stop, inputs) / speeds[number]
+        seconds = sums.update_seconds(stage.start, stage.stop, inputs, settings.offload_weights) / speeds[number]
         if not settings.zero or count == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
@@ -419,6 +430,7 @@ def _table_costs(
     weights = [
         sums.weight_seconds(stage.start, stage.stop) / speed for stage, speed in zip(stages, speeds, strict=True)
     ]
+    hosted = [sums.hosted(stage.start, stage.stop, settings.offload_weights) for stage in stages]
     share = sent_share(settings.boundary_dtype, sums.costs.dtype)
     boundaries = [share * sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     return Costs(
@@ -438,4 +450,8 @@ def _table_costs(
             network.reduce_seconds(number, sums.held(stage.start, stage.stop).trainable_bytes)
             for number, stage in enumerate(stages)
         ],
+        others={
+            LOAD: [sums.copy_seconds(own.num_bytes) for own in hosted],
+            DROP: [sums.copy_seconds(own.trainable_bytes) for own in hosted],
+        },
     )

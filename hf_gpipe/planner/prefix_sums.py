@@ -16,6 +16,7 @@ from itertools import accumulate
 from hf_gpipe.planner.costs import InnerRecompute, LayerCost, ModelCosts, Parameters, Seconds, SharedParameter
 from hf_gpipe.planner.devices import LINKS, Device
 from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs
+from hf_gpipe.recipe.pipeline import Visitors
 
 #: Share of a device's peak rate that matrix products of a transformer reach, where nothing was measured.
 EFFICIENCY = 0.5
@@ -102,6 +103,24 @@ class LayerSums:
                 held += parameter.size
         return held
 
+    def hosted(self, start: int, stop: int, visitors: Visitors | None) -> Parameters:
+        """The weights of a stage that visit its device: those that are not trained, or all that no other layer uses."""
+        if visitors is None:
+            return Parameters()
+        held, own = self.held(start, stop), self._own[stop] - self._own[start]
+        trained = own if visitors == "all" else Parameters()
+        return Parameters(
+            held.count - held.trainable_count + trained.trainable_count,
+            held.num_bytes - held.trainable_bytes + trained.trainable_bytes,
+            trained.trainable_count,
+            trained.trainable_bytes,
+        )
+
+    def copy_seconds(self, num_bytes: int) -> float:
+        """Seconds in which so many bytes of weights come from the host. A CPU reads and writes them in its memory."""
+        rate = HOST_LINK.bytes_per_second if self.device.is_asynchronous else self.device.bytes_per_second / 2
+        return num_bytes / rate
+
     def owned(self, start: int, stop: int) -> Parameters:
         """The part of `held` that the stage owns: the optimizer's state of it is here."""
         own = self._own[stop] - self._own[start]
@@ -118,17 +137,19 @@ class LayerSums:
             backward=self._backward(start, stop) + beyond.backward + blocks_again,
         )
 
-    def update_seconds(self, start: int, stop: int, inputs: PlanInputs) -> float:
-        """Seconds of the optimizer's update of a stage."""
+    def update_seconds(self, start: int, stop: int, inputs: PlanInputs, visitors: Visitors | None = None) -> float:
+        """Seconds of the optimizer's update of a stage; of trained weights that visit it is the host's."""
         owned = self.owned(start, stop)
+        # Gradients are read for their norm and for the update; weights and state are read and written.
+        passes = 4 + 2 * OPTIMIZER_SLOTS[inputs.optim]
+        if visitors == "all":
+            return passes * owned.trainable_bytes / HOST_BYTES_PER_SECOND
         if inputs.offload_optimizer:
             # Gradients and weights travel, and the host reads and writes copies and state.
             copies = inputs.copy_share(self.costs.dtype) * owned.trainable_bytes
             return 2 * owned.trainable_bytes / HOST_LINK.bytes_per_second + 2 * copies / HOST_BYTES_PER_SECOND
         if self.costs.update_seconds_per_parameter is not None:
             return self.costs.update_seconds_per_parameter * owned.trainable_count
-        # Gradients are read for their norm and for the update; weights and state are read and written.
-        passes = 4 + 2 * OPTIMIZER_SLOTS[inputs.optim]
         return passes * owned.trainable_bytes / self.device.bytes_per_second
 
 

@@ -14,7 +14,15 @@ from hf_gpipe.planner.bubble import smaller_bubble
 from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, Planner, StagePlan
-from hf_gpipe.planner.saving import copy_bytes, kept_bytes, offload_text, offloaded_bytes, saving_text
+from hf_gpipe.planner.saving import (
+    copy_bytes,
+    hosted_bytes,
+    kept_bytes,
+    offload_text,
+    offloaded_bytes,
+    saving_text,
+    visits_text,
+)
 from hf_gpipe.planner.search import SearchResult
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.schedule import is_table_file, staleness
@@ -71,6 +79,7 @@ def report(plan: Plan) -> str:
     lines_after = [
         ("step", _step(plan)),
         ("memory", memory_why(plan)),
+        ("visits", visits_text(plan)),
         ("optimizer", offload_text(plan)),
         ("saving", saving_text(plan)),
         ("time", time_why(plan)),
@@ -223,9 +232,12 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
                 # In the memory of its host, while a checkpoint is saved in the background.
                 "copy_bytes": copied,
                 "offloaded_bytes": offloaded,
+                "hosted_bytes": hosted,
                 "seconds": asdict(process.time),
             }
-            for process, copied, offloaded in zip(plan.processes, copy_bytes(plan), offloaded_bytes(plan), strict=True)
+            for process, copied, offloaded, hosted in zip(
+                plan.processes, copy_bytes(plan), offloaded_bytes(plan), hosted_bytes(plan), strict=True
+            )
         ],
         # Of each machine, for checkpoints in memory.
         "kept_bytes": kept_bytes(plan),
@@ -235,7 +247,7 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
 def _settings(plan: Plan) -> dict[str, Any]:
     names = (
         *("num_stages", "replicas", "placement", "num_micro_batches"),
-        *("schedule", "recompute", "partition", "num_processes"),
+        *("schedule", "recompute", "partition", "num_processes", "offload_weights"),
     )
     inputs = plan.planner.inputs
     names_of_inputs = ("fp32_master_weights", "offload_optimizer")

@@ -34,6 +34,9 @@ PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, AUTO)
 #: Keys that may have another value in each process.
 OF_EACH_PROCESS = ("device", "devices", "threads_per_process", "memory")
 #: What the planner chooses where it is not given, and what it is where nothing can be planned.
+Visitors = Literal["frozen", "all"]
+"""The weights that visit their device: those that are not trained, or all but trained ones that stages may share."""
+
 PLANNED = {"num_micro_batches": 1, "schedule": "gpipe", "recompute": "stage", "partition": "count"}
 
 RecomputeChoice: TypeAlias = str | tuple[str | int, ...]
@@ -62,7 +65,8 @@ class PipelineConfig:
 
     schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, AUTO), TABLE_SUFFIX), OR_NULL] = None  # type: ignore[assignment]
     """Order of work. gpipe: as in the paper; gpipe_fused: the last stage runs each backward right after its forward;
-    1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; zb_h1: 1f1b with a split
+    1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; breadth_first: the same, each
+    stage running all micro-batches before the next; zb_h1: 1f1b with a split
     backward, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps that do not wait
     for each other; zb_v: two stages per process in a V, a sixth of 1f1b's bubble in its memory;
     v_half: the same in half of it, with half of 1f1b's bubble; naive: no pipelining; auto: the planner chooses one of
@@ -113,6 +117,15 @@ class PipelineConfig:
     as a micro-batch would: for long rows, of which a mini-batch has few. For decoder-only models whose layers keep
     nothing of earlier tokens but keys and values. Evaluation and generation do not cut rows, and the planner does not
     know the costs of chunks yet: what it would choose has to be given. 1: rows are whole."""
+
+    offload_weights: Visitors | None = None
+    """Weights that stay in the memory of the host and visit the device of their stage for each run of its actions, so
+    that a device holds two stages of them and no more: for models larger than all devices together. frozen: those that
+    are not trained, such as those under LoRA adapters; all: trained ones too, whose gradients go to the host, where the
+    optimizer updates them. It takes at least three stages per process, `recompute: stage`, and by default
+    `schedule: breadth_first`, in which each stage visits twice. On the CPU frozen weights stay in the checkpoint's
+    files. The planner chooses nothing with it: give numbers in place of auto. null: all weights stay on their
+    devices."""
 
     boundary_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The type in which hidden states and their gradients are sent from stage to stage, narrower than the model's, for
@@ -291,8 +304,10 @@ class PipelineConfig:
         Args:
             can_plan: whether the shape of a mini-batch and the memory of the optimizer are known.
         """
-        is_auto = can_plan and self.sequence_chunks == 1 and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
-        values: dict[str, Any] = {name: AUTO if is_auto else PLANNED[name] for name in self.not_given}
+        is_known = self.sequence_chunks == 1 and not self.offload_weights  # to the planner
+        is_auto = can_plan and is_known and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
+        plain = {**PLANNED, "schedule": "breadth_first"} if self.offload_weights else PLANNED
+        values: dict[str, Any] = {name: AUTO if is_auto else plain[name] for name in self.not_given}
         return replace(self, **values) if values else self
 
     @property

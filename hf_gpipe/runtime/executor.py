@@ -20,12 +20,14 @@ from hf_gpipe.errors import StageError
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.micro_batch import PLAIN_STEP, MicroBatch, StepOptions, on_devices
-from hf_gpipe.runtime.performing import Message, Planned, Step, StepResult, UpdateStage, performed, reading
+from hf_gpipe.runtime.performing import Message, Planned, Step, StepResult, UpdateStage, performed, reading, visiting
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import NamedRanges, Timer, is_profiled
 from hf_gpipe.runtime.versions import Versions
+from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.kinds import LOAD
 from hf_gpipe.schedule.messages import messages
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.versions import Use, uses
@@ -41,15 +43,22 @@ class Executor:
         edges: the edges at the ends of these stages, by stage, its worker and that of the next stage.
         worker: whose row of a table this process runs.
         replicas: those that these stages have in other processes, if any.
+        visits: of the stages' weights, for tables with L and D.
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], edges: Edges, worker: int, replicas: Replicas | None = None
+        self,
+        stages: Mapping[int, Stage],
+        edges: Edges,
+        worker: int,
+        replicas: Replicas | None = None,
+        visits: VisitingWeights | None = None,
     ) -> None:
         self._stages = stages
         self._edges = edges
         self._replicas = replicas
         self._worker = worker
+        self._visits = VisitingWeights({}) if visits is None else visits
         self._devices = {stage.device for stage in stages.values()}
         self._table: Schedule | None = None
         self._planned: list[Planned] = []
@@ -102,7 +111,17 @@ class Executor:
         mark = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
         complete = partial(self._complete, micro_batches, result, reduce, timer)
         step = Step(
-            schedule, shares, options, result, self._replicas, self._versions, complete, update, update_stage, timer
+            schedule,
+            shares,
+            options,
+            result,
+            self._replicas,
+            self._versions,
+            complete,
+            update,
+            update_stage,
+            timer,
+            self._visits,
         )
         action = None
         # The clock of a worker. Each action of its row has three phases, between four marks; what an action waits for
@@ -166,6 +185,7 @@ class Executor:
             stage.end_step()
             total = None if self._replicas is None else partial(self._replicas.total, number)
             stage.model.batch_norms.update(mini_batches, total)
+        self._visits.finish()
         if timer is not None:
             timer.synchronize()
         if reduce is not None:
@@ -202,6 +222,8 @@ class Executor:
             last |= {*[one for one in actions if one.kind.changes_weights][-1:]}
         for place, (action, use) in enumerate(zip(actions, read, strict=True)):
             stage, (run, wait) = self._stages[action.stage], performed(action.kind)
+            if LOAD in schedule.kinds and action.micro_batch is not None:
+                run = visiting(run)
             planned = Planned(
                 action=action,
                 index=-1 if action.micro_batch is None else action.micro_batch,
@@ -252,6 +274,7 @@ class Executor:
             versions.end()
         for stage in self._stages.values():
             stage.reset()
+        self._visits.reset()
         for edge in self._edges.values():
             edge.down.reset()
             edge.up.reset()

@@ -34,6 +34,7 @@ from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.spread_rows import joined, number_of_parts, part_of, pipelines
+from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.runtime.world import World
 
 _SECOND_MODEL = "drafts tokens with another model or head, which the pipeline does not have"
@@ -100,6 +101,7 @@ class Generator:
         stages: the stages of this process, by number.
         edges: the edges at the ends of these stages, by stage, its worker and that of the next stage.
         world: the processes.
+        visits: of the stages' weights.
     """
 
     def __init__(
@@ -109,12 +111,14 @@ class Generator:
         stages: Mapping[int, StageModel],
         edges: Edges,
         world: World,
+        visits: VisitingWeights,
     ) -> None:
         check_generates(adapter)
         self._adapter = adapter
         self._stages = stages
         self._edges = edges
         self._world = world
+        self._visits = visits
         #: The stage that holds each stack's last layer.
         self._last = {adapter.layers[i].stack: stage for stage, layers in enumerate(partition) for i in layers}
         self._model = _in_lock_step(self)
@@ -226,7 +230,8 @@ class Generator:
                     channel = self._channel(number - 1)
                     channel.expect(self._number, self._shapes(stage.start, inputs))
                     carry = channel.receive(self._number)
-                outputs = stage(given, carry)
+                with self._visits.visit(number):
+                    outputs = stage(given, carry)
                 if number < self._last[stack]:
                     self._channel(number).send(self._number, outputs, self._shapes(stage.stop, inputs))
                     outputs = {}

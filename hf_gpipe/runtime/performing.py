@@ -18,6 +18,7 @@ from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime, Timer
 from hf_gpipe.runtime.versions import Versions
+from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.schedule import kinds
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import ActionKind
@@ -78,6 +79,8 @@ class Step:
     update: Callable[[], None] | None
     update_stage: UpdateStage | None
     timer: Timer | None
+    visits: VisitingWeights
+    """Of the stages' weights, in a table with L and D."""
     is_updating: bool = False
     """Whether `update` runs, whose errors are the caller's own."""
 
@@ -177,6 +180,26 @@ def _update(step: Step, planned: Planned, received: Tensors) -> Tensors:
     return {}
 
 
+def _load(step: Step, planned: Planned, received: Tensors) -> Tensors:
+    step.visits.load(planned.action.stage)
+    return {}
+
+
+def _drop(step: Step, planned: Planned, received: Tensors) -> Tensors:
+    step.visits.drop(planned.action.stage)
+    return {}
+
+
+def visiting(run: Run) -> Run:
+    """The same in a visit of the stage's weights, in a table with L and D."""
+
+    def run_in_visit(step: Step, planned: Planned, received: Tensors) -> Tensors:
+        step.visits.enter(planned.action.stage)
+        return run(step, planned, received)
+
+    return run_in_visit
+
+
 def reading(run: Run) -> Run:
     """The same in the version of the stage's weights that the action reads, in an asynchronous table."""
 
@@ -197,6 +220,8 @@ PERFORMED: dict[str, Performed] = {
     kinds.WEIGHT: Performed(_weight),
     kinds.REDUCE: Performed(_reduce),
     kinds.UPDATE: Performed(_update, _await_update),
+    kinds.LOAD: Performed(_load),
+    kinds.DROP: Performed(_drop),
 }
 
 

@@ -8,7 +8,7 @@ replicas, every replica has a copy, and those of the lowest stage are all owners
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -76,6 +76,11 @@ class Ties:
             if world.rank in lowest:
                 owners = replicas[self.owner_stage[name]]
                 self._ties.append(_Tie(models[lowest[world.rank]].parameters[name], owners, groups[places]))
+
+    def leave_out(self, parameters: Set[torch.nn.Parameter]) -> None:
+        """Take out parameters that never change: their copies stay right. Every process must call it alike."""
+        self._ties = [tie for tie in self._ties if tie.parameter not in parameters]
+        self._local_ties = [pair for pair in self._local_ties if pair.parameter not in parameters]
 
     def reduce_gradients(self) -> None:
         """Sum the gradients of each tied parameter into its owners'; the copies then have no gradient."""

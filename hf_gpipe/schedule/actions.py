@@ -2,7 +2,8 @@
 
 An action's text is its stage, the letter of its kind (`hf_gpipe.schedule.kinds`) and its micro-batch: "2F0" is the
 forward of micro-batch 0 on stage 2, "2U" the optimizer update of stage 2. In an asynchronous table, which has several
-steps, "2U5" is the update of step 5, and "2G5" the reduction before it; without a number it is that of step 0.
+steps, "2U5" is the update of step 5, and "2G5" the reduction before it; without a number it is that of step 0. "2L1"
+and "2D1" begin and end the second visit of stage 2's weights on a device.
 
 A stage has for each micro-batch either B, or I and W. The set `split` has the (stage, micro-batch) pairs of I and W; it
 tells which action a neighbour's message is from.
@@ -18,10 +19,10 @@ from typing import TypeAlias
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.kinds import BACKWARD, INPUT, KINDS, REDUCE, ActionKind, kind_of
 
-TEXT_VERSION = 5
+TEXT_VERSION = 6
 """Version of the text of a table and its actions. It changes with a new kind of action or a new meaning of a word.
 Version 2 has G and several workers per stage, version 3 I and W, version 4 several steps and the versions of weights,
-version 5 chunks of rows; a text of an earlier version means the same in it."""
+version 5 chunks of rows, version 6 L and D; a text of an earlier version means the same in it."""
 
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _ACTION_TEXT = re.compile(rf"({_NUMBER})([A-Z])({_NUMBER})?")
@@ -45,7 +46,7 @@ class Action:
     micro_batch: int | None = None
     """Counted over all steps of the table. None for a kind that concerns a whole step, such as a reduction."""
     step: int = 0
-    """Of such a kind: the step that it ends."""
+    """Of such a kind: the step that it ends, or the visit that it begins or ends, counted from 0."""
 
     def __post_init__(self) -> None:
         if self.kind.is_of_mini_batch != (self.micro_batch is None) or (self.step and not self.kind.is_of_mini_batch):

@@ -10,8 +10,8 @@ from fractions import Fraction
 from typing import Any
 
 from hf_gpipe.schedule.kinds import KINDS, Resource, awaited_by
-from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
+from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.text import table_text
 
 
@@ -109,7 +109,7 @@ def breakdown(timeline: Timeline) -> Breakdown:
         parts = [] if of_devices else [Parts(wait=total)]
         waited: list[tuple[Span, Seconds]] = []
         for spans in of_devices.values():
-            waits = _waits(spans, placement)
+            waits = _waits(spans, timeline.schedule)
             waited += zip(spans, waits, strict=True)
             # Before its first action and after its last one a device waits for the others.
             parts.append(_parts(spans, sum(waits) + spans[0].start + total - spans[-1].end, total))
@@ -121,18 +121,20 @@ def breakdown(timeline: Timeline) -> Breakdown:
     return Breakdown(total, tuple(processes), tuple(stages_of))
 
 
-def _waits(spans: Sequence[Span], placement: Placement) -> list[Seconds]:
+def _waits(spans: Sequence[Span], schedule: Schedule) -> list[Seconds]:
     """How long each span of a device waited for its message, or its stage's reduction: as noted, and the time since
     the span before it.
 
     A simulated span starts when its message is there, a measured one when the process came to it.
     """
     waits: list[Seconds] = []
+    placement = schedule.placement
     for index, span in enumerate(spans):
         action = span.action
         # An update waits for its stage's reduction, and for the actions that the process starts on other devices.
         of_several = placement.has_replicas or placement.devices is not None
-        is_late = any(of_several or not other.is_collective for other in awaited_by(action.kind))
+        awaited = awaited_by(action.kind)
+        is_late = any(of_several if other.is_collective else other in schedule.kinds for other in awaited)
         receives = is_late or action.source(placement.num_stages) is not None
         waits.append(span.waiting + (span.start - spans[index - 1].end if index > 0 and receives else 0))
     return waits

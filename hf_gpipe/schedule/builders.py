@@ -21,6 +21,7 @@ from functools import lru_cache, partial
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, asynchronous
+from hf_gpipe.schedule.breadth_first import breadth_first_orders
 from hf_gpipe.schedule.file import TABLE_SUFFIX
 from hf_gpipe.schedule.interleaved import interleaved_orders
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, REDUCE, UPDATE
@@ -181,6 +182,24 @@ def interleaved_1f1b(
     return merge_with_recomputations(of_stages, placement, fused_last(limits))
 
 
+def breadth_first(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """Stages assigned to the processes in turn, each of which runs all micro-batches before the process turns to its
+    next one (arXiv 2211.05953): see `hf_gpipe.schedule.breadth_first`.
+
+    The pipeline fills once with stages a fraction as long, so with P processes and enough micro-batches the bubble is
+    gpipe's divided by K / P. Weights that visit their device (`hf_gpipe.schedule.visits`) come twice in a step.
+
+    K = 4, M = 2, on two processes, without recomputation:
+
+        stage 0  F0 F1 .. .. .. .. .. .. .. .. .. B0 -- B1 --
+        stage 1  .. F0 F1 .. .. .. .. .. .. B0 -- B1 -- .. ..
+        stage 2  .. .. F0 F1 .. .. B0 -- B1 -- .. .. .. .. ..
+        stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. ..
+    """
+    orders = breadth_first_orders(num_stages, num_micro_batches, placement)
+    return merge_with_recomputations(orders, placement, fused_last(limits))
+
+
 def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """Evaluation: forwards only, no update. `recompute` has nothing to act on.
 
@@ -200,7 +219,10 @@ SPLIT_SCHEDULES: dict[str, Builder] = {"zb_h1": zb_h1, "zb_h2": zb_h2, "zb_v": z
 V_SHAPED = ("zb_v", "v_half")
 """Those whose stages are placed in the shape of a V."""
 
-WITHOUT_CHUNKS = ("interleaved_1f1b", *V_SHAPED, *ASYNCHRONOUS_SCHEDULES)
+IN_TURN = ("interleaved_1f1b", "breadth_first")
+"""Those whose stages are assigned to the processes in turn."""
+
+WITHOUT_CHUNKS = (*IN_TURN, *V_SHAPED, *ASYNCHRONOUS_SCHEDULES)
 """Those whose order is not known for rows that are cut into chunks."""
 
 #: The synchronous ones. `hf_gpipe.schedule.asynchronous` has the others.
@@ -210,14 +232,15 @@ SCHEDULES: dict[str, Builder] = {
     "gpipe_fused": gpipe_fused,
     "1f1b": one_forward_one_backward,
     "interleaved_1f1b": interleaved_1f1b,
+    "breadth_first": breadth_first,
     **SPLIT_SCHEDULES,
     "forward_only": forward_only,
 }
 
 
 def placement_for(name: str, num_stages: int, num_processes: int, replicas: int | Sequence[int] = 1) -> Placement:
-    """The placement of a schedule's stages: assigned in turn for interleaved_1f1b, in the shape of a V for zb_v and
-    v_half, consecutive for every other.
+    """The placement of a schedule's stages: assigned in turn for interleaved_1f1b and breadth_first, in the
+    shape of a V for zb_v and v_half, consecutive for every other.
 
     Args:
         name: one of `SCHEDULES` or `ASYNCHRONOUS_SCHEDULES`.
@@ -244,7 +267,7 @@ def placement_for(name: str, num_stages: int, num_processes: int, replicas: int 
             f"replicas is {counts[0]} and the number of processes is {num_processes}: every replica of the pipeline "
             "has processes of its own, and as many as the others; use a multiple of replicas."
         )
-    places = {"interleaved_1f1b": Placement.interleaved, **dict.fromkeys(V_SHAPED, Placement.v_shaped)}
+    places = {**dict.fromkeys(IN_TURN, Placement.interleaved), **dict.fromkeys(V_SHAPED, Placement.v_shaped)}
     place = places.get(name, Placement.spread)
     return place(num_stages, num_processes // counts[0]).replicated(counts[0])
 

@@ -13,6 +13,8 @@ For stage s and micro-batch m:
     G  sums the stage's gradients of a step over its replicas: a collective, which begins when all of them have reached
        it and runs while they go on. Only a stage with several replicas has a G, one on each of them for each step
     U  updates the stage's weights at the end of a step; one on each replica
+    L  loads the stage's weights from the host to the device, for a visit: a run of the stage's actions, up to D
+    D  drops them again, where they have not changed. A stage has L and D only where its weights visit
 
 `add_kind` adds another kind; `hf_gpipe.runtime.performing.add_kind` also says how the executor performs it.
 """
@@ -66,6 +68,8 @@ class Held(StrEnum):
     """The extra memory of the stage's first B or W, which makes the gradients of the weights."""
     WEIGHT_GRADIENTS = "gradients of weights"
     """From the end of the first B or W on."""
+    VISITING_GRADIENTS = "gradients of visiting weights"
+    """The same of weights that visit: to the end of D."""
 
     __hash__ = str.__hash__
 
@@ -101,6 +105,8 @@ class ActionKind(str):
     """Whether it may run while the gradient of its micro-batch is still on its way."""
     is_of_mini_batch: bool = False
     """Whether it concerns a whole step, and so has no micro-batch."""
+    is_of_visit: bool = False
+    """Whether it begins or ends a visit of the stage's weights. The number in its text counts the visits."""
     is_collective: bool = False
     """Whether all replicas of the stage do it together; a stage without replicas has none."""
     rule: str | None = None
@@ -211,4 +217,12 @@ UPDATE = add_kind(ActionKind(
     "U", "update", (("update_seconds", 1),), "update", "#8e5ea2", "white",
     needs=(BACKWARD, WEIGHT, REDUCE), after_update=True, is_of_mini_batch=True, rule=_UPDATED,
     reads_weights=False, changes_weights=True))
+DROP = add_kind(ActionKind(
+    "D", "drop", colour="#b0a48f", resource=Resource.COPY_OUT,
+    needs=(FORWARD, RECOMPUTE, BACKWARD, INPUT, WEIGHT), way=0, is_of_mini_batch=True, is_of_visit=True,
+    in_training_only=False, reads_weights=False))
+LOAD = add_kind(ActionKind(
+    "L", "load", colour="#d9cbb2", resource=Resource.COPY_IN,
+    needs=(DROP,), needed_by=(FORWARD, RECOMPUTE, BACKWARD, INPUT, WEIGHT), way=0, is_of_mini_batch=True,
+    is_of_visit=True, in_training_only=False, reads_weights=False))
 # fmt: on

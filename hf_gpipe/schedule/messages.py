@@ -27,7 +27,6 @@ from typing import NamedTuple
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.clock import way
-from hf_gpipe.schedule.kinds import awaited_by
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
 
@@ -124,7 +123,7 @@ def executable_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
 
     def waits_for(process: int, action: Action) -> Action | None:
         """What has to be done in other processes before an action can run."""
-        for other in schedule.concerned(process, action, awaited_by(action.kind)):
+        for other in schedule.concerned(process, action, schedule.awaited_by(action.kind)):
             if other.kind.is_collective and len(workers[action.stage]) not in (1, num_reached[other]):
                 return other
         source = schedule.source(action)
@@ -171,7 +170,7 @@ def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
         place = schedule.placement.place_of(process, action.stage)
         source = schedule.source(action)
         start = max(started[process] + 1, free_at.get(place, 0), ends[source] if source else 0)
-        for other in schedule.concerned(process, action, awaited_by(action.kind)):
+        for other in schedule.concerned(process, action, schedule.awaited_by(action.kind)):
             start = max(start, reached_at.get(other, 0))
         if action.kind.is_collective:
             reached_at[action] = max(reached_at.get(action, 0), start + 1)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate
 
-from hf_gpipe.schedule.kinds import Held
+from hf_gpipe.schedule.kinds import DROP, Held
 from hf_gpipe.schedule.simulate import Costs, Seconds, Timeline, simulate
 from hf_gpipe.schedule.table import Schedule
 
@@ -47,6 +47,8 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
             if span is first_completed:
                 yield Held.FIRST_BACKWARD, span.computes, span.end
                 yield Held.WEIGHT_GRADIENTS, span.end, math.inf
+                for drop in schedule.concerned(process, span.action, [DROP]):
+                    yield Held.VISITING_GRADIENTS, span.end, timeline.ends[process, drop]
 
 
 Amounts = Mapping[Held, Mapping[str, float]]

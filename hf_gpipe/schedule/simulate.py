@@ -32,7 +32,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import KINDS, ActionKind, Resource, awaited_by, needs_of
+from hf_gpipe.schedule.kinds import KINDS, ActionKind, Resource, needs_of
 from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
@@ -158,6 +158,11 @@ class Timeline:
         return 1 - _busy(spans) / available if available else 0
 
     @cached_property
+    def ends(self) -> Mapping[tuple[int, Action], Seconds]:
+        """By process, when each action ended."""
+        return {(span.process, span.action): span.end for span in self.spans}
+
+    @cached_property
     def spans_of(self) -> tuple[Mapping[int, list[Span]], ...]:
         """For each stage, by micro-batch, the spans of its actions in order, all of which run on one replica."""
         stages: tuple[defaultdict[int, list[Span]], ...]
@@ -255,7 +260,7 @@ class _Clock:
                 continue
             source = schedule.source(action)  # of an action that concerns a step None
             start = max(start, free_at.get(lane, 0), arrives_at[source] if source else 0)
-            if awaited := awaited_by(kind):
+            if awaited := schedule.awaited_by(kind):
                 collect()
                 for other in schedule.concerned(process, action, awaited):
                     start = max(start, ends_at.get((process, other), 0))

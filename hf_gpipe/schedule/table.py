@@ -3,7 +3,7 @@
 A table is plain data. The same object is validated, simulated, drawn and executed, and it has a text form that can be
 read, compared and edited. GPipe with two stages and two micro-batches, recomputation on:
 
-    table: 5
+    table: 6
     schedule: gpipe
     num_stages: 2
     num_micro_batches: 2
@@ -28,6 +28,9 @@ A line `chunks: 4` after the placement says that rows are cut into 4 chunks of t
 of the table: number m is chunk m % 4 of the rows m // 4. A stage runs a chunk's forward after that of the chunk before
 it, and its backward after that of the chunk after it. All chunks of a row run on one replica of a stage, (m // 4) % r
 where the stage has r of them.
+
+Where weights visit their device (`hf_gpipe.schedule.visits`), each run of a stage's actions stands between an L and a
+D, which are numbered by the visits of the stage: `0L0 1L0 0F0 0F1 0D0 2L0 1F0 1F1 1D0`.
 """
 
 from __future__ import annotations
@@ -39,8 +42,9 @@ from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import TEXT_VERSION, Action, gradient_action, parse_number
-from hf_gpipe.schedule.kinds import FORWARD, INPUT, RECOMPUTE, ActionKind, Held
+from hf_gpipe.schedule.kinds import DROP, FORWARD, INPUT, LOAD, RECOMPUTE, ActionKind, Held, awaited_by
 from hf_gpipe.schedule.placement import Placement
+from hf_gpipe.schedule.visit import Visit, visits_of
 
 MOST_ACTIONS = 600_000
 """The most actions of a table: of more, the checks alone would take minutes."""
@@ -79,6 +83,14 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.text()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once, for a table is a key of caches and may have many actions."""
+        return hash((self.name, self.placement, self.actions, self.steps, self.versions, self.stashes))
 
     @cached_property
     def is_training(self) -> bool:
@@ -163,13 +175,59 @@ class Schedule:
         where one of the two kinds concerns a step. The table need not have them."""
         stage, micro_batch = action.stage, action.micro_batch
         for kind in kinds:
-            if kind.is_of_mini_batch:
+            if kind.is_of_visit or action.kind.is_of_visit:
+                yield from self._of_visit(process, action, kind)
+            elif kind.is_of_mini_batch:
                 yield Action(kind, stage, step=action.step if micro_batch is None else self.step_of[micro_batch])
             elif micro_batch is not None:
                 yield Action(kind, stage, micro_batch)
             else:
                 own = self.micro_batches_of(process, stage)
                 yield from (Action(kind, stage, one) for one in own if self.step_of[one] == action.step)
+
+    def _of_visit(self, process: int, action: Action, kind: ActionKind) -> Iterator[Action]:
+        """Yield the actions of a kind that concern an action of the same visit; of an L the D that makes room for it.
+        One of the two kinds is L or D."""
+        visit = self._visit_of[process].get(action)
+        if visit is None:
+            return
+        if action.kind == LOAD:
+            if kind == DROP and visit.after is not None:
+                yield visit.after
+        elif kind == LOAD:
+            yield visit.load
+        elif kind == DROP and visit.drop is not None:
+            yield visit.drop
+        else:
+            yield from (one for one in visit.actions if one.kind == kind)
+
+    def visits(self, process: int) -> tuple[Visit, ...]:
+        """The visits of weights in the row of a worker."""
+        return tuple(dict.fromkeys(self._visit_of[process].values()))
+
+    @cached_property
+    def _visit_of(self) -> tuple[Mapping[Action, Visit], ...]:
+        """For each worker, the visit of each action that has one."""
+        every = []
+        for worker, row in enumerate(self.actions):
+            visits = visits_of(row, self.placement, worker) if self.kinds & {LOAD, DROP} else []
+            every.append({one: v for v in visits for one in (v.load, *v.actions, v.drop) if one is not None})
+        return tuple(every)
+
+    @cached_property
+    def kinds(self) -> frozenset[ActionKind]:
+        """Those that the table has."""
+        return frozenset(action.kind for row in self.actions for action in row)
+
+    def awaited_by(self, kind: ActionKind) -> tuple[ActionKind, ...]:
+        """`kinds.awaited_by` of the kinds that the table has."""
+        if kind not in self._awaited:
+            self._awaited[kind] = tuple(one for one in awaited_by(kind) if one in self.kinds)
+        return self._awaited[kind]
+
+    @cached_property
+    def _awaited(self) -> dict[ActionKind, tuple[ActionKind, ...]]:
+        return {}
 
     def keeps_graph(self, stage: int, micro_batch: int) -> bool:
         """Whether this forward keeps its autograd graph: a backward follows, and no recomputation lies between."""

@@ -10,7 +10,8 @@ The checks go from simple to subtle, so that the first error is the one to corre
    clipping and tied parameters need the gradients of all stages, so no update may stand before another stage's backward
    or reduction. In an asynchronous one the gradients of a step are complete at its U, and those of the next step begin
    after it; no forward reads a version of the weights that is not there yet;
-   reductions stand in one order on all processes, for each is a collective;
+   reductions stand in one order on all processes, for each is a collective; a stage whose weights visit its device has
+   them where it reads them;
 4. between two processes, messages are received in the order in which they are sent, for an edge keeps no other order;
 5. run one action after another, every process reaches its end. Then it does so too if every send and every receive
    blocks, because of the points at which `messages` starts the receives.
@@ -24,9 +25,10 @@ from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import FORWARD, KINDS, UPDATE, ActionKind, needs_of
+from hf_gpipe.schedule.kinds import FORWARD, KINDS, LOAD, UPDATE, ActionKind, needs_of
 from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.visits import wrong_visit
 
 
 def check_table(schedule: Schedule) -> None:
@@ -41,6 +43,7 @@ def check_table(schedule: Schedule) -> None:
     _check_shape(schedule)
     positions = _check_places(schedule)
     _check_complete(schedule, positions)
+    _check_visits(schedule)
     _check_order_in_process(schedule, positions)
     _check_versions(schedule)
     _check_order_of_reductions(schedule)
@@ -109,7 +112,7 @@ def _check_places(schedule: Schedule) -> list[dict[Action, int]]:
                     f"{action} on process {process}: the micro-batches are 0 to {schedule.num_micro_batches - 1}.",
                     process,
                 )
-            if action.step >= schedule.num_steps:
+            if action.step >= schedule.num_steps and not action.kind.is_of_visit:
                 _fail(schedule, f"{action} on process {process}: the steps are 0 to {schedule.num_steps - 1}.", process)
             _check_home(schedule, process, action)
             if action in positions:
@@ -225,6 +228,15 @@ def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> lis
         # The gradients of the step before are dropped at its update.
         needs.append(Action(UPDATE, action.stage, step=step - 1))
     return needs
+
+
+def _check_visits(schedule: Schedule) -> None:
+    """A stage whose weights visit has them wherever it reads them."""
+    for process in range(len(schedule.actions)):
+        if (problem := wrong_visit(schedule, process)) is not None:
+            _fail(schedule, f"{problem}; write L before and D after a run of a stage's actions.", process)
+    if schedule.is_asynchronous and LOAD in schedule.kinds:
+        _fail(schedule, "its weights change within the table, so they cannot visit; leave L and D out.", "steps")
 
 
 def _check_versions(schedule: Schedule) -> None:

@@ -77,6 +77,7 @@ class PipelineTrainingArguments(TrainingArguments):
     replicas: int | list[int] | str = _decided("replicas")
     zero: int = _decided("zero")
     sequence_chunks: int = _decided("sequence_chunks")
+    offload_weights: str | None = _key(PipelineConfig, "offload_weights")
     boundary_dtype: str | None = _key(PipelineConfig, "boundary_dtype")
     timeline_steps: int | None = _key(TrainingSection, "timeline_steps")
     slow_machine_steps: int | None = _key(TrainingSection, "slow_machine_steps")
@@ -211,7 +212,7 @@ class PipelineTrainingArguments(TrainingArguments):
         """The pipeline that these arguments ask for."""
         same_name = (
             *("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "memory", "replicas", "zero"),
-            *("sequence_chunks", "boundary_dtype", "torch_compile"),
+            *("sequence_chunks", "offload_weights", "boundary_dtype", "torch_compile"),
         )
         given = {name: getattr(self, name) for name in same_name}
         if self.is_checkpointing and given["recompute"] is None:

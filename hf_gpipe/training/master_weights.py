@@ -48,8 +48,8 @@ class MasterWeights:
                 )
             if on_host and weight.device.type == "cpu":
                 raise UserError(
-                    "offload_optimizer: the stages are on the CPU, so the optimizer's state is in the memory of the "
-                    "host already; leave the argument out"
+                    "offload_optimizer: the weights are in the memory of the host, and so the optimizer's state is "
+                    "there already; leave the argument out"
                 )
         self._in_float32, self._on_host = in_float32, on_host
         self._shards: Shards | None = None

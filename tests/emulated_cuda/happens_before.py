@@ -74,7 +74,10 @@ class Checker(TorchDispatchMode):
         fresh = [tensor for tensor in outputs if _memory(tensor) not in known]
         writes = fresh + changed
         if not writes:
-            return out  # a view, or a value for the host
+            if function is torch.ops.aten.copy_.default and inputs:  # to the host
+                raw = torch._C._accelerator_getStream(inputs[0].device.index)
+                self.kernel(self.stream_number(raw), inputs, [], str(function))
+            return out  # else a view, or a value for the host
         target = writes[0].device
         given = [tensor for tensor in inputs if not any(tensor is one for one in changed)]
         source = given[0].device if given else target

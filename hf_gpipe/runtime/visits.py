@@ -1,0 +1,247 @@
+"""Weights that are on the host and visit the device of their stage for the runs of its actions.
+
+Each visiting stage has a buffer on its device while it is there. A table lets at most a few stages visit at once
+(`hf_gpipe.schedule.visits`), mostly two, so the device holds so many buffers of the largest stage's size and no more.
+
+Weights that are not trained, such as those under LoRA adapters, come and are dropped. Of trained ones the gradients go
+to the host at the end of a visit, where the optimizer updates the weights. On CUDA the host's memory is pinned, and
+streams of their own copy beside the computation. On the CPU the memory is the device, and the host is the mapped file
+of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_gpipe.adapters import StageModel
+from hf_gpipe.errors import UserError
+from hf_gpipe.recipe.pipeline import Visitors
+
+#: Each weight of a buffer begins at a multiple of it, as memory that CUDA hands out.
+_ALIGNMENT = 512
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Memory of a device for the weights of one stage at a time."""
+
+    memory: torch.Tensor
+    is_free: torch.cuda.Event | None
+    """On CUDA, when the stage before has been computed with it."""
+
+
+@dataclass(eq=False)
+class _Loaded:
+    """The weights of a stage that is there."""
+
+    buffer: _Buffer
+    homes: dict[nn.Parameter, torch.Tensor]
+    """The memory of the host."""
+    weights: dict[nn.Parameter, torch.Tensor]
+    """The same in the buffer."""
+    earlier: dict[nn.Parameter, torch.Tensor]
+    """On CUDA, gradients that were on the host before."""
+    is_copied: torch.cuda.Event | None
+    """On CUDA, when all have come; None once the device waits for them."""
+
+
+def leave_on_host(model: StageModel, visitors: Visitors) -> None:
+    """Move the weights of a stage that visit to the host, where they stay between visits; call it after assembly.
+
+    Raises UserError for weights that bitsandbytes has quantised to 8 bits, whose layers keep memory of their own.
+    """
+    for parameter in _parameters(model):
+        if hasattr(parameter, "SCB"):
+            raise UserError(
+                "offload_weights and a model in 8 bits: its layers keep the device's memory; quantise to 4 bits, or "
+                "leave offload_weights out"
+            )
+        if model.device.type == "cpu" and parameter.requires_grad:
+            # It changes, and must not depend on a file that may be replaced.
+            parameter.data = parameter.data.clone()
+    if model.device.type != "cpu":
+        visiting = list(_visiting(model, visitors))
+        for parameter, home in zip(visiting, _pinned([one.data for one in visiting]), strict=True):
+            parameter.data = home.copy_(parameter.data)
+
+
+class VisitingWeights:
+    """The weights of the stages of this process that visit their devices.
+
+    Args:
+        models: these stages, by number, after `leave_on_host`.
+        visitors: as there.
+
+    Attributes:
+        hosted_bytes: of these weights, of each stage.
+        parameters: all that visit.
+    """
+
+    def __init__(self, models: Mapping[int, StageModel], visitors: Visitors = "frozen") -> None:
+        self._visiting = {stage: _visiting(model, visitors) for stage, model in models.items()}
+        self._devices = {stage: model.device for stage, model in models.items()}
+        self.hosted_bytes = {stage: sum(_aligned(p.nbytes) for p in own) for stage, own in self._visiting.items()}
+        counts: defaultdict[nn.Parameter, int] = defaultdict(int)
+        for own in self._visiting.values():
+            for parameter in own:
+                counts[parameter] += 1
+        self.parameters = frozenset(counts)
+        # A tied weight is in the buffer of each stage that uses it.
+        self._tied = {stage: [p for p in own if counts[p] > 1] for stage, own in self._visiting.items()}
+        self._free: defaultdict[torch.device, list[_Buffer]] = defaultdict(list)
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+        self._there: dict[int, _Loaded] = {}
+        #: Gradients of earlier steps, to be added to the step's own once these have come.
+        self._added: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def load(self, stage: int) -> None:
+        """L: begin to copy the weights of a stage to its device; on the CPU copy them."""
+        device = self._devices[stage]
+        buffer = self._free[device].pop() if self._free[device] else self._new_buffer(device)
+        homes = {parameter: parameter.data for parameter in self._visiting[stage]}
+        for parameter in self._tied[stage]:
+            for other in self._there.values():
+                homes[parameter] = other.homes.get(parameter, homes[parameter])
+        weights, start = {}, 0
+        for parameter, home in homes.items():
+            own = buffer.memory[start : start + home.nbytes]
+            weights[parameter] = own.view(home.dtype).view(home.shape)
+            start += _aligned(home.nbytes)
+        is_copied, earlier = None, {}
+        if buffer.is_free is not None:
+            stream = self._stream(device, "in")
+            stream.wait_event(buffer.is_free)
+            with torch.cuda.stream(stream):
+                _copy(weights, homes)
+                is_copied = stream.record_event()
+            for parameter in homes:
+                if parameter.grad is not None:
+                    earlier[parameter], parameter.grad = parameter.grad, None
+        else:
+            _copy(weights, homes)
+        for parameter, weight in weights.items():
+            parameter.data = weight
+        self._there[stage] = _Loaded(buffer, homes, weights, earlier, is_copied)
+
+    def enter(self, stage: int) -> None:
+        """Before each action of a stage that is there: its device waits for the weights, once."""
+        loaded = self._there[stage]
+        if loaded.is_copied is not None:
+            torch.cuda.current_stream(self._devices[stage]).wait_event(loaded.is_copied)
+            loaded.is_copied = None
+        for parameter in self._tied[stage]:
+            parameter.data = loaded.weights[parameter]
+
+    def drop(self, stage: int) -> None:
+        """D: the weights of a stage are those on the host again, and another stage may have the buffer.
+
+        Their gradients begin their way to the host; on the CPU they are there.
+        """
+        device, loaded = self._devices[stage], self._there.pop(stage)
+        if device.type == "cuda":
+            gradients = {p: p.grad for p in loaded.homes if p.grad is not None}
+            computed = torch.cuda.current_stream(device).record_event()
+            loaded.buffer.is_free = computed
+            if gradients:
+                stream = self._stream(device, "out")
+                stream.wait_event(computed)
+                homes = zip(list(gradients.items()), _pinned(list(gradients.values())), strict=True)
+                with torch.cuda.stream(stream):
+                    for (parameter, gradient), home in homes:
+                        gradients[parameter] = home.copy_(gradient, non_blocking=True)
+                        gradient.record_stream(stream)
+            for parameter, home in loaded.homes.items():
+                parameter.grad = None
+                parameter.data = home
+                parameter.grad = gradients.get(parameter, loaded.earlier.get(parameter))
+            self._added += [(p, gradient) for p, gradient in loaded.earlier.items() if p in gradients]
+        else:
+            for parameter, home in loaded.homes.items():
+                parameter.data = home
+        self._free[device].append(loaded.buffer)
+
+    def finish(self) -> None:
+        """Wait until the gradients of a step are on the host, and add those that were there before."""
+        for (_, way), stream in self._streams.items():
+            if way == "out":
+                stream.synchronize()
+        for parameter, gradient in self._added:
+            assert parameter.grad is not None, "it has come"
+            parameter.grad += gradient
+        self._added.clear()
+
+    @contextmanager
+    def visit(self, stage: int) -> Iterator[None]:
+        """Context manager in which the weights of a stage are there, outside of a table. Others always are."""
+        if stage not in self._visiting:
+            yield
+            return
+        self.load(stage)
+        try:
+            self.enter(stage)
+            yield
+        finally:
+            self.drop(stage)
+
+    def reset(self) -> None:
+        """End the visits of a failed step."""
+        for stage in list(self._there):
+            self.drop(stage)
+        self.finish()
+
+    def _new_buffer(self, device: torch.device) -> _Buffer:
+        size = max(self.hosted_bytes[stage] for stage, own in self._devices.items() if own == device)
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        is_cuda = device.type == "cuda"
+        return _Buffer(memory, torch.cuda.current_stream(device).record_event() if is_cuda else None)
+
+    def _stream(self, device: torch.device, way: str) -> torch.cuda.Stream:
+        if (device, way) not in self._streams:
+            self._streams[device, way] = torch.cuda.Stream(device)
+        return self._streams[device, way]
+
+
+def _visiting(model: StageModel, visitors: Visitors) -> dict[nn.Parameter, None]:
+    """The parameters of a stage that visit, in order."""
+    if visitors == "frozen":
+        return {p: None for p in _parameters(model) if not p.requires_grad}
+    shared = {id(model.parameters[name]) for name in model.shared_names}
+    return {p: None for p in _parameters(model) if not p.requires_grad or id(p) not in shared}
+
+
+def _parameters(model: StageModel) -> dict[nn.Parameter, None]:
+    return dict.fromkeys(p for p in model.model.parameters() if p.device.type != "meta")
+
+
+def _pinned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Pinned memory of the host for the values of some tensors.
+
+    PyTorch rounds each piece of pinned memory up to a power of two. So several tensors share a piece that they fill.
+    """
+    homes: list[torch.Tensor] = []
+    while len(homes) < len(tensors):
+        sizes = [_aligned(tensor.nbytes) for tensor in tensors[len(homes) :]]
+        # The largest piece that the rest can fill, and of one tensor at least.
+        size = max(1 << sum(sizes).bit_length() - 1, 1 << (sizes[0] - 1).bit_length()) if sizes[0] else _ALIGNMENT
+        piece, start = torch.empty(size, dtype=torch.uint8, pin_memory=True), 0
+        for tensor, own in zip(tensors[len(homes) :], sizes, strict=True):
+            if start + own > size:
+                break
+            homes.append(piece[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            start += own
+    return homes
+
+
+def _copy(weights: Mapping[nn.Parameter, torch.Tensor], homes: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    for parameter, weight in weights.items():
+        weight.copy_(homes[parameter], non_blocking=True)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,35 @@
+"""The order of the breadth-first pipeline: several stages per process, assigned in turn, and each of them runs all
+micro-batches before the process turns to its next one (Lamy-Poirier, arXiv 2211.05953, section 4.1).
+
+A process turns to each of its stages twice, so weights that visit the device come and go as seldom as possible. The
+price is memory for activations: the inputs of all micro-batches on all stages.
+"""
+
+from __future__ import annotations
+
+from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, ActionKind
+from hf_gpipe.schedule.placement import Placement
+
+
+def breadth_first_orders(num_stages: int, num_micro_batches: int, placement: Placement) -> list[list[Action]]:
+    """The forwards and backwards of each device of each process, whose stages may be anywhere.
+
+    The last stage runs each micro-batch's backward right after its forward. The backwards of the other stages follow in
+    the order in which gradients arrive.
+    """
+    orders: dict[tuple[int, str | None], list[Action]] = {}
+
+    def run(stage: int, *kinds: ActionKind) -> None:
+        for process in placement.workers[stage]:
+            order = orders.setdefault(placement.place_of(process, stage), [])
+            for micro_batch in placement.micro_batches_of(stage, process, num_micro_batches):
+                order += [Action(kind, stage, micro_batch) for kind in kinds]
+
+    last = num_stages - 1
+    for stage in range(last):
+        run(stage, FORWARD)
+    run(last, FORWARD, BACKWARD)
+    for stage in reversed(range(last)):
+        run(stage, BACKWARD)
+    return list(orders.values())

@@ -1,0 +1,158 @@
+"""Visits of a stage's weights on a device: L loads them from the host, D drops them, and they are there between.
+
+A process whose stages do not fit its device together keeps their weights on the host. It runs the actions of one stage
+after the other, so only the stage at work and the one after it need their weights on the device. So L of the next stage
+stands before the actions of this one, beside which it copies, and D stands after the last action of a stage's run.
+
+An autograd graph may keep weights alive, so a visit lasts until its stage holds no graph. With recomputation a graph is
+made and used up in one run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import lru_cache
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.kinds import DROP, LOAD, Held
+from hf_gpipe.schedule.table import Schedule
+
+
+@lru_cache(maxsize=64)
+def with_visits(schedule: Schedule) -> Schedule:
+    """The same table with an L and a D around each run of a stage's actions on its device; one that has them already.
+
+    Without backwards, each process runs its stages one after the other, so that each has one run.
+
+    Raises:
+        ScheduleError: the table is asynchronous: weights that change in a step cannot be dropped.
+    """
+    if LOAD in schedule.kinds:
+        return schedule
+    if schedule.is_asynchronous:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} updates weights within a table, and weights that visit a device are dropped "
+            "unchanged; use a synchronous schedule, such as breadth_first."
+        )
+    if not schedule.is_training:
+        of_stages = (tuple(sorted(row, key=lambda action: action.stage)) for row in schedule.actions)
+        schedule = replace(schedule, actions=tuple(of_stages))
+    rows = []
+    for worker, row in enumerate(schedule.actions):
+        begins: defaultdict[int, list[Action]] = defaultdict(list)
+        ends: defaultdict[int, list[Action]] = defaultdict(list)
+        num_visits: defaultdict[int, int] = defaultdict(int)
+        free_from: defaultdict[int, int] = defaultdict(int)
+        for runs in _runs(schedule, worker):
+            for number, (stage, first, last) in enumerate(runs):
+                visit = num_visits[stage]
+                num_visits[stage] += 1
+                # Beside the run before it, but after the stage's own last visit.
+                begin = max(runs[number - 1][1], free_from[stage]) if number else first
+                begins[begin].append(Action(LOAD, stage, step=visit))
+                ends[last].append(Action(DROP, stage, step=visit))
+                free_from[stage] = last + 1
+        # A D before the L that takes its room.
+        rows.append(tuple(one for at, action in enumerate(row) for one in (*begins[at], action, *ends[at])))
+    return replace(schedule, actions=tuple(rows))
+
+
+def _runs(schedule: Schedule, worker: int) -> list[list[tuple[int, int, int]]]:
+    """For each device of a worker the (stage, first, last) of its runs, by their places in its row, in their order."""
+    row, placement = schedule.actions[worker], schedule.placement
+    runs: dict[str | None, list[list[int]]] = {}
+    graphs: defaultdict[int, int] = defaultdict(int)
+    for at, action in enumerate(row):
+        if action.micro_batch is None:
+            continue
+        stage = action.stage
+        own = runs.setdefault(placement.device_of(stage, worker), [])
+        open_run = next((run for run in reversed(own) if run[0] == stage), None)
+        if open_run is not None and (open_run is own[-1] or graphs[stage]):
+            open_run[2] = at
+        else:
+            own.append([stage, at, at])
+        graphs[stage] += _graphs_made(schedule, action)
+    return [[(stage, first, last) for stage, first, last in own] for own in runs.values()]
+
+
+def _graphs_made(schedule: Schedule, action: Action) -> int:
+    """1 for an action that makes an autograd graph, -1 for one that uses it up."""
+    kind, micro_batch = action.kind, action.micro_batch
+    assert micro_batch is not None
+    if Held.GRAPH in kind.frees:
+        return -1
+    if kind.makes is not Held.GRAPH:
+        return 0
+    return int(not kind.sends or schedule.keeps_graph(action.stage, micro_batch))
+
+
+def most_loaded(schedule: Schedule) -> list[int]:
+    """For each worker the most stages whose weights are on one of its devices at once."""
+    most = []
+    for worker, row in enumerate(schedule.actions):
+        loaded: dict[str | None, int] = defaultdict(int)
+        highest = 0
+        for action in row:
+            if action.kind.is_of_visit:
+                loaded[schedule.placement.device_of(action.stage, worker)] += 1 if action.kind == LOAD else -1
+                highest = max(highest, *loaded.values())
+        most.append(highest)
+    return most
+
+
+def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
+    """Check that visits make room on a device: no worker has the weights of all its stages there at once.
+
+    Args:
+        schedule: a table with visits.
+        are_trained: whether weights that visit are trained, so that gradients go to the host at the end of a visit.
+
+    Raises:
+        ScheduleError: every worker has, or a stage would give its gradients to the host in parts; says what would help.
+    """
+    for worker in range(len(schedule.actions)) if are_trained else ():
+        visits = schedule.visits(worker)
+        backwards = Counter(v.load.stage for v in visits if any(one.kind.completes_micro_batch for one in v.actions))
+        if again := [stage for stage, count in backwards.items() if count > 1]:
+            raise ScheduleError(
+                f"offload_weights all with schedule {schedule.name!r}: the backwards of stage {again[0]} are in "
+                f"{backwards[again[0]]} visits, and gradients leave the device at the end of one; use schedule "
+                "'breadth_first', or offload_weights frozen."
+            )
+    own = [len(schedule.placement.stages_of(worker)) for worker in range(len(schedule.actions))]
+    if most_loaded(schedule) == own:
+        raise ScheduleError(
+            f"offload_weights with schedule {schedule.name!r}: the weights of all stages of a process would be on its "
+            f"device at once ({max(own)} of {max(own)}); give at least three stages for each process, recompute "
+            "'stage' and schedule 'breadth_first', or leave offload_weights out."
+        )
+
+
+def wrong_visit(schedule: Schedule, worker: int) -> str | None:
+    """What is wrong with the visits of a worker's row, in words; None: nothing is."""
+    row = schedule.actions[worker]
+    visiting = {action.stage for action in row if action.kind.is_of_visit}
+    there: dict[int, Action] = {}
+    num_visits: defaultdict[int, int] = defaultdict(int)
+    graphs: defaultdict[int, int] = defaultdict(int)
+    for action in row:
+        stage = action.stage
+        if action.kind.is_of_visit:
+            is_next = (action.kind == DROP) == (stage in there) and action.step == num_visits[stage]
+            if not is_next:
+                return f"{action} is not the next L or D of stage {stage}: they alternate, and are numbered from 0"
+            if action.kind == LOAD:
+                there[stage] = action
+                continue
+            if graphs[stage]:
+                return f"{action} comes while stage {stage} holds an autograd graph, which may keep its weights"
+            del there[stage]
+            num_visits[stage] += 1
+        elif action.micro_batch is not None and stage in visiting:
+            if stage not in there:
+                return f"{action} comes while the weights of stage {stage} are on the host, between its D and its L"
+            graphs[stage] += _graphs_made(schedule, action)
+    return f"{next(iter(there.values()))} has no D" if there else None

@@ -1,0 +1,205 @@
+"""Weights that visit emulated devices: the numbers of those that stay, little memory, and no wait of the host."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from hf_gpipe import Pipeline
+from hf_gpipe.runtime.visits import VisitingWeights
+from tests.emulated_cuda.comparing import assert_near, config_of, gathered
+from tests.emulated_cuda.device import counting
+from tests.emulated_cuda.happens_before import checking
+from tests.emulated_cuda.mutants import mutate
+from tests.emulated_cuda.processes import on_emulated_cuda
+from tests.oracle import padded_batch, plain_model
+from tests.training.toy import trainer
+
+Numbers = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def pipeline(family: str, device: Any, *, dropout: float = 0.0, tied: bool = True, **options: Any) -> Pipeline:
+    config = config_of(family, dropout=dropout, tied=tied)
+    peft = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=dropout)
+    torch.manual_seed(0)
+    given = {"num_micro_batches": 2, "schedule": "breadth_first", "recompute": "stage"} | options
+    return Pipeline(plain_model(config), device=device, peft_config=peft, **given)
+
+
+def numbers(pipe: Pipeline) -> Numbers:
+    """The losses of two steps with AdamW and of an evaluation, and the adapters after them."""
+    batch = padded_batch(pipe.adapter.config) if pipe.world.rank == 0 else None
+    trained = [p for p in pipe.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": trained}], lr=1e-2)
+    losses = []
+    for _ in range(2):
+        losses.append(float(pipe.train_step(batch)))
+        pipe.clip_grad_norm_(0.5)
+        optimizer.step()
+        pipe.zero_grad()
+    losses.append(pipe.eval_step(batch).loss)
+    return losses, gathered(pipe, {n: p for n, p in pipe.named_parameters() if p.requires_grad})
+
+
+def assert_equal(found: Numbers, expected: Numbers) -> None:
+    assert found[0] == expected[0]
+    assert_near(found[1], expected[1], 0.0, "adapter")
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "device", "options"),
+    [
+        ("llama", True, "cuda:0", {"num_stages": 5}),
+        ("llama", False, "cuda:1", {"num_stages": 4, "schedule": "gpipe"}),
+        ("llama", True, ["cuda:0", "cuda:1"], {"num_stages": 6}),
+        ("marian", True, "cuda:0", {"num_stages": 6}),
+        ("t5", True, "cuda:0", {"num_stages": 6}),
+    ],
+)
+@on_emulated_cuda()
+def test_the_numbers_of_weights_that_stay(family: str, tied: bool, device: Any, options: dict[str, Any]) -> None:
+    given = copy.deepcopy(options)
+    stays = pipeline(family, device, dropout=0.2, tied=tied, **given)
+    comes = pipeline(family, device, dropout=0.2, tied=tied, **options, offload_weights="frozen")
+    homes = [p.data for p in comes.parameters() if not p.requires_grad]
+    assert all(home.device.type == "cpu" and home.is_pinned() for home in homes)
+    assert_equal(numbers(comes), numbers(stays))
+
+
+def trained(family: str, device: Any, offload_weights: str | None, *, tied: bool, **options: Any) -> Numbers:
+    """`numbers` of all weights."""
+    config = config_of(family, dropout=0.2, tied=tied)
+    given = {"num_micro_batches": 2, "schedule": "breadth_first", "recompute": "stage"} | options
+    pipe = Pipeline(plain_model(config), device=device, offload_weights=offload_weights, **given)
+    hosted = [p for p in pipe.parameters() if p.device.type == "cpu"]
+    assert bool(hosted) == (offload_weights is not None)
+    pipe.train_step(padded_batch(config) if pipe.world.rank == 0 else None)  # whose gradients are added to
+    found = numbers(pipe)
+    assert all(p.device.type == "cpu" for p in hosted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "device", "options"),
+    [
+        ("llama", True, "cuda:0", {"num_stages": 5}),
+        ("llama", False, ["cuda:0", "cuda:1"], {"num_stages": 6}),
+        ("t5", True, "cuda:0", {"num_stages": 6}),
+    ],
+)
+@on_emulated_cuda()
+def test_trained_weights_visit_too(family: str, tied: bool, device: Any, options: dict[str, Any]) -> None:
+    stays = trained(family, device, None, tied=tied, **copy.deepcopy(options))
+    comes = trained(family, device, "all", tied=tied, **options)
+    # The host sums squares, and updates, in another order than a device.
+    assert comes[0] == pytest.approx(stays[0], rel=1e-12)
+    assert_near(comes[1], stays[1], 1e-12, "weight")
+
+
+@on_emulated_cuda(2)
+def test_trained_weights_in_two_processes() -> None:
+    options: dict[str, Any] = {"num_stages": 6, "num_processes": 2}
+    stays = trained("llama", "cuda", None, tied=True, **options)
+    comes = trained("llama", "cuda", "all", tied=True, **options)
+    assert comes[0] == pytest.approx(stays[0], rel=1e-12)
+    assert_near(comes[1], stays[1], 1e-12, "weight")
+
+
+@on_emulated_cuda(2)
+def test_in_two_processes_with_nccl() -> None:
+    """With copies of a tied weight that never changes, which no message must carry."""
+    options: dict[str, Any] = {"num_stages": 6, "num_processes": 2}
+    stays = numbers(pipeline("llama", "cuda", dropout=0.2, **options))
+    assert_equal(numbers(pipeline("llama", "cuda", dropout=0.2, **options, offload_weights="frozen")), stays)
+
+
+@on_emulated_cuda()
+def test_a_device_has_two_stages_and_the_graphs_of_one_run() -> None:
+    peaks = {}
+    for visits in (False, True):
+        before = torch.cuda.memory_allocated("cuda:0")
+        pipe = pipeline("llama", "cuda:0", tied=False, num_stages=5, offload_weights="frozen" if visits else None)
+        batch = padded_batch(pipe.adapter.config)
+        pipe.train_step(batch)
+        torch.cuda.reset_peak_memory_stats("cuda:0")
+        pipe.train_step(batch)
+        peaks[visits] = torch.cuda.max_memory_allocated("cuda:0") - before
+        weights = sum(p.nbytes for p in pipe.parameters() if not p.requires_grad)
+        largest = max(pipe.steps.visits.hosted_bytes.values(), default=0)
+        del pipe
+    # Nothing else differs: both recompute, and the last stage keeps one graph.
+    assert peaks[True] <= peaks[False] - weights + 2 * largest
+
+
+@on_emulated_cuda()
+def test_the_host_waits_once_in_a_step() -> None:
+    pipe = pipeline("llama", ["cuda:0", "cuda:1"], tied=False, num_stages=6, offload_weights="frozen")
+    batch = padded_batch(pipe.adapter.config)
+    for _ in range(2):
+        with counting() as counts:
+            pipe.train_step(batch)
+    assert len(counts.synchronisations) <= 1, str(counts)
+    assert not counts.pageable_copies, str(counts)
+
+
+@pytest.mark.parametrize("fp32_master_weights", [False, True])
+@on_emulated_cuda()
+def test_a_training_with_its_checkpoints(tmp_path: Path, fp32_master_weights: bool) -> None:
+    """They are the same, so a run may go on with visits and without."""
+    dtype = torch.bfloat16 if fp32_master_weights else torch.float32
+    common: dict[str, Any] = {"family": "llama", "use_cpu": False, "max_steps": 4, "save_strategy": "steps"}
+    common |= {"save_steps": 2, "num_stages": 5, "fp32_master_weights": fp32_master_weights}
+
+    def weights(folder: str, resumed: str | None = None, **values: Any) -> dict[str, torch.Tensor]:
+        model = plain_model(config_of("llama"), dtype=dtype)
+        made = trainer(tmp_path / folder, model=model, **common | values)
+        made.train(resume_from_checkpoint=resumed and str(tmp_path / resumed / "checkpoint-2"))
+        made.save_model(str(tmp_path / folder / "saved"))
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / folder / "saved", dtype=dtype).state_dict()
+        assert all(torch.equal(saved[n], p.detach().cpu()) for n, p in made.pipe.named_parameters())
+        return saved
+
+    comes: dict[str, Any] = {"schedule": "breadth_first", "offload_weights": "all"}
+    expected = weights("stays")
+    for found in (
+        *(weights("comes", **comes), weights("comes again", "comes", **comes)),
+        *(weights("comes then", "stays", **comes), weights("stays then", "comes")),
+    ):
+        assert_near(found, expected, 1e-2 if fp32_master_weights else 1e-6, "weight")
+
+
+def problems_of_steps(visitors: str = "frozen") -> list[str]:
+    with checking() as (checker, _):
+        pipe = pipeline("llama", "cuda:0", tied=True, num_stages=5, offload_weights=visitors)
+        for _ in range(2):
+            pipe.train_step(padded_batch(pipe.adapter.config))
+            pipe.zero_grad()
+    return list(checker.problems)
+
+
+@on_emulated_cuda()
+def test_streams_wait_for_each_other() -> None:
+    assert not problems_of_steps()
+    assert not problems_of_steps("all")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("torch.cuda.current_stream(self._devices[stage]).wait_event(loaded.is_copied)", "is not ordered after"),
+        ("stream.wait_event(buffer.is_free)", "copy_.default is not ordered after"),
+        ("stream.wait_event(computed)", "copy_.default is not ordered after"),
+        ("gradient.record_stream(stream)", "memory is freed while aten.copy_.default may still use it"),
+    ],
+)
+@on_emulated_cuda()
+def test_a_wait_less(line: str, problem: str) -> None:
+    mutate(VisitingWeights, line, "pass")
+    found = problems_of_steps("all")
+    assert any(problem in one for one in found), found

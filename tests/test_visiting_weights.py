@@ -1,0 +1,341 @@
+"""Weights that visit their device: the loss and every gradient of a run in which they stay there."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.multiprocessing import ProcessRaisedException
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hf_gpipe import Pipeline
+from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.model import exactness
+from hf_gpipe.model.exactness import exact_clone
+from hf_gpipe.planner.report import report
+from hf_gpipe.planner.saving import hosted_bytes
+from hf_gpipe.runtime import visits
+from hf_gpipe.schedule.kinds import LOAD
+from scripts.bench.models import quantisation
+from scripts.families import default_config
+from tests.gloo import run_gloo
+from tests.oracle import (
+    Result,
+    assert_same,
+    gathered_gradients,
+    padded_batch,
+    plain_model,
+    run_pipeline,
+    run_plain,
+    tiny_config,
+)
+from tests.training.toy import trainer
+
+#: As many stages as visits need where one process has all.
+STAGES = 4
+
+
+def adapters(**options: Any) -> LoraConfig:
+    """LoRA on every linear layer, with values that matter from the first step on."""
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, **options)
+
+
+def model_of(family: str, *, tied: bool = False) -> PreTrainedModel:
+    config = default_config(family)
+    config.tie_word_embeddings = tied
+    return exact_clone(config, torch.float64)
+
+
+def with_layers(number: int) -> PreTrainedConfig:
+    config = tiny_config("llama", tied=False)
+    config.num_hidden_layers = number
+    return config
+
+
+def pipeline(model: PreTrainedModel | str, *, peft: Any = None, **options: Any) -> Pipeline:
+    torch.manual_seed(0)
+    given = {"num_stages": STAGES, "num_micro_batches": 3, "attn_implementation": "eager"} | options
+    return Pipeline(model, peft_config=peft or adapters(), **given)
+
+
+def at_home(pipe: Pipeline) -> bool:
+    """Whether no weight is on a visit."""
+    return not pipe.steps.visits._there
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"recompute": "stage", "schedule": "gpipe"}),
+        ("llama", {"num_stages": 6, "schedule": "gpipe_fused"}),
+        ("marian", {"num_stages": 6}),
+        ("bart", {}),
+        ("m2m_100", {"schedule": "zb_h1"}),
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_numbers_of_weights_that_stay(family: str, options: dict[str, Any], tied: bool) -> None:
+    config = tiny_config(family, tied=tied)
+    model, batch = plain_model(config), padded_batch(config)
+    plain = run_pipeline(pipeline(copy.deepcopy(model), schedule="gpipe", num_stages=2), batch)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    pipe = pipeline(model, offload_weights="frozen", **options)
+    assert_same(run_pipeline(pipe, batch), plain)
+    assert at_home(pipe)
+    # Nothing of the given model has changed.
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters() if name in before)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("marian", {"num_stages": 6, "num_micro_batches": 2}),
+        ("bart", {}),
+        ("t5", {"num_stages": 5}),
+        ("mixtral", {}),
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_trained_weights_visit_too(family: str, options: dict[str, Any], tied: bool) -> None:
+    """Their gradients are on the host after the step, and are added to if there are any."""
+    model = model_of(family, tied=tied)
+    model.set_attn_implementation("eager")
+    batch = exactness.padded_batch(model)
+    given = {"num_micro_batches": 3, "attn_implementation": "eager"} | options
+    stays = Pipeline(copy.deepcopy(model), **given | {"num_stages": 2}, schedule="gpipe")
+    comes = Pipeline(model, **{"num_stages": STAGES} | given, offload_weights="all")
+    assert comes.steps.visits.parameters
+    for pipe in (stays, comes):
+        pipe.train_step(batch)
+    found, expected = (Result(float(pipe.train_step(batch)), gathered_gradients(pipe)) for pipe in (comes, stays))
+    assert at_home(comes)
+    assert_same(found, expected, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "qwen3", "gemma2", "opt", "bloom", "phi3", "pegasus", "mixtral"])
+def test_other_families(family: str) -> None:
+    model = model_of(family)
+    batch = exactness.padded_batch(model)
+    plain = run_pipeline(pipeline(copy.deepcopy(model), schedule="gpipe", num_stages=2), batch)
+    assert_same(run_pipeline(pipeline(model, offload_weights="frozen"), batch), plain)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_of_4_bits(tied: bool, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    batch = padded_batch(config)
+
+    def step(kind: str, **options: Any) -> Result:
+        bits = {"quantization_config": quantisation(kind, compute_dtype="float32")}
+        return run_pipeline(pipeline(str(tmp_path), **options, **bits), batch)
+
+    stays = step("nf4", schedule="breadth_first")
+    for visitors in ("frozen", "all"):
+        assert_same(step("nf4", offload_weights=visitors), stays, tolerance=0)
+    with pytest.raises(UserError, match=r"a model in 8 bits.*quantise to 4 bits"):
+        step("int8", offload_weights="frozen")
+
+
+def test_a_frozen_part_visits_and_the_rest_is_trained() -> None:
+    config = with_layers(4)
+    model, batch = plain_model(config), padded_batch(config)
+    for layer in model.model.layers[:3]:
+        layer.requires_grad_(False)
+    expected = run_plain(model, batch, 3)
+    pipe = Pipeline(model, 6, 3, offload_weights="frozen", attn_implementation="eager")
+    assert pipe.schedule_name == "breadth_first"
+    assert_same(run_pipeline(pipe, batch), expected)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_any_run(data: st.DataObject) -> None:
+    family = data.draw(st.sampled_from(["llama", "marian", "m2m_100", "bart"]))
+    config = tiny_config(family, tied=data.draw(st.booleans()), dropout=data.draw(st.sampled_from([0.0, 0.2])))
+    num_stages = data.draw(st.integers(3, 6))
+    options: dict[str, Any] = {
+        "num_micro_batches": data.draw(st.integers(1, 4)),
+        "schedule": data.draw(st.sampled_from(["breadth_first", "gpipe", "gpipe_fused", "1f1b", "zb_h1", "naive"])),
+        "length_bucketing": data.draw(st.booleans()),
+    }
+    batches = [padded_batch(config, seed=seed) for seed in range(data.draw(st.integers(1, 2)))]
+    model = plain_model(config)
+    peft = adapters(lora_dropout=data.draw(st.sampled_from([0.0, 0.3])))
+    common = {"seed": 3, "peft": peft, "num_stages": num_stages}
+    stays = pipeline(copy.deepcopy(model), **options, **common)
+    comes = pipeline(model, **options, **common, offload_weights="frozen")
+    results = []
+    for pipe in (stays, comes):
+        losses = [float(pipe.train_step(batches)) for _ in range(2)]  # dropout is another one in each step
+        gradients = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+        results.append(Result(sum(losses), gradients))
+    assert_same(results[1], results[0], tolerance=1e-14)
+    assert comes.eval_step(batches[0]).loss == stays.eval_step(batches[0]).loss
+
+
+def in_processes(config: PreTrainedConfig, options: dict[str, Any]) -> Result:
+    pipe = pipeline(plain_model(config), **options)
+    return run_pipeline(pipe, padded_batch(config) if pipe.world.rank == 0 else None)
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "options"),
+    [
+        (2, {"num_stages": 6, "num_processes": 2}),
+        (2, {"num_stages": 3, "replicas": 2, "num_processes": 2, "zero": 1}),
+        (2, {"num_stages": 6, "num_processes": 2, "placement": "0 0 0 1 1 1", "schedule": "gpipe"}),
+    ],
+)
+def test_in_processes(num_processes: int, options: dict[str, Any]) -> None:
+    config = tiny_config("llama")
+    expected = run_pipeline(pipeline(plain_model(config), num_stages=2), padded_batch(config))
+    for found in run_gloo(in_processes, num_processes, config, options | {"offload_weights": "frozen"}):
+        assert_same(found, expected)
+
+
+def test_generation_and_the_saved_adapters(tmp_path: Path) -> None:
+    config = tiny_config("llama", tied=False)
+    model = plain_model(config)
+    stays, comes = pipeline(copy.deepcopy(model)), pipeline(model, offload_weights="frozen")
+    prompt = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "max_new_tokens": 5}
+    assert torch.equal(comes.generate(**prompt), stays.generate(**prompt))
+    assert at_home(comes)
+    for name, pipe in (("stays", stays), ("comes", comes)):
+        pipe.save_pretrained(tmp_path / name)
+    saved = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("stays", "comes")]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
+
+
+def test_a_training_goes_on_with_and_without(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "num_stages": 4}
+
+    def train(folder: str, resume: bool = False, **values: Any) -> dict[str, torch.Tensor]:
+        plain = plain_model(tiny_config("llama", tied=False), dtype=torch.float32)
+        torch.manual_seed(0)
+        made = trainer(tmp_path / folder, family="llama", model=get_peft_model(plain, adapters()), **options | values)
+        made.train(resume_from_checkpoint=str(tmp_path / "stays/checkpoint-2") if resume else None)
+        return {name: p.detach().clone() for name, p in made.pipe.named_parameters() if p.requires_grad}
+
+    stays = train("stays")
+    frozen = {"schedule": "breadth_first", "offload_weights": "frozen"}
+    every = frozen | {"offload_weights": "all"}
+    for found in (
+        *(train("frozen", **frozen), train("all", **every)),
+        *(train("frozen again", resume=True, **frozen), train("all again", resume=True, **every)),
+    ):
+        assert found.keys() == stays.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, stays[name], rtol=0, atol=1e-6)
+
+
+def test_on_the_cpu_the_host_is_the_checkpoint_s_file(tmp_path: Path) -> None:
+    config = tiny_config("llama", tied=False)
+    plain_model(config).save_pretrained(tmp_path)
+    pipe = pipeline(str(tmp_path), offload_weights="frozen")
+    stored = load_file(tmp_path / "model.safetensors")
+    frozen = {n: p for n, p in pipe.named_parameters() if not p.requires_grad and not n.endswith("norm.weight")}
+    addresses = sorted(p.data_ptr() for p in frozen.values())
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    mapped = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines]
+    assert addresses
+    assert all(any(low <= address < high for low, high in mapped) for address in addresses)
+    result = run_pipeline(pipe, batch := padded_batch(config))
+    expected = run_pipeline(pipeline(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)), batch)
+    assert_same(result, expected)
+    assert stored.keys() == load_file(tmp_path / "model.safetensors").keys()
+    assert all(torch.equal(t, stored[n]) for n, t in load_file(tmp_path / "model.safetensors").items())
+
+
+def test_a_device_holds_two_stages() -> None:
+    config = with_layers(8)
+    pipe = pipeline(plain_model(config), num_stages=8, offload_weights="frozen")
+    pipe.train_step(padded_batch(config))
+    pipe.eval_step(padded_batch(config))
+    (buffers,) = pipe.steps.visits._free.values()
+    assert len(buffers) == 2
+    assert {buffer.memory.nbytes for buffer in buffers} == {max(pipe.steps.visits.hosted_bytes.values())}
+
+
+@pytest.mark.parametrize("visitors", ["frozen", "all"])
+def test_the_plan_knows_the_buffers_and_the_memory_of_the_host(visitors: str) -> None:
+    config = with_layers(6)
+    batch = padded_batch(config)
+    options: dict[str, Any] = {"example": batch, "optim": "adamw_torch", "offload_weights": visitors}
+    if visitors == "all":
+        pipe = Pipeline(plain_model(config), 8, 3, attn_implementation="eager", **options)
+    else:
+        pipe = pipeline(plain_model(config), num_stages=8, **options)
+    plan = pipe.plan()
+    (process,) = plan.processes
+    hosted, parameters = pipe.steps.visits.hosted_bytes.values(), list(pipe.parameters())
+    stays = sum(p.nbytes for p in parameters if p not in pipe.steps.visits.parameters)
+    # Each of a stage's weights begins at a multiple of 512 bytes.
+    assert process.memory.parameters == pytest.approx(stays + 2 * max(hosted), rel=0.1)
+    every = sum(p.nbytes for p in pipe.steps.visits.parameters)
+    (host,) = hosted_bytes(plan)
+    assert host == every * (1 if visitors == "frozen" else 4)
+    assert process.memory.optimizer == 2 * sum(p.nbytes for p in parameters if p.requires_grad) * (visitors == "frozen")
+    if visitors == "all":  # a stage's gradients are there until its D
+        assert process.memory.gradients < sum(hosted) / 2
+    loads = [span for span in plan.timeline.spans if span.action.kind == LOAD]
+    assert {span.action.stage: span.busy > 0 for span in loads} == dict.fromkeys(range(8), True)
+    assert "weights that visit" in report(plan)
+
+
+def test_a_step_that_fails_leaves_the_weights_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config("llama", tied=False)
+    pipe, batch = pipeline(plain_model(config), offload_weights="frozen"), padded_batch(config)
+    expected = run_pipeline(pipe, batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(visits.VisitingWeights, "enter", lambda *_: 1 / 0)
+        with pytest.raises(Exception, match="ZeroDivisionError"):
+            pipe.train_step(batch)
+    assert at_home(pipe)
+    assert_same(run_pipeline(pipe, batch), expected, tolerance=0)
+
+
+def test_what_cannot_be_done(tmp_path: Path) -> None:
+    config = tiny_config("llama", tied=False)
+    with pytest.raises(UserError, match=r"every weight is trained; use all, train adapters on the model"):
+        Pipeline(plain_model(config), 4, 2, offload_weights="frozen")
+    with pytest.raises(ScheduleError, match=r"2 of 2.*at least three stages for each process"):
+        pipeline(plain_model(config), num_stages=2, offload_weights="frozen")
+    with pytest.raises(ScheduleError, match="recompute 'stage'"):
+        pipeline(plain_model(config), recompute="none", offload_weights="frozen")
+    with pytest.raises(ScheduleError, match="'pipedream' updates weights within a table"):
+        pipeline(plain_model(config), schedule="pipedream", offload_weights="frozen")
+    planned = {"schedule": "auto", "example": padded_batch(config), "optim": "adamw_torch"}
+    with pytest.raises(UserError, match="planner chooses nothing for weights that visit"):
+        pipeline(plain_model(config), **planned, offload_weights="frozen")
+    with pytest.raises(ScheduleError, match=r"backwards of stage 3 are in 2 visits.*'breadth_first'"):
+        pipeline(plain_model(config), num_micro_batches=2, schedule="gpipe", offload_weights="all")
+    replicas = {"num_stages": 3, "replicas": 2, "num_processes": 2, "offload_weights": "all"}
+    with pytest.raises(ProcessRaisedException, match="UserError: offload_weights is all and stages have replicas"):
+        run_gloo(in_processes, 2, config, replicas)
+    table = pipeline(plain_model(config), offload_weights="frozen").schedule(3)
+    (tmp_path / "mine.txt").write_text(f"{table}")
+    with pytest.raises(UserError, match=r"loads and drops weights .*offload_weights is not given"):
+        pipeline(plain_model(config), schedule=str(tmp_path / "mine.txt"))
+    mine = pipeline(plain_model(config), schedule=str(tmp_path / "mine.txt"), offload_weights="frozen")
+    assert mine.schedule(3) == table
