@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from hf_gpipe.adapters.base import Adapter, Inputs, Stage, Tensors
+from hf_gpipe.adapters.batch_norm import hold_averages
 from hf_gpipe.adapters.chain_layers import find_layers, parts_of_sequential
 from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.layers import Layer
@@ -69,13 +70,8 @@ class Chain(Adapter):
     observed: Observed
 
     def __init__(self, module: nn.Module, example: Tensors | None = None) -> None:
-        for name, part in module.named_modules():
-            if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                raise UnsupportedModelError(
-                    f"{name!r} is a {type(part).__name__}, whose statistics are those of a micro-batch's rows, so the "
-                    "numbers would depend on how many there are; use a GroupNorm or a LayerNorm"
-                )
         self.reference = _on_meta(module).train()
+        hold_averages(self.reference)
         if isinstance(module, PreTrainedModel):
             # Its loss is that of its problem_type, and its files have its configuration.
             self.config, self.is_classifier = self.reference.config, True

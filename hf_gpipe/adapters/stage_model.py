@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_gpipe.adapters.autocast import scope_of
 from hf_gpipe.adapters.base import Adapter, Inputs, Tensors
+from hf_gpipe.adapters.batch_norm import BatchNorms
 from hf_gpipe.adapters.document_positions import Borders, is_position_table, number_anew
 from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, key
 from hf_gpipe.adapters.head import DeferredLogits, Projection
@@ -167,6 +168,7 @@ class StageModel:
         self.device = device
         self._generator = default_generator(device)
         self._layer_keys = {name: key(name) for layer in self.layers for name in layer.modules}
+        self.batch_norms = BatchNorms(self.model)
         self.model.train()
 
     @property
@@ -205,7 +207,14 @@ class StageModel:
 
         Args:
             backend: of torch.compile; None: its default.
+
+        Raises UserError where a block has a BatchNorm, whose statistics are noted while it runs.
         """
+        if self.batch_norms:
+            raise UserError(
+                f"torch_compile: {type(self.model).__name__} has a BatchNorm, whose statistics are noted in each "
+                "forward, which a compiled one would not do; set torch_compile to false"
+            )
         self._is_compiled = True
         for layer in self.layers:
             if layer.kind == "block":

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters.batch_norm import batch_norms_of
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.opening import read_dtype
@@ -48,6 +49,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
             model.compile_blocks(config.torch_compile_backend)
     parameters = StageParameters(adapter, models, world, config.zero, seed)
     if decision.is_asynchronous:
+        _check_no_batch_norm(decision)
         _check_no_tie(decision, parameters)
     visits = _visits(decision, models)
     parameters.ties.leave_out({one for one in visits.parameters if not one.requires_grad})
@@ -96,6 +98,16 @@ def _boundary_dtype(name: str | None, adapter: Adapter) -> torch.dtype | None:
             "is not wider: nothing would be sent in fewer bytes; name a narrower type, or leave boundary_dtype out"
         )
     return dtype
+
+
+def _check_no_batch_norm(decision: Decision) -> None:
+    """Raise UserError where moving averages would have to change between the mini-batches of a window."""
+    for name, layer in batch_norms_of(decision.adapter.reference).items():
+        raise UserError(
+            f"schedule {decision.config.schedule!r}: {name!r} is a {type(layer).__name__}, whose moving averages "
+            "change once all micro-batches of a mini-batch are there, and mini-batches overlap; use a synchronous "
+            "schedule, such as 1f1b, or a GroupNorm"
+        )
 
 
 def _check_no_tie(decision: Decision, parameters: StageParameters) -> None:

@@ -109,7 +109,7 @@ class Executor:
             versions.begin()
         timer = Timer(self._devices) if is_measured else None
         mark = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
-        complete = partial(self._complete, result, reduce, timer)
+        complete = partial(self._complete, micro_batches, result, reduce, timer)
         step = Step(
             schedule,
             shares,
@@ -171,11 +171,20 @@ class Executor:
             result.times = timer.read()
         return result
 
-    def _complete(self, result: StepResult, reduce: Callable[[StepResult], None] | None, timer: Timer | None) -> None:
+    def _complete(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        result: StepResult,
+        reduce: Callable[[StepResult], None] | None,
+        timer: Timer | None,
+    ) -> None:
         """Before the update: wait until everything was computed and sent, then call `reduce`."""
         self._flush()
-        for stage in self._stages.values():
+        mini_batches = [one.mini_batch for one in micro_batches]
+        for number, stage in sorted(self._stages.items()):
             stage.end_step()
+            total = None if self._replicas is None else partial(self._replicas.total, number)
+            stage.model.batch_norms.update(mini_batches, total)
         self._visits.finish()
         if timer is not None:
             timer.synchronize()

@@ -149,6 +149,12 @@ class Replicas:
         """The replicas of a stage of this process: their groups for tensors on its device, and on the CPU."""
         return self._groups[stage]
 
+    def total(self, stage: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor on the CPU over the replicas of a stage of this process, in place; all of them call it."""
+        if stage in self._groups:
+            dist.all_reduce(tensor, group=self._groups[stage][1])
+        return tensor
+
     def begin(self) -> None:
         """Before a step: gradients of earlier steps, which are sums already, stay in the first replica alone."""
         for parameter in self._followed:

@@ -223,6 +223,7 @@ class Stage:
         self._live.clear()
         self._kept.clear()
         self._row_caches.clear()
+        self.model.batch_norms.reset()
         self.end_step()
 
     def end_step(self) -> None:
@@ -246,7 +247,8 @@ class Stage:
         }
         micro_batch = context.micro_batch
         loss = self.loss.of_mini_batch(micro_batch.mini_batch, is_training=True)
-        outputs, deferred, read = self._forward(loss, context, received)
+        with self.model.batch_norms.of_micro_batch(micro_batch.index):
+            outputs, deferred, read = self._forward(loss, context, received)
         if self.is_last:
             auxiliary = outputs.get("auxiliary_loss")
             added = None if auxiliary is None else auxiliary / micro_batch.num_micro_batches

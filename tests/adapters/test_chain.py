@@ -242,7 +242,6 @@ class Bare(Tagger):
         (Returns, "returns a dict; it must return a tensor"),
         (ReadsAValue, r"cannot be run on the meta device.*may read no values of tensors \(item, nonzero\)"),
         (Bare, "the parameter 'scale' of Bare is in none of the modules"),
-        (lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "'1' is a BatchNorm1d, whose statistics"),
         (lambda: nn.Sequential(nn.ReLU()), "has no layers"),
         (ChangesAnInput, "changes 'mask' of a mini-batch in place"),
     ],
