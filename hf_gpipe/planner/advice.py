@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 
@@ -11,9 +11,11 @@ import torch
 
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
-from hf_gpipe.planner.limits import limit_text
+from hf_gpipe.planner.limits import MemoryLimit, limit_text
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.saving import hosted_bytes
 from hf_gpipe.recipe import AUTO, PipelineConfig
+from hf_gpipe.recipe.pipeline import Visitors
 from hf_gpipe.runtime import failures
 from hf_gpipe.text import seconds_text, size_text
 
@@ -25,8 +27,9 @@ def smallest_fix(plan: Plan) -> str:
     """One sentence: what to change so that the plan's model fits.
 
     Changes that cost little come first: recomputation, the schedule, more micro-batches, an even split, and only then
-    more stages. Where only more devices or nothing of that would do, adapters that fit the devices are named too. For a
-    plan that fits by prediction (and ran out of memory all the same) it is what needs a tenth less.
+    more stages. Where only more devices or nothing of that would do, adapters that fit the devices are named too, and
+    weights that visit them. For a plan that fits by prediction (and ran out of memory all the same) it is what needs a
+    tenth less.
     """
     limit = plan.planner.memory_bytes
     if limit is None or plan.fits:
@@ -39,17 +42,18 @@ def smallest_fix(plan: Plan) -> str:
                 return f"{fix}."
             break
         least = min(least, changed, key=lambda plan: plan.peak_bytes)
-    adapters = "; ".join(_adapters_that_fit(plan))
+    others = [f"where adapters alone are trained, {one}" for one in ["; ".join(_adapters_that_fit(plan))] if one]
+    others += [f"with weights in CPU memory, {one}" for one in _visits_that_fit(plan, limit)]
     if not fix:
         fix = (
             f"no number of stages or micro-batches fits {limit_text(limit)}: the leanest way needs "
             f"{size_text(least.peak_bytes)} ({_words(least)})"
         )
-        if not adapters:
+        if not others:
             return f"{fix}; use devices with more memory, shorter texts, or an optimizer with less state."
-    if not adapters:
+    if not others:
         return f"{fix}."
-    return f"{fix}; on these devices, where adapters alone are trained, {adapters}."
+    return f"{fix}; on these devices, {'; or '.join(others)}."
 
 
 def _fits(plan: Plan) -> str:
@@ -70,6 +74,35 @@ def _adapters_that_fit(plan: Plan) -> Iterator[str]:
             if candidate.fits:
                 yield f"{words} {_fits(candidate)}"
                 break
+
+
+def _visits_that_fit(plan: Plan, limit: MemoryLimit) -> Iterator[str]:
+    """Weights that visit the same devices, which are GPUs, with stages as small as they come; if that fits."""
+    settings, planner = plan.settings, plan.planner.within(limit)
+    if not planner.device.is_asynchronous or settings.replicas != 1 or settings.offload_weights is not None:
+        return
+    num_stages = planner.num_layers // settings.num_processes * settings.num_processes
+    if num_stages < 3 * settings.num_processes:
+        return
+    total = plan.costs.total
+    visitors: Visitors = "all" if total.trainable_bytes > total.num_bytes / 2 else "frozen"
+    config = replace(
+        settings.replaced(),
+        num_stages=num_stages,
+        offload_weights=visitors,
+        schedule="breadth_first",
+        recompute="stage",
+        partition="count",
+        placement=None,
+    )
+    with suppress(UserError):
+        visiting = best_plan(planner, config)
+        if visiting.fits:
+            yield (
+                f"pipeline.offload_weights={visitors} with pipeline.num_stages={num_stages}, "
+                "pipeline.schedule=breadth_first, pipeline.recompute=stage and pipeline.partition=count "
+                f"{_fits(visiting)}, with {size_text(sum(hosted_bytes(visiting)))} of CPU memory"
+            )
 
 
 def _changed_plans(planner: Planner, plan: Plan) -> Iterator[tuple[str, Plan]]:

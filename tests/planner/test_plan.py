@@ -225,6 +225,19 @@ def test_where_nothing_helps_the_least_need_is_named() -> None:
     )
 
 
+def test_weights_in_the_memory_of_the_host_are_named_where_the_devices_do_not_suffice() -> None:
+    plan = planner(blocks(16, weights=100 * MIB), rows=8).plan(settings((8, 8), 8))
+    found = re.search(
+        r"; on these devices, with weights in CPU memory, pipeline.offload_weights=all with pipeline.num_stages=16, .* "
+        r"fits: (.*) a process at most, and a step of .*, with (.*) of CPU memory\.$",
+        smallest_fix(limited(plan, 450 * MIB)),
+    )
+    assert found is not None
+    # The host has all weights and their gradients.
+    assert found[2] == size_text(2 * 1600 * MIB)
+    assert "CPU memory" not in smallest_fix(limited(plan, 50 * MIB)), "a block does not fit twice"
+
+
 def test_adapters_are_named_where_the_devices_do_not_suffice_for_all_weights() -> None:
     """Full fine-tuning that did not fit was told to buy devices, and never that LoRA would do."""
     plan = planner(blocks(8, weights=100 * MIB), rows=8).plan(settings((4, 4), 8))
