@@ -319,7 +319,7 @@ def test_what_cannot_be_done(tmp_path: Path) -> None:
     config = tiny_config("llama", tied=False)
     with pytest.raises(UserError, match=r"every weight is trained; use all, train adapters on the model"):
         Pipeline(plain_model(config), 4, 2, offload_weights="frozen")
-    with pytest.raises(ScheduleError, match=r"2 of 2.*at least three stages for each process"):
+    with pytest.raises(ScheduleError, match=r"2 of 2.*at least three stages for each device"):
         pipeline(plain_model(config), num_stages=2, offload_weights="frozen")
     with pytest.raises(ScheduleError, match="recompute 'stage'"):
         pipeline(plain_model(config), recompute="none", offload_weights="frozen")

@@ -122,7 +122,7 @@ class PipelineConfig:
     """Weights that stay in the memory of the host and visit the device of their stage for each run of its actions, so
     that a device holds two stages of them and no more: for models larger than all devices together. frozen: those that
     are not trained, such as those under LoRA adapters; all: trained ones too, whose gradients go to the host, where the
-    optimizer updates them. It takes at least three stages per process, `recompute: stage`, and by default
+    optimizer updates them. It takes at least three stages per device, `recompute: stage`, and by default
     `schedule: breadth_first`, in which each stage visits twice. On the CPU frozen weights stay in the checkpoint's
     files. The planner chooses nothing with it: give numbers in place of auto. null: all weights stay on their
     devices."""

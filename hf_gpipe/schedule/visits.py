@@ -104,14 +104,14 @@ def most_loaded(schedule: Schedule) -> list[int]:
 
 
 def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
-    """Check that visits make room on a device: no worker has the weights of all its stages there at once.
+    """Check that visits make room: not every device has the weights of all its stages at once.
 
     Args:
         schedule: a table with visits.
         are_trained: whether weights that visit are trained, so that gradients go to the host at the end of a visit.
 
     Raises:
-        ScheduleError: every worker has, or a stage would give its gradients to the host in parts; says what would help.
+        ScheduleError: every device has, or a stage would give its gradients to the host in parts; says what would help.
     """
     for worker in range(len(schedule.actions)) if are_trained else ():
         visits = schedule.visits(worker)
@@ -122,12 +122,17 @@ def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
                 f"{backwards[again[0]]} visits, and gradients leave the device at the end of one; use schedule "
                 "'breadth_first', or offload_weights frozen."
             )
-    own = [len(schedule.placement.stages_of(worker)) for worker in range(len(schedule.actions))]
+    placement = schedule.placement
+    stages = [
+        Counter(placement.device_of(stage, worker) for stage, worker in placement.places if worker == number)
+        for number in range(placement.num_processes)
+    ]
+    own = [max(of_devices.values()) for of_devices in stages]
     if most_loaded(schedule) == own:
         raise ScheduleError(
-            f"offload_weights with schedule {schedule.name!r}: the weights of all stages of a process would be on its "
-            f"device at once ({max(own)} of {max(own)}); give at least three stages for each process, recompute "
-            "'stage' and schedule 'breadth_first', or leave offload_weights out."
+            f"offload_weights with schedule {schedule.name!r}: the weights of all stages of a device would be there at "
+            f"once ({max(own)} of {max(own)}); give at least three stages for each device, recompute 'stage' and "
+            "schedule 'breadth_first', or leave offload_weights out."
         )
 
 

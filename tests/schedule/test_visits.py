@@ -70,8 +70,9 @@ def test_breadth_first_has_two_stages_on_a_device_and_each_visits_twice(
 def test_where_nothing_would_be_gained() -> None:
     keeping = with_visits(build("breadth_first", 6, 2, placement_for("breadth_first", 6, 1), "none"))
     assert most_loaded(keeping) == [6], "a graph may keep weights"
-    for table in (keeping, with_visits(breadth_first(4, 2, 2))):
-        with pytest.raises(ScheduleError, match=r"offload_weights .* all stages of a process .* three stages for each"):
+    two_devices = build("breadth_first", 4, 2, Placement([0] * 4, ["cuda:0", "cuda:1"] * 2))
+    for table in (keeping, with_visits(breadth_first(4, 2, 2)), with_visits(two_devices)):
+        with pytest.raises(ScheduleError, match=r"offload_weights .* all stages of a device .* three stages for each"):
             check_visits(table)
     windows = build("pipedream", 2, 4, steps=[2, 2])
     with pytest.raises(ScheduleError, match="'pipedream' updates weights within a table"):
