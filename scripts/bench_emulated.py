@@ -60,7 +60,7 @@ QUICK = Pace(0.001, 0.002, 64 * KIBIBYTE)
 #: The settings of each table: see `Emulated`.
 TABLES: tuple[dict[str, Any], ...] = (
     *({"schedule": name} for name in ("gpipe", "gpipe_fused", "1f1b", "zb_h1", "zb_h2")),
-    *({"schedule": name, "stages_each": 2} for name in ("interleaved_1f1b", "zb_v", "v_half")),
+    *({"schedule": name, "stages_each": 2} for name in ("interleaved_1f1b", "breadth_first", "zb_v", "v_half")),
     {"schedule": "zb_h2", "steps": 20},
     *({"schedule": "pipedream"}, {"schedule": "pipedream_vertical"}, {"schedule": "pipedream_2bw", "step_size": 8}),
     *(

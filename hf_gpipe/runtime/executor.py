@@ -182,9 +182,7 @@ class Executor:
         self._flush()
         mini_batches = [one.mini_batch for one in micro_batches]
         for number, stage in sorted(self._stages.items()):
-            stage.end_step()
-            total = None if self._replicas is None else partial(self._replicas.total, number)
-            stage.model.batch_norms.update(mini_batches, total)
+            stage.end_step(mini_batches, None if self._replicas is None else partial(self._replicas.total, number))
         self._visits.finish()
         if timer is not None:
             timer.synchronize()

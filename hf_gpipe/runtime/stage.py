@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -226,10 +226,20 @@ class Stage:
         self.model.batch_norms.reset()
         self.end_step()
 
-    def end_step(self) -> None:
-        """Drop what depends on the values of the weights, which may change now."""
+    def end_step(
+        self,
+        mini_batches: Sequence[Hashable] = (),
+        total: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Drop what depends on the values of the weights, which may change now, and update moving averages.
+
+        Args:
+            mini_batches: of each micro-batch of the step its mini-batch; none after a failure.
+            total: sums a tensor on the CPU over the replicas of the stage; None: it has none.
+        """
         if self.model.weight_gradients is not None:
             self.model.weight_gradients.forget()
+        self.model.batch_norms.update(mini_batches, total)
 
     def _graph(self, inputs: Tensors, outputs: Tensors) -> _Graph:
         roots = {}

@@ -197,7 +197,7 @@ class WaitingStage:
 
     input_shapes = output_shapes = input_gradient_shapes = output_gradient_shapes = _boundary
 
-    def reset(self) -> None:
+    def reset(self, *of_step: object) -> None:
         """There is nothing to forget."""
 
     end_step = reset

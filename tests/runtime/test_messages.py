@@ -64,7 +64,7 @@ class Stage:
             return {}
         return {"hidden": gradients.get("hidden", torch.tensor([float(index)])) + self.number}
 
-    def end_step(self) -> None:
+    def end_step(self, *of_step: object) -> None:
         pass
 
     def reset(self) -> None:
