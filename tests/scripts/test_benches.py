@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import bench_chunks
 import bench_emulated
 import bench_head
 import bench_memory
@@ -42,6 +43,7 @@ PEERS = [
 def run_all(folder: Path) -> int:
     """The largest exit code: 1 is also that of a case that ended at another loss."""
     commands = {
+        "chunks": (bench_chunks.main, []),
         "emulated": (bench_emulated.main, []),
         "head": (bench_head.main, []),
         "memory": (bench_memory.main, []),
@@ -84,6 +86,13 @@ def test_saved_bytes_follow_the_formula(figures: dict[str, Any]) -> None:
 def test_the_head_is_measured_both_ways(figures: dict[str, Any]) -> None:
     for row in figures["head"]["rows"]:
         assert {how: len(runs) for how, runs in row["runs"].items()} == {"whole": 1, "chunks": 1}
+
+
+def test_chunks_of_a_row_have_the_loss_of_the_row(figures: dict[str, Any]) -> None:
+    whole, chunked = figures["chunks"]["rows"]
+    assert (whole["chunks"], chunked["chunks"]) == (1, 8)
+    losses = [run[0]["loss"] for row in (whole, chunked) for run in row["runs"]]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 
 def test_all_trainers_end_at_one_loss(figures: dict[str, Any]) -> None:
