@@ -88,20 +88,17 @@ def estimate_memory(
         stage: _amounts(sums, stages[stage], trained_bytes / len(own), one.trainable_bytes)
         for stage, one in zip(own, hosted, strict=True)
     }
+    weights = held.num_bytes
+    if visitors is not None:  # each stage that is there has a buffer
+        num_buffers = min(most_loaded(timeline.schedule)[process], len(own))
+        weights = trained_bytes + num_buffers * max(one.num_bytes for one in hosted)
     levels = (level for _, level in occupancy(timeline, amounts, process))
     fullest = max(levels, key=lambda level: sum(level.values()))
     ids = timeline.schedule.num_micro_batches * sums.costs.micro_batch_bytes
     items = {name: round(size) for name, size in fullest.items()}
     return MemoryEstimate(
         **items | {"boundaries": items.get("boundaries", 0) + ids},
-        parameters=(
-            held.num_bytes
-            if visitors is None
-            # Each stage that is there has a buffer.
-            else trained_bytes
-            + max(one.num_bytes for one in hosted) * min(most_loaded(timeline.schedule)[process], len(own))
-        )
-        + sum(int(sums.buffer_bytes(*layers)) for layers in ranges),
+        parameters=weights + sum(int(sums.buffer_bytes(*layers)) for layers in ranges),
         optimizer=round(
             sum(
                 state_shares[stage] * (sums.owned(*layers).trainable_bytes - one.trainable_bytes)

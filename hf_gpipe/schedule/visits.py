@@ -137,7 +137,7 @@ def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
 
 
 def wrong_visit(schedule: Schedule, worker: int) -> str | None:
-    """What is wrong with the visits of a worker's row, in words; None: nothing is."""
+    """The first fault in the visits of a worker's row, as a sentence; None: there is none."""
     row = schedule.actions[worker]
     visiting = {action.stage for action in row if action.kind.is_of_visit}
     there: dict[int, Action] = {}
