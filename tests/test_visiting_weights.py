@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.multiprocessing import ProcessRaisedException
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import ScheduleError, UserError
@@ -23,7 +23,6 @@ from hf_gpipe.planner.report import report
 from hf_gpipe.planner.saving import hosted_bytes
 from hf_gpipe.runtime import visits
 from hf_gpipe.schedule.kinds import LOAD
-from scripts.bench.models import quantisation
 from scripts.families import default_config
 from tests.gloo import run_gloo
 from tests.oracle import (
@@ -132,21 +131,15 @@ def test_other_families(family: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_of_4_bits(tied: bool, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
+    from tests import test_quantised  # without the package it is skipped as a whole
+
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        tie_word_embeddings=tied,
-        pad_token_id=0,
-    )
+    config = test_quantised.config(tied=tied)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     batch = padded_batch(config)
 
     def step(kind: str, **options: Any) -> Result:
-        bits = {"quantization_config": quantisation(kind, compute_dtype="float32")}
+        bits = {"quantization_config": test_quantised.asked(kind)}
         return run_pipeline(pipeline(str(tmp_path), **options, **bits), batch)
 
     stays = step("nf4", schedule="breadth_first")
