@@ -15,15 +15,18 @@ from transformers import PreTrainedModel
 from hf_gpipe import Pipeline, RowLoss
 from hf_gpipe.errors import DataError, ScheduleError, UnsupportedModelError, UserError
 from hf_gpipe.model.exactness import Batch, Step, exact_clone, plain_step
-from hf_gpipe.schedule import SCHEDULES, WITHOUT_CHUNKS, Schedule, build, check_table, simulate
+from hf_gpipe.schedule import IN_TURN, SCHEDULES, V_SHAPED, Schedule, build, check_table, placement_for, simulate
+from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.simulate import Costs
 from scripts.families import default_config
 from scripts.random_cases.in_float64 import InFloat64
 from tests.gloo import run_gloo
 from tests.oracle import gathered_gradients, padded_batch, plain_model, run_plain, tiny_config
+from tests.schedule.cases import peak
 
 TOLERANCE = 1e-10
-CUT_SCHEDULES = [name for name in SCHEDULES if name not in WITHOUT_CHUNKS]
+#: Schedules that say where the stages are.
+PLACED = (*IN_TURN, *V_SHAPED)
 
 
 def clone(family: str, attention: str = "sdpa") -> PreTrainedModel:
@@ -90,7 +93,7 @@ def test_exact(family: str, attention: str, num_stages: int, chunks: int, option
     chunks=st.integers(2, 6),
     length=st.integers(1, 13),
     padding=st.sampled_from(["right", "left", "none"]),
-    schedule=st.sampled_from([name for name in CUT_SCHEDULES if name != "forward_only"]),
+    schedule=st.sampled_from([name for name in SCHEDULES if name != "forward_only"]),
     recompute=st.sampled_from(["none", "stage", "block"]),
     tied=st.booleans(),
 )
@@ -104,6 +107,8 @@ def test_any_step_is_exact(
     recompute: str,
     tied: bool,
 ) -> None:
+    if schedule in V_SHAPED:
+        num_stages = 2
     model, batch = plain_model(tiny_config("llama", tied=tied)), rows(3, length + 1, padding)
     model.set_attn_implementation("sdpa")
     expected = plain_step(model, batch)
@@ -149,20 +154,29 @@ def test_gradients_are_accumulated_over_mini_batches() -> None:
     assert steps[1].difference(steps[0]) <= TOLERANCE
 
 
-def in_processes(replicas: int, zero: int) -> list[float]:
+def in_processes(cases: list[tuple[str, int, int]], replicas: int, zero: int) -> list[float]:
+    """The differences of one step of each case: a schedule, its stages and the number of rows."""
+    differences = []
     with InFloat64():
-        model, batch = plain_model(tiny_config("llama")), rows(4, 11)
-        pipe = Pipeline(model, 2, 4, "1f1b", replicas=replicas, zero=zero, sequence_chunks=3)
-        found = step(pipe, batch)
-        expected = plain_step(plain_model(tiny_config("llama")), batch)
-        return [found.difference(expected)]
+        for schedule, num_stages, num_rows in cases:
+            config, batch = tiny_config("llama"), rows(num_rows, 11)
+            options = {"replicas": replicas, "zero": zero, "sequence_chunks": 3}
+            found = step(Pipeline(plain_model(config), num_stages, 4, schedule, **options), batch)
+            differences.append(found.difference(plain_step(plain_model(config), batch)))
+    return differences
 
 
-@pytest.mark.parametrize(("num_processes", "replicas", "zero"), [(2, 1, 0), (4, 2, 1)])
-def test_in_several_processes(num_processes: int, replicas: int, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("num_processes", "replicas", "zero", "cases"),
+    [
+        (2, 1, 0, [("1f1b", 2, 4), *((name, 4, n) for name in PLACED for n in (1, 3))]),
+        (4, 2, 1, [("1f1b", 2, 4), *((name, 4, 3) for name in PLACED)]),
+    ],
+)
+def test_in_several_processes(num_processes: int, replicas: int, zero: int, cases: list[tuple[str, int, int]]) -> None:
     """All chunks of a row are on one replica, which has its keys and values."""
-    for (difference,) in run_gloo(in_processes, num_processes, replicas, zero):
-        assert difference <= TOLERANCE
+    for differences in run_gloo(in_processes, num_processes, cases, replicas, zero):
+        assert max(differences) <= TOLERANCE
 
 
 def test_dropout_does_not_depend_on_the_stages() -> None:
@@ -189,7 +203,7 @@ def test_evaluation_and_generation_take_whole_rows() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(CUT_SCHEDULES),
+    name=st.sampled_from(sorted(set(SCHEDULES) - set(PLACED))),
     num_stages=st.integers(1, 4),
     num_rows=st.integers(1, 4),
     chunks=st.integers(1, 5),
@@ -206,6 +220,53 @@ def test_every_table_of_chunks_can_be_run(
     assert Schedule.from_text(table.text()) == table
     if chunks == 1:
         assert table == build(name, num_stages, num_rows, recompute=recompute, replicas=replicas)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(PLACED),
+    num_processes=st.integers(1, 4),
+    num_rows=st.integers(1, 5),
+    chunks=st.integers(1, 9),
+    replicas=st.integers(1, 2),
+    recompute=st.sampled_from(["none", "stage"]),
+)
+def test_so_can_those_of_stages_in_turn_and_in_a_v(
+    name: str, num_processes: int, num_rows: int, chunks: int, replicas: int, recompute: str
+) -> None:
+    num_stages = 2 * num_processes
+    placement = placement_for(name, num_stages, num_processes * replicas, replicas)
+    table = build(name, num_stages, num_rows * chunks, placement, recompute, chunks=chunks)
+    check_table(table)
+    assert Schedule.from_text(table.text()) == table
+    if chunks == 1:
+        assert table == build(name, num_stages, num_rows, placement, recompute)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 8))
+def test_1f1b_holds_k_minus_1_chunks_more_than_those_of_a_row(num_stages: int, num_rows: int, chunks: int) -> None:
+    """(K-1+k)/k rows on the first stage, however many there are; and the bubble is that of micro-batches."""
+    table = build("1f1b", num_stages, num_rows * chunks, recompute="none", chunks=chunks)
+    for stage in range(num_stages):
+        assert peak(table, stage, Held.GRAPH) == min(num_stages - stage - 1 + chunks, num_rows * chunks)
+
+
+@pytest.mark.parametrize(("num_rows", "chunks"), [(1, 8), (2, 4), (4, 8), (6, 2)])
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_the_bubbles_of_chunks_are_those_of_micro_batches(num_processes: int, num_rows: int, chunks: int) -> None:
+    """Of two stages a process, and chunks of k seconds in all. V-shaped tables of one row wait up to P-1 ticks more."""
+
+    def seconds(name: str, of: int) -> float:
+        placement = placement_for(name, 2 * num_processes, num_processes)
+        table = build(name, 2 * num_processes, num_rows * chunks, placement, "none", chunks=of)
+        return float(simulate(table, Costs(forward_seconds=1, backward_seconds=2)).total_seconds)
+
+    for name in IN_TURN:
+        assert seconds(name, chunks) == seconds(name, 1)
+    for name in V_SHAPED:
+        more = 2 * (num_processes - 1) if num_rows == 1 or name == "v_half" else 0
+        assert seconds(name, chunks) <= seconds(name, 1) + more
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 8, 16])
@@ -253,10 +314,11 @@ def test_a_table_from_a_file_says_the_chunks(tmp_path: Any) -> None:
 # ---------------------------------------------------------------------- what cannot be cut
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v", "pipedream"])
-def test_a_schedule_without_an_order_is_an_error(schedule: str) -> None:
-    with pytest.raises(UserError, match=f"sequence_chunks is 2 and schedule is {schedule}"):
-        Pipeline(tiny_config("llama"), 2, 2, schedule, sequence_chunks=2)
+def test_a_schedule_without_an_order_is_an_error() -> None:
+    with pytest.raises(UserError, match="sequence_chunks is 2 and schedule is pipedream"):
+        Pipeline(tiny_config("llama"), 2, 2, "pipedream", sequence_chunks=2)
+    with pytest.raises(ScheduleError, match="schedule 'pipedream' has no order for rows that are cut into chunks"):
+        build("pipedream", 2, 4, chunks=2)
 
 
 @pytest.mark.parametrize(

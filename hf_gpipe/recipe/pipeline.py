@@ -16,7 +16,6 @@ from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
     SCHEDULES,
     TABLE_SUFFIX,
-    WITHOUT_CHUNKS,
     Placement,
     Schedule,
     is_table_file,
@@ -187,11 +186,11 @@ class PipelineConfig:
             )
         if self.schedule in ASYNCHRONOUS_SCHEDULES:
             self._check_asynchronous()
-        if self.sequence_chunks > 1 and self.schedule in WITHOUT_CHUNKS:
-            known = [name for name in SYNCHRONOUS_SCHEDULES if name not in WITHOUT_CHUNKS]
+        if self.sequence_chunks > 1 and self.schedule in ASYNCHRONOUS_SCHEDULES:
             raise UserError(
                 f"sequence_chunks is {self.sequence_chunks} and schedule is {self.schedule}, which has no order for "
-                f"rows that are cut into chunks; use one of {', '.join(known)}, or leave sequence_chunks out."
+                f"rows that are cut into chunks; use one of {', '.join(SYNCHRONOUS_SCHEDULES)}, or leave "
+                "sequence_chunks out."
             )
         self.memory_bytes  # noqa: B018  # raises for a text that is no size
 

@@ -13,7 +13,6 @@ from hf_gpipe.schedule.builders import (
     SCHEDULES,
     SPLIT_SCHEDULES,
     V_SHAPED,
-    WITHOUT_CHUNKS,
     build,
     placement_for,
 )
@@ -36,7 +35,6 @@ __all__ = [
     "SPLIT_SCHEDULES",
     "TABLE_SUFFIX",
     "V_SHAPED",
-    "WITHOUT_CHUNKS",
     "Action",
     "ActionKind",
     "Breakdown",

@@ -15,7 +15,8 @@ from hf_gpipe.schedule.placement import Placement
 def breadth_first_orders(num_stages: int, num_micro_batches: int, placement: Placement) -> list[list[Action]]:
     """The forwards and backwards of each device of each process, whose stages may be anywhere.
 
-    The last stage runs each micro-batch's backward right after its forward. The backwards of the other stages follow in
+    The last stage runs each micro-batch's backward right after its forward, and those of a row's chunks, the last one
+    first, right after their forwards. The backwards of the other stages follow in
     the order in which gradients arrive.
     """
     orders: dict[tuple[int, str | None], list[Action]] = {}
@@ -23,8 +24,9 @@ def breadth_first_orders(num_stages: int, num_micro_batches: int, placement: Pla
     def run(stage: int, *kinds: ActionKind) -> None:
         for process in placement.workers[stage]:
             order = orders.setdefault(placement.place_of(process, stage), [])
-            for micro_batch in placement.micro_batches_of(stage, process, num_micro_batches):
-                order += [Action(kind, stage, micro_batch) for kind in kinds]
+            for row in placement.rows_of(placement.micro_batches_of(stage, process, num_micro_batches)):
+                for kind in kinds:
+                    order += [Action(kind, stage, m) for m in (row if kind == FORWARD else reversed(row))]
 
     last = num_stages - 1
     for stage in range(last):

@@ -54,8 +54,7 @@ def naive(num_stages: int, num_micro_batches: int, placement: Placement, limits:
 def _one_row_after_another(stage: int, num_micro_batches: int, placement: Placement) -> list[Action]:
     """The order of a stage that runs the backwards of a micro-batch, or of a row's chunks, right after its forwards."""
     order: list[Action] = []
-    for first in range(0, num_micro_batches, placement.chunks):
-        row = range(first, min(first + placement.chunks, num_micro_batches))
+    for row in placement.rows_of(range(num_micro_batches)):
         order += [_forward(stage, m) for m in row] + [_backward(stage, m) for m in reversed(row)]
     return order
 
@@ -222,9 +221,6 @@ V_SHAPED = ("zb_v", "v_half")
 IN_TURN = ("interleaved_1f1b", "breadth_first")
 """Those whose stages are assigned to the processes in turn."""
 
-WITHOUT_CHUNKS = (*IN_TURN, *V_SHAPED, *ASYNCHRONOUS_SCHEDULES)
-"""Those whose order is not known for rows that are cut into chunks."""
-
 #: The synchronous ones. `hf_gpipe.schedule.asynchronous` has the others.
 SCHEDULES: dict[str, Builder] = {
     "naive": naive,
@@ -326,11 +322,10 @@ def build(
         )
     placement = placement or Placement.one_stage_each(num_stages, 1 if replicas is None else replicas)
     if chunks > 1:
-        if name in WITHOUT_CHUNKS:
-            known = [one for one in SCHEDULES if one not in WITHOUT_CHUNKS]
+        if is_asynchronous:
             raise ScheduleError(
                 f"schedule {name!r} has no order for rows that are cut into chunks (chunks is {chunks}); use one of "
-                f"{', '.join(known)}, or let chunks be 1."
+                f"{', '.join(SCHEDULES)}, or let chunks be 1."
             )
         if num_micro_batches % chunks:
             raise ScheduleError(

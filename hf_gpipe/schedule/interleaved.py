@@ -14,10 +14,15 @@ The published order takes groups of P and so needs M to be a multiple of P. Here
 differ by one, none below P; M < P is one group. For a multiple of P this is the published order. The smaller groups
 come first, for a process that went over to smaller ones would run backwards while others wait for its forwards.
 
+Where rows are cut into chunks, a group has whole rows, as many as have P chunks or more. Their backwards begin with the
+last chunk, so a process is one forward less than a row has chunks further ahead (Seq1F1B, arXiv 2406.03488, section 3).
+
 Each replica of the pipeline does this with its own micro-batches, on its own P processes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
@@ -41,8 +46,9 @@ def interleaved_orders(num_stages: int, num_micro_batches: int, placement: Place
         )
     orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
     for replica in range(num_replicas):
-        own = range(replica, num_micro_batches, num_replicas)
-        for stage, order in enumerate(_orders_of_pipeline(num_stages, num_processes, own)):
+        own = placement.micro_batches_of(0, placement.workers[0][replica], num_micro_batches)
+        rows = placement.rows_of(own)
+        for stage, order in enumerate(_orders_of_pipeline(num_stages, num_processes, rows, placement.chunks)):
             orders[placement.workers[stage][replica]] = order
     return orders
 
@@ -57,20 +63,22 @@ def _is_in_turn(placement: Placement, num_processes: int) -> bool:
     )
 
 
-def _orders_of_pipeline(num_stages: int, num_processes: int, micro_batches: range) -> list[list[Action]]:
+def _orders_of_pipeline(
+    num_stages: int, num_processes: int, rows: Sequence[Sequence[int]], chunks: int
+) -> list[list[Action]]:
     """The forwards and backwards of each process of one replica of the pipeline."""
     stages_each = num_stages // num_processes
     forwards: list[tuple[int, int]] = []
     backwards: list[tuple[int, int]] = []
     ahead: list[int] = []
-    for group in _groups(micro_batches, num_processes):
-        forwards += [(turn, m) for turn in range(stages_each) for m in group]
-        backwards += [(turn, m) for turn in reversed(range(stages_each)) for m in group]
+    for group in _groups(rows, -(-num_processes // chunks)):
+        forwards += [(turn, m) for turn in range(stages_each) for row in group for m in row]
+        backwards += [(turn, m) for turn in reversed(range(stages_each)) for row in group for m in reversed(row)]
         # Of all forwards of the group, those of its last turn alone may still be to come at its first backward.
-        ahead += [(stages_each - 1) * len(group)] * (stages_each * len(group))
+        ahead += [(stages_each - 1) * chunks * len(group)] * (stages_each * chunks * len(group))
     orders = []
     for process in range(num_processes):
-        further = 2 * (num_processes - 1 - process)
+        further = 2 * (num_processes - 1 - process) + chunks - 1
         order: list[Action] = []
         done = 0
         for index, (turn, m) in enumerate(backwards):
@@ -85,14 +93,14 @@ def _orders_of_pipeline(num_stages: int, num_processes: int, micro_batches: rang
     return orders
 
 
-def _groups(micro_batches: range, num_processes: int) -> list[range]:
-    """Consecutive micro-batches, at least `num_processes` in each group where M allows it; the smaller groups first."""
-    count = max(1, len(micro_batches) // num_processes)
-    size, extra = divmod(len(micro_batches), count)
-    groups: list[range] = []
+def _groups(rows: Sequence[Sequence[int]], fewest: int) -> list[Sequence[Sequence[int]]]:
+    """Consecutive rows, at least `fewest` in each group where there are as many; the smaller groups first."""
+    count = max(1, len(rows) // fewest)
+    size, extra = divmod(len(rows), count)
+    groups: list[Sequence[Sequence[int]]] = []
     start = 0
     for index in range(count):
         stop = start + size + (index >= count - extra)
-        groups.append(micro_batches[start:stop])
+        groups.append(rows[start:stop])
         start = stop
     return groups

@@ -9,12 +9,15 @@ the start of its F to the end of its W.
 
 Which order of priority is best depends on the numbers of stages and micro-batches and on their seconds, so all of
 `PRIORITIES` are tried. A forward waits if it would leave no room for one micro-batch in the deeper stages of its
-device: then the oldest micro-batch can always go on, and every table runs to its end.
+device: then the oldest micro-batch can always go on, and every table runs to its end. Where rows are cut into chunks,
+each a micro-batch, a row's backward needs the forwards of all its chunks. So a forward waits too if a row before its
+own, which has forwards left on the device, would then not find room for all its chunks once older rows have gone.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -88,7 +91,7 @@ def best_listed(
         in_flight: for each stage the most micro-batches between F and W; None: as many as there is room for.
 
     Raises:
-        ScheduleError: a limit leaves no room for one micro-batch in all stages of a device.
+        ScheduleError: a limit leaves no room for one micro-batch, or all chunks of a row, in all stages of a device.
     """
     every = (listed(placement, num_micro_batches, work, limits, one, in_flight) for one in PRIORITIES)
     return min(every, key=lambda one: one.seconds)
@@ -111,19 +114,27 @@ def listed(
 
 
 class _Lane:
-    """A stage on one of its workers, and how many F, I and W it has done."""
+    """A stage on one of its workers, its micro-batches in the order of F, I and W, and how many it has done of each."""
 
-    def __init__(self, stage: int, process: int, own: Sequence[int], ranks: tuple[int, int, int]) -> None:
-        self.stage, self.process, self.own, self.ranks = stage, process, own, ranks
+    def __init__(
+        self, stage: int, process: int, own: Sequence[int], backwards: Sequence[int], ranks: tuple[int, int, int]
+    ) -> None:
+        self.stage, self.process, self.ranks = stage, process, ranks
+        self.own = own, backwards, backwards
         self.done = [0, 0, 0]
+
+    def next(self, kind: int) -> int | None:
+        """The next micro-batch of F, I or W."""
+        own, done = self.own[kind], self.done[kind]
+        return own[done] if done < len(own) else None
 
 
 class _Place:
-    """A device of a process: its stages from the deepest one up, the room that is left, and when it is free."""
+    """A device of a process: its stages from the deepest one up, its room in all and left, and when it is free."""
 
     def __init__(self, room: float) -> None:
         self.lanes: list[_Lane] = []
-        self.room = room
+        self.size = self.room = room
         self.free_at = 0.0
 
 
@@ -145,6 +156,7 @@ class _Run:
         in_flight: Sequence[float] | None,
     ) -> None:
         self._work = work
+        self._chunks = placement.chunks
         self._seconds = work.forward_seconds, work.input_seconds, work.weight_seconds
         self._in_flight = in_flight or [math.inf] * placement.num_stages
         stages = range(placement.num_stages)
@@ -163,15 +175,17 @@ class _Run:
                 if number == len(self._places):
                     self._places.append(_Place(limits[process]))
                 own = placement.micro_batches_of(stage, process, num_micro_batches)
+                backwards = placement.backward_order(own)
                 self._places[number].lanes.append(
-                    _Lane(stage, process, own, (ranks[F, half], ranks[I, half], len(ranks)))
+                    _Lane(stage, process, own, backwards, (ranks[F, half], ranks[I, half], len(ranks)))
                 )
                 self._place_at[stage].append(number)
         for place in self._places:
-            needed = sum(work.held[lane.stage] for lane in place.lanes)
+            needed = self._chunks * sum(work.held[lane.stage] for lane in place.lanes)
             if needed > place.room:
+                what = "one micro-batch" if self._chunks == 1 else f"a row of {self._chunks} chunks"
                 raise ScheduleError(
-                    f"process {place.lanes[0].process} may hold {place.room:g}, and one micro-batch in its stages "
+                    f"process {place.lanes[0].process} may hold {place.room:g}, and {what} in its stages "
                     f"takes {needed:g}; let it hold more."
                 )
 
@@ -194,20 +208,42 @@ class _Run:
         best: _Next | None = None
         reserved = 0.0
         for lane in place.lanes:
-            stage, own, done = lane.stage, lane.own, lane.done
+            stage, done = lane.stage, lane.done
             for kind in range(3):
-                if done[kind] == len(own) or (ready := self._ready[kind][stage].get(own[done[kind]])) is None:
+                if (m := lane.next(kind)) is None or (ready := self._ready[kind][stage].get(m)) is None:
                     continue
                 if kind == 0 and (
-                    self._work.held[stage] + reserved > place.room or done[0] - done[2] >= self._in_flight[stage]
+                    self._work.held[stage] + reserved > place.room
+                    or done[0] - done[2] >= self._in_flight[stage]
+                    or not self._leaves_room_for_rows(place, lane, m)
                 ):
                     continue
                 start = max(place.free_at, ready)
                 if best is None or (start, lane.ranks[kind], -stage) < best[:3]:
-                    best = start, lane.ranks[kind], -stage, kind, lane, own[done[kind]]
-            if done[0] < len(own):
+                    best = start, lane.ranks[kind], -stage, kind, lane, m
+            if lane.next(0) is not None:
                 reserved += self._work.held[stage]
         return best
+
+    def _leaves_room_for_rows(self, place: _Place, lane: _Lane, micro_batch: int) -> bool:
+        """Whether the oldest row with forwards left on a device finds room for all its chunks after this forward.
+
+        Of the rows before it nothing is left by then. Of later rows, whose backward comes after its own, all is held.
+        """
+        chunks, held = self._chunks, self._work.held
+        if chunks == 1:
+            return True  # There is room for one micro-batch in the deeper stages.
+        oldest = min(m for one in place.lanes if (m := one.next(0)) is not None) // chunks
+        if micro_batch // chunks == oldest:
+            return True
+        taken = held[lane.stage]
+        for one in place.lanes:
+            forwards, done = one.own[0], one.done[0]
+            after = bisect_left(forwards, (oldest + 1) * chunks)
+            if after and forwards[after - 1] // chunks == oldest:
+                taken += chunks * held[one.stage]
+            taken += max(done - after, 0) * held[one.stage]
+        return taken <= place.size
 
     def _do(self, number: int, chosen: _Next) -> int:
         """Run an action; returns the number of the place that receives its message, or of its own."""
@@ -231,7 +267,7 @@ class _Run:
             return number
         if after < 0:
             return number
-        receiver = self._place_at[after][m % len(self._place_at[after])]
+        receiver = self._place_at[after][m // self._chunks % len(self._place_at[after])]
         travels = 0.0 if receiver == number else work.transfer_seconds[min(stage, after)]
         self._ready[kind][after][m] = end + travels
         return receiver

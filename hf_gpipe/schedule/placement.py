@@ -234,9 +234,13 @@ class Placement:
             return range(own.index(process), num_micro_batches, len(own))
         return [m for m in range(num_micro_batches) if m // chunks % len(own) == own.index(process)]
 
+    def rows_of(self, micro_batches: Sequence[int]) -> list[Sequence[int]]:
+        """Micro-batches, ascending and of whole rows, by row: the chunks of each row in order."""
+        return [micro_batches[first : first + self.chunks] for first in range(0, len(micro_batches), self.chunks)]
+
     def backward_order(self, micro_batches: Sequence[int]) -> list[int]:
         """Micro-batches in the order of their backwards: the rows in order, of each row the last chunk first."""
-        return sorted(micro_batches, key=lambda m: (m // self.chunks, -m))
+        return [m for row in self.rows_of(micro_batches) for m in reversed(row)]
 
     @property
     def edges(self) -> tuple[tuple[int, int, int], ...]:

@@ -66,6 +66,9 @@ def zb_v(num_stages: int, num_micro_batches: int, placement: Placement, limits: 
     micro-batch) pairs between F and W, as much as P micro-batches of 1F1B. For M >= 2P-1 and F = I = W, each of half a
     process's layers, the bubble is (P-1) F: the last process waits for its first forward.
 
+    Where rows are cut into c chunks, a process holds at most 2(P+c-1) pairs, and the bubble is (P-1) F for M chunks in
+    all of at least 2P-2+c.
+
     K = 4, M = 4 on P = 2 processes, without recomputation:
 
         stage 0  F0 F1 F2 .. .. .. .. .. .. F3 B0 -- .. .. .. B1 -- .. .. .. .. B2 -- B3 --
@@ -74,8 +77,10 @@ def zb_v(num_stages: int, num_micro_batches: int, placement: Placement, limits: 
         stage 3  .. .. .. F0 I0 W0 F1 I1 W1 .. .. .. F2 I2 W2 .. .. F3 I3 W3 .. .. .. .. ..
     """
     num_processes = _check_v_shape("zb_v", placement)
-    limit = 2 * num_processes
-    if num_micro_batches // placement.replicas[0] < limit - 1:
+    # A row's backward begins with the last of its chunks.
+    chunks = placement.chunks
+    limit = 2 * (num_processes + chunks - 1)
+    if num_micro_batches // (chunks * placement.replicas[0]) * chunks < 2 * (num_processes - 1) + chunks:
         # The pattern needs as many. For fewer, list scheduling is fast and finds shorter tables.
         return _v_listed(num_micro_batches, placement, limits, limit)
     orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
@@ -83,7 +88,7 @@ def zb_v(num_stages: int, num_micro_batches: int, placement: Placement, limits: 
         for number in range(num_processes):
             process = placement.workers[number][replica]
             own = placement.micro_batches_of(number, process, num_micro_batches)
-            orders[process] = _zb_v_order(number, num_processes, own)
+            orders[process] = _zb_v_order(number, num_processes, own, placement)
     return _v_placed(orders, placement, limits)
 
 
@@ -92,7 +97,8 @@ def v_half(num_stages: int, num_micro_batches: int, placement: Placement, limits
 
     Every process holds at most P+2 (stage, micro-batch) pairs between F and W, as much as P/2+1 micro-batches of 1F1B.
     The table is the shortest that list scheduling finds (`hf_gpipe.schedule.list_scheduling`). Its bubble is at most 3P
-    F where F = I = W, each of half a process's layers: half of 1F1B's.
+    F where F = I = W, each of half a process's layers: half of 1F1B's. Of rows in c chunks a process holds at most P+2c
+    pairs, for those of a row are all between F and I at once.
 
     For this, process k keeps at most P+1-k/2 micro-batches of its first stage between F and W. Otherwise forwards that
     run ahead would leave room for one micro-batch at a time in the second stages.
@@ -105,8 +111,10 @@ def v_half(num_stages: int, num_micro_batches: int, placement: Placement, limits
         stage 3  .. .. .. F0 I0 W0 F1 I1 .. W1 .. .. .. .. F2 I2 W2 .. F3 I3 .. W3 .. .. ..
     """
     num_processes = _check_v_shape("v_half", placement)
-    in_flight = [num_processes + 1 - number // 2 - number % 2 for number in range(num_processes)]
-    return _v_listed(num_micro_batches, placement, limits, num_processes + 2, [*in_flight, *[math.inf] * num_processes])
+    chunks = placement.chunks
+    in_flight = [num_processes + chunks - number // 2 - number % 2 for number in range(num_processes)]
+    limit = num_processes + 2 * chunks
+    return _v_listed(num_micro_batches, placement, limits, limit, [*in_flight, *[math.inf] * num_processes])
 
 
 def whole_backwards(order: Sequence[Action], process: int, placement: Placement) -> list[Action]:
@@ -183,23 +191,29 @@ def _check_v_shape(name: str, placement: Placement) -> int:
     return len(workers) // 2
 
 
-def _zb_v_order(number: int, num_processes: int, own: Sequence[int]) -> list[Action]:
-    """The order of one process. It has a fixed pattern, in which each kind of action takes the next micro-batch."""
+def _zb_v_order(number: int, num_processes: int, own: Sequence[int], placement: Placement) -> list[Action]:
+    """The order of one process. It has a fixed pattern, in which each kind of action takes the next micro-batch.
+
+    Of a row in c chunks the backward of the last is first, so c-1 forwards more of each stage come before I and W.
+    """
+    more = placement.chunks - 1
     down, up = number, 2 * num_processes - 1 - number
     deeper = num_processes - number
     pattern = [(_F, down)] * (2 * deeper - 1)
-    pattern += [(_F, up), (_F, down)] * number
+    pattern += [(_F, up), (_F, down)] * (number + more)
     pattern += [(_F, up), (_I, up), (_W, up)] * deeper
-    pattern += [(_F, down), (_I, down), (_W, down), (_F, up), (_I, up), (_W, up)] * (len(own) - num_processes)
+    pattern += [(_F, down), (_I, down), (_W, down), (_F, up), (_I, up), (_W, up)] * (len(own) - num_processes - more)
+    pattern += [(_I, down), (_W, down), (_I, up), (_W, up)] * more
     pattern += [(_I, up), (_I, down)] * number
     pattern += [(_I, down), (_W, down)] * deeper
     pattern += [(_W, up)] * number + [(_W, down)] * number
+    backwards = placement.backward_order(own)
     count: Counter[tuple[str, int]] = Counter()
     order = []
     for kind, stage in pattern:
         # The forwards of the first stage are done some rounds before the others.
         if count[kind, stage] < len(own):
-            order.append(Action(kind, stage, own[count[kind, stage]]))
+            order.append(Action(kind, stage, (own if kind == _F else backwards)[count[kind, stage]]))
             count[kind, stage] += 1
     return order
 

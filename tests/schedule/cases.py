@@ -37,11 +37,13 @@ def recomputes(draw: st.DrawFn, num_stages: int) -> Recompute:
 
 @st.composite
 def schedules(draw: st.DrawFn, names: tuple[str, ...] = tuple(SCHEDULES)) -> tuple[Schedule, Recompute]:
-    """A table, and how it was asked to recompute."""
+    """A table, of whole rows or of rows cut into chunks, and how it was asked to recompute."""
     name = draw(st.sampled_from(names))
     placement = draw(placements(name))
     recompute = draw(recomputes(placement.num_stages))
-    return build(name, placement.num_stages, draw(st.integers(1, 7)), placement, recompute), recompute
+    chunks = draw(st.sampled_from([1, 1, 2, 3, 5]))
+    count = chunks * draw(st.integers(1, max(1, 7 // chunks)))
+    return build(name, placement.num_stages, count, placement, recompute, chunks=chunks), recompute
 
 
 def stage_order(schedule: Schedule, stage: int) -> list[Action]:

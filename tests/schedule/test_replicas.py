@@ -67,7 +67,9 @@ def tables(draw: st.DrawFn) -> tuple[Schedule, Recompute]:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     placement = draw(placements(name))
     recompute = draw(recomputes(placement.num_stages))
-    return build(name, placement.num_stages, draw(st.integers(1, 12)), placement, recompute), recompute
+    chunks = draw(st.sampled_from([1, 1, 2, 4]))
+    count = chunks * draw(st.integers(1, 12 // chunks))
+    return build(name, placement.num_stages, count, placement, recompute, chunks=chunks), recompute
 
 
 @given(tables(), st.data())
@@ -78,12 +80,13 @@ def test_every_table_is_valid_for_any_number_of_its_micro_batches(
     table, _ = case
     check_table(table)
     assert Schedule.from_text(table.text()) == table
-    check_table(table.of_first(data.draw(st.integers(1, table.num_micro_batches))))
+    rows = data.draw(st.integers(1, table.num_micro_batches // table.chunks))
+    check_table(table.of_first(rows * table.chunks))
 
 
 @given(tables())
 @settings(deadline=None, max_examples=100)
-def test_micro_batch_m_is_on_replica_m_modulo_their_number(case: tuple[Schedule, Recompute]) -> None:
+def test_the_micro_batches_of_row_m_are_on_replica_m_modulo_their_number(case: tuple[Schedule, Recompute]) -> None:
     table, _ = case
     for stage, workers in enumerate(table.placement.workers):
         for index, process in enumerate(workers):
@@ -91,7 +94,8 @@ def test_micro_batch_m_is_on_replica_m_modulo_their_number(case: tuple[Schedule,
             ended = {B, WEIGHT}
             for kinds in ({F}, {B, INPUT}, ended) if table.is_training else ({F},):
                 ran = sorted(action.micro_batch or 0 for action in own if action.kind in kinds)
-                assert ran == list(range(index, table.num_micro_batches, len(workers)))
+                every = range(table.num_micro_batches)
+                assert ran == [m for m in every if m // table.chunks % len(workers) == index]
             assert own.count(Action(U, stage)) == table.is_training
             assert own.count(Action(G, stage)) == (table.is_training and len(workers) > 1)
 
@@ -213,7 +217,7 @@ def test_every_message_has_an_edge(case: tuple[Schedule, Recompute]) -> None:
             ends = (table.worker_of(Action(F, s, micro_batch)) for s in (stage, stage + 1))
             crossed.add((stage, *ends))
     assert crossed <= set(placement.edges)
-    if table.num_micro_batches >= math.lcm(*placement.replicas):
+    if table.num_micro_batches // table.chunks >= math.lcm(*placement.replicas):
         assert crossed == set(placement.edges)
 
 
