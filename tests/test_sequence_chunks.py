@@ -13,6 +13,7 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from hf_gpipe import Pipeline, RowLoss
+from hf_gpipe.adapters.lower_right import LowerRightMask
 from hf_gpipe.errors import DataError, ScheduleError, UnsupportedModelError, UserError
 from hf_gpipe.model.exactness import Batch, Step, exact_clone, plain_step
 from hf_gpipe.schedule import IN_TURN, SCHEDULES, V_SHAPED, Schedule, build, check_table, placement_for, simulate
@@ -84,6 +85,32 @@ def test_exact(family: str, attention: str, num_stages: int, chunks: int, option
         expected = plain_step(model, batch)
         pipe = Pipeline(model, num_stages, 2, sequence_chunks=chunks, **options)
         assert step(pipe, batch).difference(expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [("qwen3", "stage"), ("qwen3", "block"), ("gpt2", "none"), ("phi", "stage"), ("gemma3_text", "none")],
+)
+def test_rows_without_padding(family: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody writes out a mask of tokens by tokens, and the gradients are the same; qwen3 has groups of heads."""
+    made = set()
+    of = LowerRightMask.of
+    monkeypatch.setattr(LowerRightMask, "of", lambda *sizes: made.add(sizes[:2]) or of(*sizes))
+    with nullcontext() if recompute == "block" else InFloat64():
+        model, batch = clone(family), rows(2, 23, "none")
+        expected = plain_step(model, batch)
+        pipe = Pipeline(model, 3, 2, recompute=recompute, sequence_chunks=3)
+        made.clear()
+        assert step(pipe, batch).difference(expected) <= TOLERANCE
+    assert made == {(7, 15), (8, 23)}
+
+
+def test_compiled_blocks() -> None:
+    model, batch = plain_model(tiny_config("llama")), rows(2, 12, "none")
+    model.set_attn_implementation("sdpa")
+    expected = plain_step(model, batch)
+    pipe = Pipeline(model, 2, 2, torch_compile="aot_eager", sequence_chunks=3)
+    assert step(pipe, batch).difference(expected) <= TOLERANCE
 
 
 @settings(max_examples=25, deadline=None)

@@ -24,6 +24,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_gpipe.adapters.documents import Documents, mask_of_documents
+from hf_gpipe.adapters.lower_right import LowerRightMask
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
 #: Operations whose result has 0 where the mask that they are called with has it; `==` only when compared with 1.
@@ -84,8 +85,13 @@ def with_known_masks(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
     }
 
 
-def _answering(make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a mask function of transformers take the answer of a `KnownMask`."""
+def _answering(make_mask: Callable[..., Any], *, takes_lower_right: bool) -> Callable[..., Any]:
+    """Let a mask function of transformers take the answer of a `KnownMask`.
+
+    Args:
+        make_mask: the function.
+        takes_lower_right: whether the attention that the mask is for takes a `LowerRightMask`.
+    """
 
     @wraps(make_mask)
     def make(*args: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
@@ -97,14 +103,31 @@ def _answering(make_mask: Callable[..., Any]) -> Callable[..., Any]:
                 attention_mask = attention_mask.as_subclass(torch.Tensor)
             else:
                 attention_mask = None
+                if takes_lower_right and (queries := options["q_length"]) > 1 and _is_lower_right(**options):
+                    return LowerRightMask.of(queries, options["kv_length"], options["device"])
         return make_mask(*args, attention_mask=attention_mask, **options)
 
     return make
 
 
+def _is_lower_right(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **other: Any,
+) -> bool:
+    """Whether the queries are the last of all tokens, and each attends to all up to itself."""
+    is_last = isinstance(q_offset, int) and 0 < q_offset == kv_length - q_length and not kv_offset
+    return is_last and allow_is_causal_skip and (local_size is None or kv_length < local_size)
+
+
 def _install() -> None:
     for name in ("sdpa", "eager", *(n for n in ALL_MASK_ATTENTION_FUNCTIONS if n.startswith(("flash", "flex")))):
-        ALL_MASK_ATTENTION_FUNCTIONS[name] = _answering(ALL_MASK_ATTENTION_FUNCTIONS[name])
+        make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        ALL_MASK_ATTENTION_FUNCTIONS[name] = _answering(make_mask, takes_lower_right=name == "sdpa")
 
 
 _install()

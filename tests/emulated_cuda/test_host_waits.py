@@ -40,14 +40,18 @@ def is_within_the_bound(counts: Counts) -> bool:
     return len(counts.synchronisations) <= 1 and not counts.pageable_copies
 
 
-@pytest.mark.parametrize(("family", "autocast"), [("llama", torch.bfloat16), ("gemma2", None), ("marian", None)])
+@pytest.mark.parametrize(
+    ("family", "autocast", "chunks"),
+    [("llama", torch.bfloat16, 1), ("gemma2", None, 1), ("marian", None, 1), ("qwen3", torch.bfloat16, 3)],
+)
 @on_emulated_cuda()
-def test_a_step_on_two_devices(family: str, autocast: torch.dtype | None) -> None:
+def test_a_step_on_two_devices(family: str, autocast: torch.dtype | None, chunks: int) -> None:
     model = exact_clone(default_config(family), torch.float32)
     batches = [padded_batch(model) for _ in range(3)]
     batches[1]["attention_mask"] = torch.ones_like(batches[1]["attention_mask"])
     del batches[2]["attention_mask"]
-    pipe = Pipeline(model, 3, 2, "1f1b", "stage", device=["cuda:0", "cuda:1"], autocast=autocast)
+    devices = ["cuda:0", "cuda:1"]
+    pipe = Pipeline(model, 3, 2, "1f1b", "stage", device=devices, autocast=autocast, sequence_chunks=chunks)
     for batch in batches:
         counts = second_step(pipe, batch)
         assert is_within_the_bound(counts), counts

@@ -44,9 +44,10 @@ def test_on_one_device() -> None:
     compare(1, "marian", ("cuda:1",), pipelines("marian"), dropout=0.3)
 
 
-def test_untied_weights_and_rows_by_length_on_two_devices() -> None:
+def test_untied_weights_and_rows_by_length_and_in_chunks_on_two_devices() -> None:
     way = {"num_stages": 2, "num_micro_batches": 2, "length_bucketing": True}
-    compare(1, "llama", ("cuda:1", "cuda:0"), [way], tied=False)
+    chunks = {"schedule": "zb_h1", "recompute": "stage", "sequence_chunks": 3}
+    compare(1, "llama", ("cuda:1", "cuda:0"), [way, way | chunks], tied=False)
 
 
 #: Asynchronous schedules, and where their stages are: arguments of a pipeline.
