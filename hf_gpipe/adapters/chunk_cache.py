@@ -2,68 +2,28 @@
 
 A long row is cut into chunks of tokens, which go through the stages one after another (TeraPipe, arXiv 2102.07988,
 section 3; Seq1F1B, arXiv 2406.03488). A causal model needs nothing of an earlier chunk but the keys and values of each
-block, and transformers' own cache brings these to the family's own attention. Backward runs over the chunks in reverse:
-what the backward of a chunk finds for the keys and values of earlier chunks waits here for their backward.
+block, and transformers' own cache brings these to the family's own attention. The last stage also keeps the logits of
+the experts' routers, of which the last chunk computes the auxiliary loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_gpipe.adapters.cache import CountingSlot, StageCache
+from hf_gpipe.adapters.chunk_states import States, append
+from hf_gpipe.adapters.routers import ChunkRouters
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import UnsupportedModelError
-
-
-class _States:
-    """The keys, or the values, of some rows in one block: (B, heads, T, width), and their gradient."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._states: torch.Tensor | None = None
-        self._gradient: torch.Tensor | None = None
-
-    def put(self, states: torch.Tensor, start: int) -> torch.Tensor:
-        """Write those of the tokens from `start` on; returns all. To write the same again changes nothing."""
-        if self._states is None:
-            self._states = states.new_zeros((*states.shape[:-2], self._length, states.shape[-1]))
-        self._states[..., start : start + states.shape[-2], :] = states
-        # A graph keeps a view, and later chunks write beside it: autograd need not count their writes.
-        return self._states.data
-
-    def gradient(self) -> torch.Tensor:
-        """The sum of the gradients so far, for all tokens."""
-        assert self._states is not None, "a backward without its forward"
-        if self._gradient is None:
-            self._gradient = torch.zeros_like(self._states)
-        return self._gradient
-
-
-class _Append(torch.autograd.Function):
-    """Adds a chunk's keys or values to those of the chunks before it; returns these from token `first` on."""
-
-    @staticmethod
-    def forward(ctx: Any, added: torch.Tensor, states: _States, start: int, first: int) -> torch.Tensor:
-        stop = start + added.shape[-2]
-        ctx.of = states, start, first, stop
-        return states.put(added, start)[..., first:stop, :]
-
-    @staticmethod
-    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        states, start, first, stop = ctx.of
-        gradient = states.gradient()
-        gradient[..., first:stop, :] += outer[0]
-        return gradient[..., start:stop, :].clone(), None, None, None
 
 
 class _Slot(DynamicLayer):
     """The slot of one block at the beginning of a chunk."""
 
-    def __init__(self, parts: tuple[_States, _States], start: int) -> None:
+    def __init__(self, parts: tuple[States, States], start: int) -> None:
         CacheLayerMixin.__init__(self)
         self._parts, self._start = parts, start
         self._stop = start
@@ -85,7 +45,6 @@ class _Slot(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Set, not added: a block that is run again for its gradients comes here a second time.
         self._stop = self._start + key_states.shape[-2]
-        append: Callable[..., torch.Tensor] = _Append.apply
         keys, values = (
             append(states, part, self._start, self._first)
             for states, part in zip((key_states, value_states), self._parts, strict=True)
@@ -96,7 +55,7 @@ class _Slot(DynamicLayer):
 class _SlidingSlot(_Slot, DynamicSlidingWindowLayer):
     """The same of a block that attends to a window: what lies before the window is not read."""
 
-    def __init__(self, parts: tuple[_States, _States], start: int, sliding_window: int) -> None:
+    def __init__(self, parts: tuple[States, States], start: int, sliding_window: int) -> None:
         _Slot.__init__(self, parts, start)
         self.sliding_window = sliding_window
         self.record_past = False
@@ -111,7 +70,9 @@ class _SlidingSlot(_Slot, DynamicSlidingWindowLayer):
 
 
 class RowCache:
-    """The keys and values of a micro-batch's rows in the blocks of one stage, between its first F and its last B.
+    """What one stage keeps of a micro-batch's rows between its first F and its last B.
+
+    These are the keys and values of its blocks, and on the last stage the logits of all routers.
 
     Args:
         stage: the model of the stage.
@@ -121,7 +82,9 @@ class RowCache:
     def __init__(self, stage: StageModel, length: int) -> None:
         self._stage = stage
         blocks = stage.adapter.stacks[-1].blocks
-        self._parts = [(_States(length), _States(length)) for _ in blocks]
+        self._length = length
+        self._parts = [(States(length), States(length)) for _ in blocks]
+        self._routers = [States(length) for _ in stage.adapter.routers if stage.is_last]
 
     def at(self, start: int) -> StageCache:
         """The cache that the stage's model gets with the chunk that begins at a token.
@@ -143,3 +106,7 @@ class RowCache:
                     "cannot be cut into chunks of tokens; leave pipeline.sequence_chunks at 1"
                 )
         return cache
+
+    def routers_at(self, start: int, num_rows: int, num_tokens: int) -> ChunkRouters:
+        """The router logits of the rows, for the chunk of so many tokens that begins at a token."""
+        return ChunkRouters(self._routers, start, num_rows, is_last=start + num_tokens == self._length)

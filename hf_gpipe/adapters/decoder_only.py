@@ -13,7 +13,7 @@ from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Stage, Tensors
 from hf_gpipe.adapters.documents import Documents, is_flash
 from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.layers import Layer
-from hf_gpipe.adapters.routers import Router, auxiliary_loss
+from hf_gpipe.adapters.routers import Router
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import DataError
 
@@ -83,7 +83,7 @@ class DecoderOnly(TextAdapter):
 
     def _has_auxiliary_loss(self, inputs: Inputs) -> bool:
         """Whether the auxiliary loss is computed: not in generation, which has no loss."""
-        return bool(self.routers) and "labels" in inputs
+        return bool(self.routers) and not inputs.keys().isdisjoint(self.loss_keys)
 
     def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
         forward = {name: value for name, value in inputs.items() if name not in self.loss_keys}
@@ -95,7 +95,7 @@ class DecoderOnly(TextAdapter):
             forward |= {"max_length_q": longest, "max_length_k": longest}
         output = stage.model(**{"use_cache": False, **forward})
         if stage.is_last:
-            loss = {"auxiliary_loss": auxiliary_loss(stage.model, output)} if has_auxiliary_loss else {}
+            loss = {"auxiliary_loss": stage.router_port.loss(stage.model, output)} if has_auxiliary_loss else {}
             return {"logits": output.logits, **loss}
         routers = self._routers_before(stage.stop) if has_auxiliary_loss else []
         logits = zip(routers, stage.router_port.logits, strict=True)

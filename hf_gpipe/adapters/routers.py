@@ -7,6 +7,10 @@ the logits are sent back in the same way.
 
 This loss is not a sum over tokens: that of a mini-batch is the mean of its micro-batches' auxiliary losses. It is added
 to the mean loss of the tokens. With one micro-batch it is the plain model's.
+
+Nor is it a sum over the chunks of rows that are cut (`hf_gpipe.adapters.chunk_cache`). Each chunk leaves its logits on
+the last stage, where the last chunk computes the loss of whole rows. Its backward, which comes first, leaves the
+gradients of the other chunks' logits to theirs.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_gpipe.adapters.chunk_states import States, append
 from hf_gpipe.adapters.intercept import intercept
 from hf_gpipe.adapters.probe import Observation
 from hf_gpipe.errors import UnsupportedModelError
@@ -66,27 +71,78 @@ def _coefficient(model: PreTrainedModel) -> float | None:
     return getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", None))
 
 
+@dataclass(frozen=True)
+class ChunkRouters:
+    """The router logits of rows that are cut into chunks, at one of the chunks.
+
+    Attributes:
+        states: of each router the logits (B, T, experts).
+        start: the chunk's first token.
+        num_rows: B.
+        is_last: whether it is the rows' last chunk.
+    """
+
+    states: Sequence[States]
+    start: int
+    num_rows: int
+    is_last: bool
+
+    def joined(self, logits: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Logits (B t, experts) of the chunk, behind those of the chunks before it."""
+        of_rows = (one.unflatten(0, (self.num_rows, -1)) for one in logits)
+        return tuple(
+            append(one, states, self.start).flatten(0, 1) for one, states in zip(of_rows, self.states, strict=True)
+        )
+
+
 class RouterPort:
-    """The router logits of one forward of a stage: first those received, then those of its own blocks."""
+    """The router logits of one forward of a stage: first those received, then those of its own blocks.
+
+    On the last stage those of a chunk come behind the logits of the chunks before it.
+    """
 
     def __init__(self, *, is_last: bool) -> None:
         self.is_last = is_last
         self.logits: tuple[torch.Tensor, ...] = ()
+        self._chunk: ChunkRouters | None = None
 
-    def open(self, routers: Sequence[Router], carry: Mapping[str, torch.Tensor]) -> None:
+    def open(
+        self, routers: Sequence[Router], carry: Mapping[str, torch.Tensor], chunk: ChunkRouters | None = None
+    ) -> None:
         self.logits = tuple(carry[router.name] for router in routers if router.name in carry)
+        self._chunk = chunk
 
     def close(self) -> None:
         self.logits = ()
+        self._chunk = None
+
+    def complete(self, own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        """Take the logits of the stage's own blocks; returns those that the model computes its loss from, if any.
+
+        Before the last stage and the last chunk no loss is needed, and one computed from some of the routers or tokens
+        would be wrong.
+        """
+        self.logits += tuple(own)
+        if self._chunk is not None and self.is_last:
+            self.logits = self._chunk.joined(self.logits)
+        return self.logits if self.is_last and self._has_whole_rows else None
+
+    def loss(self, model: PreTrainedModel, output: Any) -> torch.Tensor:
+        """The auxiliary loss of the rows, (); an earlier chunk's is 0, and its backward takes its logits' gradient."""
+        if self._has_whole_rows:
+            return auxiliary_loss(model, output)
+        return torch.stack([one[:0].float().sum() for one in self.logits]).sum()
+
+    @property
+    def _has_whole_rows(self) -> bool:
+        return self._chunk is None or self._chunk.is_last
 
 
 def complete(module: nn.Module, port: RouterPort) -> None:
     """Let the module around the blocks return the router logits of all stages up to this one."""
 
     def after(output: Any) -> Any:
-        port.logits += tuple(getattr(output, "router_logits", None) or ())
-        # Before the last stage no loss is needed, and one computed from some of the routers would be wrong.
-        output.router_logits = port.logits if port.is_last else None
+        output.router_logits = port.complete(getattr(output, "router_logits", None) or ())
         return output
 
     intercept(module, after=after)

@@ -21,7 +21,7 @@ from hf_gpipe.adapters.head import DeferredLogits, Projection
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.linear import hand_over
 from hf_gpipe.adapters.position_tables import hollow, lend_tables
-from hf_gpipe.adapters.routers import RouterPort, complete
+from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
 from hf_gpipe.adapters.weight_gradients import WeightGradients
 from hf_gpipe.errors import UserError
@@ -286,6 +286,7 @@ class StageModel:
         micro_batch_seed: int | None = None,
         deferred: DeferredLogits | None = None,
         row_seeds: Sequence[int] = (),
+        routers: ChunkRouters | None = None,
     ) -> dict[str, torch.Tensor]:
         """Run the stage on one micro-batch.
 
@@ -295,17 +296,19 @@ class StageModel:
             micro_batch_seed: seed of dropout for this micro-batch and step; None leaves the generator alone.
             deferred: made by `deferred_logits`; the logits are left out, and can be computed by it.
             row_seeds: of the noise on each row's embeddings; none: the noise has the micro-batch's.
+            routers: of a chunk the router logits of its rows; None: rows are whole.
 
         Returns:
             The carry for the next stage. On the last stage {"logits": (B, T, V)} unless they are deferred; for a
-            mixture of experts with an auxiliary loss also {"auxiliary_loss": ()}, times its coefficient.
+            mixture of experts with an auxiliary loss also {"auxiliary_loss": ()}, times its coefficient, of
+            whole rows: that of an earlier chunk is 0.
         """
         if self.adapter.autocast is not None:
             # Autocast converts a leaf once for all its uses, so their gradients would be summed in half precision.
             # In the plain model these tensors are not leaves, and for autocast a view is not a leaf either.
             carry = {name: tensor.view_as(tensor) for name, tensor in carry.items()}
         self.port.received = carry.get("hidden")
-        self.router_port.open(self.adapter.routers, carry)
+        self.router_port.open(self.adapter.routers, carry, routers)
         # Positions that are given begin anew already.
         self._borders.lengths = {} if "position_ids" in inputs else self.adapter.document_lengths(inputs)
         if micro_batch_seed is not None and self.model.training:

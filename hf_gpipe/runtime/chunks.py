@@ -46,8 +46,6 @@ def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) ->
         reason = f"{model} has an encoder, whose tokens attend to later ones"
     elif adapter.is_classifier:
         reason = f"{model} scores rows as a whole"
-    elif adapter.routers:
-        reason = f"the auxiliary loss of {model} is of whole rows; set output_router_logits to false to leave it out"
     elif not is_loss_of_tokens:
         reason = "the loss needs whole rows"
     elif packing:

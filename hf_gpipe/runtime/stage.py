@@ -15,6 +15,7 @@ from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.base import Inputs
 from hf_gpipe.adapters.chunk_cache import RowCache
 from hf_gpipe.adapters.head import DeferredLogits
+from hf_gpipe.adapters.routers import ChunkRouters
 from hf_gpipe.adapters.weight_gradients import Product, kept_bytes
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
@@ -71,7 +72,7 @@ class Stage:
         self._live: dict[int, _Live] = {}
         #: Of each micro-batch between its I and W the parts of its weight gradients.
         self._kept: dict[int, list[Product]] = {}
-        #: Of rows that are cut into chunks the keys and values, between the first F and the last B or I.
+        #: Of rows that are cut into chunks what later ones read, between the first F and the last B or I.
         self._row_caches: dict[int, RowCache] = {}
 
     @property
@@ -278,21 +279,23 @@ class Stage:
                 # A view: its gradient is not that of the logits.
                 keep = head.register_forward_pre_hook(lambda _, args: found.update(hidden=args[0].view_as(args[0])))
                 hooks.enter_context(keep)
-            inputs = self._with_past(micro_batch)
-            outputs = self.model(inputs, carry, micro_batch.seed, deferred, micro_batch.row_seeds)
+            inputs, routers = self._with_past(micro_batch)
+            outputs = self.model(inputs, carry, micro_batch.seed, deferred, micro_batch.row_seeds, routers)
         if not loss.adds_auxiliary:
             outputs.pop("auxiliary_loss", None)
         read = LossInputs(micro_batch.inputs, micro_batch.num_units, logits=outputs.pop("logits", None), **found)
         return outputs, deferred, read
 
-    def _with_past(self, micro_batch: MicroBatch) -> Inputs:
-        """The inputs of a micro-batch; a chunk attends to the keys and values of the chunks before it."""
+    def _with_past(self, micro_batch: MicroBatch) -> tuple[Inputs, ChunkRouters | None]:
+        """The inputs of a micro-batch, and router logits; a chunk's have the keys and values of those before it."""
+        inputs = micro_batch.inputs
         if (chunk := micro_batch.chunk) is None:
-            return micro_batch.inputs
+            return inputs, None
         if chunk.sequence not in self._row_caches:
             self._row_caches[chunk.sequence] = RowCache(self.model, chunk.length)
-        cache = self._row_caches[chunk.sequence].at(chunk.start)
-        return {**micro_batch.inputs, "past_key_values": cache, "use_cache": True}
+        rows = self._row_caches[chunk.sequence]
+        routers = rows.routers_at(chunk.start, *inputs["input_ids"].shape)
+        return {**inputs, "past_key_values": rows.at(chunk.start), "use_cache": True}, routers
 
     def _loss_of(
         self, loss: Loss, read: LossInputs, deferred: DeferredLogits | None, added: torch.Tensor | None
