@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from transformers import PreTrainedModel
+from transformers import MistralConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline, RowLoss
+from hf_gpipe.adapters import lower_right
 from hf_gpipe.adapters.lower_right import LowerRightMask
+from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, ScheduleError, UnsupportedModelError, UserError
 from hf_gpipe.model.exactness import Batch, Step, exact_clone, plain_step
 from hf_gpipe.schedule import IN_TURN, SCHEDULES, V_SHAPED, Schedule, build, check_table, placement_for, simulate
@@ -106,11 +108,31 @@ def test_rows_without_padding(family: str, recompute: str, monkeypatch: pytest.M
     assert made == {(7, 15), (8, 23)}
 
 
-def test_compiled_blocks() -> None:
+@pytest.mark.parametrize(("packing", "sizes"), [(False, {(2, 4), (2, 6)}), (True, {(2, 6), (4, 6)})])
+def test_chunks_attend_by_the_function_that_needs_no_mask(
+    packing: bool, sizes: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is installed beneath the function that runs attention document by document."""
+    found = set()
+    attend = lower_right.lower_right_attention
+
+    def noting(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
+        found.add((query.shape[2], key.shape[2]))
+        return attend(query, key, *rest)
+
+    monkeypatch.setattr(lower_right, "lower_right_attention", noting)
+    pipe = Pipeline(clone("llama"), 2, 1, recompute="none", sequence_chunks=3, packing=packing)
+    found.clear()
+    pipe.train_step(rows(2, 6, "none"))
+    assert found == sizes
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_compiled_blocks(packing: bool) -> None:
     model, batch = plain_model(tiny_config("llama")), rows(2, 12, "none")
     model.set_attn_implementation("sdpa")
     expected = plain_step(model, batch)
-    pipe = Pipeline(model, 2, 2, torch_compile="aot_eager", sequence_chunks=3)
+    pipe = Pipeline(model, 2, 2, torch_compile="aot_eager", sequence_chunks=3, packing=packing)
     assert step(pipe, batch).difference(expected) <= TOLERANCE
 
 
@@ -171,6 +193,85 @@ def test_any_step_is_exact(
     assert not any(stage._row_caches for stage in pipe.stages.values())
 
 
+@pytest.mark.parametrize(
+    ("family", "attention", "num_stages", "chunks", "options"),
+    [
+        ("llama", "sdpa", 3, 5, {"schedule": "1f1b"}),
+        ("qwen3", "eager", 2, 3, {"schedule": "gpipe", "recompute": "none"}),
+        ("gemma3_text", "sdpa", 2, 4, {"schedule": "zb_h1", "recompute": "none"}),
+        ("mistral", "sdpa", 3, 2, {"schedule": "gpipe", "recompute": "block"}),
+        ("gpt2", "sdpa", 2, 3, {"schedule": "zb_v"}),
+        ("opt", "eager", 3, 3, {"schedule": "1f1b"}),
+        ("falcon", "sdpa", 1, 3, {"schedule": "1f1b"}),
+        ("bloom", "eager", 2, 3, {"schedule": "1f1b"}),
+        ("mixtral", "sdpa", 2, 7, {"schedule": "gpipe_fused"}),
+        ("cohere2", "eager", 2, 3, {"schedule": "1f1b"}),
+    ],
+)
+def test_packed_rows(family: str, attention: str, num_stages: int, chunks: int, options: dict[str, Any]) -> None:
+    """Two documents of 22 and 21 tokens a row, of which the plain model sees each alone."""
+    with in_float64():
+        model, batch = clone(family, attention), rows(4, 23)
+        expected = plain_step(model, batch)
+        pipe = Pipeline(model, num_stages, 2, packing=True, sequence_chunks=chunks, **options)
+        assert step(pipe, batch).difference(expected) <= TOLERANCE
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5).filter(lambda lengths: max(lengths) > 1),
+    window=st.sampled_from([None, 1, 2, 3, 5]),
+    attention=st.sampled_from(["sdpa", "eager"]),
+    num_stages=st.integers(1, 3),
+    num_micro_batches=st.integers(1, 2),
+    chunks=st.integers(2, 7),
+    recompute=st.sampled_from(["none", "stage"]),
+)
+def test_a_document_is_never_attended_across(
+    lengths: list[int],
+    window: int | None,
+    attention: str,
+    num_stages: int,
+    num_micro_batches: int,
+    chunks: int,
+    recompute: str,
+) -> None:
+    """Wherever the borders of chunks, documents and windows are."""
+    config = MistralConfig(
+        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=window, pad_token_id=0,
+    )  # fmt: skip
+    model = plain_model(config)
+    model.set_attn_implementation(attention)
+    ids = torch.randint(3, 20, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(sum(lengths)))
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    with InFloat64():
+        expected = plain_step(model, batch)
+        options = {"recompute": recompute, "packing": True, "sequence_chunks": chunks}
+        pipe = Pipeline(model, num_stages, num_micro_batches, "1f1b", **options)
+        assert step(pipe, batch).difference(expected) <= TOLERANCE
+
+
+def test_a_flattened_mini_batch() -> None:
+    """Its documents are found without `packing`."""
+    with InFloat64():
+        model, batch = clone("llama"), rows(3, 9)
+        expected = plain_step(model, batch)
+        (row,) = packed_parts(batch, 1)
+        flattened = {name: torch.cat([one[name] for one in row])[None] for name in row[0]}
+        assert step(Pipeline(model, 2, 2, sequence_chunks=4), flattened).difference(expected) <= TOLERANCE
+
+
+def test_the_auxiliary_loss_of_packed_rows() -> None:
+    with in_float64():
+        model, batch = clone("mixtral", coefficient=0.5), rows(4, 11)
+        whole, cut = (
+            step(Pipeline(model, 2, 2, "1f1b", packing=True, sequence_chunks=chunks), batch) for chunks in (1, 4)
+        )
+        assert cut.difference(whole) <= TOLERANCE
+
+
 def test_the_reference_of_the_oracle_is_the_plain_loop() -> None:
     """The comparison above and the oracle of the other tests agree on one case."""
     config = tiny_config("llama")
@@ -208,22 +309,24 @@ def test_gradients_are_accumulated_over_mini_batches() -> None:
 
 
 def in_processes(cases: list[tuple[str, int, int]], replicas: int, zero: int) -> list[float]:
-    """The differences of one step of each case: a schedule, its stages and the number of rows."""
+    """The differences of one step of each case: a schedule, its stages and the number of rows; 1f1b packs rows too."""
     differences = []
     with InFloat64():
         for schedule, num_stages, num_rows in cases:
             config, batch = tiny_config("llama"), rows(num_rows, 11)
-            options = {"replicas": replicas, "zero": zero, "sequence_chunks": 3}
-            found = step(Pipeline(plain_model(config), num_stages, 4, schedule, **options), batch)
-            differences.append(found.difference(plain_step(plain_model(config), batch)))
+            expected = plain_step(plain_model(config), batch)
+            for packing in (False, True) if schedule == "1f1b" else (False,):
+                options = {"replicas": replicas, "zero": zero, "sequence_chunks": 3, "packing": packing}
+                found = step(Pipeline(plain_model(config), num_stages, 4, schedule, **options), batch)
+                differences.append(found.difference(expected))
     return differences
 
 
 @pytest.mark.parametrize(
     ("num_processes", "replicas", "zero", "cases"),
     [
-        (2, 1, 0, [("1f1b", 2, 4), *((name, 4, n) for name in PLACED for n in (1, 3))]),
-        (4, 2, 1, [("1f1b", 2, 4), *((name, 4, 3) for name in PLACED)]),
+        (2, 1, 0, [("1f1b", 2, 4), ("interleaved_1f1b", 4, 1), ("breadth_first", 4, 3), ("zb_v", 4, 3)]),
+        (4, 2, 1, [("1f1b", 2, 4), ("interleaved_1f1b", 4, 3), ("zb_v", 4, 1), ("v_half", 4, 3)]),
     ],
 )
 def test_in_several_processes(num_processes: int, replicas: int, zero: int, cases: list[tuple[str, int, int]]) -> None:
@@ -378,7 +481,6 @@ def test_a_schedule_without_an_order_is_an_error() -> None:
     ("family", "options", "message"),
     [
         ("marian", {}, "has an encoder"),
-        ("llama", {"packing": True}, "packed documents share a row"),
         ("llama", {"loss": RowLoss(lambda log_probs: -log_probs)}, "the loss needs whole rows"),
     ],
 )
@@ -387,13 +489,14 @@ def test_what_needs_whole_rows_is_an_error(family: str, options: dict[str, Any],
         Pipeline(tiny_config(family), 2, 2, sequence_chunks=2, **options)
 
 
-def test_a_flattened_mini_batch_is_an_error() -> None:
-    """Its row is made of documents, and a chunk of it attended to other documents."""
+def test_flash_attention_of_packed_rows_is_an_error() -> None:
+    """Its kernels take one set of borders for the queries and keys of all layers, which are those of whole rows."""
+    batch = rows(2, 6, "none")
+    flattened = {"input_ids": batch["input_ids"].view(1, -1), "labels": batch["labels"].view(1, -1)}
     pipe = Pipeline(tiny_config("llama"), 2, 1, sequence_chunks=3)
-    ids = torch.arange(3, 15)[None]
-    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    with pytest.raises(UserError, match="packed documents share a row"):
-        pipe.train_step({"input_ids": ids, "labels": ids, "position_ids": positions})
+    pipe.adapter.reference.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UserError, match="'flash_attention_2' takes the borders of documents of whole rows"):
+        pipe.train_step({**flattened, "position_ids": torch.arange(6).repeat(2)[None]})
 
 
 @pytest.mark.parametrize("family", ["bert-generation", "mamba", "bert"])

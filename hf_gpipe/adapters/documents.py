@@ -4,19 +4,24 @@ The mask of such a row is block-diagonal. Each block is the mask that transforme
 windows and chunks start anew with each document. A mask over the whole row takes memory and time that grow with the
 square of the row. Where the model attends by transformers' `sdpa` function, none is made: the function is called once
 for each document, most often without any mask. Flash attention gets the borders of the documents in its own form.
+
+Where the row is cut into chunks (`hf_gpipe.adapters.chunk_cache`), the tokens of a chunk attend to those of their own
+documents in the row so far: a chunk may begin and end inside of documents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_gpipe.adapters.lower_right import taking_lower_right
 from hf_gpipe.errors import UserError
 
 MakeMask = Callable[..., Any]
@@ -27,14 +32,19 @@ class Documents:
     """The documents of a packed row.
 
     Attributes:
-        lengths: tokens of each, in order.
+        lengths: tokens of each, in order; of a chunk's documents those up to its end.
         has_whole_mask: whether attention gets one mask over the whole row; otherwise it runs document by document.
-        query_lengths: tokens of each that attend to it: the target's, where a decoder attends to an encoder.
+        query_lengths: tokens of each that attend to it: the target's, where a decoder attends to an encoder, and the
+            chunk's own.
+        skipped: tokens of the row before the first of them.
+        earlier: tokens of the first of them before its first query.
     """
 
     lengths: tuple[int, ...]
     has_whole_mask: bool
     query_lengths: tuple[int, ...]
+    skipped: int = 0
+    earlier: int = 0
 
     @classmethod
     def of(
@@ -59,6 +69,18 @@ class Documents:
         queries = lengths if query_lengths is None else query_lengths
         return cls(tuple(lengths), is_compiled or not attends_by_document(model), tuple(queries))
 
+    def of_chunk(self, start: int, stop: int) -> Documents:
+        """The documents that the tokens from `start` to `stop` (exclusive) of their row belong to."""
+        pieces = [(begin, min(end, stop)) for begin, end in pairwise([0, *accumulate(self.lengths)])]
+        own = [(begin, end) for begin, end in pieces if end > max(begin, start)]
+        return replace(
+            self,
+            lengths=tuple(end - begin for begin, end in own),
+            query_lengths=tuple(end - max(begin, start) for begin, end in own),
+            skipped=own[0][0],
+            earlier=start - own[0][0],
+        )
+
 
 def attends_by_document(model: PreTrainedModel) -> bool:
     """Whether attention over a packed row is computed for each document by itself."""
@@ -80,11 +102,13 @@ class MaskOfDocuments(torch.Tensor):
     Attributes:
         lengths: tokens of each document.
         query_lengths: tokens of each document that attend to it.
+        skipped: tokens before the documents.
         masks: the mask of each document alone; None: it needs none.
     """
 
     lengths: tuple[int, ...]
     query_lengths: tuple[int, ...]
+    skipped: int
     masks: tuple[torch.Tensor | None, ...]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -95,31 +119,35 @@ def mask_of_documents(documents: Documents, make_mask: MakeMask, options: Mappin
 
     Args:
         documents: of the row.
-        make_mask: a mask function of transformers.
-        options: its keyword arguments for the whole row, without a padding mask.
+        make_mask: like a mask function of transformers, without a padding mask.
+        options: its keyword arguments for the whole row, or for a chunk of it and the keys that this has.
     """
     if is_flash(options["config"]._attn_implementation):
         return None
-    options = {**options, "attention_mask": None}
     if documents.has_whole_mask:
-        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    sizes = list(zip(documents.query_lengths, documents.lengths, strict=True))
-    alone = {
-        (queries, keys): make_mask(**{**options, "q_length": queries, "kv_length": keys})
-        for queries, keys in dict.fromkeys(sizes)
-    }
-    masks = tuple(alone[size] for size in sizes)
-    shape = (1, 1, sum(documents.query_lengths), sum(documents.lengths))
+        options = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    # Keys of a chunk may begin behind the row, where no window reaches.
+    hidden = options["kv_offset"] - documents.skipped
+    missing, skipped = max(hidden, 0), max(-hidden, 0)
+    lengths = (documents.lengths[0] - missing, *documents.lengths[1:])
+    offsets = [(documents.earlier, missing), *[(0, 0)] * (len(lengths) - 1)]
+    places = [
+        {"q_length": queries, "kv_length": keys, "q_offset": of_queries, "kv_offset": of_keys}
+        for queries, keys, (of_queries, of_keys) in zip(documents.query_lengths, lengths, offsets, strict=True)
+    ]
+    alone = {tuple(place.values()): make_mask(**{**options, **place}) for place in places}
+    masks = tuple(alone[tuple(place.values())] for place in places)
+    shape = (1, 1, sum(documents.query_lengths), skipped + sum(lengths))
     if documents.has_whole_mask:
         dtype = masks[0].dtype
         whole = masks[0].new_full(shape, False if dtype == torch.bool else torch.finfo(dtype).min)
-        row = column = 0
-        for (queries, keys), mask in zip(sizes, masks, strict=True):
+        row, column = 0, skipped
+        for queries, keys, mask in zip(documents.query_lengths, lengths, masks, strict=True):
             whole[..., row : row + queries, column : column + keys] = mask
             row, column = row + queries, column + keys
         return whole
     found = torch.full((), torch.nan, device=options["device"]).expand(shape).as_subclass(MaskOfDocuments)
-    found.lengths, found.query_lengths, found.masks = documents.lengths, documents.query_lengths, masks
+    found.lengths, found.query_lengths, found.skipped, found.masks = lengths, documents.query_lengths, skipped, masks
     return found
 
 
@@ -140,7 +168,8 @@ def _by_document(attend: Callable[..., Any]) -> Callable[..., Any]:
             return attend(module, query, key, value, attention_mask, *args, **options)
         # (B, heads, T, width); `split` has one backward for all documents.
         queries = query.split(attention_mask.query_lengths, dim=2)
-        keys, values = (tensor.split(attention_mask.lengths, dim=2) for tensor in (key, value))
+        sizes = [attention_mask.skipped, *attention_mask.lengths]
+        keys, values = (tensor.split(sizes, dim=2)[1:] for tensor in (key, value))
         alone = [
             attend(module, *tensors, mask, *args, **options)[0]
             for *tensors, mask in zip(queries, keys, values, attention_mask.masks, strict=True)
@@ -150,4 +179,5 @@ def _by_document(attend: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-ALL_ATTENTION_FUNCTIONS["sdpa"] = _by_document(ALL_ATTENTION_FUNCTIONS["sdpa"])
+# A document of a chunk may have a `LowerRightMask`.
+ALL_ATTENTION_FUNCTIONS["sdpa"] = _by_document(taking_lower_right(ALL_ATTENTION_FUNCTIONS["sdpa"]))

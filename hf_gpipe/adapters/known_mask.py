@@ -93,18 +93,21 @@ def _answering(make_mask: Callable[..., Any], *, takes_lower_right: bool) -> Cal
         takes_lower_right: whether the attention that the mask is for takes a `LowerRightMask`.
     """
 
+    def of_text(*args: Any, **options: Any) -> Any:
+        """The mask of rows without padding, or of one document."""
+        if takes_lower_right and (queries := options["q_length"]) > 1 and _is_lower_right(**options):
+            return LowerRightMask.of(queries, options["kv_length"], options["device"])
+        return make_mask(*args, attention_mask=None, **options)
+
     @wraps(make_mask)
     def make(*args: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
         if isinstance(attention_mask, KnownMask):
             if attention_mask.documents is not None:
-                return mask_of_documents(attention_mask.documents, make_mask, options)
-            if attention_mask.is_padded:
-                options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-                attention_mask = attention_mask.as_subclass(torch.Tensor)
-            else:
-                attention_mask = None
-                if takes_lower_right and (queries := options["q_length"]) > 1 and _is_lower_right(**options):
-                    return LowerRightMask.of(queries, options["kv_length"], options["device"])
+                return mask_of_documents(attention_mask.documents, of_text, options)
+            if not attention_mask.is_padded:
+                return of_text(*args, **options)
+            options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            attention_mask = attention_mask.as_subclass(torch.Tensor)
         return make_mask(*args, attention_mask=attention_mask, **options)
 
     return make

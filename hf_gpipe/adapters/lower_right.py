@@ -20,7 +20,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map
 from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 #: Arguments of transformers' function that change nothing of the attention by a `LowerRightMask` where they are these.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -97,7 +96,7 @@ def lower_right_attention(
     return scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale, enable_gqa=groups > 1)
 
 
-def _taking(attend: Callable[..., Any]) -> Callable[..., Any]:
+def taking_lower_right(attend: Callable[..., Any]) -> Callable[..., Any]:
     """Let transformers' function for scaled dot-product attention take a `LowerRightMask`."""
 
     @wraps(attend)
@@ -118,6 +117,3 @@ def _taking(attend: Callable[..., Any]) -> Callable[..., Any]:
         return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
 
     return attention
-
-
-ALL_ATTENTION_FUNCTIONS.register("sdpa", _taking(ALL_ATTENTION_FUNCTIONS["sdpa"]))

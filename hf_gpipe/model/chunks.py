@@ -14,38 +14,43 @@ _CHUNKS, _STAGES = 3, 2
 _TOLERANCE = 1e-5
 
 
-def verify_chunks(adapter: TextAdapter, *, recomputes_blocks: bool = False) -> None:
+def verify_chunks(adapter: TextAdapter, *, packing: bool = False, recomputes_blocks: bool = False) -> None:
     """Compare a tiny clone whose rows are cut into chunks with the plain clone, once for equal clones.
 
     A model with a state beside keys and values, or whose tokens attend to later ones, cannot be cut so.
 
     Args:
         adapter: the model's.
+        packing: whether documents are packed into the rows; then with the clone whose packed rows are whole.
         recomputes_blocks: whether transformers runs the blocks again in backward.
 
     Raises:
         UnsupportedModelError: loss or gradients differ, or the clone does not run.
     """
-    what = f"in chunks {attention_of(adapter)} {recomputes_blocks}"
-    compared_once(adapter, what, lambda: _difference(adapter, recomputes_blocks))
+    what = f"in chunks {attention_of(adapter)} {packing} {recomputes_blocks}"
+    compared_once(adapter, what, lambda: _difference(adapter, packing, recomputes_blocks))
 
 
-def _difference(adapter: TextAdapter, recomputes_blocks: bool) -> float:
-    """How far the clone's step with chunks is from its plain step. Raises UnsupportedModelError if that is too far."""
+def _difference(adapter: TextAdapter, packing: bool, recomputes_blocks: bool) -> float:
+    """How far the clone's step with chunks is from that without. Raises UnsupportedModelError if that is too far."""
     family = adapter.given_config.model_type
-    how = "rows cut into chunks" + " whose blocks are recomputed (recompute: block)" * recomputes_blocks
+    how = (
+        "packed " * packing
+        + "rows cut into chunks"
+        + " whose blocks are recomputed (recompute: block)" * recomputes_blocks
+    )
     try:
         model, clone = clone_of(adapter, torch.float64)
         batch = padded_batch(model)
-        expected = plain_step(model, batch, clone.prepare)
+        options = {"packing": packing, "recomputes_blocks": recomputes_blocks}
+        whole = split_step(model, clone, batch, 1, packing=True) if packing else plain_step(model, batch, clone.prepare)
         model.zero_grad()
-        stages = min(_STAGES, len(clone.layers))
-        step = split_step(model, clone, batch, stages, chunks=_CHUNKS, recomputes_blocks=recomputes_blocks)
+        step = split_step(model, clone, batch, min(_STAGES, len(clone.layers)), chunks=_CHUNKS, **options)
     except Exception as error:
         reason = one_line(str(error), 200)
         message = f"{family}: {how} fail on a tiny clone: {reason}; leave sequence_chunks out"
         raise UnsupportedModelError(message) from error
-    difference = step.difference(expected)
+    difference = step.difference(whole)
     if not difference <= _TOLERANCE:
         raise UnsupportedModelError(
             f"{family}: {how} give other gradients (by {difference:.0e} on a tiny clone): its layers keep more of "

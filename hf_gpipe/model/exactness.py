@@ -405,6 +405,7 @@ def split_step(
     *,
     splits_backward: bool = False,
     chunks: int = 1,
+    packing: bool = False,
     recomputes_blocks: bool = False,
 ) -> Step:
     """Run the same step in stages, all of them in this process, with recomputation, of stages or of blocks."""
@@ -413,7 +414,7 @@ def split_step(
         n: Stage(one, lambda boundary: dict.fromkeys(adapter.sources(boundary), True)) for n, one in models.items()
     }
     edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
-    micro_batches = make_micro_batches(adapter, [batch], MICRO_BATCHES, 0, 0, sequence_chunks=chunks)
+    micro_batches = make_micro_batches(adapter, [batch], MICRO_BATCHES, 0, 0, packing=packing, sequence_chunks=chunks)
     for one in models.values() if recomputes_blocks else ():
         one.checkpoint_blocks()
     table = build_schedule(

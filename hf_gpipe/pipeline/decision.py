@@ -153,9 +153,14 @@ class Decision:
                     "offload_weights is all and stages have replicas, whose gradients would be on the host when they "
                     "are summed; use offload_weights frozen, or one replica"
                 )
-        if config.sequence_chunks > 1 and isinstance(adapter, TextAdapter):
-            verify_chunks(adapter, recomputes_blocks="block" in config.recompute)
+        if config.sequence_chunks > 1:
+            decision.verify_chunks(packing=inputs.packing)
         return decision
+
+    def verify_chunks(self, *, packing: bool) -> None:
+        """Raise UnsupportedModelError where rows, or packed rows, cannot be cut into chunks: a tiny clone says so."""
+        if isinstance(self.adapter, TextAdapter):
+            verify_chunks(self.adapter, packing=packing, recomputes_blocks="block" in self.config.recompute)
 
     @property
     def is_asynchronous(self) -> bool:

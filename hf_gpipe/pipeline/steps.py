@@ -300,6 +300,8 @@ class Steps:
                 )
         if not self._is_packing_verified and any(one.is_packed for one in micro_batches):
             verify_packing(self.adapter)
+            if chunks_of(micro_batches) > 1:
+                self.decision.verify_chunks(packing=True)
             self._is_packing_verified = True
         return micro_batches
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 
 from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.documents import is_flash
+from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import DataError, UserError
 
@@ -37,7 +39,7 @@ class Chunk(NamedTuple):
 
 
 def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) -> None:
-    """Raise UserError where rows cannot be cut into chunks, because of the model, the loss or packing."""
+    """Raise UserError where rows cannot be cut into chunks, because of the model, the loss or packed documents."""
     model = type(adapter.reference).__name__
     reason = None
     if not isinstance(adapter, TextAdapter):
@@ -48,8 +50,8 @@ def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) ->
         reason = f"{model} scores rows as a whole"
     elif not is_loss_of_tokens:
         reason = "the loss needs whole rows"
-    elif packing:
-        reason = "packed documents share a row"
+    elif packing and is_flash(attention := adapter.reference.config._attn_implementation):
+        reason = f"attn_implementation {attention!r} takes the borders of documents of whole rows; use sdpa or eager"
     if reason is not None:
         raise UserError(f"sequence_chunks cannot be more than 1: {reason}; leave it out")
 
@@ -62,7 +64,8 @@ def num_chunks(inputs: Sequence[Inputs], most: int) -> int:
 def cut(inputs: Inputs, count: int, adapter: Adapter) -> list[tuple[int, dict[str, torch.Tensor]]]:
     """Cut prepared inputs on the CPU; returns the first token and the inputs of each chunk.
 
-    A chunk has the targets of its own tokens, as `shift_labels`, and the mask of all tokens up to its last one.
+    A chunk has the targets of its own tokens, as `shift_labels`, and the mask of all tokens up to its last one, which
+    knows the documents of a packed row.
 
     Raises:
         DataError: an entry of the mini-batch has no value for each token.
@@ -70,16 +73,17 @@ def cut(inputs: Inputs, count: int, adapter: Adapter) -> list[tuple[int, dict[st
     ids = inputs["input_ids"]
     of_tokens = {name: tensor for name, tensor in inputs.items() if name != "labels"}
     of_tokens["shift_labels"] = adapter.targets(inputs)
-    of_tokens.setdefault("attention_mask", torch.ones_like(ids))
     if odd := [name for name, tensor in of_tokens.items() if tensor.shape != ids.shape]:
         raise DataError(
             f"{odd[0]} has the shape {tuple(of_tokens[odd[0]].shape)} and input_ids {tuple(ids.shape)}; to cut rows "
             "into chunks (sequence_chunks), each entry needs one value for each token"
         )
-    mask = of_tokens.pop("attention_mask")
+    mask = of_tokens.pop("attention_mask", torch.ones_like(ids))
+    documents = getattr(mask, "documents", None)
     borders = [round(ids.shape[1] * place / count) for place in range(count + 1)]
     parts = []
     for start, stop in pairwise(borders):
         own = {name: tensor[:, start:stop] for name, tensor in of_tokens.items()}
-        parts.append((start, {**own, "attention_mask": mask[:, :stop]}))
+        of_chunk = None if documents is None else documents.of_chunk(start, stop)
+        parts.append((start, {**own, "attention_mask": KnownMask.of(mask[:, :stop], of_chunk)}))
     return parts

@@ -202,7 +202,7 @@ def make_micro_batches(
 
     Raises:
         DataError: a mini-batch cannot be cut, a row is too long for the model, or an id is not in its vocabulary.
-        UserError: the rows cannot be packed, because of the model or the loss, or packed rows would be cut into chunks.
+        UserError: the rows cannot be packed, because of the model or the loss, or packed rows not be cut into chunks.
     """
     if not batches:
         raise DataError("there is no mini-batch to run on")
@@ -262,7 +262,7 @@ def _in_chunks(whole: MicroBatch, count: int, adapter: Adapter) -> list[MicroBat
     return [
         replace(
             whole,
-            inputs=adapter.with_known_masks(part),
+            inputs=part,
             seed=mix(whole.seed, number),
             row_seeds=tuple(mix(row, number) for row in whole.row_seeds),
             chunk=Chunk(whole.index, start, length, count),

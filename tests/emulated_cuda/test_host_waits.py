@@ -41,17 +41,23 @@ def is_within_the_bound(counts: Counts) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("family", "autocast", "chunks"),
-    [("llama", torch.bfloat16, 1), ("gemma2", None, 1), ("marian", None, 1), ("qwen3", torch.bfloat16, 3)],
+    ("family", "options"),
+    [
+        ("llama", {"autocast": torch.bfloat16}),
+        ("gemma2", {}),
+        ("marian", {}),
+        ("qwen3", {"autocast": torch.bfloat16, "sequence_chunks": 3}),
+        ("gemma3_text", {"packing": True, "sequence_chunks": 3}),
+    ],
 )
 @on_emulated_cuda()
-def test_a_step_on_two_devices(family: str, autocast: torch.dtype | None, chunks: int) -> None:
+def test_a_step_on_two_devices(family: str, options: dict[str, Any]) -> None:
     model = exact_clone(default_config(family), torch.float32)
     batches = [padded_batch(model) for _ in range(3)]
     batches[1]["attention_mask"] = torch.ones_like(batches[1]["attention_mask"])
     del batches[2]["attention_mask"]
     devices = ["cuda:0", "cuda:1"]
-    pipe = Pipeline(model, 3, 2, "1f1b", "stage", device=devices, autocast=autocast, sequence_chunks=chunks)
+    pipe = Pipeline(model, 3, 2, "1f1b", "stage", device=devices, **options)
     for batch in batches:
         counts = second_step(pipe, batch)
         assert is_within_the_bound(counts), counts
