@@ -57,6 +57,7 @@ def assert_equal(found: Numbers, expected: Numbers) -> None:
     [
         ("llama", True, "cuda:0", {"num_stages": 5}),
         ("llama", False, "cuda:1", {"num_stages": 4, "schedule": "gpipe"}),
+        ("llama", True, "cuda:0", {"num_stages": 4, "sequence_chunks": 3}),
         ("llama", True, ["cuda:0", "cuda:1"], {"num_stages": 6}),
         ("marian", True, "cuda:0", {"num_stages": 6}),
         ("t5", True, "cuda:0", {"num_stages": 6}),
