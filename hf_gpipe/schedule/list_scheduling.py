@@ -1,34 +1,43 @@
-"""Tables with a split backward, by list scheduling: whenever a device is free, of the actions that can start the one
-that comes first in an order of priority goes next, under a limit of what the device may hold.
+"""Tables by list scheduling: whenever a device is free, of the actions that can start the one that comes first by the
+rules of its stage goes next, under a limit of what the device may hold.
 
 The gradient of the inputs (I) is on the way of a micro-batch and the gradient of the weights (W) is not: only the
 update waits for it. So W fills the time in which a device has nothing else to do, or no room for another forward (zero
 bubble, arXiv 2401.10241, section 2). How far forwards may run ahead, and with it how much of the bubble can be filled,
 is a question of memory alone (controllable memory, arXiv 2405.15362, section 3): a (stage, micro-batch) takes room from
-the start of its F to the end of its W.
+the start of its F to the end of its W. Where a stage may recompute, a forward that finds no room for its graph keeps
+its input alone, and R makes the graph anew before I: the newest micro-batch, whose backward comes last, goes without
+(as in `hf_gpipe.schedule.recompute`).
 
-Which order of priority is best depends on the numbers of stages and micro-batches and on their seconds, so all of
-`PRIORITIES` are tried. A forward waits if it would leave no room for one micro-batch in the deeper stages of its
-device: then the oldest micro-batch can always go on, and every table runs to its end. Where rows are cut into chunks,
-each a micro-batch, a row's backward needs the forwards of all its chunks. So a forward waits too if a row before its
-own, which has forwards left on the device, would then not find room for all its chunks once older rows have gone.
+Which rules are best depends on the numbers of stages and micro-batches, on their seconds and on the room. Some orders
+of priority (`PRIORITIES`) are always tried. `best_listed` can also search: rules of single stages are changed at random,
+and what is as short as the best so far is kept. The seed is fixed and the effort is counted in actions, so the same
+arguments give the same table. The search begins with few micro-batches, for rules that are good for these nearly always
+are for many: what a stage does then repeats itself.
+
+A forward waits if it would leave no room for the oldest micro-batch of the deeper stages of its device, or of its own
+where that has to be recomputed: then the oldest micro-batch can always go on, and every table runs to its end.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+from operator import attrgetter
+from random import Random
 from typing import NamedTuple, TypeAlias
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import FORWARD, INPUT, WEIGHT, ActionKind
+from hf_gpipe.schedule.kinds import FORWARD, INPUT, RECOMPUTE, WEIGHT, ActionKind
 from hf_gpipe.schedule.placement import Placement
 
-F, I, W = FORWARD, INPUT, WEIGHT  # noqa: E741
-_KINDS = (F, I, W)
+F, R, I, W = FORWARD, RECOMPUTE, INPUT, WEIGHT  # noqa: E741
+_KINDS = (F, R, I, W)
+_F, _R, _I, _W = range(4)
 Rule: TypeAlias = tuple[ActionKind, bool]
 """F or I, and whether of a stage in the second half."""
 
@@ -40,24 +49,33 @@ PRIORITIES: tuple[tuple[Rule, ...], ...] = (
     (_F1, _I1, _F0, _I0),
     (_I0, _F1, _I1, _F0),
 )
-"""Orders of priority of F and I; W comes last in each. Forwards of the second half of the stages come before those of
-the first, for they free room earlier. Over many numbers of stages and micro-batches, one of these five was as short as
-the best of all orders with this property."""
+"""Orders of priority of F and I; R comes with I, and W last in each. Forwards of the second half of the stages come
+before those of the first, for they free room earlier. Over many numbers of stages and micro-batches, one of these five
+was as short as the best of all orders with this property."""
+
+#: Of rules that are tried in a search the share that is made anew; the others are changed in one to three places.
+_NEW = 0.2
+#: The share of a search's effort that goes into few micro-batches, and how many these are for each process.
+_FEW, _FEW_OF_PROCESS = 0.6, 2
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one micro-batch: one value for each stage, the last one for each boundary."""
+    """The work of one micro-batch: one value for each stage, `transfer_seconds` for each boundary."""
 
     forward_seconds: Sequence[float]
     input_seconds: Sequence[float]
-    """Of I, with R where the stage recomputes."""
+    """Of I, with R where the stage recomputes every micro-batch."""
     weight_seconds: Sequence[float]
     held: Sequence[float]
-    """The part of the limit that a micro-batch takes from the start of its F to the end of its I."""
+    """The part of the limit that a micro-batch takes from the start of its F, or R, to the end of its I."""
     deferred: Sequence[float]
     """The part that it takes from then to the end of its W; at most as much."""
     transfer_seconds: Sequence[float]
+    recompute_seconds: Sequence[float] | None = None
+    """Of R. None: the table has none."""
+    received: Sequence[float] | None = None
+    """With R: the part that a micro-batch without a graph takes from the start of its F to that of its R."""
 
     @classmethod
     def of_equal_stages(cls, num_stages: int, recomputed: Sequence[bool] | None = None) -> Work:
@@ -68,10 +86,30 @@ class Work:
 
 
 class Listed(NamedTuple):
-    """The seconds of a table on the clock of its list scheduling, and the order of each process (F, I and W)."""
+    """The seconds of a table on the clock of its list scheduling, and the order of each process (F, R, I and W)."""
 
     seconds: float
     orders: list[list[Action]]
+
+
+class StageRules(NamedTuple):
+    """What a stage does first, and how far it runs ahead.
+
+    Attributes:
+        ranks: of F, R, I and W; the smallest one goes first.
+        in_flight: the most micro-batches between F and W.
+        graphs: the most that it keeps from F on; R makes the others.
+        waits: whether R waits until the gradient is about to come.
+    """
+
+    ranks: tuple[int, int, int, int]
+    in_flight: float
+    graphs: float = math.inf
+    waits: bool = False
+
+
+Rules: TypeAlias = tuple[StageRules, ...]
+"""Those of each stage."""
 
 
 def best_listed(
@@ -80,8 +118,9 @@ def best_listed(
     work: Work,
     limits: Sequence[float],
     in_flight: Sequence[float] | None = None,
+    effort: int = 0,
 ) -> Listed:
-    """The shortest table of all `PRIORITIES`; of equal ones the first.
+    """The shortest table that is found; of equal ones the first.
 
     Args:
         placement: any; a stage may have replicas.
@@ -89,185 +128,292 @@ def best_listed(
         work: of the stages.
         limits: the most that each process may hold, on each of its devices.
         in_flight: for each stage the most micro-batches between F and W; None: as many as there is room for.
+        effort: of a search for better rules than those of `PRIORITIES`, in actions of tables that are tried.
 
     Raises:
-        ScheduleError: a limit leaves no room for one micro-batch, or all chunks of a row, in all stages of a device.
+        ScheduleError: a limit leaves no room for one micro-batch in all stages of a device.
     """
-    every = (listed(placement, num_micro_batches, work, limits, one, in_flight) for one in PRIORITIES)
-    return min(every, key=lambda one: one.seconds)
+    starts = [_rules_of(one, in_flight or [math.inf] * placement.num_stages) for one in PRIORITIES]
+
+    def run(count: int, rules: Rules, most_seconds: float = math.inf) -> _Run:
+        return _Run(placement, count, work, limits, rules).run(most_seconds)
+
+    if not effort:
+        return min((run(num_micro_batches, rules) for rules in starts), key=attrgetter("seconds")).listed()
+    few = min(num_micro_batches, _FEW_OF_PROCESS * placement.num_processes)
+    rules = min(starts, key=lambda one: run(few, one).seconds)
+    search = _Search(placement, work, limits)
+    rules, _ = search.climbed(partial(run, few), rules, _FEW * effort)
+    _, best = search.climbed(partial(run, num_micro_batches), rules, (1 - _FEW) * effort)
+    return best.listed()
 
 
-def listed(
-    placement: Placement,
-    num_micro_batches: int,
-    work: Work,
-    limits: Sequence[float],
-    priority: Sequence[Rule],
-    in_flight: Sequence[float] | None = None,
-) -> Listed:
-    """The table of one order of priority. See `best_listed`."""
-    run = _Run(placement, num_micro_batches, work, limits, priority, in_flight)
-    orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
-    for process, action in run.actions():
-        orders[process].append(action)
-    return Listed(run.seconds, orders)
+def _rules_of(priority: Sequence[Rule], in_flight: Sequence[float]) -> Rules:
+    ranks = {rule: rank for rank, rule in enumerate(priority)}
+    halves = [2 * stage >= len(in_flight) for stage in range(len(in_flight))]
+    return tuple(
+        StageRules((ranks[F, half], ranks[I, half], ranks[I, half], len(ranks)), most)
+        for half, most in zip(halves, in_flight, strict=True)
+    )
+
+
+class _Search:
+    """A walk from rules to rules, at random but always the same."""
+
+    def __init__(self, placement: Placement, work: Work, limits: Sequence[float]) -> None:
+        self._random = Random(0)
+        self._num_stages = placement.num_stages
+        self._recomputes = work.recompute_seconds is not None
+        room = [max(limits[process] for process in own) for own in placement.workers]
+        #: For each stage the most graphs that there is room for.
+        self._most = [min(int(all_of / one), 99) if one else 99 for all_of, one in zip(room, work.held, strict=True)]
+
+    def climbed(self, run: Callable[..., _Run], rules: Rules, effort: float) -> tuple[Rules, _Run]:
+        """The best rules that are found from some on, and their run; `run` takes rules and the most seconds."""
+        best = run(rules)
+        effort -= len(best.order)
+        while effort > 0:
+            other = self._new() if self._random.random() < _NEW else self._changed(rules)
+            found = run(other, best.seconds)
+            effort -= len(found.order)
+            if found.seconds <= best.seconds:
+                rules, best = other, found
+        return rules, best
+
+    def _new(self) -> Rules:
+        """One order of priority for all stages, and forwards that run ahead by the depth of the pipeline."""
+        random, deepest = self._random, self._num_stages - 1
+        slope, spare, waits = random.uniform(0.7, 2), random.randint(1, 3), random.random() < 0.5
+        first = random.sample(range(3), 3)
+        return tuple(
+            StageRules(
+                (first[0], first[1], first[2], 3), int(slope * (deepest - stage)) + spare, self._graphs(stage), waits
+            )
+            for stage in range(self._num_stages)
+        )
+
+    def _graphs(self, stage: int) -> float:
+        return self._random.randint(0, self._most[stage]) if self._recomputes else math.inf
+
+    def _changed(self, rules: Rules) -> Rules:
+        random, other = self._random, list(rules)
+        for _ in range(random.choice((1, 1, 2, 3))):
+            stage = random.randrange(self._num_stages)
+            own, kind = other[stage], random.random()
+            if kind < 0.4:
+                other[stage] = own._replace(
+                    in_flight=max(1, min(own.in_flight, self._num_stages * 3) + random.choice((-1, 1)))
+                )
+            elif kind < 0.7:
+                graphs = min(own.graphs, self._most[stage]) + random.choice((-1, 1))
+                other[stage] = own._replace(graphs=max(0, graphs) if self._recomputes else math.inf)
+            elif kind < 0.9:
+                one, two = random.sample(range(4), 2)
+                ranks = list(own.ranks)
+                ranks[one], ranks[two] = ranks[two], ranks[one]
+                other[stage] = own._replace(ranks=tuple(ranks))
+            else:
+                other[stage] = own._replace(waits=not own.waits)
+        return tuple(other)
 
 
 class _Lane:
-    """A stage on one of its workers, its micro-batches in the order of F, I and W, and how many it has done of each."""
+    """A stage on one of its workers: what it has done, and what it can do next."""
 
-    def __init__(
-        self, stage: int, process: int, own: Sequence[int], backwards: Sequence[int], ranks: tuple[int, int, int]
-    ) -> None:
-        self.stage, self.process, self.ranks = stage, process, ranks
-        self.own = own, backwards, backwards
-        self.done = [0, 0, 0]
+    def __init__(self, stage: int, process: int, own: Sequence[int], work: Work, rules: StageRules) -> None:
+        self.stage, self.process, self.own, self.rules = stage, process, own, rules
+        self.held = work.held[stage]
+        self.recomputes = work.recompute_seconds is not None
+        self.recompute_seconds = work.recompute_seconds[stage] if work.recompute_seconds else 0.0
+        self.received = work.received[stage] if work.received else 0.0
+        #: The room that R takes.
+        self.again = self.held - self.received
+        self.forwards = self.inputs = self.weights = 0
+        #: By micro-batch, when what its F, I and W need has come.
+        self.arrived: dict[int, float] = {}
+        self.gradients: dict[int, float] = {}
+        self.deferred: dict[int, float] = {}
+        #: Micro-batches that keep the graph of their F, and those without one, with the end of their F.
+        self.kept: set[int] = set()
+        self.dropped: dict[int, float] = {}
 
-    def next(self, kind: int) -> int | None:
-        """The next micro-batch of F, I or W."""
-        own, done = self.own[kind], self.done[kind]
-        return own[done] if done < len(own) else None
+    @property
+    def needs(self) -> float:
+        """The room without which its oldest micro-batch could not go on."""
+        if self.forwards < len(self.own):
+            return self.held
+        return self.again if self.dropped else 0.0
+
+    def next(self, free_at: float, room: float) -> _Next | None:
+        """Its next action, as far as it is known by now, on a device that is free from then on and has so much room."""
+        own, rules, forwards, inputs = self.own, self.rules, self.forwards, self.inputs
+        (rank_f, rank_r, rank_i, rank_w), depth = rules.ranks, -self.stage
+        best: _Next | None = None
+        needed = 0.0  # by the oldest micro-batch, of the room
+        if inputs < forwards:
+            oldest = own[inputs]
+            gradient = self.gradients.get(oldest)
+            if oldest in self.dropped:
+                needed = self.again
+                if room >= needed and not (rules.waits and gradient is None):
+                    start = self.dropped[oldest]
+                    if rules.waits and gradient is not None:
+                        start = max(start, gradient - self.recompute_seconds)
+                    best = max(start, free_at), rank_r, depth, _R, True
+            elif gradient is not None:
+                best = max(gradient, free_at), rank_i, depth, _I, True
+        if self.weights < inputs:
+            weight = max(self.deferred[own[self.weights]], free_at), rank_w, depth, _W, True
+            if best is None or weight < best:
+                best = weight
+        if forwards == len(own) or forwards - self.weights >= rules.in_flight or own[forwards] not in self.arrived:
+            return best
+        keeps = room - self.held >= needed and len(self.kept) < rules.graphs
+        if not keeps and not (
+            self.recomputes and room - self.received >= (self.again if inputs == forwards else needed)
+        ):
+            return best
+        forward = max(self.arrived[own[forwards]], free_at), rank_f, depth, _F, keeps
+        return forward if best is None or forward < best else best
+
+
+_Next: TypeAlias = tuple[float, int, int, int, bool]
+"""The next action of a lane: its start, rank, minus the stage, the index of the kind, and of F whether it keeps its
+graph. The first three decide which of several it is."""
 
 
 class _Place:
-    """A device of a process: its stages from the deepest one up, its room in all and left, and when it is free."""
+    """A device of a process: its stages from the deepest one up, the room that is left, and when it is free."""
 
     def __init__(self, room: float) -> None:
         self.lanes: list[_Lane] = []
-        self.size = self.room = room
+        self.room = room
         self.free_at = 0.0
-
-
-_Next: TypeAlias = tuple[float, int, int, int, _Lane, int]
-"""The next action of a place: its start, rank, minus the stage, the index of the kind, the lane and the micro-batch.
-The first three decide which of several it is."""
+        #: How many times its next action was chosen: an earlier choice no longer counts.
+        self.version = 0
 
 
 class _Run:
     """One run of the clock."""
 
     def __init__(
-        self,
-        placement: Placement,
-        num_micro_batches: int,
-        work: Work,
-        limits: Sequence[float],
-        priority: Sequence[Rule],
-        in_flight: Sequence[float] | None,
+        self, placement: Placement, num_micro_batches: int, work: Work, limits: Sequence[float], rules: Rules
     ) -> None:
         self._work = work
-        self._chunks = placement.chunks
-        self._seconds = work.forward_seconds, work.input_seconds, work.weight_seconds
-        self._in_flight = in_flight or [math.inf] * placement.num_stages
-        stages = range(placement.num_stages)
-        # For F, I and W of each stage: when what they need of a micro-batch has come.
-        self._ready: tuple[list[dict[int, float]], ...] = tuple([{} for _ in stages] for _ in _KINDS)
-        self._ready[0][0] = dict.fromkeys(range(num_micro_batches), 0.0)
+        self._seconds = (
+            work.forward_seconds,
+            work.recompute_seconds or (),
+            work.input_seconds,
+            work.weight_seconds,
+        )
+        self._num_processes = placement.num_processes
+        #: What ran, as (process, index of the kind, stage, micro-batch).
+        self.order: list[tuple[int, int, int, int]] = []
         self.seconds = 0.0
+        self._waiting: list[tuple[float, int, int, int, int, _Lane, int, bool]] = []
         self._places: list[_Place] = []
-        self._place_at: list[list[int]] = [[] for _ in stages]
+        #: For each stage its lanes, in the order of its workers, and the numbers of their places.
+        self._lanes: list[list[tuple[_Lane, int]]] = [[] for _ in range(placement.num_stages)]
         numbers: dict[tuple[int, str | None], int] = {}
-        ranks = {rule: rank for rank, rule in enumerate(priority)}
-        for stage in reversed(stages):
-            half = 2 * stage >= placement.num_stages
+        for stage in reversed(range(placement.num_stages)):
             for process in placement.workers[stage]:
                 number = numbers.setdefault((process, placement.device_of(stage, process)), len(numbers))
                 if number == len(self._places):
                     self._places.append(_Place(limits[process]))
                 own = placement.micro_batches_of(stage, process, num_micro_batches)
-                backwards = placement.backward_order(own)
-                self._places[number].lanes.append(
-                    _Lane(stage, process, own, backwards, (ranks[F, half], ranks[I, half], len(ranks)))
-                )
-                self._place_at[stage].append(number)
+                lane = _Lane(stage, process, own, work, rules[stage])
+                if stage == 0:
+                    lane.arrived = dict.fromkeys(own, 0.0)
+                self._places[number].lanes.append(lane)
+                self._lanes[stage].append((lane, number))
         for place in self._places:
-            needed = self._chunks * sum(work.held[lane.stage] for lane in place.lanes)
+            needed = sum(lane.held for lane in place.lanes)
             if needed > place.room:
-                what = "one micro-batch" if self._chunks == 1 else f"a row of {self._chunks} chunks"
                 raise ScheduleError(
-                    f"process {place.lanes[0].process} may hold {place.room:g}, and {what} in its stages "
+                    f"process {place.lanes[0].process} may hold {place.room:g}, and one micro-batch in its stages "
                     f"takes {needed:g}; let it hold more."
                 )
 
-    def actions(self) -> Iterator[tuple[int, Action]]:
-        """All actions as (process, action), in the order of their starts."""
-        waiting = {n: found for n, place in enumerate(self._places) if (found := self._choose(place))}
+    def run(self, most_seconds: float = math.inf) -> _Run:
+        """Run to the end; or no further, with infinite seconds, where it takes longer than so many seconds."""
+        waiting, places, seconds_of, seconds = self._waiting, self._places, self._seconds, 0.0
+        for number in range(len(places)):
+            self._choose(number)
         while waiting:
-            number = min(waiting, key=lambda n: waiting[n][:3])
-            _, _, _, kind, lane, micro_batch = chosen = waiting[number]
-            neighbour = self._do(number, chosen)
-            yield lane.process, Action(_KINDS[kind], lane.stage, micro_batch)
-            for changed in {number, neighbour}:
-                if found := self._choose(self._places[changed]):
-                    waiting[changed] = found
-                else:
-                    waiting.pop(changed, None)
+            start, _, _, number, version, lane, kind, keeps = heappop(waiting)
+            if version != places[number].version:
+                continue
+            end = start + seconds_of[kind][lane.stage]
+            if end > most_seconds:
+                self.seconds = math.inf
+                return self
+            if end > seconds:
+                seconds = end
+            receiver = self._do(number, lane, kind, end, keeps)
+            self._choose(number)
+            if receiver != number:
+                self._choose(receiver)
+        self.seconds = seconds
+        return self
 
-    def _choose(self, place: _Place) -> _Next | None:
-        """The next action of a place, as far as it is known by now."""
+    def listed(self) -> Listed:
+        """What ran."""
+        orders: list[list[Action]] = [[] for _ in range(self._num_processes)]
+        for process, kind, stage, m in self.order:
+            orders[process].append(Action(_KINDS[kind], stage, m))
+        return Listed(self.seconds, orders)
+
+    def _choose(self, number: int) -> None:
+        """Choose the next action of a place anew."""
+        place = self._places[number]
+        free_at, room = place.free_at, place.room
+        place.version += 1
         best: _Next | None = None
-        reserved = 0.0
+        chosen = place.lanes[0]
         for lane in place.lanes:
-            stage, done = lane.stage, lane.done
-            for kind in range(3):
-                if (m := lane.next(kind)) is None or (ready := self._ready[kind][stage].get(m)) is None:
-                    continue
-                if kind == 0 and (
-                    self._work.held[stage] + reserved > place.room
-                    or done[0] - done[2] >= self._in_flight[stage]
-                    or not self._leaves_room_for_rows(place, lane, m)
-                ):
-                    continue
-                start = max(place.free_at, ready)
-                if best is None or (start, lane.ranks[kind], -stage) < best[:3]:
-                    best = start, lane.ranks[kind], -stage, kind, lane, m
-            if lane.next(0) is not None:
-                reserved += self._work.held[stage]
-        return best
+            found = lane.next(free_at, room)
+            if found is not None and (best is None or found < best):
+                best, chosen = found, lane
+            if lane is not place.lanes[-1]:
+                room -= lane.needs
+        if best is not None:
+            start, rank, depth, kind, keeps = best
+            heappush(self._waiting, (start, rank, depth, number, place.version, chosen, kind, keeps))
 
-    def _leaves_room_for_rows(self, place: _Place, lane: _Lane, micro_batch: int) -> bool:
-        """Whether the oldest row with forwards left on a device finds room for all its chunks after this forward.
-
-        Of the rows before it nothing is left by then. Of later rows, whose backward comes after its own, all is held.
-        """
-        chunks, held = self._chunks, self._work.held
-        if chunks == 1:
-            return True  # There is room for one micro-batch in the deeper stages.
-        oldest = min(m for one in place.lanes if (m := one.next(0)) is not None) // chunks
-        if micro_batch // chunks == oldest:
-            return True
-        taken = held[lane.stage]
-        for one in place.lanes:
-            forwards, done = one.own[0], one.done[0]
-            after = bisect_left(forwards, (oldest + 1) * chunks)
-            if after and forwards[after - 1] // chunks == oldest:
-                taken += chunks * held[one.stage]
-            taken += max(done - after, 0) * held[one.stage]
-        return taken <= place.size
-
-    def _do(self, number: int, chosen: _Next) -> int:
+    def _do(self, number: int, lane: _Lane, kind: int, end: float, keeps: bool) -> int:
         """Run an action; returns the number of the place that receives its message, or of its own."""
-        start, _, _, kind, lane, m = chosen
-        stage, place, work = lane.stage, self._places[number], self._work
-        place.free_at = end = start + self._seconds[kind][stage]
-        self.seconds = max(self.seconds, end)
-        lane.done[kind] += 1
-        if kind == 2:
-            place.room += work.deferred[stage]
+        stage, place = lane.stage, self._places[number]
+        m = lane.own[(lane.forwards, lane.inputs, lane.inputs, lane.weights)[kind]]
+        self.order.append((lane.process, kind, stage, m))
+        place.free_at = end
+        if kind == _R:
+            place.room -= lane.again
+            del lane.dropped[m]
             return number
-        if kind == 0:
-            place.room -= work.held[stage]
+        if kind == _W:
+            lane.weights += 1
+            place.room += self._work.deferred[stage]
+            return number
+        if kind == _F:
+            lane.forwards += 1
+            place.room -= lane.held if keeps else lane.received
+            if keeps:
+                lane.kept.add(m)
+            else:
+                lane.dropped[m] = end
             after = stage + 1
         else:
-            place.room += work.held[stage] - work.deferred[stage]
-            self._ready[2][stage][m] = end
+            lane.inputs += 1
+            lane.kept.discard(m)
+            lane.deferred[m] = end
+            place.room += lane.held - self._work.deferred[stage]
             after = stage - 1
-        if after == len(self._place_at):
-            self._ready[1][stage][m] = end
+        if after == len(self._lanes):
+            lane.gradients[m] = end
             return number
         if after < 0:
             return number
-        receiver = self._place_at[after][m // self._chunks % len(self._place_at[after])]
-        travels = 0.0 if receiver == number else work.transfer_seconds[min(stage, after)]
-        self._ready[kind][after][m] = end + travels
-        return receiver
+        receiver, its_number = self._lanes[after][m % len(self._lanes[after])]
+        arrives = end if its_number == number else end + self._work.transfer_seconds[min(stage, after)]
+        (receiver.arrived if kind == _F else receiver.gradients)[m] = arrives
+        return its_number
