@@ -12,16 +12,20 @@ its input alone, and R makes the graph anew before I: the newest micro-batch, wh
 Which rules are best depends on the numbers of stages and micro-batches, on their seconds and on the room. Some orders
 of priority (`PRIORITIES`) are always tried. `best_listed` can also search: rules of single stages are changed at random,
 and what is as short as the best so far is kept. The seed is fixed and the effort is counted in actions, so the same
-arguments give the same table. The search begins with few micro-batches, for rules that are good for these nearly always
-are for many: what a stage does then repeats itself.
+arguments give the same table. The search begins with few micro-batches, for rules that are good for these are nearly
+as good for many: what a stage does then repeats itself.
 
 A forward waits if it would leave no room for the oldest micro-batch of the deeper stages of its device, or of its own
 where that has to be recomputed: then the oldest micro-batch can always go on, and every table runs to its end.
+Where rows are cut into chunks, each a micro-batch, a row's backward needs the forwards of all its chunks. So a forward
+waits too if a row before its own, which has forwards left on the device, would then not find room for all its chunks
+once older rows have gone. Such tables have no R.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -131,7 +135,7 @@ def best_listed(
         effort: of a search for better rules than those of `PRIORITIES`, in actions of tables that are tried.
 
     Raises:
-        ScheduleError: a limit leaves no room for one micro-batch in all stages of a device.
+        ScheduleError: a limit leaves no room for one micro-batch, or all chunks of a row, in all stages of a device.
     """
     starts = [_rules_of(one, in_flight or [math.inf] * placement.num_stages) for one in PRIORITIES]
 
@@ -211,7 +215,7 @@ class _Search:
                 one, two = random.sample(range(4), 2)
                 ranks = list(own.ranks)
                 ranks[one], ranks[two] = ranks[two], ranks[one]
-                other[stage] = own._replace(ranks=tuple(ranks))
+                other[stage] = own._replace(ranks=(ranks[0], ranks[1], ranks[2], ranks[3]))
             else:
                 other[stage] = own._replace(waits=not own.waits)
         return tuple(other)
@@ -220,8 +224,12 @@ class _Search:
 class _Lane:
     """A stage on one of its workers: what it has done, and what it can do next."""
 
-    def __init__(self, stage: int, process: int, own: Sequence[int], work: Work, rules: StageRules) -> None:
-        self.stage, self.process, self.own, self.rules = stage, process, own, rules
+    def __init__(
+        self, stage: int, process: int, own: Sequence[int], backwards: Sequence[int], work: Work, rules: StageRules
+    ) -> None:
+        self.stage, self.process, self.rules = stage, process, rules
+        #: Its micro-batches in the order of F, and in that of I and W.
+        self.own, self.backwards = own, backwards
         self.held = work.held[stage]
         self.recomputes = work.recompute_seconds is not None
         self.recompute_seconds = work.recompute_seconds[stage] if work.recompute_seconds else 0.0
@@ -244,14 +252,17 @@ class _Lane:
             return self.held
         return self.again if self.dropped else 0.0
 
-    def next(self, free_at: float, room: float) -> _Next | None:
-        """Its next action, as far as it is known by now, on a device that is free from then on and has so much room."""
+    def next(self, free_at: float, room: float, *, leaves_room: bool) -> _Next | None:
+        """Its next action, as far as it is known by now, on a device that is free from then on and has so much room.
+
+        `leaves_room` says whether a forward would leave room for rows of chunks.
+        """
         own, rules, forwards, inputs = self.own, self.rules, self.forwards, self.inputs
         (rank_f, rank_r, rank_i, rank_w), depth = rules.ranks, -self.stage
         best: _Next | None = None
         needed = 0.0  # by the oldest micro-batch, of the room
         if inputs < forwards:
-            oldest = own[inputs]
+            oldest = self.backwards[inputs]
             gradient = self.gradients.get(oldest)
             if oldest in self.dropped:
                 needed = self.again
@@ -263,10 +274,12 @@ class _Lane:
             elif gradient is not None:
                 best = max(gradient, free_at), rank_i, depth, _I, True
         if self.weights < inputs:
-            weight = max(self.deferred[own[self.weights]], free_at), rank_w, depth, _W, True
+            weight = max(self.deferred[self.backwards[self.weights]], free_at), rank_w, depth, _W, True
             if best is None or weight < best:
                 best = weight
-        if forwards == len(own) or forwards - self.weights >= rules.in_flight or own[forwards] not in self.arrived:
+        if forwards == len(own) or own[forwards] not in self.arrived:
+            return best
+        if forwards - self.weights >= rules.in_flight or not leaves_room:
             return best
         keeps = room - self.held >= needed and len(self.kept) < rules.graphs
         if not keeps and not (
@@ -283,11 +296,11 @@ graph. The first three decide which of several it is."""
 
 
 class _Place:
-    """A device of a process: its stages from the deepest one up, the room that is left, and when it is free."""
+    """A device of a process: its stages from the deepest one up, its room in all and left, and when it is free."""
 
     def __init__(self, room: float) -> None:
         self.lanes: list[_Lane] = []
-        self.room = room
+        self.size = self.room = room
         self.free_at = 0.0
         #: How many times its next action was chosen: an earlier choice no longer counts.
         self.version = 0
@@ -300,6 +313,7 @@ class _Run:
         self, placement: Placement, num_micro_batches: int, work: Work, limits: Sequence[float], rules: Rules
     ) -> None:
         self._work = work
+        self._chunks = placement.chunks
         self._seconds = (
             work.forward_seconds,
             work.recompute_seconds or (),
@@ -321,16 +335,17 @@ class _Run:
                 if number == len(self._places):
                     self._places.append(_Place(limits[process]))
                 own = placement.micro_batches_of(stage, process, num_micro_batches)
-                lane = _Lane(stage, process, own, work, rules[stage])
+                lane = _Lane(stage, process, own, placement.backward_order(own), work, rules[stage])
                 if stage == 0:
                     lane.arrived = dict.fromkeys(own, 0.0)
                 self._places[number].lanes.append(lane)
                 self._lanes[stage].append((lane, number))
         for place in self._places:
-            needed = sum(lane.held for lane in place.lanes)
+            needed = self._chunks * sum(lane.held for lane in place.lanes)
             if needed > place.room:
+                what = "one micro-batch" if self._chunks == 1 else f"a row of {self._chunks} chunks"
                 raise ScheduleError(
-                    f"process {place.lanes[0].process} may hold {place.room:g}, and one micro-batch in its stages "
+                    f"process {place.lanes[0].process} may hold {place.room:g}, and {what} in its stages "
                     f"takes {needed:g}; let it hold more."
                 )
 
@@ -371,7 +386,8 @@ class _Run:
         best: _Next | None = None
         chosen = place.lanes[0]
         for lane in place.lanes:
-            found = lane.next(free_at, room)
+            leaves_room = self._chunks == 1 or self._leaves_room_for_rows(place, lane)
+            found = lane.next(free_at, room, leaves_room=leaves_room)
             if found is not None and (best is None or found < best):
                 best, chosen = found, lane
             if lane is not place.lanes[-1]:
@@ -380,10 +396,31 @@ class _Run:
             start, rank, depth, kind, keeps = best
             heappush(self._waiting, (start, rank, depth, number, place.version, chosen, kind, keeps))
 
+    def _leaves_room_for_rows(self, place: _Place, lane: _Lane) -> bool:
+        """Whether the oldest row with forwards left on a device finds room for all its chunks after the lane's next.
+
+        Of the rows before it nothing is left by then. Of later rows, whose backward comes after its own, all is held.
+        """
+        chunks = self._chunks
+        left = {one.stage: one.own[one.forwards] // chunks for one in place.lanes if one.forwards < len(one.own)}
+        oldest = min(left.values(), default=0)
+        if left.get(lane.stage, oldest) == oldest:
+            return True
+        taken = lane.held
+        for one in place.lanes:
+            after = bisect_left(one.own, (oldest + 1) * chunks)
+            if after and one.own[after - 1] // chunks == oldest:
+                taken += chunks * one.held
+            taken += max(one.forwards - after, 0) * one.held
+        return taken <= place.size
+
     def _do(self, number: int, lane: _Lane, kind: int, end: float, keeps: bool) -> int:
         """Run an action; returns the number of the place that receives its message, or of its own."""
         stage, place = lane.stage, self._places[number]
-        m = lane.own[(lane.forwards, lane.inputs, lane.inputs, lane.weights)[kind]]
+        own, done = (
+            (lane.own, lane.forwards) if kind == _F else (lane.backwards, lane.weights if kind == _W else lane.inputs)
+        )
+        m = own[done]
         self.order.append((lane.process, kind, stage, m))
         place.free_at = end
         if kind == _R:
@@ -413,7 +450,7 @@ class _Run:
             return number
         if after < 0:
             return number
-        receiver, its_number = self._lanes[after][m % len(self._lanes[after])]
+        receiver, its_number = self._lanes[after][m // self._chunks % len(self._lanes[after])]
         arrives = end if its_number == number else end + self._work.transfer_seconds[min(stage, after)]
         (receiver.arrived if kind == _F else receiver.gradients)[m] = arrives
         return its_number
