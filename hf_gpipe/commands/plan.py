@@ -46,7 +46,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     request = PlanRequest.of(options)
 
-    from hf_gpipe.planner.listed import listed_plan
+    from hf_gpipe.planner.listed import TABLE_FILE
     from hf_gpipe.planner.picture import draw_plan
     from hf_gpipe.planner.report import as_dict, overrides, report, search_report
     from hf_gpipe.planner.search import search
@@ -58,7 +58,6 @@ def _plan(options: argparse.Namespace) -> int:
     if options.search:
         outcome = search(request.planner, request.config)
         best = outcome.fastest[0] if outcome.fastest else outcome.leanest
-        best = listed_plan(best) if options.listed else best
         if options.json:
             plans = {"fastest": [as_dict(plan) for plan in outcome.fastest], "leanest": as_dict(outcome.leanest)}
             print(json.dumps({"num_tried": outcome.num_tried, **plans}, indent=2))
@@ -66,13 +65,14 @@ def _plan(options: argparse.Namespace) -> int:
             print(search_report(outcome), file=words)
     else:
         best = request.best()
-        best = listed_plan(best) if options.listed else best
         if options.json:
             print(json.dumps(as_dict(best), indent=2))
         elif not options.table:
             print(report(best))
         if not options.json and not request.config.is_decided:
             print(f"{'chosen':11} {overrides(best)}", file=words)
+    if best.settings.schedule == TABLE_FILE:
+        print(f"{'table':11} made for this plan by pipeline.schedule=auto; --table > mine.txt writes it", file=words)
     if options.longest:
         key = "max_length" if request.recipe.data.kind in ROW_LENGTH_KINDS else "max_target_tokens"
         longest = _longest(f"data.{key}", lambda tokens: request.fits_with(best, {key: tokens}))
@@ -125,12 +125,6 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--longest", action="store_true", help="find the largest data.max_target_tokens (chats: max_length) that fits"
-    )
-    parser.add_argument(
-        "--listed",
-        action="store_true",
-        help="also make a table with I and W for this very plan, and take it where it is faster; "
-        "--listed --table > listed.txt writes it; needs recompute none or block, no replicas and no accumulation",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -82,7 +82,7 @@ class Decision:
         adapter: of the model.
         partition: the layers of each stage.
         world: where the stages are.
-        table: of the schedule, where it is the file of one.
+        table: of the schedule, where it is the file of one, or was made for the plan.
         planning: the planner's inputs.
     """
 
@@ -135,7 +135,9 @@ class Decision:
 
         # What the planner decides, and whether the machines can do it.
         planning = Planning(inputs, adapter, loss.planned, world)
-        config, planned = planning.decide(given)
+        config, planned, table = planning.decide(given)
+        if table is not None:
+            planning = replace(planning, inputs=replace(inputs, tables={config.schedule: table}))
         config.check_micro_batches(inputs.accumulation)
         partition = cut(len(adapter.layers), config.num_stages, config.partition)
         placement = config.placed(config.schedule) if table is None else table.placement

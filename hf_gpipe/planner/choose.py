@@ -1,7 +1,8 @@
 """The choice of what a configuration leaves open: the fastest plan that fits.
 
 For each schedule, M and mesh the model is cut and what to recompute is chosen (cut.py), and the step simulated. Where
-stages or replicas are open this is a search by single steps, which begins with even meshes (meshes.py).
+stages or replicas are open this is a search by single steps, which begins with even meshes (meshes.py). Where the
+schedule is open, a table is made for the best plan in the end (listed.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError, ScheduleError, UserError
 from hf_gpipe.planner.cut import cut_plan
+from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.meshes import Meshes, with_mesh
 from hf_gpipe.planner.plan import Plan, Planner, check_known
 from hf_gpipe.recipe import AUTO, PipelineConfig
@@ -51,11 +53,12 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
         PartitionError: the partition is by cost, and no split of any allowed plan meets the limit.
         UserError: another of its kinds, for what no pipeline could do.
     """
-    return min(allowed_plans(planner, config), key=attrgetter("sort_key"))
+    return with_table(min(allowed_plans(planner, config), key=attrgetter("sort_key")), config)
 
 
 def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
-    """The plans that a configuration allows and that are worth a try, at least one. Raises as `best_plan`."""
+    """The plans that a configuration allows and that are worth a try, of named schedules, at least one. Raises as
+    `best_plan`."""
     check_known(config)
     config = config.settled(can_plan=True)
     if config.offload_weights and not config.is_decided:

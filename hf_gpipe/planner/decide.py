@@ -13,12 +13,14 @@ from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.limits import ALIKE, MemoryLimit, limit_text
 from hf_gpipe.planner.links import cluster_of, measure_machines, steady
+from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.measure import profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.world import World
+from hf_gpipe.schedule import Schedule
 from hf_gpipe.text import seconds_text, size_text
 
 logger = logging.getLogger(__name__)
@@ -59,11 +61,12 @@ class Planning:
     loss: Loss
     world: World
 
-    def decide(self, config: PipelineConfig) -> tuple[DecidedConfig, str | None]:
+    def decide(self, config: PipelineConfig) -> tuple[DecidedConfig, str | None, Schedule | None]:
         """Decide what a configuration leaves open. Every process calls it; the main process decides for its own device.
 
         Returns:
-            The decided configuration, and in one line what was chosen and why; None where nothing was open.
+            The decided configuration; in one line what was chosen and why, None where nothing was open; and the table,
+            where it was made for the plan, or read from a file.
 
         Raises:
             UserError: on every process: there is no example, or nothing that could be run.
@@ -74,20 +77,20 @@ class Planning:
         if config.is_decided:
             num_stages, _ = config.mesh
             stages = cut(len(self.adapter.layers), num_stages, config.partition)
-            return config.decided(partition=tuple(map(len, stages))), None
+            return config.decided(partition=tuple(map(len, stages))), None, self.inputs.tables.get(config.schedule)
         if self.world.has_several_machines:
             measure_machines(self.world)
         measured = self._measure(config) if config.partition == "profile" else {}
         memory = self._memory_bytes() if config.memory is None else config.memory_bytes
 
-        def best() -> tuple[DecidedConfig, str]:
+        def best() -> tuple[DecidedConfig, str, Schedule | None]:
             plan = best_plan(self.planner(config, measured, decides=True).within(memory), config)
-            return plan.settings, _why(plan, config)
+            return plan.settings, _why(plan, config), plan.planner.inputs.tables.get(plan.settings.schedule)
 
-        settings, why = self.world.from_reader(best, takes_long=True)
+        settings, why, table = self.world.from_reader(best, takes_long=True)
         if self.world.is_reporter:
             logger.warning(why)  # a level that is shown unless somebody asks for silence
-        return settings, why
+        return settings, why, table
 
     def device(self, config: PipelineConfig) -> Device:
         """The device that decisions are made for: by its data sheet, so that equal machines decide the same.
@@ -164,7 +167,8 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
         if settings.zero != config.zero:
             chosen.append(f"zero {settings.zero} (no stage has replicas)")
     if config.schedule == AUTO:
-        chosen.append(f"schedule {settings.schedule}")
+        is_made = settings.schedule == TABLE_FILE
+        chosen.append("a table made for this plan" if is_made else f"schedule {settings.schedule}")
     if config.num_micro_batches == AUTO:
         chosen.append(f"num_micro_batches {settings.num_micro_batches}")
     if config.recompute == AUTO:

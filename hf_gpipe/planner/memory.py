@@ -85,7 +85,7 @@ def estimate_memory(
     hosted = [sums.hosted(*layers, visitors) for layers in ranges]
     trained_bytes = held.trainable_bytes - sum(one.trainable_bytes for one in hosted)
     amounts = {
-        stage: _amounts(sums, stages[stage], trained_bytes / len(own), one.trainable_bytes)
+        stage: stage_amounts(sums, stages[stage], trained_bytes / len(own), one.trainable_bytes)
         for stage, one in zip(own, hosted, strict=True)
     }
     weights = held.num_bytes
@@ -115,7 +115,7 @@ def estimate_memory(
     )
 
 
-def _amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float, visiting_bytes: int) -> Amounts:
+def stage_amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float, visiting_bytes: int) -> Amounts:
     """The bytes that each thing held by a stage adds to the items of the estimate."""
     layers, run = sums.costs.layers, (stage.start, stage.stop)
     graphs = sums.graphs[stage.inner]

@@ -12,6 +12,7 @@ from typing import Any
 from hf_gpipe.planner.advice import smallest_fix
 from hf_gpipe.planner.bubble import smaller_bubble
 from hf_gpipe.planner.limits import limit_of, limit_text
+from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, Planner, StagePlan
 from hf_gpipe.planner.saving import (
@@ -25,6 +26,7 @@ from hf_gpipe.planner.saving import (
 )
 from hf_gpipe.planner.search import SearchResult
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
+from hf_gpipe.recipe import AUTO
 from hf_gpipe.schedule import is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
 from hf_gpipe.text import bytes_text, count_text, seconds_text, size_text, table_text
@@ -164,15 +166,17 @@ def search_report(result: SearchResult) -> str:
 
 
 def overrides(plan: Plan) -> str:
-    """The plan as key=value arguments of a recipe."""
+    """The plan as key=value arguments of a recipe. A table that was made for it, the planner makes again."""
     settings = plan.settings
-    is_one_mode = isinstance(settings.recompute, str)
+    is_made, recompute = settings.schedule == TABLE_FILE, settings.recompute
+    if not isinstance(recompute, str) or (is_made and recompute == "stage"):
+        # What differs from stage to stage is what a table in a file has, or the planner chooses again under its limit.
+        recompute = "stage" if is_table_file(settings.schedule) and not is_made else AUTO
     values = {
         "num_stages": settings.num_stages,
         "num_micro_batches": settings.num_micro_batches,
-        "schedule": settings.schedule,
-        # What differs from stage to stage is what a table in a file has, or the planner chooses again under its limit.
-        "recompute": settings.recompute if is_one_mode else "stage" if is_table_file(settings.schedule) else "auto",
+        "schedule": AUTO if is_made else settings.schedule,
+        "recompute": recompute,
         "partition": "[" + ",".join(map(str, settings.partition)) + "]",
         "num_processes": settings.num_processes,
     }

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.choose import allowed_plans, first_micro_batches
+from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.recipe import AUTO, PipelineConfig
 
@@ -17,7 +18,8 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        fastest: the plans that fit, the fastest first; of each mesh the best only.
+        fastest: the plans that fit, the fastest first; of each mesh the best only. The first may have a table that was
+            made for it.
         leanest: the plan that needs the least memory.
         num_tried: how many plans there were.
     """
@@ -52,6 +54,7 @@ def search(planner: Planner, config: PipelineConfig) -> SearchResult:
             best.setdefault(_mesh_of(plan), plan)
     leanest = min(plans, key=lambda plan: (plan.fullness, plan.step_seconds))
     fastest = sorted(best.values(), key=lambda plan: (plan.step_seconds, plan.peak_bytes))
+    fastest[:1] = [with_table(plan, free) for plan in fastest[:1]]
     return SearchResult(tuple(fastest), leanest, len(plans))
 
 

@@ -10,10 +10,10 @@ its input alone, and R makes the graph anew before I: the newest micro-batch, wh
 (as in `hf_gpipe.schedule.recompute`).
 
 Which rules are best depends on the numbers of stages and micro-batches, on their seconds and on the room. Some orders
-of priority (`PRIORITIES`) are always tried. `best_listed` can also search: rules of single stages are changed at random,
-and what is as short as the best so far is kept. The seed is fixed and the effort is counted in actions, so the same
-arguments give the same table. The search begins with few micro-batches, for rules that are good for these are nearly
-as good for many: what a stage does then repeats itself.
+of priority (`PRIORITIES`) are always tried. `best_listed` can also search: rules of single stages are changed at
+random, and what is as short as the best so far is kept. The seed is fixed and the effort is counted in actions, so the
+same arguments give the same table. The search begins with few micro-batches, for rules that are good for these are
+nearly as good for many: what a stage does then repeats itself.
 
 A forward waits if it would leave no room for the oldest micro-batch of the deeper stages of its device, or of its own
 where that has to be recomputed: then the oldest micro-batch can always go on, and every table runs to its end.

@@ -9,7 +9,7 @@ otherwise they are computed once, before the training.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.device_choice import world_for
+from hf_gpipe.schedule import is_table_file
 from hf_gpipe.training.arguments import PipelineTrainingArguments, argument
 from hf_gpipe.training.base import join_with, pipeline_of
 from hf_gpipe.training.loader import Batch, MiniBatches
@@ -188,7 +189,10 @@ class PipelineDPOTrainer(PipelineTrainer):
         if self._precomputes:
             reference = pipe
             if ref_model is not None:
-                reference = Pipeline(ref_model, config=pipe.config.replaced(partition="count"), autocast=args.autocast)
+                config = pipe.config.replaced(partition="count")
+                if is_table_file(config.schedule):  # it only runs forwards
+                    config = replace(config, schedule="gpipe", recompute="stage")
+                reference = Pipeline(ref_model, config=config, autocast=args.autocast)
             self._precompute(reference)
 
     # ------------------------------------------------------------------ the data
