@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch.distributed as dist
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.schedule import Action, Costs, Placement, Schedule, simulate
+from hf_gpipe.schedule.kinds import UPDATE
+from hf_gpipe.schedule.list_scheduling import Work, best_listed
 from tests.gloo import run_gloo
 from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 
@@ -80,6 +84,47 @@ def results(family: str, path: str) -> dict[str, Any]:
     except UserError as error:
         words = str(error).removeprefix("schedule: ").partition(" (")[0]
     return {"results": found, "loss": pipe.eval_step(batches[0]).loss, "error": words}
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_table_of_list_scheduling_that_recomputes_single_micro_batches(num_stages: int, tmp_path: Path) -> None:
+    config, count = tiny_config("llama"), 6
+    ones = [1.0] * num_stages
+    work = Work(ones, ones, ones, [8] * num_stages, [5] * num_stages, [0.0] * (num_stages - 1), ones, ones)
+    found = best_listed(Placement.one_stage_each(num_stages), count, work, [12] * num_stages, effort=5_000)
+    rows = [(*order, Action(UPDATE, stage)) for stage, order in enumerate(found.orders)]
+    table = Schedule("made", num_stages, count, Placement.one_stage_each(num_stages), tuple(rows))
+    # In one process, in the order in which they start.
+    spans = sorted(simulate(table, Costs(1, 2)).spans, key=lambda span: (span.action.kind == UPDATE, span.start))
+    alone = replace(table, placement=Placement([0] * num_stages), actions=(tuple(span.action for span in spans),))
+    pipe = Pipeline(plain_model(config), num_stages, count, written(tmp_path, alone.text()))
+    assert any(0 < table.num_recomputations(stage) < count for stage in range(num_stages))
+    assert table.split
+    batch = padded_batch(config)
+    assert_same(run_pipeline(pipe, batch), run_plain(plain_model(config), batch, count))
+
+
+def test_auto_makes_a_table_and_tells_all_processes() -> None:
+    config = tiny_config("llama")
+    expected = run_plain(plain_model(config), padded_batch(config), 6)
+    for name, text, result, planned in run_gloo(made, 2):
+        assert name == "auto.txt"
+        assert "schedule: auto.txt" in text
+        assert "R" in text
+        assert planned == text
+        assert_same(result, expected)
+
+
+def made() -> tuple[str, str, Result, str]:
+    config = tiny_config("llama")
+    is_main = dist.get_rank() == 0
+    batch = padded_batch(config) if is_main else None
+    pipe = Pipeline(
+        plain_model(config), 2, 6, "auto", recompute="auto", partition="auto", example=batch, memory="325KiB"
+    )
+    assert (pipe.planned is None) != is_main or "a table made for this plan" in str(pipe.planned)
+    planned = pipe.plan(padded_batch(config)).timeline.schedule.text() if is_main else pipe.schedule(6).text()
+    return pipe.schedule_name, pipe.schedule(6).text(), run_pipeline(pipe, batch), planned
 
 
 def test_a_table_has_the_micro_batches_of_all_accumulated_mini_batches(tmp_path: Path) -> None:
