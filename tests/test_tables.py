@@ -120,7 +120,7 @@ def made() -> tuple[str, str, Result, str]:
     is_main = dist.get_rank() == 0
     batch = padded_batch(config) if is_main else None
     pipe = Pipeline(
-        plain_model(config), 2, 6, "auto", recompute="auto", partition="auto", example=batch, memory="200KiB"
+        plain_model(config), 3, 6, "auto", recompute="auto", partition="auto", example=batch, memory="200KiB"
     )
     assert (pipe.planned is None) != is_main or "a table made for this plan" in str(pipe.planned)
     planned = pipe.plan(padded_batch(config)).timeline.schedule.text() if is_main else pipe.schedule(6).text()
