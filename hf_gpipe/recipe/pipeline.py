@@ -69,8 +69,9 @@ class PipelineConfig:
     backward, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps that do not wait
     for each other; zb_v: two stages per process in a V, a sixth of 1f1b's bubble in its memory;
     v_half: the same in half of it, with half of 1f1b's bubble; naive: no pipelining; auto: the planner chooses one of
-    these, but not naive; or the file of a table of your own, such as tables/mine.txt, whose R actions are the
-    recomputations (python -m hf_gpipe plan RECIPE --table writes one). Asynchronous, with other numbers than the
+    these, but not naive, or makes a table for the memory there is; or the file of a table of your own, such as
+    tables/mine.txt, whose R actions are the recomputations (python -m hf_gpipe plan RECIPE --table writes one).
+    Asynchronous, with other numbers than the
     plain model: pipedream: each stage updates after each step and nothing waits for the pipeline to empty, the
     backward of a micro-batch uses the weights of its forward; pipedream_vertical: all stages use the version of the
     weights that the first one used; pipedream_2bw: the version before the last one; pipedream_naive: no version is
