@@ -26,6 +26,7 @@ from bench.runner import bench_parser, take_turns
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner.tracing import context_of
+from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.runtime.stage import Stage
 
 HOW = ("whole", "chunks")
@@ -47,7 +48,7 @@ def measure(job: dict[str, int], how: str) -> dict[str, Any]:
     stage = Stage(model, lambda boundary: {"hidden": True})
     torch.manual_seed(0)
     ids = torch.randint(1, job["vocabulary"], (job["rows"], length))
-    context = context_of(model, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
+    context = context_of(model, MicroBatch.alone({"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}))
 
     def step() -> float:
         loss = stage.forward(context, keep_graph=True)["loss"]

@@ -21,6 +21,7 @@ from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.model.exactness import Batch, Step, exact_clone, padded_batch, plain_step
 from hf_gpipe.planner.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.runtime.micro_batch import MicroBatch
 from scripts.families import default_config
 from scripts.random_cases.in_float64 import InFloat64
 from tests.gloo import run_gloo
@@ -192,8 +193,8 @@ def test_the_planner_counts_the_memory_of_a_packed_micro_batch(attention: str) -
         return {"hidden": True}
 
     blocks, workload = range(1, 3), Workload.packed(3, (length, length), (length, length))
-    real = StageTracer(adapter, blocks, wanted, is_real=True).trace(adapter.packed([document] * 3))
-    planned = StageTracer(adapter, blocks, wanted).trace(workload.inputs(adapter))
+    real = StageTracer(adapter, blocks, wanted, is_real=True).trace(MicroBatch.alone(adapter.packed([document] * 3)))
+    planned = StageTracer(adapter, blocks, wanted).trace(workload.micro_batch(adapter))
     # What attention gave for each document is put together in one more tensor.
     assert real.saved == pytest.approx(planned.saved, rel=0.06)
 
@@ -296,8 +297,8 @@ def test_the_planner_counts_the_memory_of_packed_pairs(attention: str) -> None:
     def wanted(boundary: int) -> dict[str, bool]:
         return dict.fromkeys(adapter.sources(boundary), True)
 
-    real = StageTracer(adapter, block, wanted, is_real=True).trace(adapter.packed([document] * 3))
-    planned = StageTracer(adapter, block, wanted).trace(Workload.packed(3, (12, 12), (9, 9)).inputs(adapter))
+    real = StageTracer(adapter, block, wanted, is_real=True).trace(MicroBatch.alone(adapter.packed([document] * 3)))
+    planned = StageTracer(adapter, block, wanted).trace(Workload.packed(3, (12, 12), (9, 9)).micro_batch(adapter))
     assert real.saved == pytest.approx(planned.saved, rel=0.1)
 
 

@@ -190,7 +190,7 @@ def test_any_step_is_exact(
     options = {"schedule": schedule, "recompute": recompute, "sequence_chunks": chunks}
     pipe = Pipeline(model, num_stages, num_micro_batches, **options)
     assert step(pipe, batch).difference(expected) <= TOLERANCE
-    assert not any(stage._row_caches for stage in pipe.stages.values())
+    assert not any(stage.row_caches for stage in pipe.stages.values())
 
 
 @pytest.mark.parametrize(

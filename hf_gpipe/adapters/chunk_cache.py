@@ -8,6 +8,7 @@ the experts' routers, of which the last chunk computes the auxiliary loss.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -85,6 +86,11 @@ class RowCache:
         self._length = length
         self._parts = [(States(length), States(length)) for _ in blocks]
         self._routers = [States(length) for _ in stage.adapter.routers if stage.is_last]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept of the rows from their first F to their last B, the gradients included."""
+        parts = [*chain.from_iterable(self._parts), *self._routers]
+        return [tensor for states in parts for tensor in states.tensors()]
 
     def at(self, start: int) -> StageCache:
         """The cache that the stage's model gets with the chunk that begins at a token.

@@ -34,6 +34,10 @@ class States:
         # A graph keeps a view, and later chunks write beside it: autograd need not count their writes.
         return self._states.data
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept of all tokens, with the gradient, in memory; nothing before the first F."""
+        return [] if self._states is None else [self._states, self.gradient()]
+
     def gradient(self) -> torch.Tensor:
         """The sum of the gradients so far, for all tokens."""
         assert self._states is not None, "a backward without its forward"

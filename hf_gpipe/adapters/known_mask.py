@@ -52,6 +52,10 @@ class KnownMask(torch.Tensor):
         """The same memory, with the answer; reads the values, so `mask` should be on the CPU."""
         return cls._with(mask, not bool((mask == 1).all()), documents)
 
+    def copied_as(self, tensor: torch.Tensor) -> KnownMask:
+        """A tensor with the same values as a mask with the same answer; its values are not read."""
+        return self._with(tensor, self.is_padded, self.documents)
+
     @classmethod
     def _with(cls, mask: torch.Tensor, is_padded: bool, documents: Documents | None) -> KnownMask:
         known = mask.as_subclass(cls)

@@ -58,6 +58,8 @@ class LowerRightMask(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = args, dict(kwargs or {})
+        if func is scaled_dot_product_attention and isinstance(given[1].get("attn_mask"), LowerRightMask):
+            return _attention(*args, **given[1])
         if func not in _OF_SHAPE:
             given = tree_map(lambda one: one.written if isinstance(one, LowerRightMask) else one, given)
         with torch._C.DisableTorchFunctionSubclass():
@@ -69,6 +71,14 @@ _OF_SHAPE = {
     *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.storage_offset),
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda", "requires_grad")),
 }
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, attn_mask: LowerRightMask, **options: Any
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` with the mask in the form that the device takes best."""
+    bias = causal_lower_right(*attn_mask.shape[-2:]) if query.is_cuda else attn_mask.added(query.dtype)
+    return scaled_dot_product_attention(query, key, value, attn_mask=bias, **options)
 
 
 def lower_right_attention(
@@ -84,16 +94,13 @@ def lower_right_attention(
     Keys and values may have fewer heads, each for a group of those of the queries.
     """
     groups = query.shape[1] // key.shape[1]
-    bias: Any
-    if query.is_cuda:
-        bias = causal_lower_right(query.shape[-2], key.shape[-2])
-        params = SDPAParams(query, key, value, None, dropout, False, groups > 1)
-        if groups > 1 and not can_use_flash_attention(params):
-            key, value = repeat_kv(key, groups), repeat_kv(value, groups)  # the other kernels take no groups
-            groups = 1
-    else:
-        bias = mask.added(query.dtype)
-    return scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale, enable_gqa=groups > 1)
+    if groups > 1 and query.is_cuda:
+        params = SDPAParams(query, key, value, None, dropout, False, True)
+        if not can_use_flash_attention(params):  # the other kernels of CUDA take no groups
+            key, value, groups = repeat_kv(key, groups), repeat_kv(value, groups), 1
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=groups > 1
+    )
 
 
 def taking_lower_right(attend: Callable[..., Any]) -> Callable[..., Any]:

@@ -130,7 +130,7 @@ class Decision:
         loss = loss_of(adapter, request.loss)
         if inputs.packing:
             verify_packing(adapter)
-        if given.sequence_chunks > 1:
+        if given.cuts_rows:
             check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=inputs.packing)
 
         # What the planner decides, and whether the machines can do it.

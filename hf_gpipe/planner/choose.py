@@ -14,10 +14,11 @@ from functools import partial
 from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError, ScheduleError, UserError
+from hf_gpipe.planner.chunks import chunk_counts
 from hf_gpipe.planner.cut import cut_plan
 from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.meshes import Meshes, with_mesh
-from hf_gpipe.planner.plan import Plan, Planner, check_known
+from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.schedule import SPLIT_SCHEDULES, V_SHAPED, Placement, replicas_of
 
@@ -59,8 +60,18 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
 def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     """The plans that a configuration allows and that are worth a try, of named schedules, at least one. Raises as
     `best_plan`."""
-    check_known(config)
     config = config.settled(can_plan=True)
+    counts = chunk_counts(config, planner.inputs.mini_batch().target_tokens)
+    ways = [(planner.with_chunks(count), replace(config, sequence_chunks=count)) for count in counts]
+    outcomes = [outcome for way in ways for outcome in _outcomes(*way)]
+    plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
+    if not plans:
+        raise min((outcome for outcome in outcomes if not isinstance(outcome, Plan)), key=_sort_key)
+    return plans
+
+
+def _outcomes(planner: Planner, config: PipelineConfig) -> list[Outcome]:
+    """The outcomes that are worth a try of a configuration whose number of chunks is decided."""
     if config.offload_weights and not config.is_decided:
         raise UserError(
             f"offload_weights is {config.offload_weights}, and the planner chooses nothing for weights that visit yet; "
@@ -68,13 +79,8 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
             "leave offload_weights out"
         )
     if config.is_mesh_open:
-        outcomes = _searched(planner, config)
-    else:
-        outcomes = [_outcome(planner, each) for each in _allowed(planner, config)]
-    plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
-    if not plans:
-        raise min((outcome for outcome in outcomes if not isinstance(outcome, Plan)), key=_sort_key)
-    return plans
+        return _searched(planner, config)
+    return [_outcome(planner, each) for each in _allowed(planner, config)]
 
 
 def _searched(planner: Planner, config: PipelineConfig) -> list[Outcome]:

@@ -147,6 +147,7 @@ class LayerCost:
         block: its graph where each block is recomputed.
         seconds: measured; None where nothing was.
         deferred_bytes: what I keeps for W where the backward is split.
+        row_bytes: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
         forward_calls, backward_calls: operations, each of which takes time however small it is.
         stage_calls: operations of a stage before its layers, for masks and positions.
     """
@@ -168,6 +169,7 @@ class LayerCost:
     weight_flops: int = 0
     seconds: Seconds | None = None
     deferred_bytes: int = 0
+    row_bytes: int = 0
     forward_calls: int = 0
     backward_calls: int = 0
     stage_calls: int = 0
@@ -217,7 +219,7 @@ class ModelCosts:
 def mean_costs(measured: Sequence[ModelCosts]) -> ModelCosts:
     """The same costs with the mean of the seconds that several processes have measured; None where none was."""
     layers = tuple(
-        replace(same[0], seconds=_mean(layer.seconds for layer in same))
+        replace(same[0], seconds=mean_seconds(layer.seconds for layer in same))
         for same in zip(*(costs.layers for costs in measured), strict=True)
     )
     updates = [costs.update_seconds_per_parameter for costs in measured]
@@ -225,12 +227,12 @@ def mean_costs(measured: Sequence[ModelCosts]) -> ModelCosts:
     return replace(
         measured[0],
         layers=layers,
-        stage_seconds=_mean(costs.stage_seconds for costs in measured),
+        stage_seconds=mean_seconds(costs.stage_seconds for costs in measured),
         update_seconds_per_parameter=fmean(known) if known else None,
     )
 
 
-def _mean(measured: Iterable[Seconds | None]) -> Seconds | None:
+def mean_seconds(measured: Iterable[Seconds | None]) -> Seconds | None:
     """The mean of those that were measured; None where none was."""
     known = [seconds for seconds in measured if seconds is not None]
     return Seconds.combined(known, fmean) if known else None

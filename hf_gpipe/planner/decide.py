@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
+from hf_gpipe.planner.chunks import chunk_counts, each_chunk
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.limits import ALIKE, MemoryLimit, limit_text
@@ -16,7 +17,7 @@ from hf_gpipe.planner.links import cluster_of, measure_machines, steady
 from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.measure import profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
+from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.world import World
@@ -103,7 +104,7 @@ class Planning:
     def planner(
         self,
         config: PipelineConfig,
-        measured: Mapping[int, ModelCosts] | None = None,
+        measured: Mapping[tuple[int, int], Sequence[ModelCosts]] | None = None,
         *,
         decides: bool = False,
     ) -> Planner:
@@ -111,7 +112,7 @@ class Planning:
 
         Args:
             config: of the pipeline.
-            measured: by the rows of a micro-batch, the costs with seconds.
+            measured: by the rows of a micro-batch and the chunks of a row, the costs with seconds.
             decides: whether equal machines must come to the same, by the device of `device` and links in round numbers.
 
         Raises:
@@ -138,22 +139,21 @@ class Planning:
         limits = tuple(steady_memory(rank.devices[0], hosts.count(rank.host)) for rank in self.world.ranks)
         return min(limits) if max(limits) < ALIKE * min(limits) else limits
 
-    def _measure(self, config: PipelineConfig) -> dict[int, ModelCosts]:
+    def _measure(self, config: PipelineConfig) -> dict[tuple[int, int], Sequence[ModelCosts]]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
         world = self.world
         mini_batch = world.from_reader(lambda: self.inputs.mini_batch(self.adapter.target_keys))
-        measured = {}
+
+        def measured(workload: Workload) -> ModelCosts:
+            own = profile_layers(self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier)
+            return mean_costs(world.gather_objects(own))
+
+        found = {}
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):
             rows = largest_micro_batch(mini_batch.rows, count)
-            own = profile_layers(
-                self.adapter,
-                mini_batch.of_rows(rows),
-                world.device,
-                loss=self.loss,
-                barrier=world.barrier,
-            )
-            measured[rows] = mean_costs(world.gather_objects(own))
-        return measured
+            for chunks in chunk_counts(config, mini_batch.target_tokens):
+                found[rows, chunks] = each_chunk(mini_batch.of_rows(rows), chunks, measured)
+        return found
 
 
 def _why(plan: Plan, config: PipelineConfig) -> str:
@@ -171,6 +171,8 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
         chosen.append("a table made for this plan" if is_made else f"schedule {settings.schedule}")
     if config.num_micro_batches == AUTO:
         chosen.append(f"num_micro_batches {settings.num_micro_batches}")
+    if config.sequence_chunks != settings.sequence_chunks:
+        chosen.append(f"sequence_chunks {settings.sequence_chunks}")
     if config.recompute == AUTO:
         entries = settings.recompute
         chosen.append(f"recompute {entries if isinstance(entries, str) else list(entries)}")

@@ -28,6 +28,7 @@ from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters,
 from hf_gpipe.planner.tracing import StageTracer, Trace
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.loss import PLAIN, Loss, whole_logits
+from hf_gpipe.runtime.micro_batch import MicroBatch
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -125,14 +126,14 @@ class LayerTracer:
         self._recomputes_blocks = self._can_recompute_blocks()
         #: By first layer, end, and whether blocks are recomputed.
         self._stages: dict[tuple[int, int, bool], StageTracer] = {}
-        #: Of these stages what was traced, for micro-batches of one shape apart from their rows.
+        #: Of these stages what was traced, for micro-batches of one shape apart from their rows, or their chunks.
         self._by_rows: dict[tuple[int, int, bool, Workload], ByRows[Any]] = {}
 
     def costs(self, workload: Workload) -> ModelCosts:
         """Return the costs of each layer for one micro-batch."""
         adapter, layers = self.layers.adapter, self.layers
         workload = workload.within(adapter)
-        inputs = workload.inputs(adapter)
+        inputs = workload.micro_batch(adapter).inputs
         traced = {index: self._traced(index, workload, inputs) for index in dict.fromkeys(self.representative_layer)}
         owner: dict[str, int] = {}
         for index, names in enumerate(layers.shared):
@@ -161,6 +162,7 @@ class LayerTracer:
                     plain=traced_layer.plain,
                     block=traced_layer.block,
                     deferred_bytes=traced_layer.trace.deferred,
+                    row_bytes=traced_layer.trace.row,
                     forward_calls=traced_layer.trace.forward_calls,
                     backward_calls=traced_layer.trace.backward_calls,
                     stage_calls=traced_layer.trace.stage_calls,
@@ -221,8 +223,8 @@ class LayerTracer:
     def _saved_of_pair(self, second: int, workload: Workload, *, recompute_blocks: bool) -> tuple[int, int]:
         """Of block `second` and the one before it, what their graph keeps, and what of it the one before does."""
 
-        def saved(stage: StageTracer, inputs: Inputs) -> tuple[int, int]:
-            return stage.saved_bytes(inputs, second)
+        def saved(stage: StageTracer, micro_batch: MicroBatch) -> tuple[int, int]:
+            return stage.saved_bytes(micro_batch, second)
 
         return self._of_stage(second - 1, second + 1, recompute_blocks, workload, saved)
 
@@ -244,23 +246,28 @@ class LayerTracer:
         stop: int,
         recompute_blocks: bool,
         workload: Workload,
-        run: Callable[[StageTracer, Inputs], Numbers],
+        run: Callable[[StageTracer, MicroBatch], Numbers],
     ) -> Numbers:
-        """What `run` gives for these layers as a stage and a micro-batch; it may follow from that of other ones."""
-        key = start, stop, recompute_blocks, replace(workload, rows=1)
+        """What `run` gives for these layers as a stage and a micro-batch; it may follow from that of other ones.
+
+        Of the chunks of rows too: each after the first attends to more tokens by as many.
+        """
+        is_cut = workload.chunks > 1
+        key = start, stop, recompute_blocks, replace(workload, chunk=0) if is_cut else replace(workload, rows=1)
         if key not in self._by_rows:
             stage = self._stage(start, stop, recompute_blocks=recompute_blocks)
             # The head takes some positions at a time, however many there are, and packed rows attend to each other.
             has_head = self.run.adapter.layers[stop - 1].kind == "head"
 
-            def compute(rows: int) -> Numbers:
-                return run(stage, replace(workload, rows=rows).inputs(self.run.adapter))
+            def compute(number: int) -> Numbers:
+                one = replace(workload, chunk=number - 1) if is_cut else replace(workload, rows=number)
+                return run(stage, one.micro_batch(self.run.adapter))
 
             def can_be_linear() -> bool:
-                return not (has_head or workload.is_packed or stage.is_real)
+                return not ((has_head and not is_cut) or workload.is_packed or stage.is_real)
 
             self._by_rows[key] = ByRows(compute, can_be_linear)
-        numbers: Numbers = self._by_rows[key](workload.rows)
+        numbers: Numbers = self._by_rows[key](workload.chunk + 1 if is_cut else workload.rows)
         return numbers
 
     def _stage(self, start: int, stop: int, *, recompute_blocks: bool) -> StageTracer:

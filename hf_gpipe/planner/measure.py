@@ -30,6 +30,7 @@ from hf_gpipe.planner.tracker import Tracker
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.facts import DeviceFacts
 from hf_gpipe.runtime.loss import PLAIN, Loss
+from hf_gpipe.runtime.micro_batch import MicroBatch, on_devices
 from hf_gpipe.runtime.stage import Stage
 
 #: Blocks that run in a row, where as many of one kind follow each other.
@@ -77,8 +78,8 @@ def profile_layers(
     generator = default_generator(device)
     state = generator.get_state()
     try:
-        inputs = {name: tensor.to(device) for name, tensor in workload.inputs(tracer.run.adapter).items()}
-        clock = _Clock(tracer.run, inputs, device, loss, repeats, budget_seconds, barrier or _alone)
+        micro_batch = on_devices([workload.micro_batch(tracer.run.adapter)], [device])[device][0]
+        clock = _Clock(tracer.run, micro_batch, device, loss, repeats, budget_seconds, barrier or _alone)
         measured, beyond_layers = _of_classes(dict.fromkeys(tracer.representative_layer), clock)
         update = None if make_optimizer is None else clock.update_seconds(make_optimizer)
     finally:
@@ -126,7 +127,7 @@ class _Clock:
     """Runs stages of a model with memory and weights. The fields are the arguments of `profile_layers`."""
 
     model: ModelLayers
-    inputs: Mapping[str, torch.Tensor]
+    micro_batch: MicroBatch
     device: torch.device
     loss: Loss
     repeats: int
@@ -142,7 +143,7 @@ class _Clock:
         """The median of several forwards without a graph, with one, and backwards."""
         stage = self.stage(start, stop)
         with torch.device(self.device):
-            context = context_of(stage.model, self.inputs)
+            context = context_of(stage.model, self.micro_batch)
         runs: list[Seconds] = []
         self.barrier()
         begin = time.perf_counter()
@@ -150,7 +151,6 @@ class _Clock:
             marks = [_now(self.device)]
             stage.forward(context, keep_graph=False)
             marks.append(_now(self.device))
-            stage.reset()
             outputs = stage.forward(context, keep_graph=True)
             marks.append(_now(self.device))
             wanted = [name for name, is_wanted in stage.trainable_outputs.items() if is_wanted]

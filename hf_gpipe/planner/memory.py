@@ -135,6 +135,8 @@ def stage_amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float, vi
         Held.FIRST_BACKWARD: {"gradients": graphs.first_backward_peak_bytes(*run) - backward},
         Held.WEIGHT_GRADIENTS: {"gradients": gradient_bytes},
         Held.VISITING_GRADIENTS: {"gradients": visiting_bytes},
+        Held.ROW: {"activations": sums.row_bytes(*run)},
+        Held.ROW_GRADIENTS: {"activations": sums.row_bytes(*run)},
     }
 
 
@@ -186,6 +188,7 @@ class MemoryBound:
         always += (1 + reserved) * held.trainable_bytes + self._state_shares[number] * owned.trainable_bytes
         coming = live_graphs * graph
         coming += most[Held.DEFERRED] * sums.deferred_bytes(*run)
+        coming += (most[Held.ROW] + most[Held.ROW_GRADIENTS]) * sums.row_bytes(*run)
         coming += most[Held.INPUT] * _received_bytes(sums, stage) + most[Held.GRADIENT] * _gradient_bytes(sums, stage)
         working = max(
             graphs.forward_peak_bytes(*run) - graph,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import torch
 
@@ -14,7 +14,8 @@ from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
-from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
+from hf_gpipe.planner.chunks import each_chunk, typical
+from hf_gpipe.planner.costs import InnerRecompute, ModelCosts, Seconds
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.limits import MemoryLimit, check_processes, limit_of, speeds_of
@@ -152,7 +153,8 @@ class Planner:
     """Makes plans for one model, one mini-batch and one kind of device, of which each process may have another amount.
 
     Args:
-        costs_of: rows of a micro-batch -> the costs of the model's layers. It is asked once for each number of rows.
+        costs_of: rows of a micro-batch and the most chunks of a row -> for each chunk the costs of the model's layers;
+            of rows that are not cut it is one. It is asked once for the same numbers.
         inputs: the shape of a mini-batch, how many are accumulated in a step, and the optimizer. The micro-batches of a
             step run as one table.
         device: what a process computes on.
@@ -163,6 +165,7 @@ class Planner:
 
     Attributes:
         lighter: by keys of a recipe that have adapters trained in place of all weights, what plans that.
+        chunks: into how many chunks of tokens rows are cut, at most.
 
     Raises:
         UserError: there is no mini-batch, or the optimizer's state has no known size.
@@ -170,7 +173,7 @@ class Planner:
 
     def __init__(
         self,
-        costs_of: Callable[[int], ModelCosts],
+        costs_of: Callable[[int, int], Sequence[ModelCosts]],
         inputs: PlanInputs,
         device: Device,
         memory_bytes: MemoryLimit = None,
@@ -186,8 +189,9 @@ class Planner:
         self.cluster = cluster
         self.speeds = speeds
         self.lighter: Mapping[str, Callable[[], Plan]] = {}
-        self._costs: dict[int, ModelCosts] = {}
-        self._sums: dict[int, LayerSums] = {}
+        self.chunks = 1
+        self._costs: dict[tuple[int, int], Sequence[ModelCosts]] = {}
+        self._sums: dict[tuple[int, int], tuple[LayerSums, Sequence[LayerSums]]] = {}
 
     @classmethod
     def of(
@@ -198,7 +202,7 @@ class Planner:
         *,
         loss: Loss = PLAIN,
         as_on_gpu: bool = False,
-        measured: Mapping[int, ModelCosts] | None = None,
+        measured: Mapping[tuple[int, int], Sequence[ModelCosts]] | None = None,
         profile_on: torch.device | None = None,
         memory_bytes: MemoryLimit = None,
         cluster: Cluster | None = None,
@@ -212,7 +216,7 @@ class Planner:
             device: what a process computes on.
             loss: of the micro-batch.
             as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
-            measured: costs with seconds, by the rows of the micro-batch.
+            measured: costs with seconds, by the rows of the micro-batch and the chunks of a row.
             profile_on: where to measure the other layers' seconds; None: they are estimated.
             memory_bytes: the most that a process may use, or one number for each process.
             cluster: the links between the processes.
@@ -224,13 +228,13 @@ class Planner:
         mini_batch = inputs.mini_batch(adapter.target_keys)
         tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu))
 
-        def costs_of(rows: int) -> ModelCosts:
-            if measured is not None and rows in measured:
-                return measured[rows]
+        def costs_of(rows: int, chunks: int) -> Sequence[ModelCosts]:
+            if measured is not None and (rows, chunks) in measured:
+                return measured[rows, chunks]
             workload = mini_batch.of_rows(rows)
             if profile_on is not None:
-                return profile_layers(adapter, workload, profile_on, loss=loss)
-            return tracer().costs(workload)
+                return each_chunk(workload, chunks, partial(profile_layers, adapter, device=profile_on, loss=loss))
+            return each_chunk(workload, chunks, tracer().costs)
 
         return cls(costs_of, replace(inputs, example=mini_batch), device, memory_bytes, cluster, speeds)
 
@@ -246,33 +250,49 @@ class Planner:
         other.rows, other.inputs = rows, replace(self.inputs, example=replace(self.inputs.mini_batch(), rows=rows))
         return other
 
+    def with_chunks(self, chunks: int) -> Planner:
+        """The same planner for rows that are cut into so many chunks; what it has computed is shared."""
+        other = copy.copy(self)
+        other.chunks = chunks
+        return other
+
     @property
     def num_layers(self) -> int:
         """Layers of the model, the same for every micro-batch."""
-        costs = next(iter(self._costs.values()), None) or self.costs(self.rows)
-        return len(costs.layers)
+        costs = next(iter(self._costs.values()), None) or [self.costs(self.rows)]
+        return len(costs[0].layers)
 
     def micro_batch_rows(self, num_micro_batches: int) -> int:
         """Rows of the largest of M micro-batches."""
         return largest_micro_batch(self.rows, num_micro_batches)
 
     def micro_batches_of_step(self, num_micro_batches: int) -> int:
-        """Micro-batches in the table of a step, where a mini-batch is cut into M."""
-        return self.inputs.accumulation * min(num_micro_batches, self.rows)
+        """Micro-batches in the table of a step, where a mini-batch is cut into M; each chunk of a row counts."""
+        return self.inputs.accumulation * min(num_micro_batches, self.rows) * self.chunks
+
+    def _of_chunks(self, num_micro_batches: int) -> Sequence[ModelCosts]:
+        key = self.micro_batch_rows(num_micro_batches), self.chunks
+        if key not in self._costs:
+            self._costs[key] = self._costs_of(*key)
+        return self._costs[key]
 
     def costs(self, num_micro_batches: int) -> ModelCosts:
-        """The costs of the layers for one of M micro-batches."""
-        rows = self.micro_batch_rows(num_micro_batches)
-        if rows not in self._costs:
-            self._costs[rows] = self._costs_of(rows)
-        return self._costs[rows]
+        """The costs of the layers for one of M micro-batches, or for the typical one of its chunks."""
+        return self.sums(num_micro_batches).costs
 
     def sums(self, num_micro_batches: int) -> LayerSums:
-        """Bytes and seconds of runs of layers for one of M micro-batches."""
-        rows = self.micro_batch_rows(num_micro_batches)
-        if rows not in self._sums:
-            self._sums[rows] = LayerSums(self.costs(num_micro_batches), self.device)
-        return self._sums[rows]
+        """Bytes and seconds of runs of layers for one of M micro-batches, or for the typical one of its chunks."""
+        return self._all_sums(num_micro_batches)[0]
+
+    def _all_sums(self, num_micro_batches: int) -> tuple[LayerSums, Sequence[LayerSums]]:
+        """Those of the typical chunk, and those of each chunk."""
+        key = self.micro_batch_rows(num_micro_batches), self.chunks
+        if key not in self._sums:
+            of_chunks = self._of_chunks(num_micro_batches)
+            each = [LayerSums(costs, self.device) for costs in of_chunks]
+            whole = each[0] if len(each) == 1 else LayerSums(typical(of_chunks), self.device)
+            self._sums[key] = whole, each
+        return self._sums[key]
 
     def memory_bound(self, settings: DecidedConfig) -> MemoryBound:
         """The bound on the memory of any stage. The partition of the settings is not read."""
@@ -293,11 +313,10 @@ class Planner:
         Raises:
             ScheduleError: there is none, or the schedule is a table that was read and does not have these numbers.
         """
-        check_known(settings)
         name, num_stages, num_processes = settings.schedule, settings.num_stages, settings.num_processes
         num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
         if (given := self.inputs.tables.get(name)) is not None:
-            asked = num_stages, self.inputs.accumulation * settings.num_micro_batches, num_processes
+            asked = num_stages, self.inputs.accumulation * settings.num_micro_batches * self.chunks, num_processes
             if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
                 raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
             recompute_under(given, settings.recompute)
@@ -307,7 +326,7 @@ class Planner:
         check_processes(self.memory_bytes, self.speeds, placement)
         of_table = Recompute.parse(settings.recompute, num_stages).of_table
         if name not in ASYNCHRONOUS_SCHEDULES:
-            table = build(name, num_stages, num_micro_batches, placement, of_table)
+            table = build(name, num_stages, num_micro_batches, placement, of_table, chunks=self.chunks)
             return self._with_visits(table, settings)
         steps = [num_micro_batches] * max(4, LONGEST_WINDOW // num_micro_batches)
         return build(name, num_stages, sum(steps), placement, of_table, steps=steps)
@@ -322,10 +341,10 @@ class Planner:
 
     def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
         """The seconds of the actions and messages of a table that runs with these settings."""
-        sums, placement = self.sums(settings.num_micro_batches), table.placement
+        sums, placement = self._all_sums(settings.num_micro_batches), table.placement
         network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
         speeds = speeds_of(self.speeds, placement)
-        return _table_costs(sums, stage_layers(settings), table, speeds, self.inputs, settings, network)
+        return _table_costs(*sums, stage_layers(settings), table, speeds, self.inputs, settings, network)
 
     def plan(self, settings: DecidedConfig) -> Plan:
         """Predict the memory and the time of one step of a pipeline with these settings.
@@ -333,6 +352,8 @@ class Planner:
         Raises:
             UserError: one of its kinds, for settings that no pipeline could have.
         """
+        if self.chunks != settings.sequence_chunks:
+            return self.with_chunks(settings.sequence_chunks).plan(settings)
         costs, sums = self.costs(settings.num_micro_batches), self.sums(settings.num_micro_batches)
         cut(len(costs.layers), settings.num_stages, settings.partition)
         table = self.table(settings)
@@ -370,16 +391,6 @@ class Planner:
         return Plan(settings, self, costs, tuple(plans), tuple(processes), timeline)
 
 
-def check_known(config: PipelineConfig) -> None:
-    """Raise UserError for what cannot be planned."""
-    if config.sequence_chunks > 1:
-        raise UserError(
-            f"sequence_chunks is {config.sequence_chunks}, and the planner does not know the costs of chunks yet; give "
-            "num_stages, num_micro_batches, schedule, recompute and partition, none of them auto or by cost, or leave "
-            "sequence_chunks out"
-        )
-
-
 def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:
     """Which tensors the live graphs of each stage keep."""
     blocks = Recompute.parse(settings.recompute, settings.num_stages).block_stages
@@ -406,6 +417,7 @@ def _entries(settings: DecidedConfig) -> tuple[str | int, ...]:
 
 def _table_costs(
     sums: LayerSums,
+    of_chunks: Sequence[LayerSums],
     stages: Sequence[StageLayers],
     table: Schedule,
     speeds: Sequence[float],
@@ -413,7 +425,7 @@ def _table_costs(
     settings: DecidedConfig,
     network: Network,
 ) -> Costs:
-    """The costs for the simulation of a table."""
+    """The costs for the simulation of a table: `sums` of the typical chunk say bytes, those of each chunk its seconds."""
 
     def update(number: int, stage: StageLayers, count: int) -> float:
         seconds = sums.update_seconds(stage.start, stage.stop, inputs, settings.offload_weights) / speeds[number]
@@ -423,25 +435,26 @@ def _table_costs(
         values = sums.owned(stage.start, stage.stop).trainable_bytes
         return seconds / count + network.reduce_seconds(number, values) / 2
 
-    seconds = [
-        sums.seconds(stage.start, stage.stop, stage.inner).divided(speed)
-        for stage, speed in zip(stages, speeds, strict=True)
-    ]
-    weights = [
-        sums.weight_seconds(stage.start, stage.stop) / speed for stage, speed in zip(stages, speeds, strict=True)
-    ]
+    def each(seconds_of: Callable[[Seconds, float, float], float]) -> list[float | list[float]]:
+        """For each stage the seconds of an action: of one chunk after the other, where rows are cut."""
+        found: list[float | list[float]] = []
+        for stage, speed, share in zip(stages, speeds, recompute_shares(table), strict=True):
+            run = stage.start, stage.stop
+            values = [
+                seconds_of(one.seconds(*run, stage.inner), one.weight_seconds(*run), share) / speed for one in of_chunks
+            ]
+            found.append(values if len(values) > 1 else values[0])
+        return found
+
     hosted = [sums.hosted(stage.start, stage.stop, settings.offload_weights) for stage in stages]
     share = sent_share(settings.boundary_dtype, sums.costs.dtype)
     boundaries = [share * sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
     return Costs(
-        forward_seconds=[
-            stage_seconds.first_forward(share)
-            for stage_seconds, share in zip(seconds, recompute_shares(table), strict=True)
-        ],
-        recompute_seconds=[own.forward for own in seconds],
-        backward_seconds=[own.backward for own in seconds],
-        input_seconds=[own.backward - weight for own, weight in zip(seconds, weights, strict=True)],
-        weight_seconds=weights,
+        forward_seconds=each(lambda own, _, share: own.first_forward(share)),
+        recompute_seconds=each(lambda own, *_: own.forward),
+        backward_seconds=each(lambda own, *_: own.backward),
+        input_seconds=each(lambda own, weights, _: own.backward - weights),
+        weight_seconds=each(lambda _, weights, __: weights),
         update_seconds=[
             update(number, *stage) for number, stage in enumerate(zip(stages, table.placement.replicas, strict=True))
         ],

@@ -85,6 +85,7 @@ class LayerSums:
         self.backward_flops = RangeSum(layer.backward_flops for layer in layers)
         self.buffer_bytes = RangeSum(layer.buffer_bytes for layer in layers)
         self.deferred_bytes = RangeSum(layer.deferred_bytes for layer in layers)
+        self.row_bytes = RangeSum(layer.row_bytes for layer in layers)
         self.forward_only_peak_bytes = RangeMax(layer.forward_only_working_bytes for layer in layers)
         self.graphs: dict[InnerRecompute, GraphSums] = {mode: GraphSums(layers, mode) for mode in ("none", "block")}
         self._own = list(accumulate((layer.parameters for layer in layers), initial=Parameters()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.adapters.known_mask import KnownMask
+from hf_gpipe.adapters.lower_right import LowerRightMask
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner.tracker import Phase, Tracker
 from hf_gpipe.runtime.loss import PLAIN, Loss
@@ -45,6 +47,7 @@ class Trace(NamedTuple):
         forward_only_levels: the same of a forward without one.
         backward_levels: of the backward, above `saved`, the gradient that comes in included.
         deferred: of blocks that are not recomputed, what I keeps for W where the backward is split.
+        row: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
         forward_flops, backward_flops: of matrix products, numbers.
         weight_flops: of the backward's matrix products those for the weights of linear layers.
         stage_calls, forward_calls, backward_calls: numbers of operations: of the forward those before the first own
@@ -58,6 +61,7 @@ class Trace(NamedTuple):
     forward_only_levels: tuple[int, ...]
     backward_levels: tuple[int, ...]
     deferred: int
+    row: int
     forward_flops: int
     backward_flops: int
     weight_flops: int
@@ -82,12 +86,15 @@ class Trace(NamedTuple):
 
 
 class _AttentionOfAGpu(TorchFunctionMode):
-    """The kernels of attention on a GPU draw dropout inside of them, which the CPU's cannot: there it costs memory."""
+    """Attention as the kernels of a GPU compute it: they draw dropout inside of them, where a CPU's takes memory, and
+    need no mask for a chunk of a row."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.nn.functional.scaled_dot_product_attention and "dropout_p" in kwargs:
+        if func is torch.nn.functional.scaled_dot_product_attention:
             kwargs["dropout_p"] = 0.0
+            if isinstance(kwargs.get("attn_mask"), LowerRightMask):
+                kwargs |= {"attn_mask": None, "is_causal": True}
         return func(*args, **kwargs)
 
 
@@ -124,19 +131,15 @@ class StageTracer:
         #: On fake tensors, once it was made.
         self._stage: Stage | None = None
 
-    def trace(self, inputs: Mapping[str, torch.Tensor]) -> Trace:
-        """Run it once forward and once backward.
+    def trace(self, micro_batch: MicroBatch) -> Trace:
+        """Run it once forward and once backward on a micro-batch, or on a chunk of its rows."""
+        return self._run(micro_batch, _trace)
 
-        Args:
-            inputs: what `Adapter.prepare` made of a micro-batch.
-        """
-        return self._run(inputs, _trace)
-
-    def saved_bytes(self, inputs: Mapping[str, torch.Tensor], first_layer: int) -> tuple[int, int]:
+    def saved_bytes(self, micro_batch: MicroBatch, first_layer: int) -> tuple[int, int]:
         """Run it forward only: the graph's `saved`, and of it what was made before a layer was called.
 
         Args:
-            inputs: as of `trace`.
+            micro_batch: what runs.
             first_layer: number of that layer.
         """
 
@@ -144,35 +147,38 @@ class StageTracer:
             forward = _forward(stage, context, tracker, first_layer)
             return forward.saved, forward.outside
 
-        return self._run(inputs, run)
+        return self._run(micro_batch, run)
 
     @property
     def is_real(self) -> bool:
         """Whether it runs on real tensors; known after the first run."""
         return self._is_real
 
-    def _run(self, inputs: Mapping[str, torch.Tensor], run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
+    def _run(self, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
         generator = default_generator(CPU)
         state = generator.get_state()
         try:
             if not self._is_real:
                 try:
-                    return self._run_fake(inputs, run)
+                    return self._run_fake(micro_batch, run)
                 except _DEPENDS_ON_VALUES:
                     self._is_real, self._stage = True, None
-            return self._tracked(self._made(None), inputs, run)
+            return self._tracked(self._made(None), micro_batch, run)
         finally:
             generator.set_state(state)
 
-    def _run_fake(
-        self, inputs: Mapping[str, torch.Tensor], run: Callable[[Stage, Context, Tracker], _Result]
-    ) -> _Result:
+    def _run_fake(self, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
         if self._stage is None:
             self._stage = self._made(self._mode)
         with self._mode, torch.device(CPU):
             self._stage.reset()
-            fake = {name: self._mode.from_tensor(tensor) for name, tensor in inputs.items()}
-            return self._tracked(self._stage, fake, run)
+            fake = {name: self._fake(tensor) for name, tensor in micro_batch.inputs.items()}
+            return self._tracked(self._stage, replace(micro_batch, inputs=fake), run)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, KnownMask):
+            return tensor.copied_as(self._mode.from_tensor(tensor.as_subclass(torch.Tensor)))
+        return self._mode.from_tensor(tensor)
 
     def _made(self, weights: FakeTensorMode | None) -> Stage:
         stage_model = assemble(self._adapter, self._layers, weights, CPU)
@@ -183,18 +189,18 @@ class StageTracer:
     def _tracked(
         self,
         stage: Stage,
-        inputs: Mapping[str, torch.Tensor],
+        micro_batch: MicroBatch,
         run: Callable[[Stage, Context, Tracker], _Result],
     ) -> _Result:
-        context, tracker = _prepare(stage, inputs)
+        context, tracker = _prepare(stage, micro_batch)
         with _kernels(self._as_on_gpu), tracker:
             return run(stage, context, tracker)
 
 
 def _trace(stage: Stage, context: Context, tracker: Tracker) -> Trace:
+    row = sum(tensor.nbytes for cache in stage.row_caches.values() for tensor in cache.tensors()) // 2
     with tracker.phase() as forward_only:
         stage.forward(context, keep_graph=False)
-    stage.reset()
     forward = _forward(stage, context, tracker, stage.model.start)
     with tracker.phase() as backward:
         stage.backward(0, forward.gradients)
@@ -206,6 +212,7 @@ def _trace(stage: Stage, context: Context, tracker: Tracker) -> Trace:
         forward_only_levels=tuple(forward_only.levels),
         backward_levels=tuple(level + forward.incoming for level in (0, *backward.levels)),
         deferred=_deferred_bytes(stage, context, forward.gradients),
+        row=row,
         forward_flops=forward.phase.flops,
         backward_flops=backward.flops,
         # A linear layer's gradient of its input takes as many operations as its forward; the rest is for the weights.
@@ -216,15 +223,19 @@ def _trace(stage: Stage, context: Context, tracker: Tracker) -> Trace:
     )
 
 
-def _prepare(stage: Stage, inputs: Mapping[str, torch.Tensor]) -> tuple[Context, Tracker]:
+def _prepare(stage: Stage, micro_batch: MicroBatch) -> tuple[Context, Tracker]:
     """A micro-batch for the stage, and a tracker that counts nothing of what is there now."""
-    context = context_of(stage.model, inputs)
+    context = context_of(stage.model, micro_batch)
     model, tracker = stage.model.model, Tracker()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     tracker.ignore([*model.parameters(), *model.buffers(), *context.micro_batch.inputs.values()])
     tracker.ignore(p.grad for p in model.parameters() if p.grad is not None)
     tracker.ignore(context.carry.values())
+    if micro_batch.chunk is not None:
+        # What is kept of whole rows: the first forward makes it.
+        stage.forward(context, keep_graph=False)
+        tracker.ignore(stage.row_caches[micro_batch.chunk.sequence].tensors())
     return context, tracker
 
 
@@ -309,7 +320,7 @@ def _kernels(as_on_gpu: bool) -> Iterator[None]:
         yield
 
 
-def context_of(stage_model: StageModel, inputs: Mapping[str, torch.Tensor]) -> Context:
+def context_of(stage_model: StageModel, micro_batch: MicroBatch) -> Context:
     """The record of one micro-batch with an arbitrary carry, on torch's default device."""
     adapter = stage_model.adapter
     carry = {}
@@ -318,7 +329,6 @@ def context_of(stage_model: StageModel, inputs: Mapping[str, torch.Tensor]) -> C
         # which a CPU computes ten times more slowly.
         carry = {
             name: torch.randn(shape, dtype=adapter.carry_dtype(stage_model.start, name)).mul_(shape[-1] ** -0.5)
-            for name, shape in adapter.carry_shapes(stage_model.start, inputs).items()
+            for name, shape in adapter.carry_shapes(stage_model.start, micro_batch.inputs).items()
         }
-    num_targets = inputs["labels"].numel() if "labels" in inputs else 1
-    return Context(MicroBatch(0, inputs, seed=0, num_units=num_targets, num_micro_batches=1), carry)
+    return Context(micro_batch, carry)

@@ -121,12 +121,32 @@ class Tracker(TorchDispatchMode):
         self.live_bytes -= self._known.pop(number)[1]
 
 
-def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+def _attention(
+    query: Any, key: Any, value: Any, dropout: Any = 0.0, is_causal: bool = False, *args: Any, **kwargs: Any
+) -> int:
+    whole = int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    return whole - _hidden(whole, query, key) if is_causal else whole
 
 
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+def _attention_backward(
+    gradient: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    output: Any,
+    logsumexp: Any,
+    dropout: Any = 0.0,
+    is_causal: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    whole = int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+    return whole - _hidden(whole, query, key) if is_causal else whole
+
+
+def _hidden(whole: int, query: Any, key: Any) -> int:
+    """The part of attention that kernels leave out where the queries are the last tokens, and see none after them."""
+    return whole * query.shape[-2] // (2 * key.shape[-2])
 
 
 def _grouped_output(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *_: Any, **__: Any) -> torch.Tensor:

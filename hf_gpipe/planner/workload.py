@@ -16,6 +16,7 @@ from hf_gpipe.adapters.packing import is_flattened, packed_parts
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe, TrainingSection
 from hf_gpipe.runtime.batches import tensors_of
+from hf_gpipe.runtime.micro_batch import MicroBatch, in_chunks
 from hf_gpipe.runtime.wire import sendable
 from hf_gpipe.schedule import Schedule
 
@@ -64,6 +65,8 @@ class Workload:
         has_padding: whether some row is shorter than the others, so that attention needs a mask.
         is_packed: whether the rows are packed, without padding: the tokens are their mean lengths, rounded up.
         longest_source, longest_target: of packed rows, the tokens of the longest; of others, 0.
+        chunks: into how many chunks of tokens its rows are cut.
+        chunk: the number of the chunk that is run, where there are several.
 
     Raises:
         UserError: a size below 1.
@@ -76,6 +79,8 @@ class Workload:
     is_packed: bool = False
     longest_source: int = 0
     longest_target: int = 0
+    chunks: int = 1
+    chunk: int = 0
 
     def __post_init__(self) -> None:
         for name in ("rows", "source_tokens", "target_tokens"):
@@ -167,6 +172,16 @@ class Workload:
         stacks: list[tuple[StackName, int]] = [(reader, self.source_tokens), ("decoder", self.target_tokens)]
         source, target = (min(length, adapter.num_positions.get(stack, length)) for stack, length in stacks)
         return replace(self, source_tokens=source, target_tokens=target)
+
+    def in_chunks(self, most: int) -> Sequence[Workload]:
+        """Each chunk of its rows, which have at least one token in each."""
+        count = min(most, self.target_tokens)
+        return [replace(self, chunks=count, chunk=number) for number in range(count)]
+
+    def micro_batch(self, adapter: Adapter) -> MicroBatch:
+        """A micro-batch of this shape, or the chunk of it, with one arbitrary token everywhere."""
+        whole = MicroBatch.alone(self.inputs(adapter))
+        return in_chunks(whole, self.chunks, adapter)[self.chunk] if self.chunks > 1 else whole
 
     def inputs(self, adapter: Adapter) -> dict[str, torch.Tensor]:
         """The output of `Adapter.prepare` for a micro-batch of this shape: ids, mask, labels of one arbitrary token.

@@ -29,6 +29,7 @@ from hf_gpipe.schedule.actions import parse_number
 AUTO = "auto"
 SYNCHRONOUS_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
 TRAINING_SCHEDULES = (*SYNCHRONOUS_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
+CHUNK_UNIT = " tokens"
 PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, AUTO)
 #: Keys that may have another value in each process.
 OF_EACH_PROCESS = ("device", "devices", "threads_per_process", "memory")
@@ -112,11 +113,11 @@ class PipelineConfig:
     its part of the weights, and gets the rest from the others (ZeRO-1); 0: each replica keeps and updates all. With
     `replicas` auto, 1 counts where the planner chooses replicas."""
 
-    sequence_chunks: Count = 1
+    sequence_chunks: Count | Annotated[str, OneOf((AUTO,), CHUNK_UNIT)] = 1
     """Into how many chunks of tokens the rows are cut in training, which go through the stages one after another, each
     as a micro-batch would: for long rows, of which a mini-batch has few. For decoder-only models whose layers keep
-    nothing of earlier tokens but keys and values. Evaluation and generation do not cut rows, and the planner does not
-    know the costs of chunks yet: what it would choose has to be given. 1: rows are whole."""
+    nothing of earlier tokens but keys and values. Evaluation and generation do not cut rows. 1: rows are whole; auto:
+    the planner chooses; or the most tokens of a chunk, such as 4096 tokens, by which the longest rows are cut."""
 
     offload_weights: Visitors | None = None
     """Weights that stay in the memory of the host and visit the device of their stage for each run of its actions, so
@@ -187,7 +188,14 @@ class PipelineConfig:
             )
         if self.schedule in ASYNCHRONOUS_SCHEDULES:
             self._check_asynchronous()
-        if self.sequence_chunks > 1 and self.schedule in ASYNCHRONOUS_SCHEDULES:
+        if isinstance(self.sequence_chunks, str):
+            self.most_chunk_tokens  # noqa: B018  # raises for a text that is no number
+            if is_table_file(self.schedule):
+                raise UserError(
+                    f"sequence_chunks is {self.sequence_chunks!r} and schedule is {self.schedule}, a table of so many "
+                    "chunks as it says; give that number as sequence_chunks."
+                )
+        if self.cuts_rows and self.schedule in ASYNCHRONOUS_SCHEDULES:
             raise UserError(
                 f"sequence_chunks is {self.sequence_chunks} and schedule is {self.schedule}, which has no order for "
                 f"rows that are cut into chunks; use one of {', '.join(SYNCHRONOUS_SCHEDULES)}, or leave "
@@ -304,8 +312,8 @@ class PipelineConfig:
         Args:
             can_plan: whether the shape of a mini-batch and the memory of the optimizer are known.
         """
-        is_known = self.sequence_chunks == 1 and not self.offload_weights  # to the planner
-        is_auto = can_plan and is_known and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
+        # The planner chooses nothing for weights that visit.
+        is_auto = can_plan and not self.offload_weights and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
         plain = {**PLANNED, "schedule": "breadth_first"} if self.offload_weights else PLANNED
         values: dict[str, Any] = {name: AUTO if is_auto else plain[name] for name in self.not_given}
         return replace(self, **values) if values else self
@@ -319,7 +327,31 @@ class PipelineConfig:
     def is_decided(self) -> bool:
         """Whether nothing is left to the planner."""
         open_values = AUTO in (self.num_micro_batches, self.schedule, self.recompute)
+        open_values = open_values or isinstance(self.sequence_chunks, str)
         return not (open_values or self.not_given or self.is_cut_by_cost or self.is_mesh_open)
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether rows are cut into chunks, or may be."""
+        return self.sequence_chunks != 1
+
+    @property
+    def most_chunk_tokens(self) -> int | None:
+        """The most tokens of a chunk, where they are given; None: the number of chunks is given, or open.
+
+        Raises:
+            UserError: the text is neither "auto" nor a number of tokens.
+        """
+        given = self.sequence_chunks
+        if isinstance(given, int) or given == AUTO:
+            return None
+        number = given.removesuffix(CHUNK_UNIT)
+        if not number.isdecimal() or not number.isascii() or not (tokens := int(number[:18])):
+            raise UserError(
+                f"sequence_chunks is {given!r}; write a number of chunks, auto, or the most tokens of a chunk, such as "
+                "4096 tokens."
+            )
+        return tokens
 
     @property
     def is_mesh_open(self) -> bool:
@@ -418,6 +450,7 @@ class PipelineConfig:
             return None
         self = self.settled(can_plan=False)
         num_stages, replicas = self.mesh
+        assert isinstance(self.sequence_chunks, int), "it was checked"
         step: int | str = self.num_micro_batches
         if isinstance(step, int):
             step *= accumulation * self.sequence_chunks
@@ -447,6 +480,7 @@ class DecidedConfig(PipelineConfig):
     recompute: Annotated[Annotated[str, OneOf(_MODES)] | _Entries, _Listed]
     partition: Annotated[tuple[Count, ...], _Listed]
     num_processes: Count
+    sequence_chunks: Count = 1
 
     def replaced(self, **values: Any) -> PipelineConfig:
         """A copy with `values`, which may leave something to the planner again."""

@@ -34,7 +34,7 @@ T = TypeVar("T")
 class OneOf:
     """A check that the value is one of `names`, which another module owns; for names in the annotation use Literal.
 
-    With `or_suffix`, such as ".txt", the path of a file that ends in it is also allowed.
+    With `or_suffix`, such as ".txt", a text that ends in it, such as the path of a file, is also allowed.
     """
 
     names: tuple[str, ...]

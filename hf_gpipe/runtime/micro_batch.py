@@ -50,6 +50,12 @@ class MicroBatch:
     chunk: Chunk | None = None
     shapes: dict[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
+    @classmethod
+    def alone(cls, inputs: Mapping[str, torch.Tensor]) -> MicroBatch:
+        """The only micro-batch of a step that does not count, with these prepared inputs."""
+        num_targets = inputs["labels"].numel() if "labels" in inputs else 1
+        return cls(0, inputs, seed=0, num_units=num_targets, num_micro_batches=1)
+
     @property
     def num_rows(self) -> int:
         return len(next(iter(self.inputs.values())))
@@ -252,11 +258,11 @@ def make_micro_batches(
     chunks = num_chunks(inputs, sequence_chunks)
     if chunks == 1:
         return whole
-    of_chunks = (chunk for one in whole for chunk in _in_chunks(one, chunks, adapter))
+    of_chunks = (chunk for one in whole for chunk in in_chunks(one, chunks, adapter))
     return [replace(chunk, index=first + number) for number, chunk in enumerate(of_chunks)]
 
 
-def _in_chunks(whole: MicroBatch, count: int, adapter: Adapter) -> list[MicroBatch]:
+def in_chunks(whole: MicroBatch, count: int, adapter: Adapter) -> list[MicroBatch]:
     """The chunks of a micro-batch in place of it, all with its index. A chunk's seeds depend on its number too."""
     length = whole.inputs["input_ids"].shape[1]
     return [

@@ -60,6 +60,7 @@ class Stage:
     Attributes:
         trainable_inputs: for each carried tensor that the stage receives, whether an earlier stage needs its gradient.
         trainable_outputs: the same for the tensors that it sends; empty on the last stage.
+        row_caches: of rows that are cut into chunks what later ones read, between the first F and the last B or I.
     """
 
     def __init__(
@@ -72,8 +73,7 @@ class Stage:
         self._live: dict[int, _Live] = {}
         #: Of each micro-batch between its I and W the parts of its weight gradients.
         self._kept: dict[int, list[Product]] = {}
-        #: Of rows that are cut into chunks what later ones read, between the first F and the last B or I.
-        self._row_caches: dict[int, RowCache] = {}
+        self.row_caches: dict[int, RowCache] = {}
 
     @property
     def is_first(self) -> bool:
@@ -123,7 +123,7 @@ class Stage:
             torch.autograd.backward(list(roots.values()), [gradients[name] for name in roots])
         chunk = live.context.micro_batch.chunk
         if chunk is not None and not chunk.start:
-            del self._row_caches[chunk.sequence]
+            del self.row_caches[chunk.sequence]
         return {
             name: tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for name, tensor in graph.inputs.items()
@@ -223,7 +223,7 @@ class Stage:
         """Drop everything of the current step, after a failure."""
         self._live.clear()
         self._kept.clear()
-        self._row_caches.clear()
+        self.row_caches.clear()
         self.model.batch_norms.reset()
         self.end_step()
 
@@ -291,9 +291,9 @@ class Stage:
         inputs = micro_batch.inputs
         if (chunk := micro_batch.chunk) is None:
             return inputs, None
-        if chunk.sequence not in self._row_caches:
-            self._row_caches[chunk.sequence] = RowCache(self.model, chunk.length)
-        rows = self._row_caches[chunk.sequence]
+        if chunk.sequence not in self.row_caches:
+            self.row_caches[chunk.sequence] = RowCache(self.model, chunk.length)
+        rows = self.row_caches[chunk.sequence]
         routers = rows.routers_at(chunk.start, *inputs["input_ids"].shape)
         return {**inputs, "past_key_values": rows.at(chunk.start), "use_cache": True}, routers
 

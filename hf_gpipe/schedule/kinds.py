@@ -71,6 +71,11 @@ class Held(StrEnum):
     VISITING_GRADIENTS = "gradients of visiting weights"
     """The same of weights that visit: to the end of D."""
 
+    ROW = "row"
+    """The keys and values of a row that is cut into chunks: from its first F to the end of its last B or I."""
+    ROW_GRADIENTS = "gradients of a row"
+    """Those of its keys and values: from its first B or I on."""
+
     __hash__ = str.__hash__
 
 

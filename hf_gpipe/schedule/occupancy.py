@@ -49,6 +49,13 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
                 yield Held.WEIGHT_GRADIENTS, span.end, math.inf
                 for drop in schedule.concerned(process, span.action, [DROP]):
                     yield Held.VISITING_GRADIENTS, span.end, timeline.ends[process, drop]
+    for row in schedule.placement.rows_of(own) if schedule.chunks > 1 else ():
+        spans = [span for micro_batch in row for span in ran[stage][micro_batch]]
+        backwards = [span for span in spans if span.action.kind.takes_gradient]
+        end = max(span.end for span in backwards or spans)
+        yield Held.ROW, min(span.computes for span in spans), end
+        if backwards:
+            yield Held.ROW_GRADIENTS, min(span.computes for span in backwards), end
 
 
 Amounts = Mapping[Held, Mapping[str, float]]

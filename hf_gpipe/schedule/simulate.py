@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
@@ -38,17 +38,20 @@ from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
 
 Seconds: TypeAlias = float | Fraction
-Number = TypeVar("Number", float | Fraction, int)
+OfStages: TypeAlias = Seconds | Sequence[Seconds] | Sequence[Sequence[Seconds]]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of one micro-batch: one value for all stages (or boundaries), or a sequence with one for each."""
+    """The costs of one micro-batch: one value for all stages (or boundaries), or a sequence with one for each.
 
-    forward_seconds: Seconds | Sequence[Seconds]
+    Where rows are cut into chunks, the value of a stage may be a sequence too, with one for each chunk of a row.
+    """
+
+    forward_seconds: OfStages
     """Of each stage (K values), for one micro-batch, as the next two."""
-    backward_seconds: Seconds | Sequence[Seconds]
-    recompute_seconds: Seconds | Sequence[Seconds] | None = None
+    backward_seconds: OfStages
+    recompute_seconds: OfStages | None = None
     """None: as long as the forward."""
     update_seconds: Seconds | Sequence[Seconds] = 0
     """Of each stage, for the whole mini-batch."""
@@ -57,14 +60,14 @@ class Costs:
     either direction."""
     reduce_seconds: Seconds | Sequence[Seconds] = 0
     """Of each stage, for the reduction of its gradients over its replicas; a stage without replicas has none."""
-    input_seconds: Seconds | Sequence[Seconds] | None = None
+    input_seconds: OfStages | None = None
     """Of each stage, of I: the gradient of the stage's inputs. None: half of the backward."""
-    weight_seconds: Seconds | Sequence[Seconds] | None = None
+    weight_seconds: OfStages | None = None
     """Of each stage, of W: the gradients of the weights. None: half of the backward."""
     others: Mapping[str, Seconds | Sequence[Seconds]] | None = None
     """Of each stage, of the kinds of actions that name no field, by letter; 0 where it is missing."""
 
-    def of(self, kind: ActionKind) -> tuple[str, Seconds | Sequence[Seconds], Fraction | int]:
+    def of(self, kind: ActionKind) -> tuple[str, OfStages, Fraction | int]:
         """What an action of a kind takes: the name of the cost, the cost, and the share of it."""
         for name, share in kind.price:
             if (value := getattr(self, name)) is not None:
@@ -212,11 +215,13 @@ class _Clock:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         num_stages = schedule.num_stages
 
-        self._seconds: dict[ActionKind, tuple[Seconds, ...]] = {}
+        #: Of each kind and stage one number for each chunk of a row, or a single one.
+        self._seconds: dict[ActionKind, list[tuple[Seconds, ...]]] = {}
         for kind in KINDS.values():
             name, value, share = costs.of(kind)
-            seconds = _each(value, num_stages, name, "stages")
-            self._seconds[kind] = seconds if share == 1 else tuple(one * share for one in seconds)
+            stages = value if isinstance(value, Sequence) else (value,) * num_stages
+            _check_count(stages, num_stages, name, "stages")
+            self._seconds[kind] = [_each_chunk(one, schedule.chunks, name, share) for one in stages]
         self._transfer_seconds = _of_edges(costs.transfer_seconds, schedule)
         self._schedule = schedule
         self._order = executable_order(schedule)
@@ -240,7 +245,7 @@ class _Clock:
             for action in sorted(every, key=lambda one: (max(reached_at[one]), -one.stage)):
                 lanes = [_lane_of(placement, process, action) for process in placement.workers[action.stage]]
                 start = max(*reached_at.pop(action), *(free_at.get(lane, 0) for lane in lanes))
-                end = start + seconds[action.kind][action.stage]
+                end = start + seconds[action.kind][action.stage][0]
                 for lane in lanes:
                     free_at[lane] = ends_at[lane[0], action] = end
                     spans.append(Span(lane[0], action, start, end))
@@ -264,7 +269,8 @@ class _Clock:
                 collect()
                 for other in schedule.concerned(process, action, awaited):
                     start = max(start, ends_at.get((process, other), 0))
-            end = start + seconds[kind][action.stage]
+            of_chunks = seconds[kind][action.stage]
+            end = start + of_chunks[(action.micro_batch or 0) % len(of_chunks)]
             spans.append(Span(process, action, start, end))
             free_at[lane] = end
             if kind.resource is Resource.COMPUTE:
@@ -304,13 +310,25 @@ def _of_edges(
     return value
 
 
-def _each(value: Number | Sequence[Number], count: int, name: str, of_what: str) -> tuple[Number, ...]:
-    """One value for each stage or boundary."""
+def _each(value: Seconds | Sequence[Seconds], count: int, name: str, of_what: str) -> tuple[Seconds, ...]:
+    """One value for each boundary, edge or chunk."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * count
+    _check_count(values, count, name, of_what)
+    if any(one < 0 for one in values):
+        raise ScheduleError(f"{name} is {min(values)} somewhere; a cost is never below 0.")
+    return values
+
+
+def _each_chunk(
+    value: Seconds | Sequence[Seconds], chunks: int, name: str, share: Fraction | int
+) -> tuple[Seconds, ...]:
+    """A share of the value of a stage for each chunk of a row, or of its only one."""
+    values = _each(value, chunks if isinstance(value, Sequence) else 1, name, "chunks of a row")
+    return values if share == 1 else tuple(one * share for one in values)
+
+
+def _check_count(values: Sequence[object], count: int, name: str, of_what: str) -> None:
     if len(values) != count:
         raise ScheduleError(
             f"{name} has {len(values)} values for {count} {of_what}; give one for each, or one number for all."
         )
-    if any(one < 0 for one in values):
-        raise ScheduleError(f"{name} is {min(values)} somewhere; a cost is never below 0.")
-    return values

@@ -76,7 +76,7 @@ class PipelineTrainingArguments(TrainingArguments):
     memory: str | None = _key(PipelineConfig, "memory")
     replicas: int | list[int] | str = _decided("replicas")
     zero: int = _decided("zero")
-    sequence_chunks: int = _decided("sequence_chunks")
+    sequence_chunks: int | str = _decided("sequence_chunks")
     offload_weights: str | None = _key(PipelineConfig, "offload_weights")
     boundary_dtype: str | None = _key(PipelineConfig, "boundary_dtype")
     timeline_steps: int | None = _key(TrainingSection, "timeline_steps")

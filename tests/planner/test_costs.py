@@ -91,7 +91,7 @@ def trace(costs_family: PreTrainedConfig, start: int, stop: int, inner: InnerRec
     tracer = StageTracer(
         adapter, range(start, stop), wants_gradient, recompute_blocks=recompute_blocks, is_real=is_real
     )
-    return tracer.trace(WORKLOAD.inputs(adapter))
+    return tracer.trace(WORKLOAD.micro_batch(adapter))
 
 
 @pytest.mark.parametrize("inner", ["none", "block"])

@@ -103,5 +103,5 @@ def test_received_tensors_are_not_too_large_for_a_head_whose_weights_are() -> No
     adapter = adapter_for(T5Config(d_model=512, decoder_start_token_id=0, **narrow))
     head = StageModel(adapter, len(adapter.layers) - 1, len(adapter.layers))
     initialise(head, CPU, seed=0)
-    carry = context_of(head, WORKLOAD.inputs(adapter)).carry
+    carry = context_of(head, WORKLOAD.micro_batch(adapter)).carry
     assert (carry["hidden"] @ head.model.lm_head.weight.T).abs().max() < 10

@@ -331,7 +331,7 @@ def test_the_planner_counts_a_chunk_and_not_the_logits() -> None:
         adapter = adapter_for(type(CONFIGS[name])(**(CONFIGS[name].to_dict() | {"vocab_size": vocabulary})))
         last = len(adapter.layers) - 1
         stage = StageTracer(adapter, range(last, last + 1), ModelLayers(adapter).wants_gradient)
-        found = stage.trace(workload.inputs(adapter))
+        found = stage.trace(workload.micro_batch(adapter))
         positions = 4 * 128
         logits, chunk = positions * vocabulary * 4, chunk_positions(16, vocabulary) * vocabulary * 4
         assert chunk == logits // 8
@@ -362,5 +362,5 @@ def test_the_planner_runs_every_loss_without_memory() -> None:
     for loss in (RowLoss(lambda log_probs, inputs: log_probs), LogitsLoss(lambda *_, **__: None), TokenLoss(0.1)):
         wants_gradient = ModelLayers(adapter).wants_gradient
         stage = StageTracer(adapter, range(last, last + 1), wants_gradient, loss=loss.planned)
-        stage.trace(Workload(rows=4, source_tokens=8, target_tokens=8).inputs(adapter))
+        stage.trace(Workload(rows=4, source_tokens=8, target_tokens=8).micro_batch(adapter))
         assert not stage.is_real, loss
