@@ -48,7 +48,8 @@ def measure(job: dict[str, int], how: str) -> dict[str, Any]:
     stage = Stage(model, lambda boundary: {"hidden": True})
     torch.manual_seed(0)
     ids = torch.randint(1, job["vocabulary"], (job["rows"], length))
-    context = context_of(model, MicroBatch.alone({"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}))
+    inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    context = context_of(model, MicroBatch.alone(inputs))
 
     def step() -> float:
         loss = stage.forward(context, keep_graph=True)["loss"]

@@ -52,10 +52,6 @@ class KnownMask(torch.Tensor):
         """The same memory, with the answer; reads the values, so `mask` should be on the CPU."""
         return cls._with(mask, not bool((mask == 1).all()), documents)
 
-    def copied_as(self, tensor: torch.Tensor) -> KnownMask:
-        """A tensor with the same values as a mask with the same answer; its values are not read."""
-        return self._with(tensor, self.is_padded, self.documents)
-
     @classmethod
     def _with(cls, mask: torch.Tensor, is_padded: bool, documents: Documents | None) -> KnownMask:
         known = mask.as_subclass(cls)
@@ -99,8 +95,8 @@ def _answering(make_mask: Callable[..., Any], *, takes_lower_right: bool) -> Cal
 
     def of_text(*args: Any, **options: Any) -> Any:
         """The mask of rows without padding, or of one document."""
-        if takes_lower_right and (queries := options["q_length"]) > 1 and _is_lower_right(**options):
-            return LowerRightMask.of(queries, options["kv_length"], options["device"])
+        if takes_lower_right and _is_lower_right(**options):
+            return LowerRightMask.of(options["q_length"], options["kv_length"], options["device"])
         return make_mask(*args, attention_mask=None, **options)
 
     @wraps(make_mask)
@@ -112,6 +108,8 @@ def _answering(make_mask: Callable[..., Any], *, takes_lower_right: bool) -> Cal
                 return of_text(*args, **options)
             options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             attention_mask = attention_mask.as_subclass(torch.Tensor)
+        if attention_mask is None:
+            return of_text(*args, **options)
         return make_mask(*args, attention_mask=attention_mask, **options)
 
     return make
@@ -128,7 +126,7 @@ def _is_lower_right(
 ) -> bool:
     """Whether the queries are the last of all tokens, and each attends to all up to itself."""
     is_last = isinstance(q_offset, int) and 0 < q_offset == kv_length - q_length and not kv_offset
-    return is_last and allow_is_causal_skip and (local_size is None or kv_length < local_size)
+    return q_length > 1 and is_last and allow_is_causal_skip and (local_size is None or kv_length < local_size)
 
 
 def _install() -> None:

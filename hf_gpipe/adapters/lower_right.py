@@ -18,6 +18,7 @@ import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from transformers.integrations.sdpa_attention import repeat_kv
 
@@ -33,7 +34,9 @@ class LowerRightMask(torch.Tensor):
 
     @classmethod
     def of(cls, queries: int, tokens: int, device: torch.device) -> LowerRightMask:
-        return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device).expand(1, 1, queries, tokens).as_subclass(cls)
+        with _disable_current_modes():  # a tensor without data, such as the planner's, can have no subclass
+            placeholder = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+            return placeholder.expand(1, 1, queries, tokens).as_subclass(cls)
 
     @cached_property
     def written(self) -> torch.Tensor:

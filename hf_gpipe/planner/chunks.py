@@ -41,7 +41,7 @@ def each_chunk(workload: Workload, most: int, costs_of: Callable[[Workload], Mod
 
 
 def typical(chunks: Sequence[ModelCosts]) -> ModelCosts:
-    """One chunk for all of a row: the bytes are those of the last, which attends to most, arithmetic and time the mean."""
+    """One chunk for all of a row: its bytes are those of the last, which attends to most; its time is the mean."""
     last = chunks[-1]
     if len(chunks) == 1:
         return last

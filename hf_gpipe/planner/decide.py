@@ -139,7 +139,7 @@ class Planning:
         limits = tuple(steady_memory(rank.devices[0], hosts.count(rank.host)) for rank in self.world.ranks)
         return min(limits) if max(limits) < ALIKE * min(limits) else limits
 
-    def _measure(self, config: PipelineConfig) -> dict[tuple[int, int], Sequence[ModelCosts]]:
+    def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, int], Sequence[ModelCosts]]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
         world = self.world
         mini_batch = world.from_reader(lambda: self.inputs.mini_batch(self.adapter.target_keys))

@@ -10,7 +10,7 @@ from functools import cache, cached_property, partial
 import torch
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.errors import ScheduleError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
@@ -25,7 +25,7 @@ from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.times import TimeEstimate, time_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch, sent_share
-from hf_gpipe.recipe import DecidedConfig, PipelineConfig
+from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import (
@@ -425,7 +425,7 @@ def _table_costs(
     settings: DecidedConfig,
     network: Network,
 ) -> Costs:
-    """The costs for the simulation of a table: `sums` of the typical chunk say bytes, those of each chunk its seconds."""
+    """The costs for the simulation of a table; `sums` are of the typical chunk, `of_chunks` of each."""
 
     def update(number: int, stage: StageLayers, count: int) -> float:
         seconds = sums.update_seconds(stage.start, stage.stop, inputs, settings.offload_weights) / speeds[number]
@@ -435,9 +435,9 @@ def _table_costs(
         values = sums.owned(stage.start, stage.stop).trainable_bytes
         return seconds / count + network.reduce_seconds(number, values) / 2
 
-    def each(seconds_of: Callable[[Seconds, float, float], float]) -> list[float | list[float]]:
+    def each(seconds_of: Callable[[Seconds, float, float], float]) -> list[float | Sequence[float]]:
         """For each stage the seconds of an action: of one chunk after the other, where rows are cut."""
-        found: list[float | list[float]] = []
+        found: list[float | Sequence[float]] = []
         for stage, speed, share in zip(stages, speeds, recompute_shares(table), strict=True):
             run = stage.start, stage.stop
             values = [

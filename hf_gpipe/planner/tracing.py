@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -18,13 +18,12 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.overrides import TorchFunctionMode
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.known_mask import KnownMask
-from hf_gpipe.adapters.lower_right import LowerRightMask
 from hf_gpipe.model.assembly import assemble
+from hf_gpipe.planner.gpu_attention import AttentionOfAGpu
 from hf_gpipe.planner.tracker import Phase, Tracker
 from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
@@ -83,19 +82,6 @@ class Trace(NamedTuple):
     def backward_peak(self) -> int:
         """The most that the backward needs."""
         return max(self.backward_levels)
-
-
-class _AttentionOfAGpu(TorchFunctionMode):
-    """Attention as the kernels of a GPU compute it: they draw dropout inside of them, where a CPU's takes memory, and
-    need no mask for a chunk of a row."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0
-            if isinstance(kwargs.get("attn_mask"), LowerRightMask):
-                kwargs |= {"attn_mask": None, "is_causal": True}
-        return func(*args, **kwargs)
 
 
 class StageTracer:
@@ -172,13 +158,13 @@ class StageTracer:
             self._stage = self._made(self._mode)
         with self._mode, torch.device(CPU):
             self._stage.reset()
-            fake = {name: self._fake(tensor) for name, tensor in micro_batch.inputs.items()}
+            # No fake tensor can be a mask that knows its answer: without a mask nothing is padded either.
+            fake = {
+                name: self._mode.from_tensor(tensor.as_subclass(torch.Tensor))
+                for name, tensor in micro_batch.inputs.items()
+                if not isinstance(tensor, KnownMask) or tensor.is_padded
+            }
             return self._tracked(self._stage, replace(micro_batch, inputs=fake), run)
-
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, KnownMask):
-            return tensor.copied_as(self._mode.from_tensor(tensor.as_subclass(torch.Tensor)))
-        return self._mode.from_tensor(tensor)
 
     def _made(self, weights: FakeTensorMode | None) -> Stage:
         stage_model = assemble(self._adapter, self._layers, weights, CPU)
@@ -316,7 +302,7 @@ def _kernels(as_on_gpu: bool) -> Iterator[None]:
     if not as_on_gpu:
         yield
         return
-    with _AttentionOfAGpu():
+    with AttentionOfAGpu():
         yield
 
 

@@ -15,7 +15,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
+
+from hf_gpipe.planner.gpu_attention import attention_backward_flops, attention_flops
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -121,32 +123,24 @@ class Tracker(TorchDispatchMode):
         self.live_bytes -= self._known.pop(number)[1]
 
 
-def _attention(
-    query: Any, key: Any, value: Any, dropout: Any = 0.0, is_causal: bool = False, *args: Any, **kwargs: Any
-) -> int:
-    whole = int(sdpa_flop_count(query.shape, key.shape, value.shape))
-    return whole - _hidden(whole, query, key) if is_causal else whole
+def _attention(query: Any, key: Any, value: Any, _: Any = 0.0, is_causal: bool = False, **__: Any) -> int:
+    return attention_flops(query, key, value, is_causal)
 
 
 def _attention_backward(
-    gradient: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    output: Any,
-    logsumexp: Any,
-    dropout: Any = 0.0,
-    is_causal: bool = False,
-    *args: Any,
-    **kwargs: Any,
+    gradient: Any, query: Any, key: Any, value: Any, output: Any, softmax: Any, _: Any, is_causal: bool, **__: Any
 ) -> int:
-    whole = int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
-    return whole - _hidden(whole, query, key) if is_causal else whole
+    return attention_backward_flops(gradient, query, key, value, is_causal)
 
 
-def _hidden(whole: int, query: Any, key: Any) -> int:
-    """The part of attention that kernels leave out where the queries are the last tokens, and see none after them."""
-    return whole * query.shape[-2] // (2 * key.shape[-2])
+def _attention_of_groups(query: Any, key: Any, value: Any, is_causal: bool, **_: Any) -> int:
+    return attention_flops(query, key, value, is_causal)
+
+
+def _backward_of_groups(
+    gradient: Any, query: Any, key: Any, value: Any, output: Any, softmax: Any, is_causal: bool, **_: Any
+) -> int:
+    return attention_backward_flops(gradient, query, key, value, is_causal)
 
 
 def _grouped_output(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *_: Any, **__: Any) -> torch.Tensor:
@@ -173,6 +167,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     _aten.addmm_: flop_registry[_aten.addmm],
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.hf_gpipe.grouped_attention: _attention_of_groups,
+    torch.ops.hf_gpipe.grouped_attention_backward: _backward_of_groups,
     _aten._grouped_mm: _grouped,
 }
 #: The products of linear layers and experts. Those of attention have a batch.

@@ -38,7 +38,7 @@ from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
 
 Seconds: TypeAlias = float | Fraction
-OfStages: TypeAlias = Seconds | Sequence[Seconds] | Sequence[Sequence[Seconds]]
+OfStages: TypeAlias = Seconds | Sequence[Seconds | Sequence[Seconds]]
 
 
 @dataclass(frozen=True)
