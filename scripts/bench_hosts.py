@@ -30,15 +30,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from bench.models import llama
-from bench.planned import CPU, Case, profile, tiny, train_pipeline
+from bench.planned import CPU, Case, planned, profile, tiny, train_pipeline
 from bench.runner import parser as numbers_parser
 
-from hf_gpipe.planner.costs import mean_costs
 from hf_gpipe.planner.links import cluster_of, measure_machines
 from hf_gpipe.planner.measure import this_machine
-from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.traffic import traffic
-from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.runtime.world import World
 from scripts.emulated_hosts import Hosts, why_not
 
@@ -82,11 +79,9 @@ def measure(case: Case, num_steps: int) -> dict[str, Any]:
     """Predict a case and run it. Every machine calls it; the result is that of all."""
     everyone = World.of_job()
     measure_machines(everyone)
-    costs = mean_costs(everyone.gather_objects(profile(case)))
     device = this_machine(CPU)
-    inputs = PlanInputs(Workload(case.rows, case.source, case.target))
-    planner = Planner(lambda _: costs, inputs, device, cluster=cluster_of(everyone, device.link))
-    plan = planner.plan(case.settings)
+    measured = everyone.gather_objects(profile(case))
+    plan = planned(measured, case, device, cluster=cluster_of(everyone, device.link))
     sent: list[int] = []
     _, seconds = train_pipeline(case, num_steps + 1, lambda: sent.append(sent_bytes()))
     all_sent = sum(everyone.gather_objects(sent[-1] - sent[0]))

@@ -27,7 +27,7 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import torch
 from transformers import GPT2Config
@@ -89,7 +89,7 @@ class Model:
 
     def plan(self, name: str, num_stages: int, num_layers: int, *, is_limited: bool = True) -> Plan:
         """The plan of a row of the table. Raises PartitionError where no split fits and that matters."""
-        planner = Planner(lambda rows: self.costs(rows, num_layers), inputs(ROWS), device("tpu-v3"), 16 * GIB)
+        planner = Planner(lambda rows, _: [self.costs(rows, num_layers)], inputs(ROWS), device("tpu-v3"), 16 * GIB)
         count, recompute = (1, "none") if name.startswith("Naive") else (ROWS, "stage")
         config = PipelineConfig(num_stages, count, "gpipe", recompute, "auto")
         return best_plan(planner if is_limited else planner.within(None), config)
@@ -115,8 +115,11 @@ class Model:
     def naive_text(self) -> str:
         """The memory that Naive-1 with the paper's three layers needs here."""
         settings = PipelineConfig(1, 1, "gpipe", "none").decided(partition=(6,))
-        costs = partial(self.costs, num_layers=3)
-        needs = [Planner(costs, inputs(rows), device("tpu-v3")).plan(settings) for rows in range(1, ROWS + 1)]
+
+        def needs_of(rows: int) -> Plan:
+            return Planner(lambda own, _: [self.costs(own, 3)], inputs(rows), device("tpu-v3")).plan(settings)
+
+        needs = [needs_of(rows) for rows in range(1, ROWS + 1)]
         fitting = max((rows for rows, plan in enumerate(needs, 1) if plan.fits), default=0)
         whole = needs[-1].peak_bytes / GIB
         return f"Naive-1 with 3 layers needs {whole:.1f} GiB at {ROWS} rows; {fitting} rows fit into 16 GiB."

@@ -32,14 +32,12 @@ import torch
 import transformers
 from bench import machine
 from bench.models import llama
-from bench.planned import CPU, Case, profile, tiny, train_pipeline
+from bench.planned import CPU, Case, planned, profile, tiny, train_pipeline
 from bench.processes import run_job
 from transformers import BartConfig, GPT2Config, MarianConfig, MT5Config, T5Config
 
-from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.measure import this_machine
-from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.workload import PlanInputs, Workload
+from hf_gpipe.planner.plan import Plan
 from hf_gpipe.schedule import replicas_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
@@ -79,6 +77,7 @@ def cases() -> list[Case]:
         Case("llama-zero", llama_config, 8, 128, 128, 1, 2, 4, "gpipe", "none", 2, 1),
         Case("gpt2-uneven", gpt2, 8, 128, 128, 2, 2, 4, "1f1b", "none", (1, 2), 0, "0 0,1"),
         Case("gpt2-uneven-zero", gpt2, 8, 128, 128, 2, 2, 4, "1f1b", "stage", (2, 1), 1, "0,1 1"),
+        Case("llama-chunks", llama_config, 2, 1024, 1024, 2, 2, 2, "1f1b", "stage", sequence_chunks=4),
     ]
 
 
@@ -107,13 +106,12 @@ class Result:
 
     case: Case
     plan: Plan
-    costs: ModelCosts
     measured: list[Measured]
 
     @property
     def state_bytes(self) -> int:
         """Weights, gradients and AdamW's two moments of the whole model."""
-        return 4 * self.costs.total.trainable_bytes
+        return 4 * self.plan.costs.total.trainable_bytes
 
     @property
     def predicted_parameters(self) -> list[int]:
@@ -142,11 +140,8 @@ class Result:
 
 def validate(case: Case, num_steps: int) -> Result:
     """Measure the layers, predict, run."""
-    costs = mean_costs(run_job(profile, (case,), case.num_processes))
-    inputs = PlanInputs(Workload(case.rows, case.source, case.target))
-    planner = Planner(lambda _: costs, inputs, this_machine(CPU))
-    plan = planner.plan(case.settings)
-    return Result(case, plan, costs, run_job(train, (case, num_steps), case.num_processes, timeout_seconds=3600))
+    plan = planned(run_job(profile, (case,), case.num_processes), case, this_machine(CPU))
+    return Result(case, plan, run_job(train, (case, num_steps), case.num_processes, timeout_seconds=3600))
 
 
 def report(results: Sequence[Result]) -> str:
@@ -154,9 +149,10 @@ def report(results: Sequence[Result]) -> str:
     lines = [
         BEGIN,
         "",
-        "| case | model | K / processes | replicas | M | schedule | recompute | model state | parameters a process | "
+        "| case | model | K / processes | replicas | M | chunks | schedule | recompute | model state | "
+        "parameters a process | "
         "peak a process: predicted / measured | step: predicted / measured |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         case = result.case
@@ -167,9 +163,10 @@ def report(results: Sequence[Result]) -> str:
             for process, measured, ratio in zip(result.plan.processes, result.measured, result.peak_ratios, strict=True)
         )
         lines.append(
-            f"| {case.name} | {case.config.model_type}, {result.costs.total.count / 1e6:.1f}M | "
+            f"| {case.name} | {case.config.model_type}, {result.plan.costs.total.count / 1e6:.1f}M | "
             f"{case.num_stages} / {case.num_processes} | {_replicas(case)} | {case.num_micro_batches} | "
-            f"{case.schedule} | {case.recompute} | {result.state_bytes / 1e9:.2f} GB | {exact} | {peaks} | "
+            f"{case.sequence_chunks} | {case.schedule} | {case.recompute} | {result.state_bytes / 1e9:.2f} GB | "
+            f"{exact} | {peaks} | "
             f"{result.plan.step_seconds:.2f} s / {result.step_seconds:.2f} s = {result.step_ratio:.2f} |"
         )
     peaks_within = sum(all(_is_near(ratio) for ratio in result.peak_ratios) for result in results)

@@ -506,17 +506,26 @@ def test_a_family_whose_rows_cannot_be_cut_is_an_error(family: str) -> None:
         Pipeline(exact_clone(default_config(family), torch.float64), 2, 2, sequence_chunks=2)
 
 
-@pytest.mark.parametrize("options", [{"schedule": "auto"}, {"num_micro_batches": "auto"}, {"partition": "flops"}])
-def test_what_the_planner_would_choose_is_an_error(options: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="the planner does not know the costs of chunks yet; give num_stages"):
-        Pipeline(tiny_config("llama"), 2, sequence_chunks=2, example=rows(2, 6), **options)
+@pytest.mark.parametrize("chunks", [2, "auto", "3 tokens"])
+def test_what_is_not_given_is_planned(chunks: int | str) -> None:
+    """And the number of chunks too, where it is open; the step is that of whole rows."""
+    model, batch = plain_model(tiny_config("llama")), rows(2, 6)
+    pipe = Pipeline(model, 2, sequence_chunks=chunks, example=batch)
+    # A chunk has at least 256 tokens where the planner chooses.
+    assert pipe.config.sequence_chunks == (1 if chunks == "auto" else 2)
+    plan = pipe.plan()
+    assert plan.timeline.schedule.chunks == pipe.config.sequence_chunks
+    assert plan.step_seconds > 0
+    assert step(pipe, batch).difference(plain_step(model, batch)) <= TOLERANCE
 
 
-def test_what_is_not_given_is_not_planned() -> None:
-    pipe = Pipeline(tiny_config("llama"), 2, sequence_chunks=2, example=rows(2, 6))
-    assert (pipe.config.num_micro_batches, pipe.config.schedule, pipe.config.recompute) == (1, "gpipe", "stage")
-    with pytest.raises(UserError, match="the planner does not know the costs of chunks yet"):
-        pipe.plan()
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [("5 rows", "found '5 rows'"), ("x tokens", "write a number of chunks, auto, or"), ("0 tokens", "or the most")],
+)
+def test_a_wrong_number_of_chunks_is_an_error(chunks: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Pipeline(tiny_config("llama"), 2, 2, sequence_chunks=chunks)
 
 
 def test_an_entry_without_a_value_for_each_token_is_an_error() -> None:

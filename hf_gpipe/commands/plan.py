@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Longer texts are not tried.
 _MOST_TOKENS = 1 << 20
+#: Of a chunk, where --longest looks for the longest rows in chunks.
+_CHUNK_TOKENS = 2048
 
 DESCRIPTION = """\
 Predicts how the model of a recipe is split, the layers and the memory of each stage, how long a step takes, and whether
@@ -77,6 +79,10 @@ def _plan(options: argparse.Namespace) -> int:
         key = "max_length" if request.recipe.data.kind in ROW_LENGTH_KINDS else "max_target_tokens"
         longest = _longest(f"data.{key}", lambda tokens: request.fits_with(best, {key: tokens}))
         print(f"{'longest':11} {longest}", file=words)
+        if not best.settings.cuts_rows and request.can_cut_rows:
+            longest = _longest(f"data.{key}", lambda tokens: request.fits_with(best, {key: tokens}, _CHUNK_TOKENS))
+            keys = f"pipeline.sequence_chunks='{_CHUNK_TOKENS} tokens' pipeline.schedule=1f1b pipeline.recompute=stage"
+            print(f"{'in chunks':11} {longest}; {keys}", file=words)
     if options.table:
         # The drawing goes elsewhere, so that `--table > mine.txt` is a table and is seen all the same.
         print(best.timeline.schedule.text(), end="")
@@ -124,7 +130,9 @@ def _parser() -> Parser:
         "--search", action="store_true", help="try other K, replicas, M, schedules, recomputation and splits"
     )
     parser.add_argument(
-        "--longest", action="store_true", help="find the largest data.max_target_tokens (chats: max_length) that fits"
+        "--longest",
+        action="store_true",
+        help="find the largest data.max_target_tokens (chats: max_length) that fits, with rows whole and in chunks",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -18,6 +18,9 @@ from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, recompute_under
 
 if TYPE_CHECKING:
+    import torch
+
+    from hf_gpipe.adapters import Adapter
     from hf_gpipe.partition.cluster import Cluster
     from hf_gpipe.planner.devices import Device
     from hf_gpipe.planner.plan import Plan, Planner
@@ -93,15 +96,35 @@ class PlanRequest:
         planner.lighter = {keys: partial(plan_with, keys) for keys in _lighter(recipe)}
         return cls(recipe, config, device, cluster, table, planner)
 
+    @property
+    def can_cut_rows(self) -> bool:
+        """Whether the rows of the model can be cut into chunks; a tiny clone is compared."""
+        try:
+            _check_chunks(self.recipe, replace(self.config, sequence_chunks=2), _adapter(self.recipe))
+        except UserError:
+            return False
+        return True
+
     def best(self) -> Plan:
         """The plan, with what is left open chosen. Raises UserError where nothing that is allowed fits."""
         return _best(self.planner, self.config)
 
-    def fits_with(self, plan: Plan, lengths: Mapping[str, Any]) -> bool:
-        """Whether a plan of this request also fits with other values of keys of `data`."""
+    def fits_with(self, plan: Plan, lengths: Mapping[str, Any], chunk_tokens: int | None = None) -> bool:
+        """Whether a plan of this request also fits with other values of keys of `data`.
+
+        Args:
+            plan: the plan.
+            lengths: the values by key.
+            chunk_tokens: the most tokens of a chunk, into which rows are cut under 1f1b with recompute stage; None: the
+                rows are cut as in the plan.
+        """
         recipe = replace(self.recipe, data=replace(self.recipe.data, **lengths))
         planner = _planner(recipe, self.config, self.device, self.cluster, self.table, is_profiled=False)
-        other = planner.plan(plan.settings)
+        settings = plan.settings
+        if chunk_tokens is not None:
+            chunks = -(-planner.inputs.mini_batch().target_tokens // chunk_tokens)
+            settings = replace(settings, sequence_chunks=chunks, schedule="1f1b", recompute="stage")
+        other = planner.plan(settings)
         # The planner cuts what the model has no positions for.
         return other.fits and other.costs.workload.target_tokens >= planner.inputs.mini_batch().target_tokens
 
@@ -226,16 +249,14 @@ def _planner(
     is_profiled: bool,
 ) -> Planner:
     """The planner of a recipe; `is_profiled` says to measure the layers; the rest is as in `PlanRequest`."""
-    import torch
-
     from hf_gpipe.planner.choose import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.workload import PlanInputs
-    from hf_gpipe.training.from_recipe import checked_adapter, loss_of
+    from hf_gpipe.training.from_recipe import loss_of
 
-    # Without CUDA the types under autocast are observed on the CPU, whose list of operations is nearly the same.
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    adapter = checked_adapter(recipe, here)
+    adapter = _adapter(recipe)
+    if config.cuts_rows:
+        _check_chunks(recipe, config, adapter)
     inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=adapter.config.is_encoder_decoder)
     if table is not None:
         inputs = replace(inputs, tables={recipe.pipeline.schedule: table})
@@ -246,7 +267,7 @@ def _planner(
             device,
             loss=loss_of(recipe).planned,
             as_on_gpu=True,
-            profile_on=here if is_profiled else None,
+            profile_on=_here() if is_profiled else None,
             memory_bytes=config.memory_bytes,
             cluster=cluster,
             speeds=config.speeds,
@@ -259,6 +280,32 @@ def _planner(
         family = adapter.config.model_type
         raise RecipeError(f"model: transformers cannot make a {family} model of this: {error}") from error
     return planner
+
+
+def _here() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _adapter(recipe: Recipe) -> Adapter:
+    """Of the recipe's model. Without CUDA the types under autocast are observed on the CPU, which has nearly all."""
+    from hf_gpipe.training.from_recipe import checked_adapter
+
+    return checked_adapter(recipe, _here())
+
+
+def _check_chunks(recipe: Recipe, config: PipelineConfig, adapter: Adapter) -> None:
+    """Raise UserError where rows cannot be cut into chunks."""
+    from hf_gpipe.adapters.text import TextAdapter
+    from hf_gpipe.model.chunks import verify_chunks
+    from hf_gpipe.runtime.chunks import check_chunks
+    from hf_gpipe.training.from_recipe import loss_of
+
+    packing = recipe.training.packing
+    check_chunks(adapter, is_loss_of_tokens=loss_of(recipe).is_of_tokens, packing=packing)
+    assert isinstance(adapter, TextAdapter), "it was checked"
+    verify_chunks(adapter, packing=packing, recomputes_blocks="block" in config.recompute)
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:

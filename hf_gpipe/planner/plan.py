@@ -251,9 +251,9 @@ class Planner:
         return other
 
     def with_chunks(self, chunks: int) -> Planner:
-        """The same planner for rows that are cut into so many chunks; what it has computed is shared."""
+        """The same planner for rows that are cut into so many chunks, at most one a token; costs are shared."""
         other = copy.copy(self)
-        other.chunks = chunks
+        other.chunks = min(chunks, self.inputs.mini_batch().target_tokens)
         return other
 
     @property
@@ -352,8 +352,8 @@ class Planner:
         Raises:
             UserError: one of its kinds, for settings that no pipeline could have.
         """
-        if self.chunks != settings.sequence_chunks:
-            return self.with_chunks(settings.sequence_chunks).plan(settings)
+        if self.chunks != (other := self.with_chunks(settings.sequence_chunks)).chunks:
+            return other.plan(settings)
         costs, sums = self.costs(settings.num_micro_batches), self.sums(settings.num_micro_batches)
         cut(len(costs.layers), settings.num_stages, settings.partition)
         table = self.table(settings)

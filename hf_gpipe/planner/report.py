@@ -60,13 +60,15 @@ def report(plan: Plan) -> str:
     workload, total = costs.workload, costs.total
     is_encoder_decoder = any(layer.stack == "encoder" for layer in costs.layers)
     columns = f"{workload.source_tokens} + {workload.target_tokens}" if is_encoder_decoder else workload.target_tokens
-    num_micro_batches = plan.timeline.schedule.num_micro_batches // plan.timeline.schedule.num_steps
+    table = plan.timeline.schedule
+    num_micro_batches = table.num_micro_batches // (table.num_steps * table.chunks)
+    cut = f", cut into {table.chunks} chunks of at most {-(-workload.target_tokens // table.chunks)} tokens"
     lines = [
         ("model", f"{count_text(total.count)} parameters in {len(costs.layers)} layers, {_types(plan)}"),
         (
             "mini-batch",
             f"{planner.rows} rows of {columns} tokens, as {num_micro_batches} micro-batches of at most {workload.rows}"
-            f"{', packed' if workload.is_packed else ''}",
+            f"{', packed' if workload.is_packed else ''}{cut if table.chunks > 1 else ''}",
         ),
         ("devices", f"{settings.num_processes} x {planner.device.name}, {_each_process(planner)}"),
         (
@@ -180,6 +182,8 @@ def overrides(plan: Plan) -> str:
         "partition": "[" + ",".join(map(str, settings.partition)) + "]",
         "num_processes": settings.num_processes,
     }
+    if settings.cuts_rows:
+        values["sequence_chunks"] = settings.sequence_chunks
     if settings.replicas != 1:
         values["replicas"] = str(_listed(settings.replicas)).replace(" ", "")
     values["zero"] = settings.zero
@@ -250,7 +254,7 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
 
 def _settings(plan: Plan) -> dict[str, Any]:
     names = (
-        *("num_stages", "replicas", "placement", "num_micro_batches"),
+        *("num_stages", "replicas", "placement", "num_micro_batches", "sequence_chunks"),
         *("schedule", "recompute", "partition", "num_processes", "offload_weights"),
     )
     inputs = plan.planner.inputs

@@ -61,7 +61,9 @@ def _one(schema: Mapping[str, Any]) -> str:
         case "string" if "maxLength" in schema:
             return f"a string of {schema['maxLength']} character{'s' * (schema['maxLength'] != 1)}"
         case "string" if str(schema.get("pattern", "")).endswith("$"):
-            return f"the path of a file that ends in {schema['pattern'][1:-1]}"
+            suffix = schema["pattern"][1:-1]
+            of_what = "the path of a file" if suffix.startswith(".") else "a text"
+            return f"{of_what} that ends in {suffix.strip()}"
         case "string":
             return "a string that is not empty" if "pattern" in schema else "a string"
         case str(name):

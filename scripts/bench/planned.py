@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
@@ -15,16 +15,19 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.partition import partition
-from hf_gpipe.planner.costs import ModelCosts
+from hf_gpipe.planner.chunks import each_chunk
+from hf_gpipe.planner.costs import ModelCosts, mean_costs
+from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.measure import profile_layers
-from hf_gpipe.planner.workload import Workload
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig
 
 CPU = torch.device("cpu")
 #: Of a pipeline.
 _OPTIONS = (
     *("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "num_processes", "replicas", "zero"),
-    "placement",
+    *("placement", "sequence_chunks"),
 )
 
 
@@ -45,6 +48,7 @@ class Case:
     replicas: int | tuple[int, ...] = 1
     zero: Literal[0, 1] = 0
     placement: str | None = None
+    sequence_chunks: int = 1
 
     @property
     def workload(self) -> Workload:
@@ -80,15 +84,27 @@ def tiny(case: Case) -> Case:
     return replace(case, config=tiny_config(case.config), source=12, target=12)
 
 
-def profile(case: Case) -> ModelCosts:
-    """The costs of a case's layers, measured while the other processes measure."""
-    return profile_layers(
-        adapter_for(case.config),
-        case.workload,
-        CPU,
-        barrier=meet,
-        make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    )
+def profile(case: Case) -> Sequence[ModelCosts]:
+    """The costs of a case's layers for each chunk of its rows, measured while the other processes measure."""
+    adapter = adapter_for(case.config)
+
+    def costs_of(workload: Workload) -> ModelCosts:
+        return profile_layers(
+            adapter,
+            workload,
+            CPU,
+            barrier=meet,
+            make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
+        )
+
+    return each_chunk(case.workload, case.sequence_chunks, costs_of)
+
+
+def planned(measured: Sequence[Sequence[ModelCosts]], case: Case, device: Device, **options: Any) -> Plan:
+    """The plan of a case by what each process has measured; `options` are the planner's."""
+    of_chunks = [mean_costs(same) for same in zip(*measured, strict=True)]
+    inputs = PlanInputs(Workload(case.rows, case.source, case.target))
+    return Planner(lambda *_: of_chunks, inputs, device, **options).plan(case.settings)
 
 
 def train_pipeline(

@@ -61,7 +61,7 @@ def blocks(count: int, **options: int) -> ModelCosts:
 def planner(costs: ModelCosts, rows: int = 4, memory_bytes: int | None = None, **inputs: Any) -> Planner:
     """Of a model whose micro-batches cost the same, however many rows they have; SGD where not changed."""
     return Planner(
-        lambda _: costs, PlanInputs(Workload(rows, 1, 1), **{"optim": "sgd", **inputs}), DEVICE, memory_bytes
+        lambda *_: [costs], PlanInputs(Workload(rows, 1, 1), **{"optim": "sgd", **inputs}), DEVICE, memory_bytes
     )
 
 

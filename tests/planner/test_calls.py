@@ -26,9 +26,9 @@ def test_operations_take_time_however_small(is_asynchronous: bool, forward: floa
 def test_many_tiny_micro_batches_are_chosen_only_where_operations_cost_nothing() -> None:
     rows = 8
 
-    def costs_of(count: int) -> ModelCosts:
+    def costs_of(count: int, _: int) -> list[ModelCosts]:
         one = [replace(layer(f"h.{i}", flops=count, boundary=0), forward_calls=1, backward_calls=2) for i in range(4)]
-        return model(*one)
+        return [model(*one)]
 
     chosen = {}
     for call_seconds in (0.0, 4.0):

@@ -185,8 +185,8 @@ def test_a_faster_device_gets_more_layers() -> None:
 def _of_rows(memory_bytes: int) -> Planner:
     """64 rows; what a block keeps grows with the rows of a micro-batch."""
 
-    def costs_of(rows: int) -> ModelCosts:
-        return blocks(8, weights=MIB, boundary=rows * MIB, saved=64 * rows * MIB, block_saved=64 * rows * MIB)
+    def costs_of(rows: int, _: int) -> list[ModelCosts]:
+        return [blocks(8, weights=MIB, boundary=rows * MIB, saved=64 * rows * MIB, block_saved=64 * rows * MIB)]
 
     return Planner(costs_of, PlanInputs(Workload(64, 1, 1), optim="sgd"), DEVICE, memory_bytes)
 

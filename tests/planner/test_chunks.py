@@ -1,0 +1,135 @@
+"""Prices of rows in chunks: the arithmetic of whole rows, the memory of a chunk, and keys and values of the row."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.commands.plan import main
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.planner.choose import best_plan
+from hf_gpipe.planner.chunks import chunk_counts, each_chunk
+from hf_gpipe.planner.costs import ModelCosts, Seconds
+from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.plan import Planner
+from hf_gpipe.planner.workload import PlanInputs, Workload
+from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.schedule import Costs, build, simulate
+from hf_gpipe.schedule.kinds import Held
+from hf_gpipe.schedule.occupancy import most_held
+from tests.oracle import tiny_config
+from tests.planner.models import DEVICE, blocks
+
+ROOT = Path(__file__).parents[2]
+TOKENS = 64
+
+
+def long_llama() -> Any:
+    """Four heads share two of keys and values."""
+    config = tiny_config("llama")
+    config.num_attention_heads, config.num_key_value_heads, config.max_position_embeddings = 4, 2, 4096
+    config._attn_implementation = "sdpa"
+    return adapter_for(config)
+
+
+def test_the_arithmetic_of_whole_rows() -> None:
+    """Products of weights are those of the row; of attention a GPU leaves out what the causal mask hides: half."""
+    tracer, row = LayerTracer(long_llama(), as_on_gpu=True), Workload(1, TOKENS, TOKENS, has_padding=False)
+    whole, chunks = tracer.costs(row), each_chunk(row, 8, tracer.costs)
+    attention = 4 * TOKENS**2 * 4 * tracer.run.adapter.config.head_dim
+    for index, layer in enumerate(whole.layers):
+        if layer.kind == "block":
+            own = [costs.layers[index] for costs in chunks]
+            assert sum(one.weight_flops for one in own) == layer.weight_flops
+            assert sum(one.forward_flops for one in own) == layer.forward_flops - attention // 2
+
+
+def test_chunks_between_those_that_were_traced() -> None:
+    """They are read off, and are what a tracer finds that has traced no other."""
+    row = Workload(1, TOKENS, TOKENS, has_padding=False)
+    found = each_chunk(row, 8, LayerTracer(long_llama()).costs)
+    for number in (0, 3, 5, 7):
+        assert found[number] == LayerTracer(long_llama()).costs(row.in_chunks(8)[number])
+
+
+@pytest.mark.parametrize("as_on_gpu", [False, True])
+def test_keys_and_values_are_of_the_row_and_graphs_of_a_chunk(as_on_gpu: bool) -> None:
+    adapter = long_llama()
+    tracer, row = LayerTracer(adapter, as_on_gpu=as_on_gpu), Workload(1, TOKENS, TOKENS, has_padding=False)
+    whole, chunks = tracer.costs(row), each_chunk(row, 4, tracer.costs)
+    config, block = adapter.config, 1
+    width = config.head_dim * config.num_key_value_heads
+    for costs in chunks:
+        assert costs.layers[block].row_bytes == 2 * TOKENS * width * adapter.dtype.itemsize
+    assert whole.layers[block].row_bytes == 0
+    graphs = [costs.layers[block].plain.saved_bytes for costs in chunks]
+    if as_on_gpu:
+        assert len(set(graphs)) == 1
+        assert graphs[0] <= whole.layers[block].plain.saved_bytes / 4
+    else:  # a CPU keeps keys and values for all heads
+        assert graphs == sorted(set(graphs))
+
+
+def test_each_chunk_takes_its_own_time() -> None:
+    """Of one row on one stage: F of both chunks, then B of the second and of the first."""
+    table = build("gpipe", 1, 2, recompute="none", chunks=2)
+    timeline = simulate(table, Costs([[Fraction(1), Fraction(3)]], [[Fraction(2), Fraction(6)]]))
+    assert [span.end for span in timeline.spans][:4] == [1, 4, 10, 12]
+    with pytest.raises(ScheduleError, match="forward_seconds has 3 values for 2 chunks of a row"):
+        simulate(table, Costs([[1, 2, 3]], 2))
+
+
+def test_what_is_held_of_a_row() -> None:
+    timeline = simulate(build("1f1b", 2, 6, recompute="stage", chunks=3), Costs(1, 2))
+    for stage in range(2):
+        most = most_held(timeline, stage)
+        # The next row has begun when the last chunk of a row goes back.
+        assert (most[Held.ROW], most[Held.ROW_GRADIENTS]) == (2, 1)
+    whole = most_held(simulate(build("1f1b", 2, 2), Costs(1, 2)), 0)
+    assert whole[Held.ROW] == 0
+
+
+def planner(rows: int, tokens: int, call_seconds: float = 0.0) -> Planner:
+    """Of four blocks whose forward takes as many seconds as a chunk has tokens."""
+
+    def costs_of(count: int, chunks: int) -> list[ModelCosts]:
+        one = blocks(4, boundary=0, saved=count * tokens // chunks)
+        took = Seconds(*(count * tokens / chunks * factor + call_seconds for factor in (1, 1, 2)))
+        layers = tuple(replace(layer, seconds=took) for layer in one.layers)
+        return [replace(one, layers=layers)] * chunks
+
+    return Planner(costs_of, PlanInputs(Workload(rows, tokens, tokens), "sgd"), DEVICE)
+
+
+def test_chunks_fill_a_pipeline_that_one_row_does_not() -> None:
+    config = PipelineConfig(4, 1, "1f1b", "none", "count", sequence_chunks="auto")
+    free, dear = (best_plan(planner(1, 8192, seconds), config) for seconds in (0.0, 2000.0))
+    assert free.settings.sequence_chunks == 32
+    assert free.bubble == pytest.approx(3 / 35)
+    assert 1 < dear.settings.sequence_chunks < 32
+    whole = planner(1, 8192).plan(replace(free.settings, sequence_chunks=1))
+    assert (whole.bubble, whole.timeline.schedule.chunks) == (pytest.approx(3 / 4), 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens", "counts"),
+    [(3, 100, [3]), ("auto", 100, [1]), ("auto", 1024, [1, 2, 4]), ("1000 tokens", 4096, [5])],
+)
+def test_the_numbers_of_chunks_that_are_tried(given: Any, tokens: int, counts: list[int]) -> None:
+    assert chunk_counts(PipelineConfig(2, sequence_chunks=given), tokens) == counts
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = str(ROOT / "recipes" / "causal" / "pretrain.yaml")
+    given = [recipe, "data.max_target_tokens=512", "training.batch_size=1", "pipeline.partition=auto", "--devices", "4"]
+    picked = ["pipeline.num_micro_batches=1", "pipeline.sequence_chunks=auto", "--device", "rtx4090"]
+    assert main([*given, *picked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["sequence_chunks"] in (1, 2)
+    assert main([*given, *picked[:1], "pipeline.sequence_chunks=4", "--memory", "1GiB", "--longest"]) in (0, 1)
+    assert "cut into 4 chunks of at most 128 tokens" in capsys.readouterr().out
