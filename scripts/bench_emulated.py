@@ -19,9 +19,14 @@ pipedream, pipedream_vertical and pipedream_2bw run a window: M micro-batches wi
 each, or with "U of 8" after every eighth. The latter compares with 1f1b at M = 8, which empties the pipeline at each
 update.
 
+"memory" is about tables under a limit of memory (`bench/memory_limits.py`): the best one of named schedules, those that
+list scheduling finds with one stage a process and with two in a V, and the optimum with one, as it was published with
+the cases. Then K = 4 runs with the best named and the best of all. The planner takes the better of them too.
+
     python scripts/bench_emulated.py                                   about 40 minutes
     python scripts/bench_emulated.py --processes 8 --micro-batches 32 --steps 5 --json emulated.json
     python scripts/bench_emulated.py --paces mesh                      a minute
+    python scripts/bench_emulated.py --paces memory                    two minutes
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from bench.emulation import Emulated, Step, emulate
+from bench.memory_limits import OPTIMA, UNIT, Case, best_named, listed
 from bench.report import Spread, table, write_json
 from bench.runner import await_quiet, bench_parser, say
 
@@ -55,6 +61,7 @@ class Pace(NamedTuple):
 
 EASY, HARD = Pace(0.020, 0.040, 64 * KIBIBYTE), Pace(0.005, 0.010, 1024 * KIBIBYTE)
 PACES = {"easy": EASY, "hard": HARD}
+OTHERS = ("mesh", "memory")
 QUICK = Pace(0.001, 0.002, 64 * KIBIBYTE)
 
 #: The settings of each table: see `Emulated`.
@@ -133,6 +140,34 @@ def mesh_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     ]
 
 
+def memory_settings(*, quick: bool) -> list[Emulated]:
+    """Print the tables of all limits of memory; returns the best named and the best of all for each with K = 4."""
+    cases = {Case(head, count, 2 * count, graphs): optimum for (head, count, graphs), optimum in OPTIMA.items()}
+    large = {Case(head, 16, 64, graphs): None for head in ("equal", "big head") for graphs in (2, 4, 8)}
+    settings, rows = [], []
+    for case, optimum in [*(cases | large).items()][: 1 if quick else None]:
+        named_seconds, name, named = best_named(case)
+        straight, in_v = listed(case), listed(case, 2)
+        found_seconds, found = min((straight[:2], in_v[:2]), key=lambda one: one[0])
+        best = min(named_seconds, found_seconds)
+        over = [f"{(one / optimum - 1):+.1%}" if optimum else "" for one in (named_seconds, straight[0], best)]
+        rows.append(
+            [
+                f"{case.head}, K = {case.processes}, M = {case.micro_batches}, {case.graphs:g} graphs",
+                *(optimum or "", f"{named_seconds:.0f} ({name})", over[0], f"{straight[0]:.0f}", over[1]),
+                *(f"{in_v[0]:.0f}", f"{best:.0f}", over[2], f"{named_seconds / best - 1:.1%}"),
+                *(f"{straight[2]:.1f}", f"{in_v[2]:.1f}"),
+            ]
+        )
+        if case.processes == 4 or quick:
+            settings.append(case.emulated(f"{case.head}, {case.graphs:g} graphs: {name}", named))
+            if found_seconds < named_seconds:
+                settings.append(case.emulated(f"{case.head}, {case.graphs:g} graphs: listed", found))
+    header = ["limit", "optimum", "named", "over it", "listed", "over it", "in a V", "best", "over it", "gain"]
+    print(f"{table([*header, 'CPU seconds', 'in a V'], rows)}\n", flush=True)
+    return settings
+
+
 def speed_ups(setting: Emulated, steps: Sequence[Step]) -> Spread:
     return Spread.of(setting.one_process_seconds / one.seconds for one in steps)
 
@@ -204,21 +239,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8, 16], metavar="K")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[8, 32], metavar="M")
     parser.add_argument("--schedules", nargs="+", help="these alone")
-    parser.add_argument("--paces", nargs="+", choices=[*PACES, "mesh"], default=[*PACES, "mesh"])
+    parser.add_argument("--paces", nargs="+", choices=[*PACES, *OTHERS], default=[*PACES, *OTHERS])
     options = parser.parse_args(argv)
     quick = options.quick
     processes, micro_batches, steps = options.processes, options.micro_batches, options.steps
     if quick:
         processes, micro_batches, steps = [2], [4], 1
     results = []
-    for name in ["", "mesh"] if quick else options.paces:
+    for name in ["", *OTHERS] if quick else options.paces:
         pace, is_mesh = QUICK if quick else PACES.get(name, EASY), name == "mesh"
-        settings = mesh_settings(pace, quick=quick) if is_mesh else settings_of(pace, processes, micro_batches)
+        if name == "memory":
+            settings = memory_settings(quick=quick)
+        else:
+            settings = mesh_settings(pace, quick=quick) if is_mesh else settings_of(pace, processes, micro_batches)
         settings = [one for one in settings if not options.schedules or one.schedule in options.schedules]
         await_quiet(options)
         found = emulate(settings, steps, say)
-        print(f"{pace.text()}\n\n{summary(settings, found)}\n", flush=True)
-        if text := mesh_verdicts(settings, found) if is_mesh else verdicts(settings, found) if pace == EASY else "":
+        header = f"{1000 * UNIT:g} ms a unit" if name == "memory" else pace.text()
+        print(f"{header}\n\n{summary(settings, found)}\n", flush=True)
+        has_targets = pace == EASY and name != "memory"
+        if text := mesh_verdicts(settings, found) if is_mesh else verdicts(settings, found) if has_targets else "":
             print(f"{text}\n", flush=True)
         for setting, own in zip(settings, found, strict=True):
             figures = {field: [getattr(one, field) for one in own] for field in Step._fields[:4]}

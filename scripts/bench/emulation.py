@@ -47,7 +47,9 @@ class Emulated:
         stages_each: stages that each process holds; they share its work.
         forward_seconds: of one micro-batch in one process, over all its stages, or for each of K stages; a
             recomputation takes as long.
-        backward_seconds: the same; I and W take half of it each.
+        backward_seconds: the same.
+        weight_seconds: the part of it that W takes, and I the rest; None: half of it.
+        table_text: the table that runs, in place of the one that `schedule` and `recompute` name.
         boundary_bytes: what crosses a boundary for each micro-batch.
         recomputes_late: whether a stage waits for the gradient before it recomputes, as torch.utils.checkpoint does;
             the tables recompute before it arrives (GPipe, section 2).
@@ -73,6 +75,8 @@ class Emulated:
     transfer_seconds: Sequence[float] | None = None
     steps: int = 1
     step_size: int = 1
+    weight_seconds: float | Sequence[float] | None = None
+    table_text: str | None = None
 
     def table(self) -> Schedule:
         """The actions that run; a late recomputation is part of the backward."""
@@ -83,6 +87,8 @@ class Emulated:
         return replace(table, actions=tuple(actions))
 
     def _early_table(self) -> Schedule:
+        if self.table_text is not None:
+            return Schedule.from_text(self.table_text)
         placement = placement_for(self.schedule, self.num_stages, self.num_processes, self.replicas)
         steps = None
         if self.schedule in ASYNCHRONOUS_SCHEDULES:
@@ -119,11 +125,26 @@ class Emulated:
             raise ValueError(f"stage {stage} recomputes {count} of {self.micro_batches} micro-batches; expected all")
         return forward, forward + backward
 
+    def weight_seconds_of(self, stage: int) -> float:
+        """Of one micro-batch's W in one stage."""
+        if self.weight_seconds is None:
+            return self.stage_seconds(stage)[1] / 2
+        return self._each(self.weight_seconds)[stage] / self.stages_each
+
     def predicted_seconds(self) -> float:
         """Of the steps, by the simulation of the table: with free messages where they have no time of their own."""
         forward, backward = zip(*map(self.stage_seconds, range(self.num_stages)), strict=True)
         transfer = 0 if self.transfer_seconds is None else self.transfer_seconds
-        costs = Costs(forward, backward, transfer_seconds=transfer, reduce_seconds=self.reduction_seconds())
+        weights = [*map(self.weight_seconds_of, range(self.num_stages))]
+        inputs = [one - other for one, other in zip(backward, weights, strict=True)]
+        costs = Costs(
+            forward,
+            backward,
+            input_seconds=inputs,
+            weight_seconds=weights,
+            transfer_seconds=transfer,
+            reduce_seconds=self.reduction_seconds(),
+        )
         return float(seconds_of_steps(self.table(), costs, self.steps))
 
     @property
@@ -153,6 +174,7 @@ class WaitingStage:
         self.device = boundary.device
         self.trainable_outputs: Mapping[str, bool] = {} if self.is_last else {"hidden": True}
         self._forward_seconds, self._backward_seconds = setting.stage_seconds(number)
+        self._weight_seconds = setting.weight_seconds_of(number)
         self._message = {"hidden": boundary}
         self._shapes: Shapes = {"hidden": tuple(boundary.shape)}
 
@@ -176,11 +198,11 @@ class WaitingStage:
         return {} if self.is_first else self._message
 
     def input_backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        wait(self._backward_seconds / 2)
+        wait(self._backward_seconds - self._weight_seconds)
         return {} if self.is_first else self._message
 
     def weight_backward(self, micro_batch: int, completed: object = None) -> None:
-        wait(self._backward_seconds / 2)
+        wait(self._weight_seconds)
 
     def deferred(self, micro_batch: int) -> set[torch.nn.Parameter]:
         return set()
@@ -283,8 +305,8 @@ def _emulate_process(settings: list[Emulated], steps: int) -> list[list[Step]]:
 def _late_seconds(setting: Emulated, one: ActionTime) -> float:
     """By which an action took longer than it should."""
     forward, backward = setting.stage_seconds(one.action.stage)
-    should = {FORWARD: forward, RECOMPUTE: forward, BACKWARD: backward}
-    should |= dict.fromkeys((INPUT, WEIGHT), backward / 2)
+    weight = setting.weight_seconds_of(one.action.stage)
+    should = {FORWARD: forward, RECOMPUTE: forward, BACKWARD: backward, INPUT: backward - weight, WEIGHT: weight}
     return one.end - one.start - one.waiting - one.sending - should.get(one.action.kind, 0.0)
 
 
