@@ -54,7 +54,7 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
         PartitionError: the partition is by cost, and no split of any allowed plan meets the limit.
         UserError: another of its kinds, for what no pipeline could do.
     """
-    return with_table(min(allowed_plans(planner, config), key=attrgetter("sort_key")), config)
+    return with_table(min(allowed_plans(planner, config), key=attrgetter("sort_key")), config.settled(can_plan=True))
 
 
 def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:

@@ -32,7 +32,7 @@ _EFFORT, _TABLES = 1_000_000, 1_500
 _ENOUGH = 1.01
 #: So often a table is made, each for at most this share of the room before, where the one before does not fit: what
 #: arrives early takes room that the search does not count.
-_MOST_TRIES, _LESS = 3, 0.95
+_MOST_TRIES, _LESS = 3, 0.97
 
 
 def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
@@ -40,15 +40,16 @@ def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
 
     Args:
         plan: the best of the named schedules.
-        asked: what it was planned for. Its schedule is "auto"; its `recompute` says whether the table may recompute
-            micro-batches ("auto"), blocks only or nothing.
+        asked: what it was planned for. A table is made where its schedule is "auto"; its `recompute` says whether the
+            table may recompute micro-batches ("auto"), blocks only or nothing.
     """
     settings, table = plan.settings, plan.timeline.schedule
     # A compiled block has one backward. In one process no table is shorter than another.
     is_open = asked.schedule == AUTO and asked.recompute in (AUTO, "none", "block") and not asked.torch_compile
     is_whole = table.num_micro_batches == plan.planner.inputs.accumulation * settings.num_micro_batches
     placement = table.placement
-    is_plain = placement.num_processes > 1 and not placement.has_replicas and settings.placement is None
+    is_given = settings.placement is not None
+    is_plain = placement.num_processes > 1 and placement.chunks == 1 and not (placement.has_replicas or is_given)
     if not (is_open and is_whole and is_plain and plan.fits):
         return plan
     if asked.recompute == AUTO:
@@ -95,8 +96,8 @@ def _listed_plans(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomput
         yield found
         if found.fits:
             return
-        spare = [_spare(found, process) for process in range(size)]
-        rooms = [room if more >= 0 else min(room + more, _LESS * room) for room, more in zip(rooms, spare, strict=True)]
+        lacks = [min(0, _spare(found, process)) for process in range(size)]
+        rooms = [max(one, min(room + lack, _LESS * room)) for one, room, lack in zip(own, rooms, lacks, strict=True)]
 
 
 def _work(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomputes: bool) -> Work:
