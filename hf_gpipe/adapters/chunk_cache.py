@@ -71,7 +71,7 @@ class _SlidingSlot(_Slot, DynamicSlidingWindowLayer):
 
 
 class RowCache:
-    """What one stage keeps of a micro-batch's rows between its first F and its last B.
+    """The tensors that one stage keeps of a micro-batch's rows between its first F and its last B.
 
     These are the keys and values of its blocks, and on the last stage the logits of all routers.
 
@@ -88,7 +88,7 @@ class RowCache:
         self._routers = [States(length) for _ in stage.adapter.routers if stage.is_last]
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is kept of the rows from their first F to their last B, the gradients included."""
+        """All tensors that are kept of the rows from their first F to their last B, with gradients."""
         parts = [*chain.from_iterable(self._parts), *self._routers]
         return [tensor for states in parts for tensor in states.tensors()]
 

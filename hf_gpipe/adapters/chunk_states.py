@@ -1,4 +1,4 @@
-"""What the chunks of a row leave to later chunks, and its gradient: keys and values of blocks, logits of routers.
+"""Tensors that the chunks of a row leave to later chunks: keys and values of blocks, logits of routers; with gradients.
 
 Backward runs over the chunks in reverse. What the backward of a chunk finds for the states of earlier chunks waits here
 for their backward.
@@ -35,7 +35,7 @@ class States:
         return self._states.data
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is kept of all tokens, with the gradient, in memory; nothing before the first F."""
+        """The tensors in memory, of all tokens, and their gradient; none before the first F."""
         return [] if self._states is None else [self._states, self.gradient()]
 
     def gradient(self) -> torch.Tensor:

@@ -190,7 +190,6 @@ class Planner:
         self.speeds = speeds
         self.lighter: Mapping[str, Callable[[], Plan]] = {}
         self.chunks = 1
-        self._costs: dict[tuple[int, int], Sequence[ModelCosts]] = {}
         self._sums: dict[tuple[int, int], tuple[LayerSums, Sequence[LayerSums]]] = {}
 
     @classmethod
@@ -259,8 +258,8 @@ class Planner:
     @property
     def num_layers(self) -> int:
         """Layers of the model, the same for every micro-batch."""
-        costs = next(iter(self._costs.values()), None) or [self.costs(self.rows)]
-        return len(costs[0].layers)
+        known = next(iter(self._sums.values()), None) or self._all_sums(self.rows)
+        return len(known[0].costs.layers)
 
     def micro_batch_rows(self, num_micro_batches: int) -> int:
         """Rows of the largest of M micro-batches."""
@@ -269,12 +268,6 @@ class Planner:
     def micro_batches_of_step(self, num_micro_batches: int) -> int:
         """Micro-batches in the table of a step, where a mini-batch is cut into M; each chunk of a row counts."""
         return self.inputs.accumulation * min(num_micro_batches, self.rows) * self.chunks
-
-    def _of_chunks(self, num_micro_batches: int) -> Sequence[ModelCosts]:
-        key = self.micro_batch_rows(num_micro_batches), self.chunks
-        if key not in self._costs:
-            self._costs[key] = self._costs_of(*key)
-        return self._costs[key]
 
     def costs(self, num_micro_batches: int) -> ModelCosts:
         """The costs of the layers for one of M micro-batches, or for the typical one of its chunks."""
@@ -288,7 +281,7 @@ class Planner:
         """Those of the typical chunk, and those of each chunk."""
         key = self.micro_batch_rows(num_micro_batches), self.chunks
         if key not in self._sums:
-            of_chunks = self._of_chunks(num_micro_batches)
+            of_chunks = self._costs_of(*key)
             each = [LayerSums(costs, self.device) for costs in of_chunks]
             whole = each[0] if len(each) == 1 else LayerSums(typical(of_chunks), self.device)
             self._sums[key] = whole, each

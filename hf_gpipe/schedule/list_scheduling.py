@@ -39,13 +39,12 @@ from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, INPUT, RECOMPUTE, WEIGHT, ActionKind
 from hf_gpipe.schedule.placement import Placement
 
-F, R, I, W = FORWARD, RECOMPUTE, INPUT, WEIGHT  # noqa: E741
-_KINDS = (F, R, I, W)
+_KINDS = (FORWARD, RECOMPUTE, INPUT, WEIGHT)
 _F, _R, _I, _W = range(4)
 Rule: TypeAlias = tuple[ActionKind, bool]
 """F or I, and whether of a stage in the second half."""
 
-_F1, _F0, _I1, _I0 = (F, True), (F, False), (I, True), (I, False)
+_F1, _F0, _I1, _I0 = (FORWARD, True), (FORWARD, False), (INPUT, True), (INPUT, False)
 PRIORITIES: tuple[tuple[Rule, ...], ...] = (
     (_I1, _F1, _F0, _I0),
     (_F1, _I0, _F0, _I1),
@@ -97,7 +96,7 @@ class Listed(NamedTuple):
 
 
 class StageRules(NamedTuple):
-    """What a stage does first, and how far it runs ahead.
+    """The actions that a stage prefers, and how far it runs ahead.
 
     Attributes:
         ranks: of F, R, I and W; the smallest one goes first.
@@ -156,7 +155,7 @@ def _rules_of(priority: Sequence[Rule], in_flight: Sequence[float]) -> Rules:
     ranks = {rule: rank for rank, rule in enumerate(priority)}
     halves = [2 * stage >= len(in_flight) for stage in range(len(in_flight))]
     return tuple(
-        StageRules((ranks[F, half], ranks[I, half], ranks[I, half], len(ranks)), most)
+        StageRules((ranks[FORWARD, half], ranks[INPUT, half], ranks[INPUT, half], len(ranks)), most)
         for half, most in zip(halves, in_flight, strict=True)
     )
 
@@ -373,7 +372,7 @@ class _Run:
         return self
 
     def listed(self) -> Listed:
-        """What ran."""
+        """The actions that ran, by process."""
         orders: list[list[Action]] = [[] for _ in range(self._num_processes)]
         for process, kind, stage, m in self.order:
             orders[process].append(Action(_KINDS[kind], stage, m))
