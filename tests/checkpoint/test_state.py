@@ -536,7 +536,9 @@ def test_half_of_a_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 
 def test_stages_and_schedule_change_on_the_way(tmp_path: Path) -> None:
     """Two stages, then three with another schedule, then one: the weights of a run that kept its two."""
-    settings = HALF | {"save_steps": 5, "max_steps": 15, "num_micro_batches": 4}
+    # The gradient of a key's bias is nothing but rounding, which differs between the schedules. This
+    # epsilon is above it, so Adam does not scale the rounding up to whole updates.
+    settings = HALF | {"save_steps": 5, "max_steps": 15, "num_micro_batches": 4, "adam_epsilon": 1e-6}
     whole = trainer(tmp_path / "whole", num_stages=2, schedule="gpipe", **settings)
     whole.train()
     legs = [(2, "gpipe", 5), (3, "1f1b", 10), (1, "gpipe", 15)]
