@@ -1,7 +1,7 @@
 """Attention as the kernels of a GPU compute it, for the planner, which traces layers on a CPU.
 
-They draw dropout inside of them, need no mask for a chunk of a row, and take keys and values with fewer heads than the
-queries as they are. A CPU's kernels keep memory for each of these.
+They draw dropout inside of them, leave out what a causal mask hides, of chunks too, and take keys and values with fewer
+heads than the queries as they are. A CPU's kernels keep memory for each of these.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from hf_gpipe.adapters.lower_right import LowerRightMask
 
 
-@torch.library.custom_op("hf_gpipe::grouped_attention", mutates_args=())
-def grouped_attention(
+@torch.library.custom_op("hf_gpipe::kernel_attention", mutates_args=())
+def kernel_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention whose keys and values (B, G, T, width) have fewer heads than the queries (B, heads, Q, width).
+    """Attention whose keys and values (B, G, T, width) may have fewer heads than the queries (B, heads, Q, width).
 
     Args:
         is_causal: whether the queries are the last tokens, and each attends to the tokens up to itself.
@@ -31,7 +31,7 @@ def grouped_attention(
     return _computed(query, key, value, is_causal), query.new_zeros(query.shape[:-1], dtype=torch.float32)
 
 
-@grouped_attention.register_fake
+@kernel_attention.register_fake
 def _(query: Any, key: Any, value: Any, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     rows, heads, tokens, _width = query.shape
     # As kernels lay it out: putting the heads of a token side by side copies nothing.
@@ -39,8 +39,8 @@ def _(query: Any, key: Any, value: Any, is_causal: bool) -> tuple[torch.Tensor, 
     return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("hf_gpipe::grouped_attention_backward", mutates_args=())
-def grouped_attention_backward(
+@torch.library.custom_op("hf_gpipe::kernel_attention_backward", mutates_args=())
+def kernel_attention_backward(
     gradient: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -57,7 +57,7 @@ def grouped_attention_backward(
     return of_query, of_key, of_value
 
 
-@grouped_attention_backward.register_fake
+@kernel_attention_backward.register_fake
 def _(gradient: Any, query: Any, key: Any, value: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
@@ -74,10 +74,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return (*grouped_attention_backward(gradient, *ctx.saved_tensors, ctx.is_causal), None)
+    return (*kernel_attention_backward(gradient, *ctx.saved_tensors, ctx.is_causal), None)
 
 
-grouped_attention.register_autograd(_backward, setup_context=_keep)
+kernel_attention.register_autograd(_backward, setup_context=_keep)
 
 
 class AttentionOfAGpu(TorchFunctionMode):
@@ -89,8 +89,8 @@ class AttentionOfAGpu(TorchFunctionMode):
             kwargs["dropout_p"] = 0.0
             if isinstance(kwargs.get("attn_mask"), LowerRightMask):
                 kwargs |= {"attn_mask": None, "is_causal": True}
-            if kwargs.get("enable_gqa") and kwargs.get("attn_mask") is None:
-                return grouped_attention(*args, kwargs.get("is_causal", False))[0]
+            if kwargs.get("attn_mask") is None and len(args) == 3:
+                return kernel_attention(*args, kwargs.get("is_causal", False))[0]
         return func(*args, **kwargs)
 
 

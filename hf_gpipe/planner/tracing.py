@@ -8,7 +8,7 @@ families decide by values what they do next, such as which experts to run; their
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from transformers import masking_utils
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.dropout import default_generator
@@ -164,7 +165,8 @@ class StageTracer:
                 for name, tensor in micro_batch.inputs.items()
                 if not isinstance(tensor, KnownMask) or tensor.is_padded
             }
-            return self._tracked(self._stage, replace(micro_batch, inputs=fake), run)
+            with _texts() if "position_ids" not in fake else nullcontext():
+                return self._tracked(self._stage, replace(micro_batch, inputs=fake), run)
 
     def _made(self, weights: FakeTensorMode | None) -> Stage:
         stage_model = assemble(self._adapter, self._layers, weights, CPU)
@@ -295,6 +297,21 @@ def _deferring(stage_model: StageModel) -> Iterator[None]:
         for module, cls in classes.items():
             module.__class__ = cls
         stage_model.weight_gradients = None
+
+
+@contextmanager
+def _texts() -> Iterator[None]:
+    """Context manager in which each row is one text.
+
+    Without a mask transformers looks at the values of position ids for documents. Fake tensors have none, so it would
+    write a mask of tokens by tokens that no run has.
+    """
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
 
 
 @contextmanager

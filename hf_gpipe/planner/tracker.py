@@ -167,8 +167,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     _aten.addmm_: flop_registry[_aten.addmm],
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    torch.ops.hf_gpipe.grouped_attention: _attention_of_groups,
-    torch.ops.hf_gpipe.grouped_attention_backward: _backward_of_groups,
+    torch.ops.hf_gpipe.kernel_attention: _attention_of_groups,
+    torch.ops.hf_gpipe.kernel_attention_backward: _backward_of_groups,
     _aten._grouped_mm: _grouped,
 }
 #: The products of linear layers and experts. Those of attention have a batch.

@@ -117,7 +117,8 @@ class Workload:
         rows = largest_micro_batch(rows, num_micro_batches)
         if recipe.training.packing:
             return cls.packed(rows, (source, source), (target, target))
-        return cls(2 * rows if data.kind == "preferences" else rows, source, target)
+        # Blocks of text are all equally long.
+        return cls(2 * rows if data.kind == "preferences" else rows, source, target, data.kind != "text")
 
     @classmethod
     def packed(cls, rows: int, source: tuple[int, int], target: tuple[int, int]) -> Workload:

@@ -39,15 +39,17 @@ def long_llama() -> Any:
 
 
 def test_the_arithmetic_of_whole_rows() -> None:
-    """Products of weights are those of the row; of attention a GPU leaves out what the causal mask hides: half."""
+    """All products are those of the row, on a GPU half of the attention: kernels leave out what the mask hides."""
     tracer, row = LayerTracer(long_llama(), as_on_gpu=True), Workload(1, TOKENS, TOKENS, has_padding=False)
     whole, chunks = tracer.costs(row), each_chunk(row, 8, tracer.costs)
     attention = 4 * TOKENS**2 * 4 * tracer.run.adapter.config.head_dim
+    padded = tracer.costs(Workload(2, TOKENS, TOKENS))
     for index, layer in enumerate(whole.layers):
         if layer.kind == "block":
             own = [costs.layers[index] for costs in chunks]
             assert sum(one.weight_flops for one in own) == layer.weight_flops
-            assert sum(one.forward_flops for one in own) == layer.forward_flops - attention // 2
+            assert sum(one.forward_flops for one in own) == layer.forward_flops
+            assert 2 * layer.forward_flops == padded.layers[index].forward_flops - attention
 
 
 def test_chunks_between_those_that_were_traced() -> None:
