@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train the model of a recipe, evaluate it, and save it",
     "plan": "predict memory and time of a recipe, and whether it fits",
     "generate": "generate with a checkpoint, for a text, a chat turn or lines of stdin",
+    "merge": "merge peft adapters into the weights of their model",
     "check": "check on a tiny clone whether a model is exact in stages",
     "launch": "print the file that starts a recipe on several machines",
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 from trainer_tables import ATTRIBUTES, IRRELEVANT, LIMITS, METHODS, SUPPORTED
 from transformers import TrainingArguments
 
-from hf_gpipe.commands import check, generate, launch, plan
+from hf_gpipe.commands import check, generate, launch, merge, plan
 from hf_gpipe.commands.train import USAGE
 from hf_gpipe.errors import EXIT_USER_ERROR
 from hf_gpipe.planner.devices import DEVICES, LINKS
@@ -120,6 +120,12 @@ module `hf_gpipe.train`.
 {generate}
 ```
 
+## merge
+
+```text
+{merge}
+```
+
 ## launch
 
 ```text
@@ -216,7 +222,7 @@ def commands_page() -> str:
     os.environ["COLUMNS"] = "100"
     helps = {
         module.__name__.rpartition(".")[2]: module._parser().format_help().strip()
-        for module in (generate, launch, plan)
+        for module in (generate, launch, merge, plan)
     }
     train = USAGE.format(recipe=recipe_help()).strip()
     return COMMANDS.format(note=NOTE, user=EXIT_USER_ERROR, train=train, check=check.USAGE.strip(), **helps)

@@ -21,7 +21,7 @@ from transformers.utils import is_peft_available
 
 from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.stubs import STUBS
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import UnsupportedModelError, UserError
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,25 @@ class PeftAdapter:
                     ) from error
             else:
                 layer.reset_lora_parameters(self.name, start)
+
+    def merge(self, model: PreTrainedModel) -> None:
+        """Let PEFT merge the adapter into the weights of a model or a stage of it, and take its layers out.
+
+        Raises:
+            UnsupportedModelError: PEFT cannot merge such adapters.
+        """
+        from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+        tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[self.config.peft_type]
+        tuner = tuner.__new__(tuner)  # its constructor would put layers in
+        nn.Module.__init__(tuner)
+        tuner.model, tuner.peft_config, tuner.targeted_module_names = model, {self.name: self.config}, []
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the embedding and the head are no longer tied
+                tuner.merge_and_unload()
+        except (ValueError, NotImplementedError, AttributeError) as error:
+            raise UnsupportedModelError(f"peft cannot merge these adapters: {error}") from error
 
     def tensors(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         """The adapter's tensors in a model or a stage of it, under the names of PEFT's saved format.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters import StageModel
@@ -134,18 +135,49 @@ def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftA
     with digests.advising():
         if (written := Digests.read(directory)) is not None:
             written.check(written.parts(WEIGHTS_NAME, names.__contains__))
+    with _opened(file) as saved:
+        for tensors in own:
+            _check_fit(saved, file, tensors)
+            # The tensors under PEFT's names share memory with the stage's, so copying into them fills the stage.
+            for name, tensor in tensors.items():
+                tensor.copy_(saved.get_tensor(name))
+
+
+def check_adapters(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError unless saved adapters have exactly these tensors, those of all adapters of a model."""
+    file = directory / WEIGHTS_NAME
+    with _opened(file) as saved:
+        _check_fit(saved, file, tensors)
+        if unknown := sorted(set(saved.keys()) - tensors.keys()):
+            raise CheckpointError(
+                f"{file} has {unknown[0]!r}, which is no adapter of the model that {CONFIG_NAME} describes; give the "
+                "model that the adapters were trained on"
+            )
+
+
+def num_labels_of(directory: Path) -> int | None:
+    """The classes of the head that was saved with adapters; None: there is none. Raises CheckpointError."""
+    with _opened(directory / WEIGHTS_NAME) as saved:
+        heads = [name for name in saved.keys() if name.endswith((".score.weight", ".classifier.weight"))]  # noqa: SIM118
+        return saved.get_slice(heads[0]).get_shape()[0] if heads else None
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Context manager that opens the saved tensors, of which each is read alone."""
     try:
-        saved = load_file(file)
+        with safe_open(file, framework="pt") as saved:
+            yield saved
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the adapters in {file}: {error}") from error
-    for tensors in own:
-        # The tensors under PEFT's names share memory with the stage's, so copying into them fills the stage.
-        for name, tensor in tensors.items():
-            if name not in saved:
-                raise CheckpointError(f"{file} lacks {name!r}, which the model's adapter has")
-            if saved[name].shape != tensor.shape:
-                shapes = tuple(saved[name].shape), tuple(tensor.shape)
-                raise CheckpointError(
-                    f"{file}: {name!r} has the shape {shapes[0]}, the model's adapter has {shapes[1]}"
-                )
-            tensor.copy_(saved[name])
+
+
+def _check_fit(saved: Any, file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    names = set(saved.keys())
+    for name, tensor in tensors.items():
+        if name not in names:
+            raise CheckpointError(f"{file} lacks {name!r}, which the model's adapter has")
+        if (shape := tuple(saved.get_slice(name).get_shape())) != tensor.shape:
+            raise CheckpointError(
+                f"{file}: {name!r} has the shape {shape}, the model's adapter has {tuple(tensor.shape)}"
+            )

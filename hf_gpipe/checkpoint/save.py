@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.checkpoint import digests, hub
 from hf_gpipe.checkpoint.copies import Files, PendingWrite
 from hf_gpipe.checkpoint.digests import Entry
@@ -34,7 +35,7 @@ _PREPARED = ".config.tmp"
 
 
 @sendable
-class _Shard(NamedTuple):
+class Shard(NamedTuple):
     """Sizes and digests of a file that a process has written, sent to the other processes."""
 
     sizes: dict[str, tuple[int, int]]
@@ -70,40 +71,30 @@ def pending_model(
     world.from_writer(lambda: make_directory(directory))
     taken = world.is_writer and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
     tag = world.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[world.writer]
-    write_configuration = partial(_write_configuration, next(iter(models.values())))
-    write_once(directory, world, lambda: prepare_files(directory, write_configuration, write_more))
+    configure = partial(write_configuration, next(iter(models.values())).adapter)
+    write_once(directory, world, lambda: prepare_files(directory, configure, write_more))
     files: Files = {}
     for stage, model in models.items():
         if world.leads(stage):  # each file is written once
             names = [n for n in (*model.parameters, *model.buffers) if owner_stage.get(n, stage) == stage]
             files[stage] = hub.saved_tensors(model, names)
 
-    def write_shards(files: Files) -> dict[str, _Shard]:
+    def write_shards(files: Files) -> dict[str, Shard]:
         written = {}
         for stage in sorted(files):
             tensors = hub.in_hub_form(models[stage], files.pop(stage))
             if not tensors:
                 continue
             file = f"model{tag}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
-            try:
-                save_file(tensors, directory / file, metadata={"format": "pt"})
-            except Exception:
-                (directory / file).unlink(missing_ok=True)
-                raise
-            sizes = {name: (t.numel(), t.numel() * t.element_size()) for name, t in tensors.items()}
-            written[file] = _Shard(sizes, digests.entry_of_tensors(directory / file, tensors))
+            written[file] = write_shard(directory / file, tensors)
         return written
 
     def write(files: Files) -> dict[str, Entry]:
-        shards: dict[str, _Shard] = {}
+        shards: dict[str, Shard] = {}
         for part in write_together(directory, world, lambda: write_shards(files)):
             shards.update(part)
 
-        def publish() -> None:
-            with digests.updated(directory) as entries:
-                _publish(directory, shards, entries)
-
-        write_once(directory, world, publish)
+        write_once(directory, world, lambda: publish(directory, shards))
         return {}
 
     return PendingWrite(files, write)
@@ -182,13 +173,13 @@ def replace_directory(temporary: Path, final: Path) -> None:
         temporary.rename(final)
 
 
-def _write_configuration(model: StageModel, folder: Path) -> None:
+def write_configuration(adapter: Adapter, folder: Path) -> None:
     """Write the configurations of the whole Hugging Face model, and its code if that is not of the library."""
-    reference = model.adapter.reference
+    reference = adapter.reference
     if not isinstance(reference, PreTrainedModel):
         return
     reference.config.architectures = [type(reference).__name__]
-    reference.config.dtype = str(model.adapter.dtype).removeprefix("torch.")
+    reference.config.dtype = str(adapter.dtype).removeprefix("torch.")
     if reference.is_remote_code():
         # The model's own Python code is saved with it, as save_pretrained does.
         custom_object_save(reference, folder, config=reference.config)
@@ -197,8 +188,24 @@ def _write_configuration(model: StageModel, folder: Path) -> None:
         reference.generation_config.save_pretrained(folder)
 
 
-def _publish(directory: Path, shards: Mapping[str, _Shard], entries: dict[str, Entry]) -> None:
-    """Make the written shards the directory's checkpoint and add their digests. Runs in the main process."""
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
+    """Write tensors, contiguous and on the CPU, into a safetensors file, or none of it. Raises OSError."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except Exception:
+        path.unlink(missing_ok=True)
+        raise
+    sizes = {name: (t.numel(), t.numel() * t.element_size()) for name, t in tensors.items()}
+    return Shard(sizes, digests.entry_of_tensors(path, tensors))
+
+
+def publish(directory: Path, shards: Mapping[str, Shard]) -> None:
+    """Make the written shards and the prepared files the directory's checkpoint, with digests, in the main process."""
+    with digests.updated(directory) as entries:
+        _publish(directory, shards, entries)
+
+
+def _publish(directory: Path, shards: Mapping[str, Shard], entries: dict[str, Entry]) -> None:
     entries |= publish_files(directory)
     weights = {p for p in directory.iterdir() if p.name == SAFE_WEIGHTS_NAME or _SHARD.fullmatch(p.name)}
     outdated = {p for p in weights if p.name not in shards}

@@ -47,6 +47,11 @@ class Trainable(Protocol):
         """The texts, at most those of so many pairs or documents; None: the corpus's own limit."""
 
 
+def has_tokenizer(directory: str | Path) -> bool:
+    """Whether a directory has files of a tokenizer."""
+    return any((Path(directory) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
 def read_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hub id or directory. Raises DataError where there is none that can be read."""
     try:

@@ -27,7 +27,7 @@ from hf_gpipe.data.chats import ChatCorpus
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.files import read_template
 from hf_gpipe.data.text import TextCorpus
-from hf_gpipe.data.tokenizer import read_tokenizer, trained_tokenizer
+from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer, trained_tokenizer
 from hf_gpipe.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UserError, nearest
 from hf_gpipe.model.opening import adapter_of
 from hf_gpipe.model.spec import ModelSpec
@@ -46,8 +46,6 @@ _STARTS_WITH_PADDING = ("marian", "pegasus", "t5", "mt5", "umt5")
 _TOKENS = ("pad_token_id", "eos_token_id", "bos_token_id", "forced_eos_token_id", "decoder_start_token_id")
 #: Of these, the recipe's to choose: which token a decoder starts with, and whether one is forced at the end.
 _FREE_TOKENS = ("forced_eos_token_id", "decoder_start_token_id")
-#: Files by which a directory shows that it has a tokenizer.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def check_model(recipe: Recipe) -> None:
@@ -122,7 +120,7 @@ def _tokenizer(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> Pr
         except DataError:
             # A directory with weights alone has no tokenizer: one is trained.
             is_expected = checkpoint is not None or recipe.tokenizer.path is not None
-            if is_expected or any((Path(source) / name).exists() for name in _TOKENIZER_FILES):
+            if is_expected or has_tokenizer(source):
                 raise
     return trained_tokenizer(corpus, recipe.tokenizer)
 

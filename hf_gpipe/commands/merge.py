@@ -1,0 +1,65 @@
+"""python -m hf_gpipe merge ADAPTERS --output DIR: peft adapters and their model become one model in Hub format."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_gpipe.commands.base import Parser, run_with_options
+from hf_gpipe.errors import UserError
+
+DESCRIPTION = """\
+Merge saved peft adapters into the weights of their model. The output is a model in Hub format with its tokenizer, which
+plain transformers loads without peft. Every weight equals that of peft's merge_and_unload, and the weights of one shard
+are in memory at a time, 1 GiB or one layer.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    return run_with_options(argv, _parser(), _merge)
+
+
+def _parser() -> Parser:
+    parser = Parser(DESCRIPTION, "merge")
+    parser.add_argument("adapters", help="directory of saved peft adapters")
+    parser.add_argument("--output", required=True, help="directory for the model, new or empty")
+    parser.add_argument("--base", help="Hub id or directory of the model (default: the one that the adapters name)")
+    parser.add_argument("--dtype", help="type of the weights, such as bfloat16 (default: the model's)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code of the model")
+    return parser
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from hf_gpipe.checkpoint.peft import CONFIG_NAME, base_of, has_adapters
+    from hf_gpipe.model.merging import classifier_fields, merge
+    from hf_gpipe.model.spec import ModelSpec
+
+    if not has_adapters(args.adapters):
+        raise UserError(f"there is no {CONFIG_NAME} in {args.adapters!r}; give a directory of saved peft adapters")
+    base = str(args.base or base_of(args.adapters))
+    trusts = args.trust_remote_code
+    tokenizer = _tokenizer_of(args.adapters, base, trust_remote_code=trusts)
+    padding = None if tokenizer is None else tokenizer.pad_token_id
+    spec = ModelSpec.of(
+        base,
+        peft_config=args.adapters,
+        dtype=args.dtype,
+        trust_remote_code=trusts,
+        config_overrides=classifier_fields(base, Path(args.adapters), padding, trust_remote_code=trusts),
+    )
+    count = merge(spec, Path(args.output), None if tokenizer is None else tokenizer.save_pretrained)
+    print(f"{args.output}: {base} with {args.adapters} merged into it, {count} shard{'s' * (count > 1)}")
+    return 0
+
+
+def _tokenizer_of(adapters: str, base: str, *, trust_remote_code: bool) -> Any:
+    """The tokenizer that was saved with the adapters, or else the model's; None: its directory has none."""
+    from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer
+
+    source = adapters if has_tokenizer(adapters) else base
+    if source == base and Path(base).is_dir() and not has_tokenizer(base):
+        return None
+    return read_tokenizer(source, trust_remote_code=trust_remote_code)
