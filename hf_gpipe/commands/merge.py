@@ -39,19 +39,19 @@ def _merge(args: argparse.Namespace) -> int:
 
     if not has_adapters(args.adapters):
         raise UserError(f"there is no {CONFIG_NAME} in {args.adapters!r}; give a directory of saved peft adapters")
-    base = str(args.base or base_of(args.adapters))
-    trusts = args.trust_remote_code
-    tokenizer = _tokenizer_of(args.adapters, base, trust_remote_code=trusts)
+    adapters, trusts = str(args.adapters), args.trust_remote_code
+    base = args.base or base_of(adapters)
+    tokenizer = _tokenizer_of(adapters, base, trust_remote_code=trusts)
     padding = None if tokenizer is None else tokenizer.pad_token_id
     spec = ModelSpec.of(
         base,
-        peft_config=args.adapters,
+        peft_config=adapters,
         dtype=args.dtype,
         trust_remote_code=trusts,
-        config_overrides=classifier_fields(base, Path(args.adapters), padding, trust_remote_code=trusts),
+        config_overrides=classifier_fields(base, Path(adapters), padding, trust_remote_code=trusts),
     )
     count = merge(spec, Path(args.output), None if tokenizer is None else tokenizer.save_pretrained)
-    print(f"{args.output}: {base} with {args.adapters} merged into it, {count} shard{'s' * (count > 1)}")
+    print(f"{args.output}: {base} with {adapters} merged into it, {count} shard{'s' * (count > 1)}")
     return 0
 
 
