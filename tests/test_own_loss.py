@@ -42,7 +42,7 @@ def test_a_loss_in_one_class(num_stages: int, schedule: str, num_micro_batches: 
     for part in split_rows(batch, num_micro_batches, 2):
         output = model(**part, use_cache=False, output_hidden_states=True)
         nll = F.cross_entropy(output.logits.transpose(1, 2), part["labels"], reduction="none")
-        losses = Contrast().of_units(LossInputs(part, 3, nll, output.decoder_hidden_states[-1]))
+        losses = Contrast().of_units(LossInputs(part, 3, token_losses=nll, hidden=output.decoder_hidden_states[-1]))
         (losses.sum() / 3).backward()
         value += losses.sum().item() / 3
     expected = Result(value, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe.data import DataSection
-from hf_gpipe.recipe.fields import LoraSection, ModelSection, Recipe, TrainingSection, all_keys
+from hf_gpipe.recipe.fields import (
+    CPO_LOSSES,
+    SMOOTHED_LOSSES,
+    LoraSection,
+    ModelSection,
+    Recipe,
+    TrainingSection,
+    all_keys,
+)
 from hf_gpipe.recipe.pipeline import PipelineConfig
 from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.strict_yaml import Locations
@@ -214,11 +222,12 @@ def _check_streaming(recipe: Recipe) -> None:
 
 def _check_preferences(recipe: Recipe) -> None:
     loss, training = recipe.preferences, recipe.training
-    if loss.label_smoothing and loss.loss_type not in ("sigmoid", "robust"):
-        raise RecipeError(
-            f"preferences.label_smoothing is {loss.label_smoothing} and preferences.loss_type is {loss.loss_type}, "
-            "which does not use it; it is for sigmoid and robust: leave it out."
-        )
+    for name, users in (("label_smoothing", SMOOTHED_LOSSES), *CPO_LOSSES.items()):
+        if (value := getattr(loss, name)) and loss.loss_type not in users:
+            raise RecipeError(
+                f"preferences.{name} is {value} and preferences.loss_type is {loss.loss_type}, which does not use it; "
+                f"it is for {' and '.join(users)}: leave it out."
+            )
     for name in ("batch_tokens", "packing", "label_smoothing_factor", "logit_clipping"):
         if recipe.data.kind == "preferences" and (value := getattr(training, name)):
             raise RecipeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field
 
@@ -92,18 +92,34 @@ class LoraSection:
         return self.r is not None or self.path is not None
 
 
+LossType = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "cpo", "simpo", "orpo"]
+LOSS_TYPES: tuple[str, ...] = get_args(LossType)
+#: Of these the ones that need no reference, those that label smoothing changes, and those that other keys are for.
+WITHOUT_REFERENCE = ("cpo", "simpo", "orpo")
+SMOOTHED_LOSSES = ("sigmoid", "robust", "cpo", "simpo")
+CPO_LOSSES = {"simpo_gamma": ("simpo",), "cpo_alpha": ("cpo", "simpo")}
+
+
 @section()
 class PreferencesSection:
-    """The loss of preferences (DPO and variants), for that kind of data; keys as in TRL's DPOConfig."""
+    """The loss of preferences (DPO and others), for that kind of data; keys as in TRL."""
 
     beta: Annotated[Positive, PREFERENCES] = 0.1
     """How far the model may go from the reference, the model before its training; larger: less far."""
 
-    loss_type: Annotated[Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm"], PREFERENCES] = "sigmoid"
-    """Loss of a pair. sigmoid: DPO; robust, hinge, ipo and sigmoid_norm: its variants of these names."""
+    loss_type: Annotated[LossType, PREFERENCES] = "sigmoid"
+    """Loss of a pair. sigmoid: DPO; robust, hinge, ipo and sigmoid_norm: its variants of these names. cpo, simpo and
+    orpo need no reference."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), PREFERENCES] = 0.0
-    """Probability that the two answers of a pair are exchanged, for sigmoid (conservative DPO) and robust."""
+    """Probability that the two answers of a pair are exchanged, for sigmoid (conservative DPO), robust, cpo and
+    simpo."""
+
+    simpo_gamma: Annotated[NotNegative | None, PREFERENCES] = None
+    """The margin that simpo wants between the two answers; null: 0.5."""
+
+    cpo_alpha: Annotated[NotNegative | None, PREFERENCES] = None
+    """Of cpo and simpo, the weight of the cross-entropy of the chosen answers; null: 1 for cpo and 0 for simpo."""
 
     reference_free: Annotated[bool, PREFERENCES] = False
     """Whether the reference is left out."""

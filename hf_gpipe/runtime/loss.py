@@ -49,6 +49,7 @@ class LossInputs:
     Attributes:
         inputs: the micro-batch's own tensors, such as labels.
         num_units: units of the whole mini-batch, by which the sum over units is divided.
+        num_tokens: tokens of the whole mini-batch that `Loss.row_tokens` counts.
         token_losses: `Loss.of_tokens` at every position, (B, T), 0 where there is no target.
         hidden: (B, T, D).
         logits: (B, T, V); of a model that classifies rows (B, C).
@@ -56,6 +57,7 @@ class LossInputs:
 
     inputs: Mapping[str, torch.Tensor]
     num_units: int
+    num_tokens: int = 1
     token_losses: Any = None
     hidden: Any = None
     logits: Any = None
@@ -114,6 +116,10 @@ class Loss:
         if self.counts_tokens:
             return TokenLoss.units(targets).sum(dim=1)
         return (torch.arange(len(targets), device=targets.device) % self.rows_per_unit == 0).long()
+
+    def row_tokens(self, targets: torch.Tensor) -> torch.Tensor:
+        """The number of those tokens in each row of targets (B, T) over which a part of the loss is a mean, (B,)."""
+        return self.row_units(targets)
 
     def total(self, read: LossInputs) -> torch.Tensor:
         """The share of a micro-batch in the loss of training, ()."""

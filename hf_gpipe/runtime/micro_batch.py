@@ -34,6 +34,7 @@ class MicroBatch:
         row_seeds: of each of its rows a seed from (seed, step, number of the row in the step), which is the same for
             any number of micro-batches; none where documents are packed into one row.
         num_units: units of the loss in the whole mini-batch, by which its sum is divided; at least 1.
+        num_tokens: in the whole mini-batch, as the loss counts them (`Loss.row_tokens`); at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
         mini_batch: the number of the step, or of the evaluation, and that of its mini-batch in it.
         chunk: the tokens of its rows that it has; None: all.
@@ -48,6 +49,7 @@ class MicroBatch:
     mini_batch: tuple[int, int] = (0, 0)
     row_seeds: tuple[int, ...] = ()
     chunk: Chunk | None = None
+    num_tokens: int = 1
     shapes: dict[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -250,9 +252,14 @@ def make_micro_batches(
                 f"labels have the type {labels.dtype}, and the loss, a {type(loss).__name__}, needs classes or tokens, "
                 "which are integers; give loss=LogitsLoss(function), or integers"
             )
-    count = sum(int(loss.row_units(adapter.targets(one)).sum()) for one in inputs)
+    targets = [adapter.targets(one) for one in inputs]
+    num_units, num_tokens = (
+        max(1, sum(int(count(one).sum()) for one in targets)) for count in (loss.row_units, loss.row_tokens)
+    )
     whole = [
-        MicroBatch(first + i, one, mix(seed, step, i), max(count, 1), len(inputs), (step, owner), of_rows)
+        MicroBatch(
+            first + i, one, mix(seed, step, i), num_units, len(inputs), (step, owner), of_rows, num_tokens=num_tokens
+        )
         for i, (one, owner, of_rows) in enumerate(zip(inputs, owners, row_seeds, strict=True))
     ]
     chunks = num_chunks(inputs, sequence_chunks)

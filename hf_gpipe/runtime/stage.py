@@ -283,7 +283,13 @@ class Stage:
             outputs = self.model(inputs, carry, micro_batch.seed, deferred, micro_batch.row_seeds, routers)
         if not loss.adds_auxiliary:
             outputs.pop("auxiliary_loss", None)
-        read = LossInputs(micro_batch.inputs, micro_batch.num_units, logits=outputs.pop("logits", None), **found)
+        read = LossInputs(
+            micro_batch.inputs,
+            micro_batch.num_units,
+            micro_batch.num_tokens,
+            hidden=found.get("hidden"),
+            logits=outputs.pop("logits", None),
+        )
         return outputs, deferred, read
 
     def _with_past(self, micro_batch: MicroBatch) -> tuple[Inputs, ChunkRouters | None]:

@@ -47,9 +47,15 @@ class PipelineDPOConfig(PipelineTrainingArguments):
     learning_rate: float = argument(1e-6, "Peak learning rate.")
     logging_steps: float = argument(10, "Updates between two lines of metrics.")
     beta: float = argument(0.1, "How far the model may go from the reference; larger: less far.")
-    loss_type: str = argument("sigmoid", "sigmoid, robust, hinge, ipo or sigmoid_norm.")
+    loss_type: str = argument(
+        "sigmoid", "sigmoid, robust, hinge, ipo or sigmoid_norm; without a reference cpo, simpo or orpo."
+    )
     label_smoothing: float = argument(
-        0.0, "Probability that the two answers of a pair are exchanged; sigmoid and robust."
+        0.0, "Probability that the two answers of a pair are exchanged; sigmoid, robust, cpo and simpo."
+    )
+    simpo_gamma: float | None = argument(None, "The margin that simpo wants between the two answers; None: 0.5.")
+    cpo_alpha: float | None = argument(
+        None, "Weight of the cross-entropy of the chosen answers, for cpo and simpo; None: 1 and 0."
     )
     reference_free: bool = argument(False, "Whether the reference is left out.")
     precompute_ref_log_probs: bool = argument(
@@ -78,11 +84,22 @@ class PipelineDPOConfig(PipelineTrainingArguments):
             raise UserError(
                 f"label_smoothing_factor={self.label_smoothing_factor!r} is of the cross-entropy; use label_smoothing"
             )
-        self.make_loss()
+        if self.make_loss().reference_free and self.precompute_ref_log_probs:
+            raise UserError(
+                f"precompute_ref_log_probs=True: loss_type={self.loss_type!r}"
+                f"{' with reference_free=True' * self.reference_free} reads no reference; leave it out"
+            )
 
     def make_loss(self) -> PreferenceLoss:
         """The loss that these arguments ask for."""
-        return PreferenceLoss(self.beta, self.loss_type, self.label_smoothing, reference_free=self.reference_free)
+        return PreferenceLoss(
+            self.beta,
+            self.loss_type,
+            self.label_smoothing,
+            reference_free=self.reference_free,
+            simpo_gamma=self.simpo_gamma,
+            cpo_alpha=self.cpo_alpha,
+        )
 
 
 class PipelineDPOTrainer(PipelineTrainer):
@@ -131,6 +148,11 @@ class PipelineDPOTrainer(PipelineTrainer):
         if not isinstance(args, PipelineDPOConfig):
             raise UserError(f"args is a {type(args).__name__}; PipelineDPOTrainer needs a PipelineDPOConfig")
         args.check()
+        if ref_model is not None and args.make_loss().reference_free:
+            raise UserError(
+                f"ref_model is given, and loss_type={args.loss_type!r}"
+                f"{' with reference_free=True' * args.reference_free} reads no reference; leave it out"
+            )
         join_with(args)
         if processing_class is None and isinstance(model, str):
             processing_class = read_tokenizer(model)

@@ -194,7 +194,8 @@ def loss_of(recipe: Recipe) -> Loss:
     if recipe.data.kind != "preferences":
         return TokenLoss(recipe.training.label_smoothing_factor, recipe.training.logit_clipping)
     given = recipe.preferences
-    return PreferenceLoss(given.beta, given.loss_type, given.label_smoothing, reference_free=given.reference_free)
+    others = {name: getattr(given, name) for name in ("reference_free", "simpo_gamma", "cpo_alpha")}
+    return PreferenceLoss(given.beta, given.loss_type, given.label_smoothing, **others)
 
 
 def _autocast_of(recipe: Recipe) -> torch.dtype | None:

@@ -1,7 +1,7 @@
-"""The loss of preferences: direct preference optimization (DPO) and its variants, and their metrics.
+"""The losses of preferences, and their metrics: DPO and its variants, and those without a reference.
 
 DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7) makes chosen answers more likely than rejected ones, beside a
-reference, the model before its training. Names are those of TRL.
+reference, the model before its training. CPO, SimPO and ORPO need none. Names are those of TRL.
 """
 
 from __future__ import annotations
@@ -13,32 +13,41 @@ from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.runtime.loss import Loss, LossInputs, Reads
+from hf_gpipe.recipe.fields import CPO_LOSSES, LOSS_TYPES, SMOOTHED_LOSSES, WITHOUT_REFERENCE
+from hf_gpipe.runtime.loss import Loss, LossInputs, Reads, TokenLoss
 
 #: Names of the metrics, in the order in which `PreferenceLoss` sums them up.
 METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected"),
 )
-LOSS_TYPES = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm")
-#: Those that `label_smoothing` changes.
-_SMOOTHED = ("sigmoid", "robust")
+#: TRL's default.
+_SIMPO_GAMMA = 0.5
+#: Those whose log-probabilities are of a token, the mean over the answer.
+_PER_TOKEN = ("ipo", "sigmoid_norm", "simpo", "orpo")
 
 
 @dataclass(frozen=True)
 class PreferenceLoss(Loss):
     """The loss of pairs of a chosen row and the rejected row after it.
 
-    m is the difference of the two log-ratios log p(y|x) - log p_ref(y|x), and e is `label_smoothing`.
+    m is the difference of the two log-ratios log p(y|x) - log p_ref(y|x), and e is `label_smoothing`. Without a
+    reference, m is the difference of the two log-probabilities log p(y|x).
 
     Args:
         beta: how far the model may go from the reference; larger: less far.
         loss_type: "sigmoid": -(1 - e) log s(beta m) - e log s(-beta m), which is DPO for e = 0 and conservative DPO
             otherwise; "robust": the same with + e, divided by 1 - 2 e (arXiv 2403.00409); "hinge": max(0, 1 - beta m)
             (arXiv 2305.10425); "ipo": (m - 1 / (2 beta)) ** 2 with log-ratios per token (arXiv 2310.12036);
-            "sigmoid_norm": -log s(beta m) with log-ratios per token.
+            "sigmoid_norm": -log s(beta m) with log-ratios per token. Without a reference: "cpo": that of "sigmoid"
+            (arXiv 2401.08417); "simpo": that of "sigmoid" of m - simpo_gamma / beta, per token (arXiv 2405.14734);
+            "orpo": -beta log s(the logarithm of the ratio of the odds p / (1 - p)), per token, with the cross-entropy
+            of the chosen answer (arXiv 2403.07691, equation 6).
         label_smoothing: the probability that the two answers of a pair are exchanged, at least 0 and below 0.5.
         reference_free: whether the reference is left out, as if all its log-probabilities were 0.
+        simpo_gamma: the margin that "simpo" wants between the two answers.
+        cpo_alpha: of "cpo" and "simpo", the weight of the cross-entropy of the chosen answers, the mean over all their
+            tokens in the mini-batch; None: 1 for "cpo" and 0 for "simpo".
 
     Raises:
         UserError: a value that is not allowed.
@@ -48,6 +57,8 @@ class PreferenceLoss(Loss):
     loss_type: str = "sigmoid"
     label_smoothing: float = 0.0
     reference_free: bool = field(default=False, kw_only=True)
+    simpo_gamma: float | None = field(default=None, kw_only=True)
+    cpo_alpha: float | None = field(default=None, kw_only=True)
     #: In training and in evaluation: the sums of the metrics, and the number of pairs.
     _sums: dict[bool, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -57,6 +68,7 @@ class PreferenceLoss(Loss):
 
     def __post_init__(self) -> None:
         beta, loss_type, label_smoothing = self.beta, self.loss_type, self.label_smoothing
+        object.__setattr__(self, "reference_free", self.reference_free or loss_type in WITHOUT_REFERENCE)
         object.__setattr__(self, "needs_reference", not self.reference_free)
         if not beta > 0:
             raise UserError(f"beta={beta!r}: expected a number above 0")
@@ -67,11 +79,25 @@ class PreferenceLoss(Loss):
             )
         if not 0 <= label_smoothing < 0.5:
             raise UserError(f"label_smoothing={label_smoothing!r}: expected at least 0 and below 0.5")
-        if label_smoothing and loss_type not in _SMOOTHED:
-            raise UserError(
-                f"label_smoothing={label_smoothing!r} has no meaning with loss_type={loss_type!r}, only with "
-                f"{' and '.join(_SMOOTHED)}; leave it out"
-            )
+        for name, users in (("label_smoothing", SMOOTHED_LOSSES), *CPO_LOSSES.items()):
+            if (value := getattr(self, name)) and loss_type not in users:
+                raise UserError(
+                    f"{name}={value!r} has no meaning with loss_type={loss_type!r}, only with {' and '.join(users)}; "
+                    "leave it out"
+                )
+            if value is not None and not value >= 0:
+                raise UserError(f"{name}={value!r}: expected a number of at least 0")
+
+    @property
+    def _weight_of_chosen(self) -> float:
+        """Of the cross-entropy of the chosen answers."""
+        if self.cpo_alpha is not None:
+            return self.cpo_alpha
+        return float(self.loss_type in ("cpo", "orpo"))
+
+    def row_tokens(self, targets: torch.Tensor) -> torch.Tensor:
+        """The answer's tokens in chosen rows, 0 in rejected ones."""
+        return TokenLoss.units(targets).sum(dim=1) * self.row_units(targets)
 
     @property
     def of_rows(self) -> PreferenceLoss:
@@ -79,18 +105,33 @@ class PreferenceLoss(Loss):
         return self
 
     def of_units(self, read: LossInputs) -> torch.Tensor:
-        """The loss of each pair, (B / 2,); unless `reference_free` the inputs have "ref_logps" (B,)."""
-        inputs = read.inputs
-        policy = read.log_probs.view(-1, 2)
-        ratios = policy if self.reference_free else policy - inputs["ref_logps"].to(policy).view(-1, 2)
-        self._note(policy.detach(), ratios.detach())
-        if self.loss_type in ("ipo", "sigmoid_norm"):
-            lengths = (inputs["labels"] != IGNORED_LABEL).sum(dim=1).clamp(min=1)
-            ratios = ratios / lengths.view(-1, 2)
-        margin = ratios[:, 0] - ratios[:, 1]
-        smoothing, scaled = self.label_smoothing, self.beta * margin
+        """The loss of each pair, (B / 2,); with a reference the inputs have "ref_logps" (B,)."""
+        inputs, noted = read.inputs, read.log_probs.view(-1, 2)
+        ratios = noted if self.reference_free else noted - inputs["ref_logps"].to(noted).view(-1, 2)
+        scores = ratios
+        if self.loss_type in _PER_TOKEN:
+            lengths = (inputs["labels"] != IGNORED_LABEL).sum(dim=1).clamp(min=1).view(-1, 2)
+            scores = ratios / lengths
+            if self.loss_type in WITHOUT_REFERENCE:  # TRL's metrics too are of a token there
+                noted = ratios = scores
+        self._note(noted.detach(), ratios.detach())
+        losses = self._of_scores(*scores.unbind(dim=1))
+        if weight := self._weight_of_chosen:
+            # A mean over tokens, and not over pairs.
+            losses = losses - weight * read.log_probs[::2] * (read.num_units / read.num_tokens)
+        return losses
+
+    def _of_scores(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        """The loss of pairs (B / 2,) without the cross-entropy, from their log-ratios or log-probabilities."""
+        margin, smoothing = chosen - rejected, self.label_smoothing
+        if self.loss_type == "orpo":
+            odds = [one - torch.log(-torch.expm1(one)) for one in (chosen, rejected)]
+            return -self.beta * F.logsigmoid(odds[0] - odds[1])
         if self.loss_type == "ipo":
             return (margin - 1 / (2 * self.beta)) ** 2
+        scaled = self.beta * margin
+        if self.loss_type == "simpo":
+            scaled = scaled - (_SIMPO_GAMMA if self.simpo_gamma is None else self.simpo_gamma)
         if self.loss_type == "hinge":
             return torch.relu(1 - scaled)
         if self.loss_type == "robust":

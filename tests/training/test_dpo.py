@@ -256,11 +256,76 @@ def test_the_formulas_of_every_loss() -> None:
         ("sigmoid_norm", 0.0, -float(F.logsigmoid(torch.tensor(0.375)))),
     ):
         loss = PreferenceLoss(0.5, loss_type, smoothing)
-        assert float(loss.of_units(LossInputs(inputs, 1, losses))) == pytest.approx(expected, rel=1e-6), loss_type
+        assert float(loss.of_units(LossInputs(inputs, 1, token_losses=losses))) == pytest.approx(expected, rel=1e-6), (
+            loss_type
+        )
         assert loss.take(is_training=True).tolist() == pytest.approx([0.5, -0.5, 1, 1, -3, -8, 1])
         assert not loss.take(is_training=True).any()
     free = PreferenceLoss(0.5, reference_free=True)
-    assert float(free.of_units(LossInputs({}, 1, losses))) == pytest.approx(-float(F.logsigmoid(torch.tensor(2.5))))
+    assert float(free.of_units(LossInputs({}, 1, token_losses=losses))) == pytest.approx(
+        -float(F.logsigmoid(torch.tensor(2.5)))
+    )
+
+
+def without_reference(loss_type: str, log_probs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The papers' formulas, for beta = 0.5: of pairs (N, 2), with TRL's mean of the cross-entropy over tokens."""
+    nll = -log_probs[:, 0].sum() / lengths[:, 0].sum()
+    per_token = log_probs / lengths
+    if loss_type == "cpo":
+        return 0.3 * nll - F.logsigmoid(0.5 * (log_probs[:, 0] - log_probs[:, 1])).mean()
+    if loss_type == "simpo":
+        margin = 0.5 * (per_token[:, 0] - per_token[:, 1]) - 0.7
+        return (-0.9 * F.logsigmoid(margin) - 0.1 * F.logsigmoid(-margin)).mean()
+    odds = per_token.exp() / (1 - per_token.exp())
+    return nll - 0.5 * torch.log(torch.sigmoid(torch.log(odds[:, 0] / odds[:, 1]))).mean()
+
+
+WITHOUT_REFERENCE: dict[str, dict[str, Any]] = {
+    "cpo": {"cpo_alpha": 0.3},
+    "simpo": {"simpo_gamma": 0.7, "label_smoothing": 0.1},
+    "orpo": {},
+}
+
+
+@pytest.mark.parametrize("loss_type", WITHOUT_REFERENCE)
+def test_loss_and_every_gradient_without_a_reference(loss_type: str) -> None:
+    examples = PreferenceExamples(rows(5), tokenizer())
+    batch = PreferenceCollator(0)(list(examples))
+    plain = plain_model(config())
+    lengths = (batch["labels"] != -100).sum(1).view(-1, 2)
+    expected = without_reference(loss_type, log_probs_of(plain, batch).view(-1, 2), lengths)
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    norm = float(torch.stack([one.norm() for one in gradients.values() if one is not None]).norm())
+    loss = PreferenceLoss(0.5, loss_type, **WITHOUT_REFERENCE[loss_type])
+    for num_stages, count, schedule, recompute, buckets in (
+        (1, 1, "gpipe", "none", False),
+        (2, 2, "1f1b", "stage", False),
+        (3, 3, "gpipe", "block", True),
+        (3, 4, "zb_h1", "none", True),
+    ):
+        pipe = Pipeline(
+            copy.deepcopy(plain), num_stages, count, schedule, recompute, loss=loss, length_bucketing=buckets
+        )
+        pipe.zero_grad()
+        assert float(pipe.train_step(batch)) == pytest.approx(float(expected), abs=1e-10)
+        for name, parameter in pipe.named_parameters():
+            assert float((parameter.grad - gradients[name]).norm()) <= 1e-10 * norm, name  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("loss_type", ["cpo", "orpo"])
+def test_training_without_a_reference(loss_type: str, tmp_path: Path) -> None:
+    """No pass of a reference is made, and the logged loss and metrics are those of the formulas."""
+    model = plain_model(config())
+    batch = PreferenceCollator(0)(list(PreferenceExamples(rows(3), tokenizer())))
+    log_probs, lengths = log_probs_of(model, batch).view(-1, 2).detach(), (batch["labels"] != -100).sum(1).view(-1, 2)
+    options = WITHOUT_REFERENCE[loss_type]
+    made, logs = trained(tmp_path, copy.deepcopy(model), loss_type=loss_type, num_stages=3, max_steps=1, **options)
+    assert logs[0]["loss"] == pytest.approx(float(without_reference(loss_type, log_probs, lengths)), abs=1e-7)
+    noted = log_probs / lengths if loss_type == "orpo" else log_probs
+    assert logs[0]["logps/chosen"] == pytest.approx(float(noted[:, 0].mean()))
+    assert logs[0]["rewards/margins"] == pytest.approx(0.5 * float((noted[:, 0] - noted[:, 1]).mean()))
+    assert "ref_chosen_logps" not in made.train_dataset[0]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -269,11 +334,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ({"loss_type": "sigmod"}, "loss_type='sigmod' is not supported; choose one of sigmoid.*did you mean 'sigmoid'"),
         ({"loss_type": ["sigmoid", "ipo"]}, "a sum of losses is not supported"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing=0.1 has no meaning with loss_type='ipo'"),
+        ({"loss_type": "orpo", "label_smoothing": 0.1}, "label_smoothing=0.1 has no meaning with loss_type='orpo'"),
+        ({"cpo_alpha": 0.5}, "cpo_alpha=0.5 has no meaning with loss_type='sigmoid', only with cpo and simpo"),
+        ({"loss_type": "simpo", "simpo_gamma": -1.0}, "simpo_gamma=-1.0: expected a number of at least 0"),
+        ({"loss_type": "cpo", "precompute_ref_log_probs": True}, "loss_type='cpo' reads no reference; leave it out"),
         ({"packing": True}, "packing=True: mini-batches are made of pairs"),
         ({"label_smoothing_factor": 0.1}, "is of the cross-entropy; use label_smoothing"),
     ):
         with pytest.raises(UserError, match=message):
             arguments(tmp_path, **values)
+    args = arguments(tmp_path, loss_type="orpo")
+    with pytest.raises(UserError, match="ref_model is given, and loss_type='orpo' reads no reference"):
+        PipelineDPOTrainer(config(), config(), args, train_dataset=rows(), processing_class=tokenizer())
     args = arguments(tmp_path, num_micro_batches=1)
     with pytest.raises(UserError, match="marian has an encoder; preferences need a decoder-only model"):
         PipelineDPOTrainer(tiny_config("marian"), args=args, train_dataset=rows(), processing_class=tokenizer())
