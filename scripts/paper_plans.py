@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append(row(machines, recipe, plans[name]))
                 print(" | ".join(rows[-1]), file=sys.stderr)
         head = ["devices", "recipe", "stages on devices, x D", "M", "schedule, recomputation", "seconds a step"]
-        print(table([*head, "10^9 tokens a day", "bubble", "fullest process"], rows))
+        print(table([*head, "10^9 tokens a day", "bubble", "highest peak memory"], rows))
         return 0
 
     return run_command(work)

@@ -240,7 +240,7 @@ hf-gpipe plan recipes/causal/chat.yaml model.path=docs/your_model/7b lora.r=16 \
 * **What is trained.** LoRA of rank 16 trains 40 million float32 numbers. With gradients and AdamW's
   state they take 0.15 GiB on a stage.
 * **Stored activations.** Under `1f1b` stage s of K keeps K - s micro-batches: four on the first stage,
-  one on the last. That is why process 0 is the fullest, with {peak_gib} of {limit} GiB.
+  one on the last. So process 0 has the highest peak, {peak_gib} of {limit} GiB.
 * **Time.** Each of the 16 micro-batches passes 4 stages, so the bubble is 3 / (16 + 3) = 16 % for equal
   stages. The planner's stages are not quite equal, and it says 19 %: {step_seconds} s in all.
 * **Less memory?** With blocks recomputed the same training fits cards of 12 GB.

@@ -69,7 +69,7 @@ def by_cost(
     least_bytes = max(memory_bytes(*stage) for stage in stages_of(leanest))
     if least_bytes > cap_bytes:
         raise PartitionError(
-            f"no split of {num_layers} layers into {num_stages} stages fits {_gib(cap_bytes)} per stage: the fullest "
+            f"no split of {num_layers} layers into {num_stages} stages fits {_gib(cap_bytes)} per stage: the largest "
             f"stage of the least demanding split needs {_gib(least_bytes)}; allow that much, or use more stages or "
             "smaller micro-batches.",
             least_bytes / cap_bytes,

@@ -181,6 +181,6 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
     limit = plan.planner.memory_bytes
     fits = "no limit of memory is known" if limit is None else f"the limit is {limit_text(limit)}"
     return (
-        f"planner: {', '.join(chosen)}: a step of {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, the "
-        f"fullest process at {size_text(plan.peak_bytes)}; {fits}{'' if plan.fits else ', which nothing allowed fits'}"
+        f"planner: {', '.join(chosen)}: a step of {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, peak "
+        f"memory {size_text(plan.peak_bytes)} in a process; {fits}{'' if plan.fits else ', which nothing allowed fits'}"
     )

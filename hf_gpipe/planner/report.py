@@ -107,8 +107,8 @@ def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
         (
             "against",
             f"1f1b, with the plain model's numbers: {seconds_text(other.step_seconds / rows)} a row, here "
-            f"{seconds_text(plan.step_seconds / rows)}; {size_text(other.peak_bytes)} in its fullest process, here "
-            f"{size_text(plan.peak_bytes)}",
+            f"{seconds_text(plan.step_seconds / rows)}; peak memory {size_text(other.peak_bytes)} in a process, "
+            f"here {size_text(plan.peak_bytes)}",
         ),
     ]
 
@@ -124,12 +124,12 @@ def verdict(plan: Plan) -> str:
 
 
 def memory_why(plan: Plan) -> str:
-    """The fullest process, and what fills it."""
+    """The process with the highest peak memory, and its largest items."""
     process = plan.fullest_process
     items = sorted(_items(process.memory).items(), key=lambda item: -item[1])
     largest = ", ".join(f"{size_text(size)} {_ITEMS[name]}" for name, size in items[:3])
     stages = f"stage {process.stages[0]}" if len(process.stages) == 1 else f"stages {list(process.stages)}"
-    return f"the fullest is process {process.number} ({stages}): {size_text(process.memory.total)}, of it {largest}"
+    return f"process {process.number} ({stages}) has the peak: {size_text(process.memory.total)}, of it {largest}"
 
 
 def time_why(plan: Plan) -> str:
