@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_gpipe.runtime.loss import Loss, LossInputs, Reads
     from hf_gpipe.training.arguments import PipelineTrainingArguments
     from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
+    from hf_gpipe.training.reward import PipelineRewardConfig, PipelineRewardTrainer
     from hf_gpipe.training.sft import PipelineSFTTrainer
     from hf_gpipe.training.sft_config import PipelineSFTConfig
     from hf_gpipe.training.trainer import PipelineTrainer
@@ -31,6 +32,8 @@ __all__ = [
     "PipelineConfig",
     "PipelineDPOConfig",
     "PipelineDPOTrainer",
+    "PipelineRewardConfig",
+    "PipelineRewardTrainer",
     "PipelineSFTConfig",
     "PipelineSFTTrainer",
     "PipelineTrainer",
@@ -49,6 +52,8 @@ _MODULE_OF = {
     "PipelineConfig": "hf_gpipe.recipe",
     "PipelineDPOConfig": "hf_gpipe.training.dpo",
     "PipelineDPOTrainer": "hf_gpipe.training.dpo",
+    "PipelineRewardConfig": "hf_gpipe.training.reward",
+    "PipelineRewardTrainer": "hf_gpipe.training.reward",
     "PipelineSFTConfig": "hf_gpipe.training.sft_config",
     "PipelineSFTTrainer": "hf_gpipe.training.sft",
     "PipelineTrainer": "hf_gpipe.training.trainer",

@@ -17,6 +17,7 @@ from hf_gpipe.data import train_tokenizer
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import SEQUENCE_KINDS, load_recipe
+from hf_gpipe.recipe.data import CLASSIFIER_KINDS, PAIRED_KINDS
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import job
 from hf_gpipe.training.from_recipe import check_model
@@ -139,7 +140,7 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
             "data.test_fraction=0.2",
             "data.validation_fraction=0.2",
         ]
-    if recipe.data.kind == "preferences":
+    if recipe.data.kind in PAIRED_KINDS:
         return [*overrides, f"data.path={data / 'preferences.jsonl'}"]
     if recipe.data.kind == "classification":
         return [*overrides, f"data.path={data / 'reviews.jsonl'}"]
@@ -232,8 +233,8 @@ def test_it_trains_once_it_is_small(
         assert 0 <= metrics["accuracy"] <= 1
         logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert "rewards/accuracies" in logged[0]
-    elif recipe.data.kind == "classification":
-        assert metrics["task"] == "classification"
+    elif recipe.data.kind in CLASSIFIER_KINDS:
+        assert metrics["task"] == recipe.data.kind
         assert 0 <= metrics["accuracy"] <= 1
     elif recipe.data.kind in SEQUENCE_KINDS:
         assert metrics["task"] == "language modelling"

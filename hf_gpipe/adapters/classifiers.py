@@ -6,7 +6,8 @@ token by the id of the padding token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -72,6 +73,52 @@ def classifier_of_family(config: PreTrainedConfig) -> type[PreTrainedModel] | No
     """AutoModelForSequenceClassification's class for a configuration's family; None: it has none."""
     found: type[PreTrainedModel] | None = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     return found
+
+
+def as_classifier(
+    config: PreTrainedConfig, labels: Sequence[str], pad_token_id: int | None, problem_type: str | None = None
+) -> dict[str, Any]:
+    """The fields by which a language model's configuration becomes that of a classifier.
+
+    Args:
+        config: of the language model, or of a classifier of its family.
+        labels: the names of the classes.
+        pad_token_id: for a configuration without one; the model finds a row's last token by it.
+        problem_type: as in transformers.
+
+    Returns:
+        They are values for `read_config`; a configuration inside of the other one has a mapping.
+
+    Raises:
+        UnsupportedModelError: transformers has no such class of the family.
+    """
+    model_class = classifier_of_family(config)
+    if model_class is None:
+        raise UnsupportedModelError(
+            f"transformers has no model of the family {config.model_type} for AutoModelForSequenceClassification; "
+            "choose another family, such as llama or qwen3"
+        )
+    text = config.get_text_config()
+    of_text = {"pad_token_id": pad_token_id if text.pad_token_id is None else text.pad_token_id}
+    if text is not config:
+        of_text = {next(name for name in config.sub_configs if getattr(config, name, None) is text): of_text}
+    return {
+        "architectures": [model_class.__name__],
+        "id2label": dict(enumerate(labels)),
+        "label2id": {name: number for number, name in enumerate(labels)},
+        "problem_type": problem_type,
+        **of_text,
+    }
+
+
+def change(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
+    """Set fields of a configuration in place, those of one inside of it by a mapping."""
+    for name, value in values.items():
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig):
+            change(inner, value)
+        else:
+            setattr(config, name, value)
 
 
 def check_classifier(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:

@@ -34,6 +34,7 @@ def _parser() -> Parser:
 
 def _merge(args: argparse.Namespace) -> int:
     from hf_gpipe.checkpoint.peft import CONFIG_NAME, base_of, has_adapters
+    from hf_gpipe.data.collate import PairCollator
     from hf_gpipe.model.merging import classifier_fields, merge
     from hf_gpipe.model.spec import ModelSpec
 
@@ -42,7 +43,7 @@ def _merge(args: argparse.Namespace) -> int:
     adapters, trusts = str(args.adapters), args.trust_remote_code
     base = args.base or base_of(adapters)
     tokenizer = _tokenizer_of(adapters, base, trust_remote_code=trusts)
-    padding = None if tokenizer is None else tokenizer.pad_token_id
+    padding = None if tokenizer is None else PairCollator.for_tokenizer(tokenizer).pad_token_id
     spec = ModelSpec.of(
         base,
         peft_config=adapters,

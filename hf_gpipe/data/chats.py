@@ -78,7 +78,7 @@ def chat_corpus(
     two perhaps in .gz; otherwise the Hub id of a data set, or a directory in its form.
 
     Args:
-        data: the section, of the kind "chat", "preferences" or "classification".
+        data: the section, of the kind "chat", "preferences", "rewards" or "classification".
         read: of a row what is kept; None: `conversation_of`.
         what: the rows, in messages.
         evaluated: the splits to evaluate on. A data set's own others are not read: they may have no labels.

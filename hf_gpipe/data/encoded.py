@@ -37,6 +37,8 @@ class EncodedConversations(ABC):
     #: The rows, and why some are dropped, in messages.
     _what, _dropped = "conversations", "they then had no target"
     _columns: tuple[str, ...]
+    #: Of the columns, those of numbers that are no ids.
+    _numbers: tuple[str, ...] = ()
     num_truncated: int
     num_dropped: int
 
@@ -73,7 +75,8 @@ class EncodedConversations(ABC):
 
     def _write(self, folder: Path, conversations: list[Conversation]) -> None:
         self.num_truncated = self.num_dropped = 0
-        schema = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in self._columns])
+        kinds = [pyarrow.float64() if name in self._numbers else pyarrow.int32() for name in self._columns]
+        schema = pyarrow.schema([*zip(self._columns, map(pyarrow.list_, kinds), strict=True)])
         write_table(folder / "tokens.arrow", schema, self._batches(conversations, schema))
         (folder / "counts.json").write_text(json.dumps([self.num_truncated, self.num_dropped]))
 
@@ -81,8 +84,8 @@ class EncodedConversations(ABC):
         with progress(None, "tokenising", self._what, len(conversations)) as shown:
             for block in in_blocks(conversations, BATCH_ROWS):
                 rows = [row for row in map(self._example, block) if row is not None]
-                columns = [pyarrow.array(column, pyarrow.list_(pyarrow.int32())) for column in zip(*rows, strict=True)]
                 if rows:
+                    columns = [pyarrow.array(*pair) for pair in zip(zip(*rows, strict=True), schema.types, strict=True)]
                     yield pyarrow.record_batch(columns, schema=schema)
                 shown.update(len(block))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hf_gpipe.data.fields import PLACEHOLDER
 from hf_gpipe.errors import DataError
-from hf_gpipe.recipe import SEQUENCE_KINDS, DataSection
+from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, DataSection
 
 #: So much of a file's beginning and end is compared between machines.
 _END_BYTES = 1 << 16
@@ -21,9 +21,7 @@ SUFFIXES = {
     "csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
     "parquet": (".parquet",),
     "parallel": (),
-    **dict.fromkeys(
-        ("chat", "preferences", "classification"), (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
-    ),
+    **dict.fromkeys(ROW_LENGTH_KINDS, (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")),
     "text": (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet"),
 }
 

@@ -37,6 +37,8 @@ class PreferenceExamples(EncodedConversations):
 
     _name, _columns = "preferences", ("prompt_ids", "chosen_ids", "rejected_ids")
     _what, _dropped = "rows", "their prompt is as long"
+    #: A column that only these examples have.
+    known_by = "prompt_ids"
 
     def __init__(
         self,
@@ -47,14 +49,19 @@ class PreferenceExamples(EncodedConversations):
     ) -> None:
         if max_length is not None and max_length < 2:
             raise DataError(f"max_length is {max_length}; it must be at least 2, for a prompt and an answer")
-        conversations = conversations_of(rows, tokenizer, preference_of)
+        conversations = self._conversations(rows, tokenizer)
         self._tokenizer, self._max_length = tokenizer, max_length
         self._encode(conversations, tokenizer, max_length)
         if not len(self):
             raise DataError(
-                f"there are no preferences: of {len(conversations)} rows, {self.num_dropped} have a prompt of "
-                f"max_length {max_length} tokens or more; raise max_length, or give other rows"
+                f"there are no preferences: of {len(conversations)} rows, {self.num_dropped} were dropped because "
+                f"{self._dropped}; raise max_length, which is {max_length} tokens, or give other rows"
             )
+
+    def _conversations(
+        self, rows: Iterable[Conversation | Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
+    ) -> list[Conversation]:
+        return conversations_of(rows, tokenizer, preference_of)
 
     def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...] | None:
         row = conversation.row

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.classifiers import classifier_of, classifier_of_family
+from hf_gpipe.adapters.classifiers import as_classifier, classifier_of
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.configuration import read_config
@@ -114,18 +114,11 @@ def classifier_fields(
     config = read_config(base, trust_remote_code=trust_remote_code)
     if classifier_of(config) is not None:
         return None
-    model_class, num_labels = classifier_of_family(config), num_labels_of(directory)
-    if model_class is None or num_labels is None:
-        what = "transformers has no such class of the family" if model_class is None else "the adapters have no head of"
+    if (num_labels := num_labels_of(directory)) is None:
         raise UnsupportedModelError(
-            f"{directory}: task_type is SEQ_CLS, and {what} {config.model_type}; give the classifier as the base"
+            f"{directory}: task_type is SEQ_CLS, and the adapters have no head; give the classifier as the base"
         )
-    padding = config.get_text_config().pad_token_id
-    return {
-        "architectures": [model_class.__name__],
-        "num_labels": num_labels,
-        "pad_token_id": pad_token_id if padding is None else padding,
-    }
+    return as_classifier(config, [f"LABEL_{number}" for number in range(num_labels)], pad_token_id)
 
 
 @dataclass(frozen=True)

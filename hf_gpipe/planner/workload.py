@@ -15,6 +15,7 @@ from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.adapters.packing import is_flattened, packed_parts
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe, TrainingSection
+from hf_gpipe.recipe.data import PAIRED_KINDS
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.micro_batch import MicroBatch, in_chunks
 from hf_gpipe.runtime.wire import sendable
@@ -118,7 +119,7 @@ class Workload:
         if recipe.training.packing:
             return cls.packed(rows, (source, source), (target, target))
         # Blocks of text are all equally long.
-        return cls(2 * rows if data.kind == "preferences" else rows, source, target, data.kind != "text")
+        return cls(2 * rows if data.kind in PAIRED_KINDS else rows, source, target, data.kind != "text")
 
     @classmethod
     def packed(cls, rows: int, source: tuple[int, int], target: tuple[int, int]) -> Workload:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_gpipe.errors import RecipeError
-from hf_gpipe.recipe.data import DataSection
+from hf_gpipe.recipe.data import PAIRED_KINDS, ROW_LENGTH_KINDS, DataSection
 from hf_gpipe.recipe.fields import (
     CPO_LOSSES,
     SMOOTHED_LOSSES,
@@ -31,7 +31,7 @@ _PATHS = {
 #: Kinds that need files of these names, or a data set of the Hub.
 _FILES = {
     "text": ".txt, .jsonl or .parquet",
-    **dict.fromkeys(("chat", "preferences", "classification"), ".jsonl, .json or .parquet"),
+    **dict.fromkeys(ROW_LENGTH_KINDS, ".jsonl, .json or .parquet"),
 }
 
 
@@ -229,10 +229,10 @@ def _check_preferences(recipe: Recipe) -> None:
                 f"it is for {' and '.join(users)}: leave it out."
             )
     for name in ("batch_tokens", "packing", "label_smoothing_factor", "logit_clipping"):
-        if recipe.data.kind == "preferences" and (value := getattr(training, name)):
+        if recipe.data.kind in PAIRED_KINDS and (value := getattr(training, name)):
             raise RecipeError(
-                f"training.{name} is {show(value)} and data.kind is preferences, whose mini-batches and loss are of "
-                "pairs; leave it out."
+                f"training.{name} is {show(value)} and data.kind is {recipe.data.kind}, whose mini-batches and loss "
+                "are of pairs; leave it out."
             )
 
 

@@ -14,7 +14,11 @@ LOCAL_KINDS = ("jsonl", "csv", "parquet", "parallel")
 ROW_KINDS = (*LOCAL_KINDS, "hub")
 
 #: Kinds whose rows are messages, or text in their place.
-MESSAGE_KINDS = ("chat", "preferences")
+MESSAGE_KINDS = ("chat", "preferences", "rewards")
+
+#: Kinds whose examples are pairs of rows, and kinds that a model with a head for classes or a score learns.
+PAIRED_KINDS = ("preferences", "rewards")
+CLASSIFIER_KINDS = ("classification", "rewards")
 
 #: Kinds whose rows are cut to `max_length` tokens.
 ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "classification")
@@ -28,6 +32,7 @@ FIELDS = Kinds(("jsonl", "csv", "parquet", "hub"))
 TEXT = Kinds(("text",))
 CHAT = Kinds(("chat",))
 PREFERENCES = Kinds(("preferences",))
+REWARDS = Kinds(("rewards",))
 CLASSIFICATION = Kinds(("classification",))
 MESSAGES = Kinds(MESSAGE_KINDS)
 ROW_LENGTHS = Kinds(ROW_LENGTH_KINDS)
@@ -37,17 +42,33 @@ READ = Kinds((*ROWS.names, *SEQUENCE_KINDS))
 OF_THE_HUB = Kinds(("hub", *SEQUENCE_KINDS))
 
 
+Kind = Literal[
+    "cldr",
+    "jsonl",
+    "csv",
+    "parquet",
+    "parallel",
+    "hub",
+    "text",
+    "chat",
+    "preferences",
+    "rewards",
+    "classification",
+]
+
+
 @section()
 class DataSection:
     """The corpus. A key that its kind does not use is an error."""
 
-    kind: Literal["cldr", "jsonl", "csv", "parquet", "parallel", "hub", "text", "chat", "preferences", "classification"]
+    kind: Kind
     """Where the data come from. cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from
     local files: jsonl, one JSON object per line; csv, also with tabs; parquet; parallel, two text files whose lines
     translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:
     documents for a decoder-only model, cut into blocks of `max_target_tokens`. chat: conversations for a decoder-only
     model, or prompts and completions. preferences: prompts with a chosen and a rejected answer, for a decoder-only
-    model and the loss of the section `preferences`. classification: texts with a label, for a decoder-only model with
+    model and the loss of the section `preferences`. rewards: the same rows, for a reward model, a decoder-only model
+    with a head of one number. classification: texts with a label, for a decoder-only model with
     a new head, or the one that its checkpoint has."""
 
     seed: int = 0
@@ -104,7 +125,7 @@ class DataSection:
 
     path: Annotated[Text | None, READ] = None
     """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
-    gzipped. hub, text, chat, preferences, classification: id or directory of a data set. Required."""
+    gzipped. hub, text, chat, preferences, rewards, classification: id or directory of a data set. Required."""
 
     made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROWS] = None
     """Command that makes the file at `path`; the error says it if the file is not there."""

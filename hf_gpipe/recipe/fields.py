@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field
 
-from hf_gpipe.recipe.data import PAIRS, PREFERENCES, DataSection
+from hf_gpipe.recipe.data import PAIRS, PREFERENCES, REWARDS, DataSection
 from hf_gpipe.recipe.pipeline import PipelineConfig
 from hf_gpipe.recipe.section import (
     MAY_CHANGE,
@@ -129,6 +129,17 @@ class PreferencesSection:
     adapters turned off. Without `lora.r` they always are."""
 
     disable_dropout: Annotated[bool, PREFERENCES] = True
+    """Whether the model has no dropout in training."""
+
+
+@section()
+class RewardsSection:
+    """The loss of rewards (Bradley-Terry), for that kind of data; keys as in TRL's RewardConfig."""
+
+    center_rewards_coefficient: Annotated[NotNegative | None, REWARDS] = None
+    """Factor of the square of the sum of a pair's rewards, which is added to the loss; null: 0."""
+
+    disable_dropout: Annotated[bool, REWARDS] = True
     """Whether the model has no dropout in training."""
 
 
@@ -336,6 +347,7 @@ class Recipe:
     model: ModelSection
     lora: LoraSection = field(default_factory=LoraSection)
     preferences: PreferencesSection = field(default_factory=PreferencesSection)
+    rewards: RewardsSection = field(default_factory=RewardsSection)
     data: DataSection
     tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
     pipeline: Annotated[PipelineConfig, MAY_CHANGE] = field(default_factory=PipelineConfig)

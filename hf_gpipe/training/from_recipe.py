@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.classifiers import ONE_CLASS, classifier_of_family
+from hf_gpipe.adapters.classifiers import ONE_CLASS, as_classifier, change
 from hf_gpipe.adapters.guards import check_sizes
 from hf_gpipe.adapters.peft import need_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
@@ -33,10 +33,12 @@ from hf_gpipe.model.opening import adapter_of
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe
+from hf_gpipe.recipe.data import CLASSIFIER_KINDS
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.runtime.loss import Loss, TokenLoss
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.preference_loss import PreferenceLoss
+from hf_gpipe.training.reward_loss import RewardLoss
 
 AnyCorpus = Corpus | StreamedCorpus | TextCorpus | ChatCorpus
 
@@ -185,12 +187,14 @@ def _peft_config_of(recipe: Recipe, config: PreTrainedConfig) -> Any:
         lora_dropout=lora.lora_dropout,
         target_modules=lora.target_modules or "all-linear",
         modules_to_save=lora.modules_to_save or None,
-        task_type="SEQ_CLS" if recipe.data.kind == "classification" else task_type,
+        task_type="SEQ_CLS" if recipe.data.kind in CLASSIFIER_KINDS else task_type,
     )
 
 
 def loss_of(recipe: Recipe) -> Loss:
     """The loss of training."""
+    if recipe.data.kind == "rewards":
+        return RewardLoss(recipe.rewards.center_rewards_coefficient)
     if recipe.data.kind != "preferences":
         return TokenLoss(recipe.training.label_smoothing_factor, recipe.training.logit_clipping)
     given = recipe.preferences
@@ -214,46 +218,32 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
         UserError: an unknown family or field, a value that does not fit, or one that contradicts the tokenizer.
     """
     config = _config_of_language_model(recipe, tokenizer)
-    if recipe.data.kind == "classification" and not config.is_encoder_decoder:
-        for name, value in _classifier_fields(recipe, config).items():
-            setattr(config, name, value)
-        text = config.get_text_config()
-        if text.pad_token_id is None:
-            # The model finds a row's last token by it.
-            text.pad_token_id = 0 if tokenizer is None else PairCollator.for_tokenizer(tokenizer).pad_token_id
+    if recipe.data.kind in CLASSIFIER_KINDS and not config.is_encoder_decoder:
+        padding = 0 if tokenizer is None else PairCollator.for_tokenizer(tokenizer).pad_token_id
+        change(config, _classifier_fields(recipe, config, padding))
     return config
 
 
-def _classifier_fields(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any]:
-    """What makes a language model's configuration that of a classifier. Raises UnsupportedModelError."""
-    model_class = classifier_of_family(config)
-    if model_class is None:
-        raise UnsupportedModelError(
-            f"data.kind is classification, and transformers has no model of the family {config.model_type} for "
-            "AutoModelForSequenceClassification; choose another family, such as llama or qwen3"
-        )
-    return {
-        "architectures": [model_class.__name__],
-        "id2label": dict(enumerate(recipe.data.labels)),
-        "label2id": {name: number for number, name in enumerate(recipe.data.labels)},
-        "problem_type": ONE_CLASS,
-    }
+def _classifier_fields(recipe: Recipe, config: PreTrainedConfig, pad_token_id: int | None = None) -> dict[str, Any]:
+    """What makes a language model's configuration that of the recipe's classifier. Raises UnsupportedModelError."""
+    is_reward = recipe.data.kind == "rewards"
+    labels, problem = (["LABEL_0"], None) if is_reward else (recipe.data.labels, ONE_CLASS)
+    try:
+        return as_classifier(config, labels, pad_token_id, problem)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"data.kind is {recipe.data.kind}, and {error}") from error
 
 
 def _config_overrides_of(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any] | None:
     """The values in which the model at `model.path` shall differ from its configuration; `config`: `model_config`'s."""
     if recipe.model.path is None:
         return None
-    if recipe.data.kind != "classification":
-        return recipe.model.config
-    names = ("architectures", "id2label", "label2id", "problem_type")
-    overrides = recipe.model.config | {name: getattr(config, name) for name in names}
-    text = config.get_text_config()
-    of_text = {"pad_token_id": text.pad_token_id}
-    if text is config:
-        return overrides | of_text
-    part = next(name for name in config.sub_configs if getattr(config, name, None) is text)
-    return overrides | {part: overrides.get(part, {}) | of_text}
+    given = recipe.model.config
+    if recipe.data.kind not in CLASSIFIER_KINDS:
+        return given
+    found = _classifier_fields(recipe, config)
+    inner = {name: given[name] | found[name] for name in config.sub_configs if name in given and name in found}
+    return given | found | inner
 
 
 def _config_of_language_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
@@ -347,6 +337,10 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         from hf_gpipe.training.dpo import PipelineDPOConfig  # the planner's command needs no trainer
 
         made_as, others = PipelineDPOConfig, {**vars(recipe.preferences), "max_length": recipe.data.max_length}
+    if recipe.data.kind == "rewards":
+        from hf_gpipe.training.reward import PipelineRewardConfig
+
+        made_as, others = PipelineRewardConfig, {**vars(recipe.rewards), "max_length": recipe.data.max_length}
     if training.lr_scheduler_type == "warmup_stable_decay":
         others |= {"lr_scheduler_kwargs": {"num_decay_steps": training.decay_steps}}
     return made_as(

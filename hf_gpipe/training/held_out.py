@@ -18,6 +18,7 @@ from transformers import EvalPrediction
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.labelled import LabelCollator
 from hf_gpipe.data.preferences import PreferenceCollator
+from hf_gpipe.data.rewards import RewardCollator
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.training.loader import Batch
@@ -134,6 +135,26 @@ def evaluate_preferences(
         f"{means[1]:.2f}"
     )
     return HeldOutReport("preferences", values, ("preferences", f"{len(chosen)} pairs"), words)
+
+
+def evaluate_rewards(
+    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
+) -> HeldOutReport:
+    """How often the chosen answer has the larger reward, and the mean difference; rows are of `RewardExamples`."""
+    collate = RewardCollator(pipe.adapter.config.get_text_config().pad_token_id)
+    num_pairs, batches = _mini_batches(pipe, make_rows, collate, batch_size, max_rows)
+    scores: list[np.ndarray] = []
+    for predicted in predict(pipe, batches, with_logits=True):
+        if predicted.logits is not None:  # in the last stage's leader
+            scores.append(predicted.logits.reshape(-1, 2).astype(np.float64))
+    found: list[float] = []
+    if scores:
+        chosen, rejected = np.concatenate(scores).T
+        found = [float((chosen > rejected).mean()), float((chosen - rejected).mean())]
+    share, margin = pipe.world.broadcast_value(found, pipe.world.leader_of(pipe.num_stages - 1))
+    values = {"num_pairs": num_pairs, "accuracy": share, "margin": margin}
+    words = f"the chosen answer has the larger reward in {share:.1%}; mean difference {margin:.3f}"
+    return HeldOutReport("rewards", values, ("preferences", f"{num_pairs} pairs"), words)
 
 
 def _mini_batches(

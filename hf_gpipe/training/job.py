@@ -32,7 +32,7 @@ from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
-from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
+from hf_gpipe.training.dpo import PipelineDPOTrainer
 from hf_gpipe.training.evaluate_translation import PerCharacter, without_logits
 from hf_gpipe.training.from_recipe import (
     AnyCorpus,
@@ -44,6 +44,8 @@ from hf_gpipe.training.from_recipe import (
     tokenizer_of,
 )
 from hf_gpipe.training.held_out import accuracy
+from hf_gpipe.training.pairs import PairArguments
+from hf_gpipe.training.reward import PipelineRewardConfig, PipelineRewardTrainer
 from hf_gpipe.training.tasks import Task, task_of
 from hf_gpipe.training.timeline import measure_step
 from hf_gpipe.training.trainer import PipelineTrainer
@@ -313,9 +315,10 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
     metrics: dict[str, Any] = {}
     if characters is not None:
         metrics = {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
-    if isinstance(args, PipelineDPOConfig):
+    if isinstance(args, PairArguments):
         tokenizer = None if prepared is None else prepared.tokenizer
-        return PipelineDPOTrainer(pipe, args=args, processing_class=tokenizer, **datasets)
+        made_as = PipelineRewardTrainer if isinstance(args, PipelineRewardConfig) else PipelineDPOTrainer
+        return made_as(pipe, args=args, processing_class=tokenizer, **datasets)
     if pipe.adapter.is_classifier:
         metrics = {"compute_metrics": accuracy}
     if prepared is None:

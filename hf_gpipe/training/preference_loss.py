@@ -7,6 +7,7 @@ reference, the model before its training. CPO, SimPO and ORPO need none. Names a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
@@ -16,7 +17,6 @@ from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe.fields import CPO_LOSSES, LOSS_TYPES, SMOOTHED_LOSSES, WITHOUT_REFERENCE
 from hf_gpipe.runtime.loss import Loss, LossInputs, Reads, TokenLoss
 
-#: Names of the metrics, in the order in which `PreferenceLoss` sums them up.
 METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected"),
@@ -28,7 +28,36 @@ _PER_TOKEN = ("ipo", "sigmoid_norm", "simpo", "orpo")
 
 
 @dataclass(frozen=True)
-class PreferenceLoss(Loss):
+class PairLoss(Loss):
+    """A loss of pairs of a chosen row and the rejected row after it, which notes metrics.
+
+    Attributes:
+        metrics: their names, in the order in which they are summed up.
+    """
+
+    metrics: ClassVar[tuple[str, ...]]
+    #: In training and in evaluation: the sums of the metrics, and the number of pairs.
+    _sums: dict[bool, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    rows_per_unit = 2
+
+    def _note(self, *metrics: torch.Tensor) -> None:
+        """Add the metrics of pairs, (B / 2,) each, to the sums; nothing is read from the device."""
+        values = torch.stack([one.detach().double() for one in (*metrics, torch.ones_like(metrics[0]))])
+        is_training = torch.is_grad_enabled()
+        self._sums[is_training] = self._sums.get(is_training, 0.0) + values.sum(dim=1)
+
+    def take(self, *, is_training: bool) -> torch.Tensor:
+        """The sums of the metrics and the number of pairs since the last call, in this process; then they begin anew.
+
+        They are those of training or of evaluation, (len(metrics) + 1,) in float64, on the CPU.
+        """
+        sums = self._sums.pop(is_training, None)
+        return torch.zeros(len(self.metrics) + 1, dtype=torch.float64) if sums is None else sums.cpu()
+
+
+@dataclass(frozen=True)
+class PreferenceLoss(PairLoss):
     """The loss of pairs of a chosen row and the rejected row after it.
 
     m is the difference of the two log-ratios log p(y|x) - log p_ref(y|x), and e is `label_smoothing`. Without a
@@ -59,11 +88,9 @@ class PreferenceLoss(Loss):
     reference_free: bool = field(default=False, kw_only=True)
     simpo_gamma: float | None = field(default=None, kw_only=True)
     cpo_alpha: float | None = field(default=None, kw_only=True)
-    #: In training and in evaluation: the sums of the metrics, and the number of pairs.
-    _sums: dict[bool, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    metrics = METRICS
     reads = Reads.ROWS
-    rows_per_unit = 2
     needs_reference: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -114,7 +141,8 @@ class PreferenceLoss(Loss):
             scores = ratios / lengths
             if self.loss_type in WITHOUT_REFERENCE:  # TRL's metrics too are of a token there
                 noted = ratios = scores
-        self._note(noted.detach(), ratios.detach())
+        chosen, rejected = (self.beta * ratios.detach().double()).unbind(dim=1)
+        self._note(chosen, rejected, (chosen > rejected).double(), chosen - rejected, *noted.unbind(dim=1))
         losses = self._of_scores(*scores.unbind(dim=1))
         if weight := self._weight_of_chosen:
             # A mean over tokens, and not over pairs.
@@ -138,20 +166,3 @@ class PreferenceLoss(Loss):
             losses = -(1 - smoothing) * F.logsigmoid(scaled) + smoothing * F.logsigmoid(-scaled)
             return losses / (1 - 2 * smoothing)
         return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)
-
-    def _note(self, policy: torch.Tensor, ratios: torch.Tensor) -> None:
-        """Add the metrics of pairs (B / 2, 2) to the sums; nothing is read from the device."""
-        rewards = self.beta * ratios.double()
-        chosen, rejected = rewards.unbind(dim=1)
-        metrics = [chosen, rejected, (chosen > rejected).double(), chosen - rejected, *policy.double().unbind(dim=1)]
-        sums = torch.stack([*metrics, torch.ones_like(chosen)]).sum(dim=1)
-        is_training = torch.is_grad_enabled()
-        self._sums[is_training] = self._sums.get(is_training, 0.0) + sums
-
-    def take(self, *, is_training: bool) -> torch.Tensor:
-        """The sums of `METRICS` and the number of pairs since the last call, in this process; then they begin anew.
-
-        They are those of training or of evaluation, (len(METRICS) + 1,) in float64, on the CPU.
-        """
-        sums = self._sums.pop(is_training, None)
-        return torch.zeros(len(METRICS) + 1, dtype=torch.float64) if sums is None else sums.cpu()

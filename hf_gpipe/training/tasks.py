@@ -18,6 +18,7 @@ from hf_gpipe.data.chat_examples import ChatExamples
 from hf_gpipe.data.chats import ChatCorpus, Read, chat_corpus, preference_of
 from hf_gpipe.data.labelled import LabelledExamples, labelled_of
 from hf_gpipe.data.preferences import PreferenceExamples
+from hf_gpipe.data.rewards import RewardExamples, compared_of
 from hf_gpipe.data.text import TokenBlocks, text_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Pipeline
@@ -30,7 +31,13 @@ from hf_gpipe.training.evaluate_translation import (
     evaluate_translation,
 )
 from hf_gpipe.training.from_recipe import AnyCorpus
-from hf_gpipe.training.held_out import Evaluate, evaluate_classes, evaluate_preferences, evaluate_text
+from hf_gpipe.training.held_out import (
+    Evaluate,
+    evaluate_classes,
+    evaluate_preferences,
+    evaluate_rewards,
+    evaluate_text,
+)
 
 
 class Report(Protocol):
@@ -210,6 +217,14 @@ TASKS: dict[str, Task] = {
         evaluating="comparing the answers",
         items="preferences",
         read=lambda recipe: _chats(recipe, "preferences", preference_of),
+        size=lambda data, corpus: f"{len(corpus.train)} training pairs of answers of up to {data.max_length} tokens",
+    ),
+    "rewards": _of_sequences(
+        evaluate_rewards,
+        lambda data, split, tokenizer: RewardExamples(split, tokenizer, max_length=data.max_length),
+        evaluating="scoring the answers",
+        items="preferences",
+        read=lambda recipe: _chats(recipe, "preferences", compared_of),
         size=lambda data, corpus: f"{len(corpus.train)} training pairs of answers of up to {data.max_length} tokens",
     ),
     "classification": _of_sequences(

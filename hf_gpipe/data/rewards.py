@@ -1,0 +1,85 @@
+"""Preferences for a reward model: conversations with a chosen and a rejected answer, neighbours in mini-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_gpipe.data.chats import Conversation, preference_of
+from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.encoded import conversations_of
+from hf_gpipe.data.preferences import PreferenceExamples
+from hf_gpipe.errors import DataError
+
+
+def compared_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of preferences as `preference_of` reads it, with its "margin", if it has one.
+
+    Raises:
+        DataError: as `preference_of`, or a margin that is no finite number; names the row and the column.
+    """
+    margin = row.get("margin")
+    if margin is None:
+        return preference_of(where, row)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(f"{where}: 'margin' is {margin!r}; it must be a number")
+    return preference_of(where, row) | {"margin": float(margin)}
+
+
+class RewardExamples(PreferenceExamples):
+    """A dataset of {"chosen_ids": [...], "rejected_ids": [...], "margin": [m]}, where m is 0 if a row has none.
+
+    The ids are those of TRL's RewardTrainer with the same arguments. The result is kept in the cache of `datasets`.
+
+    Args:
+        rows: preferences as `compared_of` reads them, or the split of a corpus that it has read.
+        tokenizer: as for `PreferenceExamples`.
+        max_length: tokens of a prompt with its answer; pairs with a longer one are dropped, and `num_dropped` counts
+            them. None: there is no limit.
+
+    Raises:
+        DataError: a row of another form or that the template refuses, a tokenizer without a template, or no example.
+    """
+
+    _name, _columns, _numbers = "rewards", ("chosen_ids", "rejected_ids", "margin"), ("margin",)
+    _dropped, known_by = "they are longer", "chosen_ids"
+
+    def _conversations(
+        self, rows: Iterable[Conversation | Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
+    ) -> list[Conversation]:
+        return conversations_of(rows, tokenizer, compared_of)
+
+    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float], ...] | None:  # type: ignore[override]
+        row = conversation.row
+        wholes = [
+            self._ids(conversation.where, row, row["prompt"] + self._ended(row[name]))
+            for name in ("chosen", "rejected")
+        ]
+        if self._max_length is not None and max(map(len, wholes)) > self._max_length:
+            self.num_dropped += 1
+            return None
+        return *wholes, [row.get("margin", 0.0)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of the longer answer of each example with its prompt, for length bucketing."""
+        both = (self._lengths_of(name).tolist() for name in ("chosen_ids", "rejected_ids"))
+        return [max(pair) for pair in zip(*both, strict=True)]
+
+
+class RewardCollator(PairCollator):
+    """Mini-batches of {"chosen_ids", "rejected_ids", "margin"}: each chosen row is followed by its rejected one.
+
+    Returns input_ids and attention_mask (2 N, T), padded on the right, and labels (2 N,) in float32, the margin of the
+    pair in chosen rows and 0 in the others. `pad_token_id` must be that of the model's configuration, by which the
+    model finds the last token of each row.
+    """
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__([{"input_ids": row[name]} for row in rows for name in ("chosen_ids", "rejected_ids")])
+        margins = torch.tensor([row.get("margin", 0.0) for row in rows], dtype=torch.float32).view(-1, 1)
+        return batch | {"labels": torch.nn.functional.pad(margins, (0, 1)).flatten()}

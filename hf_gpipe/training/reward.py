@@ -1,0 +1,126 @@
+"""`PipelineRewardTrainer`: TRL's RewardTrainer, over a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import EvalPrediction, PreTrainedConfig, PreTrainedTokenizerBase, TrainerCallback
+
+from hf_gpipe.adapters.classifiers import as_classifier, change, classifier_of
+from hf_gpipe.checkpoint.configuration import read_config
+from hf_gpipe.checkpoint.peft import base_of, has_adapters
+from hf_gpipe.data.rewards import RewardCollator, RewardExamples
+from hf_gpipe.errors import UserError
+from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.training.arguments import argument
+from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.pairs import PairArguments, PairTrainer
+from hf_gpipe.training.reward_loss import RewardLoss
+
+
+@dataclass
+class PipelineRewardConfig(PairArguments):
+    """Arguments of `PipelineRewardTrainer`: those of `PipelineTrainer`, and TRL's RewardConfig's by their names.
+
+    `per_device_train_batch_size` is the pairs of a mini-batch, of two rows each. Pairs with more than `max_length`
+    tokens in a row are left out.
+
+    Raises:
+        UserError: an argument that a pipeline cannot honour.
+    """
+
+    learning_rate: float = argument(1e-4, "Peak learning rate.")
+    center_rewards_coefficient: float | None = argument(
+        None, "Factor of the square of the sum of a pair's rewards, which is added to the loss; None: 0."
+    )
+
+    def make_loss(self) -> RewardLoss:
+        """The loss that these arguments ask for."""
+        return RewardLoss(self.center_rewards_coefficient)
+
+
+class PipelineRewardTrainer(PairTrainer):
+    """Trains a reward model on pairs by pipeline parallelism, with the interface of TRL's RewardTrainer.
+
+    Every process makes the same trainer and calls the same methods; only the main process reads data.
+
+    Args:
+        model: the Hub id or directory of a decoder-only model, which gets a new head with one label unless it has
+            one, or of PEFT adapters; its configuration; a model in memory of AutoModelForSequenceClassification with
+            `num_labels=1`; or a Pipeline made with `args.make_loss()` as its loss.
+        args: the arguments; None: all defaults.
+        data_collator: rows to a mini-batch; None: `RewardCollator`.
+        train_dataset: map-style: rows that `RewardExamples` takes, or its examples.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory.
+        compute_metrics: as for `PipelineTrainer`.
+        callbacks: as for `PipelineTrainer`.
+        optimizers: as for `PipelineTrainer`.
+        quantization_config: as for `Pipeline`.
+        peft_config: as for `Pipeline`; new adapters on a new head need `task_type="SEQ_CLS"`, which trains the head.
+
+    Raises:
+        UserError: what cannot be honoured, by name.
+    """
+
+    _collated_columns = ("chosen_ids", "rejected_ids", "margin")
+    _arguments, _class_of_examples = PipelineRewardConfig, RewardExamples
+    args: PipelineRewardConfig
+
+    def __init__(
+        self,
+        model: Pipeline | ModelSource,
+        args: PipelineRewardConfig | None = None,
+        data_collator: Callable[[list[Any]], Batch] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ) -> None:
+        args = args if args is not None else PipelineRewardConfig()
+        options = {"quantization_config": quantization_config, "peft_config": peft_config}
+        super().__init__(
+            *(model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks),
+            optimizers,
+            options,
+        )
+
+    def _as_source(self, model: ModelSource) -> tuple[ModelSource, dict[str, Any]]:
+        padding = None if self._tokenizer is None else RewardCollator.for_tokenizer(self._tokenizer).pad_token_id
+        if isinstance(model, nn.Module):
+            return model, {}
+        if isinstance(model, PreTrainedConfig):
+            config = copy.deepcopy(model)
+            change(config, as_classifier(config, ["LABEL_0"], padding))
+            return config, {}
+        config = read_config(base_of(model) if has_adapters(model) else model)
+        if classifier_of(config) is not None:
+            return model, {}
+        return model, {"config_overrides": as_classifier(config, ["LABEL_0"], padding)}
+
+    def _check_pipeline(self, pipe: Pipeline) -> None:
+        adapter = pipe.adapter
+        if not adapter.is_classifier or adapter.config.num_labels != 1:
+            raise UserError(
+                f"the model is a {type(adapter.reference).__name__} with num_labels={adapter.config.num_labels}, and a "
+                "reward model gives one number for a row; give a model of AutoModelForSequenceClassification with "
+                "num_labels=1, or the path of one or of a language model"
+            )
+        head = f"{adapter.layers[-1].name}."
+        if adapter.may_lack_head and adapter.peft and not any(one.startswith(head) for one in adapter.peft.trained):
+            raise UserError(
+                f"peft_config: the head {head[:-1]!r} is new, and these adapters would not train it; set "
+                "task_type='SEQ_CLS'"
+            )
+
+    def _collator(self, pipe: Pipeline) -> RewardCollator:
+        return RewardCollator(pipe.adapter.config.get_text_config().pad_token_id)
