@@ -7,6 +7,7 @@ import re
 import textwrap
 
 import pytest
+import yaml
 
 from tests.docs.pages import PAGES, REPOSITORY, Page
 
@@ -64,6 +65,8 @@ def test_code_is_fenced_with_its_language(page: Page) -> None:
     for block in page.blocks:
         if block.language == "python":
             ast.parse(textwrap.dedent(block.text))
+        elif block.language == "yaml":
+            yaml.safe_load(block.text)
 
 
 def test_an_old_term_is_found() -> None:
