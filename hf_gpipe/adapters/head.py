@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.intercept import extend_class
+from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 
 #: Largest difference between logits made in parts and whole ones, of the largest logit.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -55,6 +56,7 @@ class DeferredLogits(TorchFunctionMode):
         projection: a linear layer from D to V.
         autocast_dtype: type in which autocast lets the projection compute; None: no autocast.
         dtype: of the logits.
+        vocabulary: the part of it that the projection is of; None: the whole.
     """
 
     projection: nn.Linear
@@ -63,6 +65,7 @@ class DeferredLogits(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.vocabulary: VocabularyPart | None = None
         self._hidden: torch.Tensor | None = None
         self._operations: list[_Operation] = []
         self._slots: dict[int, _Slot] = {}
@@ -75,6 +78,7 @@ class DeferredLogits(TorchFunctionMode):
         device = hidden.device.type
         is_autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
         self._hidden, self.projection = hidden, projection
+        self.vocabulary = getattr(projection, "vocabulary", None)
         self.autocast_dtype = torch.get_autocast_dtype(device) if is_autocast else None
         shape = (*hidden.shape[:-2], 0, projection.out_features)
         stand_in = hidden.new_empty(shape, dtype=self.autocast_dtype or hidden.dtype)

@@ -23,6 +23,10 @@ from hf_gpipe.adapters.linear import hand_over
 from hf_gpipe.adapters.position_tables import hollow, lend_tables
 from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
+from hf_gpipe.adapters.tensor_parallel.masks import draws_masks
+from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+from hf_gpipe.adapters.tensor_parallel.split import Division
 from hf_gpipe.adapters.weight_gradients import WeightGradients
 from hf_gpipe.errors import UserError
 
@@ -47,6 +51,8 @@ class StageModel:
         self._is_compiled = False
         self._noise: RemovableHandle | None = None
         self._pending: dict[str, nn.Module] = {}
+        #: The division of the layers among the ranks of the worker; None: each is whole.
+        self.division: Division | None = None
         self._strip()
 
     @property
@@ -136,6 +142,16 @@ class StageModel:
             stub = self.adapter.stub(layer, name, port)
         resemble(stub, self.adapter.reference.get_submodule(name))
         return stub
+
+    def divide(self, ranks: Ranks) -> None:
+        """Keep this rank's part of every divided layer. The stage has its weights, and is not sealed yet.
+
+        Raises UserError where the model cannot be divided so.
+        """
+        blocks = frozenset(block for stack in self.adapter.stacks for block in stack.blocks)
+        has_dropout = draws_masks(self.adapter.config)
+        self.division = Division(SplitPlan.of(self.adapter, ranks.size), ranks, has_dropout=has_dropout)
+        self.division.apply(self.model, self.adapter.ties, blocks)
 
     def seal(self, device: torch.device) -> None:
         """Complete the stage once its weights are in memory: insert the last stubs, the dropout seeds and the input."""
@@ -270,6 +286,14 @@ class StageModel:
                 setattr(self.model.get_submodule(parent), leaf, parameter)
         self._parameters[name] = parameter
 
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter or buffer, or of a tensor of its shape; without a division all of it."""
+        return whole if self.division is None else self.division.part(name, whole)
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole that `part` takes a part of. With a division every rank calls it."""
+        return part if self.division is None else self.division.whole(name, part)
+
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """This stage's persistent buffers by Hugging Face name."""
@@ -316,7 +340,10 @@ class StageModel:
         try:
             with scope_of(self.adapter.autocast):
                 if deferred is None or self._projection is None:
-                    return self.adapter.run(self, inputs, carry)
+                    outputs = self.adapter.run(self, inputs, carry)
+                    if self.division is not None and "logits" in outputs:
+                        outputs["logits"] = self.division.logits(outputs["logits"])
+                    return outputs
                 return self._projection.run(lambda: self.adapter.run(self, inputs, carry), deferred)
         finally:
             self.port.close()

@@ -137,15 +137,21 @@ def load(
     Raises CheckpointError if the files are missing, damaged, do not fit the model or lack a parameter of this stage.
     """
     _read(stage, path, device, seed)
-    if device.type == "cpu" and not maps_files:
-        # The library maps the files into memory. Weights must not depend on a file that may be replaced.
-        quantisation = stage.adapter.quantisation
-        is_new = quantisation is not None and not quantisation.is_done
-        own = {id(layer.weight) for layer in quantised_layers(stage.model)} if is_new else set()
-        for tensor in {id(t): t for t in stage.model.state_dict(keep_vars=True).values() if id(t) not in own}.values():
-            tensor.data = tensor.data.clone()
-            if hasattr(tensor, "CB"):  # of an 8-bit weight: the same memory
-                tensor.CB = tensor.data
+    if not maps_files:
+        leave_files(stage, device)
+
+
+def leave_files(stage: StageModel, device: torch.device) -> None:
+    """Copy tensors on the CPU that are mapped files: weights must not depend on a file that may be replaced."""
+    if device.type != "cpu":
+        return
+    quantisation = stage.adapter.quantisation
+    is_new = quantisation is not None and not quantisation.is_done
+    own = {id(layer.weight) for layer in quantised_layers(stage.model)} if is_new else set()
+    for tensor in {id(t): t for t in stage.model.state_dict(keep_vars=True).values() if id(t) not in own}.values():
+        tensor.data = tensor.data.clone()
+        if hasattr(tensor, "CB"):  # of an 8-bit weight: the same memory
+            tensor.CB = tensor.data
 
 
 def reload(stage: StageModel, path: str | os.PathLike[str], seed: int) -> None:
@@ -164,7 +170,7 @@ def reload(stage: StageModel, path: str | os.PathLike[str], seed: int) -> None:
         tensors = _mapped(path, current)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            current[name].copy_(tensor)
+            current[name].copy_(stage.part(name, tensor))
 
 
 def _mapped(path: str | os.PathLike[str], current: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -288,10 +294,13 @@ def _own_keys(model: PreTrainedModel, quantizer: Any = None) -> Callable[[str], 
 
 
 def saved_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The tensors that a stage writes, those it owns, under the model's own names."""
+    """The tensors that a stage writes, those it owns, under the model's own names.
+
+    Divided ones are gathered; then every rank of the worker calls it.
+    """
     ignored = set(getattr(stage.model, "_keys_to_ignore_on_save", None) or ())
     tensors = {**stage.parameters, **stage.buffers}
-    return {name: tensors[name].detach() for name in owned if name not in ignored}
+    return {name: stage.whole(name, tensors[name].detach()) for name in owned if name not in ignored}
 
 
 def in_hub_form(stage: StageModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -75,9 +75,11 @@ def pending_model(
     write_once(directory, world, lambda: prepare_files(directory, configure, write_more))
     files: Files = {}
     for stage, model in models.items():
-        if world.leads(stage):  # each file is written once
+        if world.is_in_first_replica(stage):  # each file is written once
             names = [n for n in (*model.parameters, *model.buffers) if owner_stage.get(n, stage) == stage]
-            files[stage] = hub.saved_tensors(model, names)
+            tensors = hub.saved_tensors(model, names)
+            if world.leads(stage):
+                files[stage] = tensors
 
     def write_shards(files: Files) -> dict[str, Shard]:
         written = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NotRequired, Required
@@ -44,6 +44,8 @@ _FILE = re.compile(r"optimizer-\d{5}-of-\d{5}\.safetensors")
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 Parameters = Mapping[str, torch.nn.Parameter]
+OfParameter = Callable[[str, torch.Tensor], torch.Tensor]
+"""From a parameter's name and a tensor of its optimizer's state to another form of it."""
 
 
 Values = dict[str, Any]
@@ -101,6 +103,10 @@ class SavedState:
     has_digests: bool
 
 
+def _as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def has_state(checkpoint: Path) -> bool:
     """Whether a training can resume from this directory."""
     return (checkpoint / FOLDER / STATE_FILE).is_file()
@@ -115,6 +121,7 @@ def pending_state(
     run: RunState,
     world: World,
     shards: Shards | None = None,
+    whole_of: OfParameter = _as_it_is,
 ) -> PendingWrite:
     """The state of a training, to be written into a checkpoint's directory. Every process must call it.
 
@@ -130,6 +137,7 @@ def pending_state(
         run: how far the training has come. The main process's is kept.
         world: the processes.
         shards: whose state the optimizer of each replica has; the file has that of whole parameters. None: it has all.
+        whole_of: the whole tensor from the part of it that this process has; see `StageParameters.whole`.
 
     Raises:
         CheckpointError: a value of the optimizer or the scheduler has no JSON form; or, on every process, one of them
@@ -141,12 +149,14 @@ def pending_state(
     values: dict[str, dict[str, Any]] = {}
     states = {names[parameter]: slots for parameter, slots in optimizer.state.items()}
     for name, slots in (states if shards is None else shards.gathered(states)).items():
-        if not world.leads(stage_of[name]):  # replicas have the same state
+        if not world.is_in_first_replica(stage_of[name]):  # replicas have the same state
             continue
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor):
-                tensors[stage_of[name]][f"{name}/{slot}"] = value
-            else:
+                whole = whole_of(name, value)
+                if world.leads(stage_of[name]):
+                    tensors[stage_of[name]][f"{name}/{slot}"] = whole
+            elif world.leads(stage_of[name]):
                 values.setdefault(name, {})[slot] = _json(value, f"optimizer state {slot!r} of {name}")
     groups = _json(options_of_groups(optimizer), "an optimizer's option")
     schedule = None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state")
@@ -198,6 +208,7 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     scheduler: Scheduler | None,
     shards: Shards | None = None,
+    part_of: OfParameter = _as_it_is,
 ) -> None:
     """Load the state of a checkpoint, written with any number of stages, into an optimizer and its scheduler.
 
@@ -207,6 +218,7 @@ def load_state(
         optimizer: of these parameters, of the class that was saved.
         scheduler: of this optimizer, if any.
         shards: of which it keeps the state; None: of whole parameters.
+        part_of: the part of a whole tensor that this process has; see `StageParameters.part`.
 
     Raises:
         CheckpointError: there is no state, it has another class of optimizer or number of groups, or a file is missing
@@ -237,7 +249,7 @@ def load_state(
             group[key] = _like(group.get(key), value)
     names = {parameter: name for name, parameter in parameters.items()}
     wanted = {name for name in parameters if shards is None or shards.has_part(name)}
-    slots = _read_slots(checkpoint, saved["files"], wanted, shards)
+    slots = _read_slots(checkpoint, saved["files"], wanted, shards, part_of)
     for name, scalars in saved["values"].items():
         if name in wanted:
             slots.setdefault(name, {}).update(scalars)
@@ -336,7 +348,11 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
 
 
 def _read_slots(
-    checkpoint: Path, files: list[str], names: set[str], shards: Shards | None
+    checkpoint: Path,
+    files: list[str],
+    names: set[str],
+    shards: Shards | None,
+    part_of: OfParameter,
 ) -> dict[str, dict[str, Any]]:
     """The saved tensors of these parameters, or of their shards, checked by digests: {name: {slot: tensor}}."""
     slots: dict[str, dict[str, Any]] = {}
@@ -349,7 +365,7 @@ def _read_slots(
                 for key in tensors.keys():  # noqa: SIM118  (not a mapping)
                     name, _, slot = key.rpartition("/")
                     if name in names:
-                        own = {slot: tensors.get_tensor(key)}
+                        own = {slot: part_of(name, tensors.get_tensor(key))}
                         slots.setdefault(name, {}).update(own if shards is None else shards.cut(name, own))
         except Exception as error:  # safetensors raises its own class, which is not an OSError
             raise CheckpointError(f"{folder / file} cannot be read: {error}") from error

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             return _work(recipe)
         _check(recipe)
-        num_processes = _num_processes(recipe)
+        num_processes = _num_workers(recipe) * recipe.pipeline.tensor_parallel
         if "RANK" in os.environ or num_processes == 1:
             return _work(recipe)
         if num_processes > _FEW_PROCESSES:
@@ -153,14 +153,16 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
     if "RANK" not in os.environ:
         # In another launcher's job the main process reads it.
-        recipe.pipeline.table(recipe.training.gradient_accumulation_steps, _num_processes(recipe))
+        recipe.pipeline.table(recipe.training.gradient_accumulation_steps, _num_workers(recipe))
     # With a number of tokens the number of rows is not known before they are read.
     rows = recipe.training.batch_size if recipe.training.batch_tokens is None else None
     recipe.pipeline.check_micro_batches(recipe.training.gradient_accumulation_steps, rows)
 
 
-def _num_processes(recipe: Recipe) -> int:
-    """The number of processes that share the stages: that of the recipe, or one per stage, but at most one per GPU.
+def _num_workers(recipe: Recipe) -> int:
+    """The number of workers that share the stages: that of the recipe, or one per stage, but at most one per GPU.
+
+    With `tensor_parallel` each is so many processes.
 
     Where the planner chooses stages or replicas, it does so in these processes, for their number: that of the recipe,
     or one for each device.
@@ -174,14 +176,14 @@ def _num_processes(recipe: Recipe) -> int:
     pipeline = recipe.pipeline
     asked = pipeline.num_processes
     if "RANK" in os.environ:
-        started = int(os.environ.get("WORLD_SIZE", "1"))
+        started = pipeline.workers_among(int(os.environ.get("WORLD_SIZE", "1")))
         if asked not in (None, started):
             raise RecipeError(
                 f"pipeline.num_processes is {asked} and the launcher started {started}; leave it out, or start {asked}"
             )
         return started
     if pipeline.devices is not None:
-        num_devices = len(pipeline.devices)
+        num_devices = len(pipeline.devices) // pipeline.tensor_parallel
         return asked or (num_devices if pipeline.is_mesh_open else min(pipeline.processes, num_devices))
     if pipeline.device == "cpu" or not torch.cuda.is_available():
         if pipeline.processes > _MOST_PROCESSES:
@@ -190,7 +192,7 @@ def _num_processes(recipe: Recipe) -> int:
                 f"{_MOST_PROCESSES} are started on one machine; give fewer, or fewer pipeline.num_stages"
             )
         return pipeline.processes
-    num_gpus = torch.cuda.device_count()
+    num_gpus = torch.cuda.device_count() // pipeline.tensor_parallel
     if asked is not None and asked > num_gpus:
         raise RecipeError(
             f"pipeline.num_processes is {asked} and this machine has {num_gpus} GPUs, one for each process at most; "

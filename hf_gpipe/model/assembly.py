@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.checkpoint import hub
 
 Weights: TypeAlias = nn.Module | str | os.PathLike[str] | FakeTensorMode | None
@@ -18,7 +19,14 @@ of fake tensors there are none: PyTorch passes shapes and types along and comput
 
 
 def assemble(
-    adapter: Adapter, layers: range, weights: Weights, device: torch.device, seed: int = 0, *, maps_files: bool = False
+    adapter: Adapter,
+    layers: range,
+    weights: Weights,
+    device: torch.device,
+    seed: int = 0,
+    *,
+    maps_files: bool = False,
+    ranks: Ranks | None = None,
 ) -> StageModel:
     """The model of a stage, with its weights and with the layers of the model's PEFT adapter.
 
@@ -30,12 +38,15 @@ def assemble(
         seed: of those that are initialised.
         maps_files: whether weights that are read are the mapped files on the CPU, which take no memory until they are
             used.
+        ranks: among which its layers are divided; None: they are whole.
     """
     stage = StageModel(adapter, layers.start, layers.stop)
     if isinstance(weights, FakeTensorMode):
         adapter.lay_out(stage.model)
         with weights, torch.device(device):
             _materialise(stage, device)
+            if ranks is not None:
+                stage.divide(ranks)
             stage.seal(device)
         return stage
     peft = adapter.peft
@@ -47,9 +58,13 @@ def assemble(
     elif weights is None:
         hub.initialise(stage, device, seed)
     else:
-        hub.load(stage, weights, device, seed, maps_files=maps_files)
+        hub.load(stage, weights, device, seed, maps_files=maps_files or ranks is not None)
     if peft is not None and not has_peft_layers:
         hub.add_peft(stage, peft, device, seed)
+    if ranks is not None:
+        stage.divide(ranks)
+        if isinstance(weights, str | os.PathLike) and not maps_files:
+            hub.leave_files(stage, device)
     stage.seal(device)
     return stage
 

@@ -19,6 +19,7 @@ from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter,
 from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.structure import unlike_default
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import StageError, UnsupportedModelError, listed
@@ -407,9 +408,13 @@ def split_step(
     chunks: int = 1,
     packing: bool = False,
     recomputes_blocks: bool = False,
+    ranks: Ranks | None = None,
 ) -> Step:
-    """Run the same step in stages, all of them in this process, with recomputation, of stages or of blocks."""
-    cpu, models = torch.device("cpu"), stage_models(model, adapter, num_stages)
+    """Run the same step in stages, all of them in this process, with recomputation, of stages or of blocks.
+
+    With `ranks` this is one of several whose layers are divided, and has its part of the gradients.
+    """
+    cpu, models = torch.device("cpu"), stage_models(model, adapter, num_stages, ranks)
     stages = {
         n: Stage(one, lambda boundary: dict.fromkeys(adapter.sources(boundary), True)) for n, one in models.items()
     }
@@ -433,11 +438,13 @@ def split_step(
     return Step(float(loss), {name: p.grad for name, p in parameters.items() if p.grad is not None}, adapter.dtype)
 
 
-def stage_models(model: PreTrainedModel, adapter: Adapter, num_stages: int) -> dict[int, StageModel]:
+def stage_models(
+    model: PreTrainedModel, adapter: Adapter, num_stages: int, ranks: Ranks | None = None
+) -> dict[int, StageModel]:
     """The stages of a model in this process, with its weights."""
     models = {}
     for number, layers in enumerate(partition(len(adapter.layers), num_stages, "count")):
-        models[number] = assemble(adapter, layers, model, torch.device("cpu"))
+        models[number] = assemble(adapter, layers, model, torch.device("cpu"), ranks=ranks)
     share_within_process(models)
     return models
 

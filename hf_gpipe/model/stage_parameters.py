@@ -134,9 +134,32 @@ class StageParameters:
         return gradient_norm(self.counted(), self.world)
 
     def counted(self) -> list[torch.nn.Parameter]:
-        """Each parameter of the model once over all processes: those that this one owns and leads."""
-        owner_stage, leads = self.ties.owner_stage, self.world.leads
-        return [parameter for name, parameter in self.named_parameters() if leads(owner_stage[name])]
+        """Each parameter of the model once over all processes: of those that this one owns, in the first replica."""
+        owner_stage, is_first = self.ties.owner_stage, self.world.is_in_first_replica
+        return [
+            parameter
+            for name, parameter in self.named_parameters()
+            if is_first(owner_stage[name]) and self._counts(owner_stage[name], name)
+        ]
+
+    def _counts(self, stage: int, name: str) -> bool:
+        """Whether the part of a parameter that this rank of its worker has is not counted at another one."""
+        division = self.models[stage].division
+        return division is None or division.counts(name)
+
+    # ------------------------------------------------------------------ parts of parameters
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank of its worker has of a tensor of a parameter's shape; other tensors stay as they are."""
+        return self._in_owner(name, whole, StageModel.part)
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor that `part` takes a part of. Every rank of a worker calls it alike."""
+        return self._in_owner(name, part, StageModel.whole)
+
+    def _in_owner(self, name: str, tensor: torch.Tensor, change: Callable[..., torch.Tensor]) -> torch.Tensor:
+        model = self.models[self.ties.owner_stage[name]]
+        return change(model, name, tensor) if tensor.dim() == model.parameters[name].dim() else tensor
 
     # ------------------------------------------------------------------ loading and saving
 

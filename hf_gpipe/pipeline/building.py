@@ -35,10 +35,11 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     sent = _boundary_dtype(config.boundary_dtype, adapter)
     seed = TrainingSection.seed if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
-    models = {}
+    models, ranks = {}, world.worker_ranks()
     for stage, device in world.stage_devices.items():
         layers = decision.partition[stage]
-        models[stage] = assemble(adapter, layers, weights, device, seed, maps_files=config.offload_weights is not None)
+        maps_files = config.offload_weights is not None
+        models[stage] = assemble(adapter, layers, weights, device, seed, maps_files=maps_files, ranks=ranks)
         if config.offload_weights is not None:
             # One stage after another, for together they may not fit.
             leave_on_host(models[stage], config.offload_weights)

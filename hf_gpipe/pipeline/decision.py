@@ -16,6 +16,7 @@ from hf_gpipe.model.exactness import verify
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.packing import verify_packing
 from hf_gpipe.model.spec import ModelSpec
+from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.decide import Planning, settled
 from hf_gpipe.planner.plan import Plan
@@ -111,7 +112,7 @@ class Decision:
                 "numbers in place of 'auto', and a partition by count or by numbers of layers"
             )
         # Read before any weight is made: a table that cannot be run costs no time.
-        table = world.from_reader(lambda: given.table(inputs.accumulation, world.num_processes))
+        table = world.from_reader(lambda: given.table(inputs.accumulation, given.workers_among(world.num_processes)))
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
             if LOAD in table.kinds and not given.offload_weights:
@@ -133,6 +134,9 @@ class Decision:
         if given.cuts_rows:
             check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=inputs.packing)
 
+        if given.tensor_parallel > 1:
+            check_division(adapter, given.tensor_parallel, loss)
+
         # What the planner decides, and whether the machines can do it.
         planning = Planning(inputs, adapter, loss.planned, world)
         config, planned, table = planning.decide(given)
@@ -141,6 +145,7 @@ class Decision:
         config.check_micro_batches(inputs.accumulation)
         partition = cut(len(adapter.layers), config.num_stages, config.partition)
         placement = config.placed(config.schedule) if table is None else table.placement
+        placement = replace(placement, ranks_per_worker=config.tensor_parallel)
         world = world.placed(placement)
         links = compare_with_machines(planning, config, world)
         if table is not None:

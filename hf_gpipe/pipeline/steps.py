@@ -252,7 +252,7 @@ class Steps:
             self.parameters.replicas.finish()
             self.parameters.ties.reduce_gradients()
             parameters = () if update is None else self.parameters.counted()
-            numbers.append(begin_loss_and_norm(result.loss, parameters, self.world))
+            numbers.append(begin_loss_and_norm(self._own_loss(result), parameters, self.world))
             if waits:
                 numbers[0]()
                 if times is not None:  # the update after it starts in all processes at the same time
@@ -272,6 +272,10 @@ class Steps:
         if times is not None:
             times.extend(result.times)
         return numbers[0]
+
+    def _own_loss(self, result: StepResult) -> torch.Tensor | None:
+        """What this process adds to the loss; the ranks of a worker have the same."""
+        return result.loss if self.world.place == 0 else None
 
     def _micro_batches(self, batches: Sequence[Batch], step: int, first: int = 0) -> list[MicroBatch]:
         """The micro-batches of a training step, whose indices begin with `first`."""
@@ -379,6 +383,7 @@ class Steps:
         with self._in_evaluation():
             table = self.decision.schedule(len(micro_batches), "forward_only")
             outputs = self.executor.run(table, micro_batches, options).outputs
+        outputs = outputs if self.world.place == 0 else {}  # the ranks of a worker have the same
         return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.world)
 
     def generate(self, **inputs: Any) -> Any:

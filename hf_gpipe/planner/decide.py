@@ -72,7 +72,7 @@ class Planning:
         Raises:
             UserError: on every process: there is no example, or nothing that could be run.
         """
-        config = replace(config, num_processes=self.world.num_processes)
+        config = replace(config, num_processes=config.workers_among(self.world.num_processes))
         if self.inputs.earlier_num_micro_batches is not None and config.num_micro_batches == AUTO:
             config = replace(config, num_micro_batches=self.inputs.earlier_num_micro_batches)
         if config.is_decided:

@@ -103,6 +103,11 @@ class PipelineConfig:
     pipelines side by side. Or a list with one number per stage, such as [2, 1]; auto: the planner chooses for the
     number of processes."""
 
+    tensor_parallel: Count = 1
+    """T: number of processes that divide the layers of each stage among them (tensor parallelism), each with a device
+    of its own. Each of `num_processes`, and of `placement`, is then T processes, whose ranks follow each other. The
+    planner chooses nothing with it: give numbers in place of auto."""
+
     placement: Text | None = None
     """The processes of each stage, those of its replicas with commas, such as "0,2 1,3" for two stages with two
     replicas; null: the processes of a pipeline follow each other, or those of a stage if `replicas` is a list of
@@ -188,6 +193,8 @@ class PipelineConfig:
             )
         if self.schedule in ASYNCHRONOUS_SCHEDULES:
             self._check_asynchronous()
+        if self.tensor_parallel > 1:
+            self._check_tensor_parallel()
         if isinstance(self.sequence_chunks, str):
             self.most_chunk_tokens  # noqa: B018  # raises for a text that is no number
             if is_table_file(self.schedule):
@@ -202,6 +209,20 @@ class PipelineConfig:
                 "sequence_chunks out."
             )
         self.memory_bytes  # noqa: B018  # raises for a text that is no size
+
+    def _check_tensor_parallel(self) -> None:
+        """Raise UserError for what divided layers do not go with."""
+        others = {
+            "schedule": self.schedule if self.schedule in ASYNCHRONOUS_SCHEDULES else None,
+            "offload_weights": self.offload_weights,
+            "torch_compile": self.torch_compile or None,
+        }
+        for name, value in others.items():
+            if value is not None:
+                raise UserError(
+                    f"tensor_parallel is {self.tensor_parallel} and {name} is {str(value).lower()}, which do not go "
+                    "together; leave one of them out."
+                )
 
     def _check_asynchronous(self) -> None:
         """Raise UserError for what an asynchronous schedule cannot run with."""
@@ -229,7 +250,7 @@ class PipelineConfig:
                 return len(of_stages)
         if self.replicas == AUTO:
             return 1
-        num_processes = self.num_processes or int(os.environ.get("WORLD_SIZE", "1"))
+        num_processes = self.num_processes or int(os.environ.get("WORLD_SIZE", "1")) // self.tensor_parallel
         return max(1, num_processes // self.replicas) if isinstance(self.replicas, int) else 1
 
     def _check_mesh(self) -> None:
@@ -313,7 +334,8 @@ class PipelineConfig:
             can_plan: whether the shape of a mini-batch and the memory of the optimizer are known.
         """
         # The planner chooses nothing for weights that visit.
-        is_auto = can_plan and not self.offload_weights and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
+        can_plan = can_plan and not self.offload_weights and self.tensor_parallel == 1
+        is_auto = can_plan and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
         plain = {**PLANNED, "schedule": "breadth_first"} if self.offload_weights else PLANNED
         values: dict[str, Any] = {name: AUTO if is_auto else plain[name] for name in self.not_given}
         return replace(self, **values) if values else self
@@ -372,6 +394,19 @@ class PipelineConfig:
         """
         return self.num_processes or self.places
 
+    def workers_among(self, num_processes: int) -> int:
+        """How many workers so many processes form: T each.
+
+        Raises:
+            UserError: T does not divide their number.
+        """
+        if num_processes % self.tensor_parallel:
+            raise UserError(
+                f"tensor_parallel is {self.tensor_parallel} and {num_processes} processes are running; start a "
+                f"multiple of {self.tensor_parallel}, for so many share each stage."
+            )
+        return num_processes // self.tensor_parallel
+
     @property
     def places(self) -> int:
         """How many replicas all stages have together. Raises UserError where this is left to the planner."""
@@ -393,7 +428,8 @@ class PipelineConfig:
         """
         num_stages, replicas = self.mesh
         if self.placement is None:
-            return placement_for(schedule, num_stages, self.processes, replicas)
+            placement = placement_for(schedule, num_stages, self.processes, replicas)
+            return replace(placement, ranks_per_worker=self.tensor_parallel)
         every = [[parse_number(number) for number in word.split(",")] for word in self.placement.split()]
         workers = [[worker for worker in own if worker is not None] for own in every]
         if any(None in own for own in every):
@@ -401,7 +437,7 @@ class PipelineConfig:
                 f"placement is {self.placement!r}; write the processes of each stage, those of replicas with commas, "
                 'such as "0,2 1,3".'
             )
-        placement = Placement(workers)
+        placement = Placement(workers, ranks_per_worker=self.tensor_parallel)
         sizes = placement.num_stages, placement.num_processes
         if sizes != (num_stages, self.processes) or placement.replicas != replicas_of(num_stages, replicas):
             raise UserError(

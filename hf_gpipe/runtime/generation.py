@@ -262,10 +262,11 @@ class Generator:
 
     def _from_last(self, stack: StackName, value: torch.Tensor) -> torch.Tensor:
         """Broadcast the value of the process with the stack's last stage, to the first device of all in lock-step."""
-        value, source = value.to(self.device), self._world.peer(self._worker_of(self._last[stack]))
+        value, worker = value.to(self.device), self._worker_of(self._last[stack])
         if self._group is None:
-            self._world.broadcast(value, source)
+            self._world.broadcast(value, self._world.placement.ranks_of(worker)[0])
         else:
+            source = self._world.peer(worker)
             dist.broadcast(value, group_src=dist.get_group_rank(self._group, source), group=self._group)
         return value
 

@@ -128,7 +128,10 @@ class _Chunks:
         self._shape, self._targets = targets.shape, targets.flatten()
         self._loss, self._of_tokens = loss, loss.of_tokens
         self._read = read
-        self._positions = positions or chunk_positions(linear.in_features, linear.out_features)
+        self._part = deferred.vocabulary
+        # The same on every rank, whose messages are those of chunks.
+        columns = linear.out_features if self._part is None else self._part.longest
+        self._positions = positions or chunk_positions(linear.in_features, columns)
 
     def first_value(self, added: torch.Tensor | None) -> torch.Tensor:
         """A new tensor for the loss, of the type in which it is computed, with what is added to it."""
@@ -249,12 +252,14 @@ class _Chunks:
             factor: of the gradient of each position, (N,); None: no gradient is wanted.
         """
         if self._is_finished:
-            losses, gradient = self._of_tokens.with_gradient(projected, targets, overwrite=True)
+            losses, gradient = self._of_tokens.with_gradient(
+                projected, targets, overwrite=True, part=self._part
+            )
             return losses, None if factor is None else torch.mul(gradient, factor[:, None], out=projected)
         leaf = projected.detach().requires_grad_(factor is not None)
         with torch.set_grad_enabled(factor is not None):
             logits = self._finish(leaf[None])[0]
-        losses, gradient = self._of_tokens.with_gradient(logits.detach(), targets)
+        losses, gradient = self._of_tokens.with_gradient(logits.detach(), targets, part=self._part)
         if factor is None:
             return losses, None
         (gradient,) = torch.autograd.grad(logits, leaf, gradient.mul_(factor[:, None]).to(logits.dtype))

@@ -22,7 +22,9 @@ import torch
 from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter
+from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime import vocabulary_loss
 from hf_gpipe.runtime.additivity import check_independent
 from hf_gpipe.runtime.token_metrics import TokenMetrics
 
@@ -240,7 +242,12 @@ class TokenLoss(Loss):
         return losses
 
     def with_gradient(
-        self, logits: torch.Tensor, targets: torch.Tensor, *, overwrite: bool = False
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        overwrite: bool = False,
+        part: VocabularyPart | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of every position and its gradient, in float32 at least.
 
@@ -248,10 +255,13 @@ class TokenLoss(Loss):
             logits: (N, V), without a graph.
             targets: (N,).
             overwrite: whether the gradient may take the memory of the logits.
+            part: of the vocabulary, whose logits these are; None: the whole.
 
         Returns:
             (N,), 0 where the target is ignored; and (N, V), which has no meaning where the target is ignored.
         """
+        if part is not None:
+            return vocabulary_loss.with_gradient(self, logits, targets, part, overwrite=overwrite)
         smoothing, bound = self.label_smoothing, self.logit_clipping
         is_ignored = ~self.units(targets)
         columns = targets.masked_fill(is_ignored, 0)[:, None]

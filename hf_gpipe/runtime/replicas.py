@@ -143,7 +143,7 @@ class Replicas:
             self._groups[stage] = groups[workers]
             # From the last one, whose gradient comes first.
             self._buckets[stage] = list(in_buckets([p for name, p in reversed(own) if name not in ties.names]))
-            self._followed += [p for name, p in own if not world.leads(ties.owner_stage[name])]
+            self._followed += [p for name, p in own if not world.is_in_first_replica(ties.owner_stage[name])]
 
     def groups_of(self, stage: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """The replicas of a stage of this process: their groups for tensors on its device, and on the CPU."""

@@ -6,7 +6,7 @@ waits for them. Like TRL's, a metric of several mini-batches is the mean of thei
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -34,18 +34,27 @@ class TokenMetrics:
         """The same metrics, to which a mini-batch adds."""
         return replace(self, mini_batch=(is_training, mini_batch))
 
-    def add(self, is_unit: torch.Tensor, is_first: torch.Tensor, probabilities: torch.Tensor) -> None:
+    def add(
+        self,
+        is_unit: torch.Tensor,
+        is_first: torch.Tensor,
+        probabilities: torch.Tensor,
+        total: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """Add tokens; nothing is read from the device.
 
         Args:
             is_unit: which are targets, (N,).
             is_first: whether the model ranks each target first, (N,).
-            probabilities: (N, V).
+            probabilities: (N, V), or of a part of the vocabulary.
+            total: sums over the parts; None: there is one.
         """
         if self.mini_batch is None:
             return
         rows = max(1, _PART // probabilities.shape[1])
         entropies = torch.cat([torch.special.entr(part).sum(-1) for part in probabilities.split(rows)])
+        if total is not None:
+            entropies = total(entropies)
         columns = torch.stack([torch.ones_like(entropies), is_first.to(entropies), entropies])
         sums = columns.masked_fill(~is_unit, 0).sum(1, dtype=torch.float64)
         self._sums[self.mini_batch] = self._sums.get(self.mini_batch, 0) + sums

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import wire
 from hf_gpipe.runtime.facts import DeviceFacts, RankFacts
@@ -136,7 +137,7 @@ class World:
                 )
             names.update({(stage, worker): given[i * len(given) // len(stages)] for i, stage in enumerate(stages)})
         if any(len(rank.devices) > 1 for rank in self.ranks):
-            placement = Placement(placement.workers, [names[place] for place in placement.places])
+            placement = replace(placement, devices=[names[place] for place in placement.places])
         return replace(self, stages_placed=placement)
 
     @property
@@ -152,7 +153,12 @@ class World:
 
     def peer(self, worker: int) -> int:
         """The rank that stands for this one in another worker: their messages go there."""
-        return self.placement.ranks_of(worker)[self.placement.ranks_of(self.worker).index(self.rank)]
+        return self.placement.ranks_of(worker)[self.place]
+
+    @cached_property
+    def place(self) -> int:
+        """This process's place among the ranks of its worker."""
+        return self.placement.ranks_of(self.worker).index(self.rank)
 
     def replicas_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that stand for this one in the replicas of a stage."""
@@ -170,12 +176,16 @@ class World:
         return {stage: self.device if name is None else torch.device(name) for stage, name in names.items()}
 
     def leader_of(self, stage: int) -> int:
-        """The process of the stage's first replica: it writes the stage's files, and its parameters count once."""
-        return self.replicas_of(stage)[0]
+        """The first process of the stage's first replica: it writes the stage's files."""
+        return self.placement.ranks_of(self.placement.workers[stage][0])[0]
 
     def leads(self, stage: int) -> bool:
         """Whether this process is the leader of a stage."""
         return self.leader_of(stage) == self.rank
+
+    def is_in_first_replica(self, stage: int) -> bool:
+        """Whether this process has the stage's first replica, or a part of it: its parameters count once."""
+        return self.placement.workers[stage][0] == self.worker
 
     # ------------------------------------------------------------------ roles
 
@@ -322,8 +332,28 @@ class World:
         return Job.current().common_group(_backend(device), self.thread)
 
     def new_group(self, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-        """Create a group of some processes for tensors on a kind of device. Every process must call it."""
-        return Job.current().new_group(ranks, _backend(device))
+        """Create a group of some processes for tensors on a kind of device. Every process must call it.
+
+        Args:
+            ranks: of several workers, those that stand for this one. Those at each other place form a group as well.
+            device: of the tensors.
+        """
+        groups = [
+            Job.current().new_group([rank - self.place + place for rank in ranks], _backend(device))
+            for place in range(self.placement.ranks_per_worker)
+        ]
+        return groups[self.place]
+
+    def worker_ranks(self) -> ProcessRanks | None:
+        """The ranks of this process's worker; None: it is the only one. Every process must call it."""
+        size = self.placement.ranks_per_worker
+        if size == 1:
+            return None
+        groups = [
+            Job.current().new_group(self.placement.ranks_of(worker), _backend(self.device))
+            for worker in range(self.placement.num_processes)
+        ]
+        return ProcessRanks(size, self.place, groups[self.worker])
 
 
 def _backend(device: torch.device) -> str:

@@ -27,6 +27,7 @@ class Placement:
         devices: the device string of each stage on each of its workers, for example "cuda:1", in the order of `places`;
             None: the process's default device.
         chunks: into how many chunks of tokens each row is cut; those of a row are consecutive micro-batches.
+        ranks_per_worker: T, the number of processes that form a worker, each with a part of every divided layer.
 
     Raises:
         ScheduleError: no chunk, no stage, a worker without a stage or twice in one, or devices that do not fit the
@@ -37,14 +38,20 @@ class Placement:
     """Of each stage the workers of its replicas. The workers are numbered from 0, and each holds a stage."""
     devices: tuple[str, ...] | None
     chunks: int
+    ranks_per_worker: int
 
     def __init__(
-        self, workers: Sequence[int | Sequence[int]], devices: Sequence[str] | None = None, chunks: int = 1
+        self,
+        workers: Sequence[int | Sequence[int]],
+        devices: Sequence[str] | None = None,
+        chunks: int = 1,
+        ranks_per_worker: int = 1,
     ) -> None:
         every = tuple((own,) if isinstance(own, int) else tuple(own) for own in workers)
         object.__setattr__(self, "workers", every)
         object.__setattr__(self, "devices", None if devices is None else tuple(devices))
         object.__setattr__(self, "chunks", chunks)
+        object.__setattr__(self, "ranks_per_worker", ranks_per_worker)
         if chunks < 1:
             raise ScheduleError(f"chunks is {chunks}: a row has at least one chunk.")
         if not every:
@@ -192,12 +199,12 @@ class Placement:
         return tuple(own[0] for own in self.workers)
 
     def ranks_of(self, worker: int) -> tuple[int, ...]:
-        """The processes that form a worker, by their ranks. Today it is one, which has the worker's number."""
-        return (worker,)
+        """The processes that form a worker, by their ranks, which follow each other."""
+        return tuple(range(worker * self.ranks_per_worker, (worker + 1) * self.ranks_per_worker))
 
     def worker_with(self, rank: int) -> int:
         """The worker that a process belongs to."""
-        return next(worker for worker in range(self.num_processes) if rank in self.ranks_of(worker))
+        return rank // self.ranks_per_worker
 
     def worker_of(self, stage: int, micro_batch: int | None) -> int:
         """The worker to which a stage's micro-batch is dealt out; of a stage without replicas its only one.

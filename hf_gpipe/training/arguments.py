@@ -76,6 +76,7 @@ class PipelineTrainingArguments(TrainingArguments):
     memory: str | None = _key(PipelineConfig, "memory")
     replicas: int | list[int] | str = _decided("replicas")
     zero: int = _decided("zero")
+    tensor_parallel: int = _decided("tensor_parallel")
     sequence_chunks: int | str = _decided("sequence_chunks")
     offload_weights: str | None = _key(PipelineConfig, "offload_weights")
     boundary_dtype: str | None = _key(PipelineConfig, "boundary_dtype")
@@ -212,7 +213,7 @@ class PipelineTrainingArguments(TrainingArguments):
         """The pipeline that these arguments ask for."""
         same_name = (
             *("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "memory", "replicas", "zero"),
-            *("sequence_chunks", "offload_weights", "boundary_dtype", "torch_compile"),
+            *("tensor_parallel", "sequence_chunks", "offload_weights", "boundary_dtype", "torch_compile"),
         )
         given = {name: getattr(self, name) for name in same_name}
         if self.is_checkpointing and given["recompute"] is None:

@@ -161,7 +161,7 @@ class Checkpoints:
             )
         self._pipe.load_pretrained(checkpoint)
         updated, shards = updated_parameters(self._pipe, self._master_weights), self._pipe.weights.shards_of(optimizer)
-        load_state(checkpoint, updated, optimizer, scheduler, shards)
+        load_state(checkpoint, updated, optimizer, scheduler, shards, self._pipe.weights.part)
         set_rates(optimizer, scheduler)
         if self._master_weights is not None:
             self._master_weights.restore(optimizer)
@@ -269,7 +269,9 @@ class Checkpoints:
         updated, stage_of = updated_parameters(self._pipe, masters), self._pipe.ties.owner_stage
         shards = self._pipe.weights.shards_of(optimizer)
         with masters.in_state_of(optimizer) if masters is not None else nullcontext():
-            return pending_state(directory, updated, stage_of, optimizer, scheduler, run, self._for_saving, shards)
+            whole_of = self._pipe.weights.whole
+            processes = self._for_saving
+            return pending_state(directory, updated, stage_of, optimizer, scheduler, run, processes, shards, whole_of)
 
     def _may_copy(self, parts: Sequence[PendingWrite]) -> bool:
         """Whether the parts of a checkpoint are copied, and written in the background. The same in every process."""

@@ -14,6 +14,7 @@ from transformers.optimization import AdafactorSchedule
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.runtime.shards import treats_elements_alone
 from hf_gpipe.training.master_weights import MasterWeights
 
 Optimizer = torch.optim.Optimizer
@@ -72,9 +73,16 @@ def shard_optimizer(pipe: Pipeline, optimizer: Optimizer, scheduler: Any, master
     """Let the replicas of a stage share the steps of its optimizer and its state, if the pipeline's `zero` is 1.
 
     Raises:
-        UserError: the class of the optimizer is not known to treat each parameter alone, or the scheduler reads state
-            that another replica has.
+        UserError: the class of the optimizer is not known to treat each parameter alone, or with `tensor_parallel`
+            each element; or the scheduler reads state that another replica has.
     """
+    size = pipe.config.tensor_parallel
+    if size > 1 and not treats_elements_alone(optimizer, f"tensor_parallel is {size}"):
+        raise UserError(
+            f"tensor_parallel is {size} and the optimizer is {type(optimizer).__name__}, whose update of an element "
+            "depends on others of its parameter, which other processes have; use one like AdamW, or leave "
+            "tensor_parallel out"
+        )
     shards = pipe.weights.shards_of(optimizer)
     if shards is None:
         return

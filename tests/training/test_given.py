@@ -52,6 +52,7 @@ OF_THE_TRAINER = frozenset(
 
 WITH_REPLICAS = {"replicas": 2, "zero": 1}
 VISITING = {"offload_weights": "all"}
+DIVIDED = {"tensor_parallel": 2}
 #: Argument -> options of a Pipeline, a value that is another one, and a value that is the same.
 CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "num_stages": ({}, 3, 2),
@@ -62,6 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "memory": ({"memory": 1 << 30}, "2GiB", "1GiB"),
     "replicas": (WITH_REPLICAS, 1, 2),
     "zero": (WITH_REPLICAS, 0, 1),
+    "tensor_parallel": (DIVIDED, 1, 2),
     "sequence_chunks": ({"sequence_chunks": 3, "schedule": "1f1b"}, 2, 3),
     "offload_weights": (VISITING, "frozen", "all"),
     "boundary_dtype": ({"boundary_dtype": "bfloat16"}, "float16", "bfloat16"),
@@ -80,7 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 
 
 def pipeline(**options: Any) -> Pipeline:
-    if options in (WITH_REPLICAS, VISITING):  # a Pipeline of several processes, or many stages, is not needed
+    if options in (WITH_REPLICAS, VISITING, DIVIDED):  # a Pipeline of several processes, or many stages, is not needed
         pipe = pipeline()
         pipe.given = PipelineConfig(2, 4, "gpipe", "stage", **options)
         pipe.config = pipe.given.decided(partition=(3, 3))

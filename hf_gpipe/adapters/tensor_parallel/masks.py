@@ -1,0 +1,60 @@
+"""Dropout between divided layers that draws the masks of any number of ranks: the whole mask, of which each has a part.
+
+All ranks draw the same numbers, those of one rank without a division. So a run does not depend on T.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
+
+from hf_gpipe.adapters.tensor_parallel.region import Region
+from hf_gpipe.errors import UserError
+
+
+class WholeMasks(TorchFunctionMode):
+    """Context manager in a block's forward: `dropout` inside of the divided part draws the mask of all ranks."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self._region = region
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            raise UserError(
+                "tensor_parallel: the dropout of attention probabilities is drawn inside of sdpa, where its mask "
+                "cannot be divided; use attn_implementation eager, or set that dropout to 0"
+            )
+        if func is not F.dropout or not self._region.is_inside:
+            return func(*args, **kwargs)
+        return self._dropout(*args, **kwargs)
+
+    def _dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        """`F.dropout` of a tensor (B, heads, T, S) with a part of the heads, or (..., features) with a part of them."""
+        if not (training and p):
+            return input
+        ranks = self._region.ranks
+        dim = 1 if input.dim() == 4 else -1
+        shape = list(input.shape)
+        shape[dim] *= ranks.size
+        mask = F.dropout(torch.ones(shape, dtype=input.dtype, device=input.device), p)
+        return input * mask.chunk(ranks.size, dim)[ranks.place]
+
+
+def draws_masks(config: Any) -> bool:
+    """Whether a configuration, or one in it, has a dropout above 0."""
+    return bool(masks_of(config)) or any(
+        draws_masks(value) for value in vars(config).values() if isinstance(value, PreTrainedConfig)
+    )
+
+
+def masks_of(config: Any) -> dict[str, float]:
+    """The probabilities of dropout above 0 in a configuration, by their names."""
+    return {n: value for n, value in vars(config).items() if "drop" in n and isinstance(value, float) and value}

@@ -1,0 +1,42 @@
+"""Where a block's forward is: between a column layer and the row layer after it, tensors are parts."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, leave
+
+
+class Region:
+    """The divided part of the blocks of a stage.
+
+    A block begins outside of it, also when it runs again in backward (split.py); nothing else depends on what ran
+    before.
+
+    Attributes:
+        ranks: of the worker.
+        is_inside: whether the tensors at hand are parts.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin outside."""
+        self.is_inside = False
+        self._last: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
+
+    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a column layer reads. Layers that read the same tensor share its gradient's sum."""
+        self.is_inside = True
+        if self._last is None or self._last[0]() is not tensor:
+            self._last = weakref.ref(tensor), enter(tensor, self.ranks)
+        return self._last[1]
+
+    def leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of what the row layers of all ranks make."""
+        self.reset()
+        return leave(tensor, self.ranks)

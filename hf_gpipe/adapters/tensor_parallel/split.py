@@ -1,0 +1,241 @@
+"""Divide the layers of a stage that has its weights: each rank keeps its part of every divided layer.
+
+The classes of single modules are extended, as everywhere in this package, and forwards stay the library's: a column
+layer's input enters the divided part, and a row layer's output leaves it. Modules keep their names, so files,
+optimizers and ties know parameters as without a division, and a parameter's `Cut` says which part of it is here.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from hf_gpipe.adapters.intercept import extend_class
+from hf_gpipe.adapters.tensor_parallel.cuts import Cut
+from hf_gpipe.adapters.tensor_parallel.masks import WholeMasks
+from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, leave
+from hf_gpipe.adapters.tensor_parallel.region import Region
+from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
+
+
+class Division:
+    """The division of a stage's layers, of which this rank has its part.
+
+    Args:
+        plan: of the model.
+        ranks: of the worker.
+        has_dropout: whether a forward in training may draw masks.
+    """
+
+    def __init__(self, plan: SplitPlan, ranks: Ranks, *, has_dropout: bool) -> None:
+        self.plan, self.ranks = plan, ranks
+        self._region, self._has_dropout = Region(ranks), has_dropout
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter, or of a tensor of its shape."""
+        cut = self.plan.cuts.get(name)
+        return whole if cut is None else cut.part(whole, self.ranks.place)
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter, or of a tensor of its shape, from all ranks, which all call it."""
+        cut = self.plan.cuts.get(name)
+        return part if cut is None else cut.gathered(part, self.ranks)
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's part of a parameter counts in sums over ranks, and no equal one before it."""
+        cut = self.plan.cuts.get(name)
+        return self.ranks.place == 0 if cut is None else cut.counts(self.ranks.place)
+
+    def logits(self, part: torch.Tensor) -> torch.Tensor:
+        """Logits of the whole vocabulary (..., V) from those of a part."""
+        if self.plan.head is None:
+            return part
+        cut = replace(self.plan.cuts[self.plan.head[1]], dim=part.dim() - 1)
+        whole: torch.Tensor = _Gather.apply(part, cut, self.ranks)
+        return whole
+
+    def apply(self, model: nn.Module, ties: Mapping[str, str], blocks: frozenset[str]) -> None:
+        """Divide a model with weights, whole or a stage's.
+
+        Args:
+            model: the model.
+            ties: alias -> name of the parameter that it is tied to.
+            blocks: names of all blocks.
+        """
+        parts: dict[torch.Tensor, nn.Parameter] = {}
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            own = ties.get(name, name)
+            if own in self.plan.cuts and parameter not in parts:
+                values = self.part(own, parameter.detach()).clone(memory_format=torch.contiguous_format)
+                parts[parameter] = nn.Parameter(values, parameter.requires_grad)
+            if own in self.plan.shared:
+                self._sum_gradient(own, parts.get(parameter, parameter))
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            if parameter in parts:
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, parts[parameter])
+        for name, buffer in list(model.named_buffers()):
+            if name in self.plan.cuts:
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, self.part(name, buffer).clone())
+        for name, module in list(model.named_modules(remove_duplicate=False)):
+            if any(True for _ in module.parameters()):
+                self._extend(name, module, is_block=name in blocks)
+
+    def _sum_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        """Let every backward add the sum over the ranks that have the parameter to its gradient."""
+        cut, ranks = self.plan.cuts.get(name), self.ranks
+
+        def total(gradient: torch.Tensor) -> torch.Tensor:
+            return ranks.total(gradient) if cut is None else cut.total(gradient, ranks)
+
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True).register_hook(total)  # a frozen one may be trained later
+        parameter.requires_grad_(is_trained)
+
+    def _extend(self, name: str, module: Any, *, is_block: bool) -> None:
+        """Change the class and the attributes of one module of the model."""
+        plan, place = self.plan, self.ranks.place
+        is_head = plan.head is not None and name == plan.head[0]
+        if name in plan.columns | plan.rows or is_head:
+            outputs, inputs = reversed(module.weight.shape) if isinstance(module, Conv1D) else module.weight.shape
+            names = ("nf", "nx") if isinstance(module, Conv1D) else ("out_features", "in_features")
+            vars(module).update(zip(names, (outputs, inputs), strict=True))
+            if is_head:
+                cut = plan.cuts[plan.head[1]]
+                module.vocabulary = VocabularyPart(cut.parts[place][0][0], cut.parts[-1][0][1], self.ranks)
+            _extended(module, _Column if name in plan.columns else _Row if name in plan.rows else _Head, self._region)
+        elif name in plan.tables:
+            module.first = plan.cuts[plan.tables[name]].parts[place][0][0]
+            module.num_embeddings = len(module.weight)
+            if module.padding_idx is not None:
+                own = module.padding_idx - module.first
+                module.padding_idx = own if 0 <= own < len(module.weight) else None
+            _extended(module, _Table, self._region)
+        elif name in plan.attributes:
+            self._set_heads(module, plan.attributes[name])
+        elif is_block:
+            _extended(module, _BlockWithDropout if self._has_dropout else _Block, self._region)
+
+    def _set_heads(self, attention: Any, values: Mapping[str, int]) -> None:
+        """Let an attention know its part of the heads alone."""
+        config = getattr(attention, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            attention.config = copy.copy(config)  # some forwards read the numbers there
+        for name, value in values.items():
+            for holder in (attention, attention.config) if isinstance(config, PreTrainedConfig) else (attention,):
+                if isinstance(getattr(holder, name, None), int):
+                    setattr(holder, name, value)
+        if "alibi" in inspect.signature(type(attention).forward).parameters:
+            _extended(attention, _WithBiases, self._region)
+
+
+def _extended(module: Any, mixin: type, region: Region) -> None:
+    module._region = region
+    extend_class(module, mixin)
+
+
+class _Divided:
+    """Mixed into the class of a module that has a part; the module's own class follows in the MRO."""
+
+    _region: Region
+
+
+class _Column(_Divided):
+    """A linear layer with a part of the outputs."""
+
+    def __call__(self, input: torch.Tensor) -> Any:
+        return super().__call__(self._region.enter(input))  # type: ignore[misc]
+
+
+class _Row(_Divided):
+    """A linear layer with a part of the inputs. Its bias is added to the sum over the ranks."""
+
+    _parameters: dict[str, nn.Parameter | None]
+
+    def __call__(self, input: torch.Tensor) -> Any:
+        bias = self._parameters.get("bias")
+        if bias is None:
+            return self._region.leave(super().__call__(input))  # type: ignore[misc]
+        # A `Conv1D` needs one.
+        without = torch.zeros_like(bias, requires_grad=False) if isinstance(self, Conv1D) else None
+        self._parameters["bias"] = without  # type: ignore[assignment]
+        try:
+            output = super().__call__(input)  # type: ignore[misc]
+        finally:
+            self._parameters["bias"] = bias
+        output = self._region.leave(output)
+        return output + bias.to(output.dtype)
+
+
+class _Table(_Divided):
+    """An embedding with a part of the vocabulary."""
+
+    first: int
+    num_embeddings: int
+
+    def __call__(self, ids: torch.Tensor) -> Any:
+        own = ids - self.first
+        is_foreign = (own < 0) | (own >= self.num_embeddings)
+        embedded = super().__call__(own.masked_fill(is_foreign, 0))  # type: ignore[misc]
+        return leave(embedded.masked_fill(is_foreign[..., None], 0), self._region.ranks)
+
+
+class _Head(_Divided):
+    """The linear layer that makes the logits of a part of the vocabulary."""
+
+    def __call__(self, hidden: torch.Tensor) -> Any:
+        return super().__call__(enter(hidden, self._region.ranks))  # type: ignore[misc]
+
+
+class _WithBiases(_Divided):
+    """An attention that gets the biases of all heads (B * heads, 1, T), ALiBi's (arXiv 2108.12409)."""
+
+    def __call__(self, *args: Any, alibi: torch.Tensor, **kwargs: Any) -> Any:
+        ranks, rows = self._region.ranks, len(args[0])
+        of_heads = alibi.view(rows, -1, *alibi.shape[1:]).chunk(ranks.size, 1)[ranks.place]
+        return super().__call__(*args, alibi=of_heads.flatten(0, 1), **kwargs)  # type: ignore[misc]
+
+
+class _Block(_Divided):
+    """A block, which begins outside of the divided part. Its forward may end before it has left it: transformers'
+    checkpointing stops as soon as it has what backward needs.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._region.reset()
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _BlockWithDropout(_Block):
+    """A block whose dropout draws whole masks, also when it runs again in backward."""
+
+    training: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with WholeMasks(self._region) if self.training else nullcontext():
+            return super().forward(*args, **kwargs)
+
+
+class _Gather(torch.autograd.Function):
+    """Logits (..., V) from the parts of all ranks, which then go on alike."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, cut: Cut, ranks: Ranks) -> torch.Tensor:
+        ctx.of = cut, ranks
+        return ranks.total(cut.spread(part, ranks.place))
+
+    @staticmethod
+    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cut, ranks = ctx.of
+        return cut.part(outer, ranks.place), None, None

@@ -1,0 +1,104 @@
+"""Whether the layers of a model can be divided among ranks: a tiny clone says so before use."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_gpipe.adapters import Adapter, build_adapter
+from hf_gpipe.adapters.tensor_parallel.masks import draws_masks, masks_of
+from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.errors import UnsupportedModelError, UserError, one_line
+from hf_gpipe.model.exactness import Step, attention_of, clone_of, compared_once, padded_batch, split_step
+from hf_gpipe.runtime.emulated_ranks import emulate
+from hf_gpipe.runtime.loss import Loss, Reads
+
+_STAGES = 3
+#: The largest difference of a clone, of the gradient norm. Parts that the library computes in float32 round in another
+#: way when shapes change; a wrong division differs by 1e-3 and more.
+_TOLERANCE = 1e-6
+
+
+def check_division(adapter: Adapter, size: int, loss: Loss) -> None:
+    """Raise UserError where the layers of a model cannot be divided among so many ranks, or its loss not computed."""
+    others = {
+        "the model is no Hugging Face model that reads text": not isinstance(adapter, TextAdapter),
+        "peft_config (lora) adds adapters to its layers": adapter.peft is not None,
+        "quantization_config quantises its layers": adapter.quantisation is not None,
+        "functions of its modules were replaced": bool(adapter.patches),
+        "the loss reads hidden states": Reads.HIDDEN in loss.reads,
+    }
+    for what, is_so in others.items():
+        if is_so:
+            raise UserError(f"tensor_parallel is {size} and {what}, which do not go together; leave tensor_parallel out")
+    assert isinstance(adapter, TextAdapter)
+    verify_division(adapter, size)
+
+
+def verify_division(adapter: TextAdapter, size: int) -> None:
+    """Compare a tiny clone whose layers are divided with one whose layers are whole, once for equal clones.
+
+    Args:
+        adapter: the model's.
+        size: T, which the model's own heads and widths must allow. The clone has two ranks, or four where ranks share
+            key-value heads. It has the model's probabilities of dropout, so that masks are compared too.
+
+    Raises:
+        UnsupportedModelError: loss or gradients differ, or no rule divides a layer of the family.
+        UserError: the model cannot be divided by T.
+    """
+    plan = SplitPlan.of(adapter, size)
+    of_clone = 4 if any(cut.is_shared for cut in plan.cuts.values()) else 2
+    masks = draws_masks(adapter.config)
+    what = f"divided {of_clone} {attention_of(adapter)} {masks}"
+    compared_once(adapter, what, lambda: _difference(adapter, of_clone))
+
+
+def _difference(adapter: TextAdapter, size: int) -> float:
+    """How far the step of a divided clone is from that of the clone. Raises UnsupportedModelError if too far."""
+    family = adapter.given_config.model_type
+    try:
+        model, clone = clone_of(adapter, torch.float64)
+        for name, probability in masks_of(adapter.config).items():
+            setattr(model.config, name, probability)
+        clone = build_adapter(model.config, torch.float64, attention_of(adapter), type(model))
+        expected = divided_step(model, clone, 1)
+        step = divided_step(model, clone, size)
+    except Exception as error:
+        reason = one_line(str(error), 300)
+        raise UnsupportedModelError(f"{family}: tensor_parallel fails on a tiny clone: {reason}") from error
+    difference = step.difference(expected)
+    if not difference <= _TOLERANCE:
+        raise UnsupportedModelError(
+            f"{family}: with tensor_parallel a tiny clone has other gradients, by {difference:.0e} of their norm; "
+            "leave it out"
+        )
+    return difference
+
+
+def divided_step(model: PreTrainedModel, adapter: TextAdapter, size: int, num_stages: int = _STAGES) -> Step:
+    """A step of a clone in stages whose layers are divided among ranks, with whole gradients."""
+    batch, num_stages = padded_batch(model), min(num_stages, len(adapter.layers))
+    if size == 1:
+        return split_step(copy.deepcopy(model), adapter, batch, num_stages)
+
+    def run(ranks: Ranks) -> Step:
+        return split_step(copy.deepcopy(model), adapter, batch, num_stages, ranks=ranks)
+
+    steps = emulate(size, partial(run))
+    cuts = SplitPlan.of(adapter, size).cuts
+    gradients = {}
+    for name, part in steps[0].gradients.items():
+        cut = cuts.get(name)
+        if cut is None:
+            gradients[name] = part
+            continue
+        parts = [step.gradients[name] for step in steps]
+        spread = [cut.spread(one, place) for place, one in enumerate(parts) if cut.counts(place)]
+        gradients[name] = torch.stack(spread).sum(0)
+    return Step(steps[0].loss, gradients, steps[0].dtype)
