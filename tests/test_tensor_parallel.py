@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hf_gpipe import Pipeline
+from hf_gpipe.errors import UserError
+from hf_gpipe.recipe import PipelineConfig
 from tests.gloo import run_gloo
-from tests.oracle import Result, assert_same, padded_batch, plain_model, run_plain, tiny_config
+from tests.oracle import Batch, Result, assert_same, padded_batch, plain_model, run_plain, tiny_config
 
-CASES: dict[str, dict[str, Any]] = {
-    "gpipe": {"num_stages": 1, "schedule": "gpipe", "recompute": "stage"},
-    "1f1b": {"num_stages": 2, "schedule": "1f1b", "recompute": "none"},
-    "block": {"num_stages": 2, "schedule": "1f1b", "recompute": "block"},
-    "zb_h1": {"num_stages": 2, "schedule": "zb_h1", "recompute": "stage"},
+FAMILIES = ("llama", "marian")
+#: For so many processes: T, and the rest of the pipeline.
+PLAIN: dict[int, list[tuple[int, dict[str, Any]]]] = {
+    2: [(2, {"num_stages": 1, "schedule": "gpipe", "recompute": one}) for one in ("none", "stage")],
+    4: [
+        (2, {"num_stages": 2, "schedule": "gpipe", "recompute": "stage"}),
+        (2, {"num_stages": 2, "schedule": "1f1b", "recompute": "none"}),
+        (2, {"num_stages": 2, "schedule": "1f1b", "recompute": "block"}),
+        (2, {"num_stages": 2, "schedule": "zb_h1", "recompute": "stage"}),
+        (4, {"num_stages": 1, "schedule": "gpipe", "recompute": "stage"}),
+    ],
 }
+#: Beside others: the family, its dropout, and the pipeline. What is compared is the same in one process.
+BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
+    "smoothed and clipped": ("llama", 0.0, {"num_stages": 2, "label_smoothing": 0.1, "logit_clipping": 0.3}),
+    "dropout": ("llama", 0.2, {"num_stages": 2, "schedule": "1f1b", "recompute": "none"}),
+    "dropout, stages again": ("marian", 0.2, {"num_stages": 2, "schedule": "1f1b", "recompute": "stage"}),
+    "dropout, blocks again": ("marian", 0.2, {"num_stages": 2, "schedule": "1f1b", "recompute": "block"}),
+    "dropout, weights apart": ("marian", 0.2, {"num_stages": 2, "schedule": "zb_h1", "recompute": "none"}),
+    "replicas": ("llama", 0.1, {"num_stages": 1, "replicas": 2, "schedule": "1f1b", "recompute": "stage"}),
+    "packing": ("llama", 0.0, {"num_stages": 2, "packing": True}),
+    "chunks": ("llama", 0.0, {"num_stages": 2, "schedule": "1f1b", "sequence_chunks": 3, "recompute": "stage"}),
+    "interleaved": ("llama", 0.0, {"num_stages": 4, "num_processes": 2, "schedule": "interleaved_1f1b"}),
+    "rounded": ("llama", 0.0, {"num_stages": 2, "boundary_dtype": "float32"}),
+}
+
+
+def config_of(family: str, heads: int = 4, dropout: float = 0.0) -> Any:
+    """51 tokens, which two or four ranks cannot share evenly, and of llama fewer key-value heads than four ranks."""
+    if family == "marian":
+        more = {"encoder_attention_heads": heads, "decoder_attention_heads": heads}
+        return tiny_config(family, dropout=dropout, vocab_size=51, **more)
+    config = tiny_config(family, dropout=dropout)
+    config.vocab_size, config.num_attention_heads, config.head_dim = 51, heads, 8
+    return config
 
 
 def whole_gradients(pipe: Pipeline) -> dict[str, torch.Tensor]:
     """The gradients of all processes, whole, on each."""
-    mine = {}
-    for name, parameter in pipe.named_parameters():
-        if parameter.grad is not None:
-            mine[name] = pipe.weights.whole(name, parameter.grad.clone())
+    mine = {n: pipe.weights.whole(n, p.grad.clone()) for n, p in pipe.named_parameters() if p.grad is not None}
     found: dict[str, torch.Tensor] = {}
     for part in pipe.world.gather_objects(mine):
         for name, gradient in part.items():
@@ -32,20 +62,98 @@ def whole_gradients(pipe: Pipeline) -> dict[str, torch.Tensor]:
     return found
 
 
-def steps(family: str, size: int, values: dict[str, Any], options: dict[str, Any]) -> tuple[Result, float]:
-    """The loss and whole gradients of one step, and the norm."""
-    config = tiny_config(family, **values)
-    pipe = Pipeline(plain_model(config), num_micro_batches=3, tensor_parallel=size, **options)
-    norms = []
-    loss = pipe.train_step(padded_batch(config) if pipe.world.rank == 0 else None, update=lambda _, n: norms.append(n))
-    return Result(float(loss), whole_gradients(pipe)), float(norms[0])
+def step(pipe: Pipeline, batch: Batch) -> tuple[Result, float]:
+    """The loss and whole gradients of one step, which are added to those before, and their norm."""
+    norms: list[float] = []
+    loss = float(pipe.train_step(batch, update=lambda _, norm: norms.append(float(norm))))
+    return Result(loss, whole_gradients(pipe)), norms[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "marian"])
-@pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_the_plain_model(family: str, case: str) -> None:
-    options = CASES[case]
-    expected = run_plain(plain_model(config := tiny_config(family)), padded_batch(config), 3)
-    for found, norm in run_gloo(steps, 2 * options["num_stages"], family, 2, {}, options):
-        assert_same(found, expected)
-        assert norm == pytest.approx(expected.norm, rel=1e-10)
+def plain_steps(family: str, cases: list[tuple[int, dict[str, Any]]]) -> list[tuple[Result, float]]:
+    config = config_of(family)
+    return [
+        step(Pipeline(plain_model(config), num_micro_batches=3, tensor_parallel=size, **options), padded_batch(config))
+        for size, options in cases
+    ]
+
+
+@pytest.mark.parametrize("num_processes", PLAIN)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_the_plain_model(family: str, num_processes: int) -> None:
+    expected = run_plain(plain_model(config_of(family)), padded_batch(config_of(family)), 3)
+    for of_process in run_gloo(plain_steps, num_processes, family, PLAIN[num_processes]):
+        for found, norm in of_process:
+            assert_same(found, expected)
+            assert norm == pytest.approx(expected.norm, rel=1e-10)
+
+
+def beside(name: str, size: int) -> tuple[Any, ...]:
+    """Two steps without a `zero_grad`, an evaluation, log-probabilities and generation."""
+    family, dropout, options = BESIDE[name]
+    config = config_of(family, dropout=dropout)
+    meshes = {"tensor_parallel": size} if size > 1 else {"replicas": 1, "num_processes": 1}
+    pipe = Pipeline(plain_model(config), num_micro_batches=4, seed=3, **options | meshes)
+    batch = padded_batch(config)
+    steps = [step(pipe, batch) for _ in range(2)]
+    searched = pipe.generate(input_ids=batch["input_ids"][:3, :3], max_new_tokens=5, num_beams=2)
+    return steps, float(pipe.eval_step(batch).loss), pipe.log_probs(batch), searched
+
+
+def all_beside(size: int) -> dict[str, tuple[Any, ...]]:
+    return {name: beside(name, size) for name in BESIDE}
+
+
+def test_beside_everything_else_the_numbers_are_those_of_one_process() -> None:
+    one, processes = all_beside(1), run_gloo(all_beside, 4, 2)
+    for of_process in processes:
+        for name, (steps, loss, log_probs, tokens) in of_process.items():
+            expected_steps, expected_loss, expected_log_probs, expected_tokens = one[name]
+            for (found, norm), (expected, expected_norm) in zip(steps, expected_steps, strict=True):
+                assert_same(found, expected)
+                assert norm == pytest.approx(expected_norm, rel=1e-10), name
+            assert loss == pytest.approx(expected_loss, rel=1e-10), name
+            torch.testing.assert_close(log_probs, expected_log_probs)
+            assert torch.equal(tokens, expected_tokens), name
+
+
+def save(folder: str, source: str) -> None:
+    """Save weights that were loaded as they are, and new ones."""
+    for name, model in (("loaded", source), ("new", config_of("llama"))):
+        pipe = Pipeline(model, 2, 2, tensor_parallel=2, seed=5, dtype=torch.bfloat16)
+        pipe.save_pretrained(Path(folder, name))
+        pipe.load_pretrained(source)
+        pipe.save_pretrained(Path(folder, f"{name}, loaded again"))
+
+
+def test_files_are_bit_equal_to_those_of_one_process(tmp_path: Path) -> None:
+    """And weights are slices of the same whole ones, read or new."""
+    source = str(tmp_path / "source")
+    new = Pipeline(config_of("llama"), 2, 2, seed=5, dtype=torch.bfloat16)
+    new.save_pretrained(source)
+    run_gloo(save, 4, str(tmp_path), source)
+    expected = tensors_of(Path(source))
+    for name in ("loaded", "new", "loaded, loaded again", "new, loaded again"):
+        found = tensors_of(tmp_path / name)
+        assert found.keys() == expected.keys()
+        assert all(
+            torch.equal(found[one].view(torch.int16), tensor.view(torch.int16)) for one, tensor in expected.items()
+        )
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: one for path in directory.glob("*.safetensors") for name, one in load_file(path).items()}
+
+
+def test_what_does_not_go_together_is_an_error() -> None:
+    for options in (
+        {"schedule": "pipedream"},
+        {"offload_weights": "all"},
+        {"torch_compile": True},
+        {"num_micro_batches": "auto"},
+        {"partition": "auto"},
+    ):
+        (name,) = options
+        with pytest.raises(UserError, match=rf"^tensor_parallel is 2 and {name} is "):
+            PipelineConfig(2, tensor_parallel=2, **options)
+    with pytest.raises(UserError, match="tensor_parallel is 2 and 1 processes are running; start a multiple of 2"):
+        Pipeline(config_of("llama"), 1, 1, tensor_parallel=2)

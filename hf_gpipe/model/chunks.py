@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hf_gpipe.adapters.text import TextAdapter
@@ -42,7 +44,7 @@ def _difference(adapter: TextAdapter, packing: bool, recomputes_blocks: bool) ->
     try:
         model, clone = clone_of(adapter, torch.float64)
         batch = padded_batch(model)
-        options = {"packing": packing, "recomputes_blocks": recomputes_blocks}
+        options: dict[str, Any] = {"packing": packing, "recomputes_blocks": recomputes_blocks}
         whole = split_step(model, clone, batch, 1, packing=True) if packing else plain_step(model, batch, clone.prepare)
         model.zero_grad()
         step = split_step(model, clone, batch, min(_STAGES, len(clone.layers)), chunks=_CHUNKS, **options)

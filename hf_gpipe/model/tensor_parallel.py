@@ -35,7 +35,9 @@ def check_division(adapter: Adapter, size: int, loss: Loss) -> None:
     }
     for what, is_so in others.items():
         if is_so:
-            raise UserError(f"tensor_parallel is {size} and {what}, which do not go together; leave tensor_parallel out")
+            raise UserError(
+                f"tensor_parallel is {size} and {what}, which do not go together; leave tensor_parallel out"
+            )
     assert isinstance(adapter, TextAdapter)
     verify_division(adapter, size)
 
@@ -70,6 +72,8 @@ def _difference(adapter: TextAdapter, size: int) -> float:
         expected = divided_step(model, clone, 1)
         step = divided_step(model, clone, size)
     except Exception as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
         reason = one_line(str(error), 300)
         raise UnsupportedModelError(f"{family}: tensor_parallel fails on a tiny clone: {reason}") from error
     difference = step.difference(expected)

@@ -10,7 +10,7 @@ from functools import cache, cached_property, partial
 import torch
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.errors import ScheduleError
+from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
@@ -345,6 +345,11 @@ class Planner:
         Raises:
             UserError: one of its kinds, for settings that no pipeline could have.
         """
+        if settings.tensor_parallel > 1:
+            raise UserError(
+                f"tensor_parallel is {settings.tensor_parallel}: the planner has no costs of divided layers; leave "
+                "tensor_parallel out of what is planned"
+            )
         if self.chunks != (other := self.with_chunks(settings.sequence_chunks)).chunks:
             return other.plan(settings)
         costs, sums = self.costs(settings.num_micro_batches), self.sums(settings.num_micro_batches)

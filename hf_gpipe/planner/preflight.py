@@ -43,7 +43,7 @@ def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Leve
     """The bytes that each process needs, or none where no example of a mini-batch is given; and the assumed link."""
     device = planning.device(config)
     assumed = (cluster_of(planning.world, device.link) or one_level(device, 1)).levels[-1]
-    if planning.inputs.example is None:
+    if planning.inputs.example is None or config.tensor_parallel > 1:  # of which the planner has no costs
         return [], assumed
     return [process.memory.total for process in planning.planner(config, decides=True).plan(config).processes], assumed
 

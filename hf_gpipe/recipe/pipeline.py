@@ -211,7 +211,8 @@ class PipelineConfig:
         self.memory_bytes  # noqa: B018  # raises for a text that is no size
 
     def _check_tensor_parallel(self) -> None:
-        """Raise UserError for what divided layers do not go with."""
+        """Raise UserError for what divided layers do not go with, and for what the planner would choose."""
+        size = self.tensor_parallel
         others = {
             "schedule": self.schedule if self.schedule in ASYNCHRONOUS_SCHEDULES else None,
             "offload_weights": self.offload_weights,
@@ -220,8 +221,14 @@ class PipelineConfig:
         for name, value in others.items():
             if value is not None:
                 raise UserError(
-                    f"tensor_parallel is {self.tensor_parallel} and {name} is {str(value).lower()}, which do not go "
-                    "together; leave one of them out."
+                    f"tensor_parallel is {size} and {name} is {str(value).lower()}, which do not go together; leave "
+                    "one of them out."
+                )
+        for name in ("num_stages", "replicas", "sequence_chunks", *PLANNED):
+            if (value := getattr(self, name)) in (AUTO, *COST_STRATEGIES):
+                raise UserError(
+                    f"tensor_parallel is {size} and {name} is {value}, and the planner has no costs of divided layers; "
+                    f"give {name} without it."
                 )
 
     def _check_asynchronous(self) -> None:

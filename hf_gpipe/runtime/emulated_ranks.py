@@ -14,7 +14,7 @@ import torch
 Result = TypeVar("Result")
 
 
-class _Stopped(Exception):
+class _StoppedError(Exception):
     """Another rank has failed."""
 
 
@@ -34,7 +34,7 @@ class _Turns:
         with self._changed:
             self._changed.wait_for(lambda: self._turn == place or self.has_failed)
         if self.has_failed:
-            raise _Stopped
+            raise _StoppedError
 
     def pass_on(self, place: int, *, is_done: bool = False) -> None:
         """Let the next rank run that is not done."""
@@ -87,7 +87,7 @@ def emulate(size: int, function: Callable[[EmulatedRanks], Result]) -> list[Resu
             torch.set_rng_state(state)
             results[place] = function(EmulatedRanks(turns, place))
             turns.pass_on(place, is_done=True)
-        except _Stopped:
+        except _StoppedError:
             pass
         except BaseException as error:
             errors.append(error)

@@ -252,9 +252,7 @@ class _Chunks:
             factor: of the gradient of each position, (N,); None: no gradient is wanted.
         """
         if self._is_finished:
-            losses, gradient = self._of_tokens.with_gradient(
-                projected, targets, overwrite=True, part=self._part
-            )
+            losses, gradient = self._of_tokens.with_gradient(projected, targets, overwrite=True, part=self._part)
             return losses, None if factor is None else torch.mul(gradient, factor[:, None], out=projected)
         leaf = projected.detach().requires_grad_(factor is not None)
         with torch.set_grad_enabled(factor is not None):

@@ -6,33 +6,38 @@ arXiv 1909.08053, section 3): the largest logit; and the sum of exponentials, th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
-
-if TYPE_CHECKING:
-    from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.token_metrics import TokenMetrics
 
 
 def with_gradient(
-    loss: TokenLoss, logits: torch.Tensor, targets: torch.Tensor, part: VocabularyPart, *, overwrite: bool
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    is_unit: torch.Tensor,
+    part: VocabularyPart,
+    *,
+    smoothing: float,
+    bound: float | None,
+    is_dynamic: bool,
+    metrics: TokenMetrics | None,
+    overwrite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`TokenLoss.with_gradient` of a part of the columns.
 
     Args:
-        loss: of tokens.
         logits: (N, V'), of the part, without a graph.
         targets: (N,), tokens of the whole vocabulary.
+        is_unit: which of them are targets, (N,).
         part: of the vocabulary.
+        smoothing, bound, is_dynamic, metrics: `label_smoothing`, `logit_clipping` and so on of the loss.
         overwrite: whether the gradient may take the memory of the logits.
 
     Returns:
         The losses (N,), the same on every rank, and the gradient of the part's logits (N, V').
     """
-    smoothing, bound, ranks = loss.label_smoothing, loss.logit_clipping, part.ranks
-    is_ignored = ~loss.units(targets)
+    ranks, is_ignored = part.ranks, ~is_unit
     columns = targets.masked_fill(is_ignored, 0) - part.first
     is_foreign = (columns < 0) | (columns >= logits.shape[1])
     columns = columns.masked_fill(is_foreign, 0)[:, None]
@@ -47,17 +52,17 @@ def with_gradient(
     total, of_target, of_all = ranks.total(torch.stack([gradient.sum(-1), of_target, of_all]))
     gradient.div_(total[:, None])
     losses = largest + total.log() + (smoothing - 1) * of_target - smoothing * of_all / part.size
-    if loss.metrics is not None:
+    if metrics is not None:
         # The first of the largest logits, as `max` finds it in whole ones.
         first = torch.where(own == largest, first + part.first, part.size)
         is_first = -ranks.largest(-first) == targets
-        loss.metrics.add(~is_ignored, is_first, gradient, ranks.total)
+        metrics.add(is_unit, is_first, gradient, ranks.total)
     if smoothing:
         gradient.sub_(smoothing / part.size)
     gradient.scatter_add_(1, columns, (smoothing - 1) * (~is_foreign).to(gradient)[:, None])
     if is_clipped is not None:
         gradient.masked_fill_(is_clipped, 0)
-    if loss.is_dynamic:
+    if is_dynamic:
         probability = losses.neg().exp()
         losses, gradient = losses * probability, gradient.mul_(probability[:, None])
     return losses.masked_fill(is_ignored, 0), gradient

@@ -137,7 +137,7 @@ class World:
                 )
             names.update({(stage, worker): given[i * len(given) // len(stages)] for i, stage in enumerate(stages)})
         if any(len(rank.devices) > 1 for rank in self.ranks):
-            placement = replace(placement, devices=[names[place] for place in placement.places])
+            placement = replace(placement, devices=tuple(names[place] for place in placement.places))
         return replace(self, stages_placed=placement)
 
     @property

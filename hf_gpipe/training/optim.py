@@ -13,8 +13,8 @@ from transformers.optimization import AdafactorSchedule
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.runtime.shards import treats_elements_alone
+from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.master_weights import MasterWeights
 
 Optimizer = torch.optim.Optimizer

@@ -83,7 +83,7 @@ class SlowMachines:
             return [None] * len(self._hosts)
         return [
             seconds_of_forward((s.action, float(s.computing)) for s in timeline.spans if s.process == process)
-            for process in range(len(self._hosts))
+            for process in map(self._world.placement.worker_with, range(len(self._hosts)))
         ]
 
     def _tell(
@@ -93,7 +93,8 @@ class SlowMachines:
             if ratio < most or process in self._named:
                 continue
             self._named.add(process)
-            stages = ", ".join(map(str, self._world.placement.stages_of(process)))
+            placement = self._world.placement
+            stages = ", ".join(map(str, placement.stages_of(placement.worker_with(process))))
             logger.warning(
                 f"machine {self._hosts[process]} is slow: in the last {self._every} steps process {process} (stage "
                 f"{stages}) computed {ratio:.1f} times as long as {where}, compared with the other machines; see what "

@@ -34,11 +34,13 @@ def measure_step(
         each action taking the median of what actions of its kind took on its stage, and messages no time.
     """
     runs = [_measure(pipe, batches, update) for _ in range(repeats + 1)]
-    everyone = pipe.world.gather_objects(runs[1:])
+    everyone, placement = pipe.world.gather_objects(runs[1:]), pipe.world.placement
+    # The ranks of a worker run the same row.
+    of_workers = [everyone[placement.ranks_of(worker)[0]] for worker in range(placement.num_processes)]
     steps = [
         [
             Span(process, t.action, t.start, t.end, t.waiting, t.sending)
-            for process, mine in enumerate(everyone)
+            for process, mine in enumerate(of_workers)
             for t in mine[run]
         ]
         for run in range(repeats)

@@ -23,6 +23,8 @@ Replicas = int | Sequence[int]
 
 #: Stages, replicas and processes.
 MESHES: tuple[tuple[int, Replicas, int], ...] = ((1, 2, 2), (2, 1, 2), (2, (2, 1), 3), (2, 2, 4))
+#: The same, and the processes that divide the layers of a stage.
+DIVIDED: tuple[tuple[int, Replicas, int], ...] = ((1, 1, 2), (2, 1, 2))
 NUM_STEPS = 8
 
 
@@ -30,9 +32,11 @@ def losses_of(
     folder: str, num_stages: int, replicas: Replicas, stop_at: int = NUM_STEPS, **options: Any
 ) -> list[float]:
     """Of each step; dropout depends on seed, step, micro-batch and layer alone, so it is everywhere the same."""
-    recorder = Recorder()
+    recorder, config = Recorder(), tiny_config("marian", dropout=0.1)
+    config._attn_implementation = "eager"  # whose masks of dropout can be divided
     made = trainer(
         Path(folder),
+        model=config,
         callbacks=[recorder, _StopAt(stop_at)],
         num_stages=num_stages,
         replicas=replicas,
@@ -44,7 +48,7 @@ def losses_of(
     return recorder.losses
 
 
-def predictions_of(folder: str, num_stages: int, replicas: Replicas) -> list[Any]:
+def predictions_of(folder: str, num_stages: int, replicas: Replicas, **options: Any) -> list[Any]:
     """Logits, a part of them, and generated tokens, each with the metrics; rows of unequal length, a last one alone."""
     common: dict[str, Any] = {
         "num_stages": num_stages,
@@ -52,6 +56,7 @@ def predictions_of(folder: str, num_stages: int, replicas: Replicas) -> list[Any
         "num_micro_batches": 3,
         "per_device_eval_batch_size": 6,
         "compute_metrics": metrics_of,
+        **options,
     }
     marian = plain_model(tiny_config("marian"), dtype=torch.float32)
     whole = trainer(Path(folder), model=marian, include_for_metrics=["inputs", "loss"], **common)
@@ -101,8 +106,10 @@ def test_replicas_have_the_same_float32_weights(tmp_path: Path) -> None:
     assert all(torch.equal(copy, theirs[name]) for name, copy in ours.items())
 
 
-def of_mesh(folder: str, num_stages: int, replicas: Replicas) -> tuple[list[float], list[Any]]:
-    return losses_of(folder, num_stages, replicas), predictions_of(folder, num_stages, replicas)
+def of_mesh(folder: str, num_stages: int, replicas: Replicas, size: int = 1) -> tuple[list[float], list[Any]]:
+    options: dict[str, Any] = {"tensor_parallel": size} if size > 1 else {}
+    losses = losses_of(folder, num_stages, replicas, **options)
+    return losses, predictions_of(folder, num_stages, replicas, **options)
 
 
 @pytest.fixture(scope="module")
@@ -110,16 +117,20 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], lis
     return of_mesh(str(tmp_path_factory.mktemp("one")), 1, 1)
 
 
-@pytest.mark.parametrize(("num_stages", "replicas", "num_processes"), MESHES)
+@pytest.mark.parametrize(
+    ("num_stages", "replicas", "num_processes", "size"),
+    [*((*mesh, 1) for mesh in MESHES), *((*mesh[:2], 2 * mesh[0], mesh[2]) for mesh in DIVIDED)],
+)
 def test_losses_and_predictions_are_those_of_one_process(
     num_stages: int,
     replicas: Replicas,
     num_processes: int,
+    size: int,
     expected: tuple[list[float], list[Any]],
     tmp_path: Path,
 ) -> None:
     for losses, (whole, parts, tokens, metrics) in run_gloo(
-        of_mesh, num_processes, str(tmp_path), num_stages, replicas
+        of_mesh, num_processes, str(tmp_path), num_stages, replicas, size
     ):
         assert losses == pytest.approx(expected[0], abs=1e-6)
         assert len(losses) == NUM_STEPS
@@ -141,11 +152,13 @@ def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> 
     assert {name: found[name] for name in kept} == pytest.approx({name: expected[name] for name in kept}, rel=1e-5)
 
 
-def test_a_run_goes_on_with_other_replicas(expected: tuple[list[float], list[Any]], tmp_path: Path) -> None:
+def test_a_run_goes_on_with_other_replicas_and_divided_layers(
+    expected: tuple[list[float], list[Any]], tmp_path: Path
+) -> None:
     losses: list[float] = []
     last: Replicas
-    for processes, num_stages, last, stop in ((4, 2, 2, 2), (3, 3, 1, 4), (3, 1, 3, 6)):
-        found = run_gloo(go_on, processes, str(tmp_path), num_stages, last, stop)
+    for processes, num_stages, last, size, stop in ((3, 1, 3, 1, 2), (4, 2, 1, 2, 4), (4, 1, 2, 2, 6)):
+        found = run_gloo(go_on, processes, str(tmp_path), num_stages, last, stop, size)
         assert found[1:] == found[:1] * (processes - 1)
         losses += found[0]
     losses += losses_of(str(tmp_path), 1, 1, save_strategy="steps", save_steps=NUM_STEPS)
@@ -161,6 +174,8 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: one for path in directory.glob("*.safetensors") for name, one in load_file(path).items()}
 
 
-def go_on(folder: str, num_stages: int, replicas: Replicas, stop: int) -> list[float]:
+def go_on(folder: str, num_stages: int, replicas: Replicas, stop: int, size: int) -> list[float]:
     """Train on from the last checkpoint, if there is one, and stop after some steps, as if the job had ended."""
-    return losses_of(folder, num_stages, replicas, save_strategy="steps", save_steps=stop, stop_at=stop)
+    saving = {"save_strategy": "steps", "save_steps": stop}
+    zero = int(size > 1 and replicas != 1)
+    return losses_of(folder, num_stages, replicas, **saving, stop_at=stop, tensor_parallel=size, zero=zero)

@@ -19,8 +19,8 @@ class Cut:
 
     Attributes:
         dim: along which it is cut.
-        parts: for each rank the runs of indices that it has, which lie one after another in its part. Ranks that share
-            a key-value head have the same runs.
+        parts: for each rank the runs of indices that it has, which lie one after another in its part. Two ranks have
+            the same, where they share a key-value head, or no index in common.
     """
 
     dim: int

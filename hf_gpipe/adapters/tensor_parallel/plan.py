@@ -143,14 +143,16 @@ class SplitPlan:
             packs = [_Pack(length, length // width, "key-value heads", True)]
         else:
             pairs = _first(attention, _KEY_VALUE_HEADS) or length // (3 * width)
-            rest = _Pack(pairs * width, pairs, "key-value heads", True)
+            # Not shared: a rank's part of one matrix is counted whole, or not.
+            rest = _Pack(pairs * width, pairs, "key-value heads")
             packs = [_Pack(length - 2 * rest.length, length // width - 2 * pairs, "heads"), rest, rest]
         values = self.attributes.setdefault(name, {})
         for one in packs:
             number = max(one.units // self.size, 1)
-            values |= dict.fromkeys(_KEY_VALUE_HEADS if one.may_share else _HEADS, number)
-            if not one.may_share:
-                values |= dict.fromkeys(_ALL_WIDTHS, number * width)
+            if one.what == "heads":
+                values |= {**dict.fromkeys(_HEADS, number), **dict.fromkeys(_ALL_WIDTHS, number * width)}
+            else:
+                values |= dict.fromkeys(_KEY_VALUE_HEADS, number)
         values[_GROUPS] = values.get(_HEADS[0], 0) // values.get(_KEY_VALUE_HEADS[0], 1)
         return packs
 

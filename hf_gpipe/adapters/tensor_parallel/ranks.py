@@ -22,8 +22,11 @@ class Ranks(Protocol):
         place: of this one among them.
     """
 
-    size: int
-    place: int
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def place(self) -> int: ...
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, bit for bit the same on each; a new tensor."""

@@ -42,9 +42,12 @@ class Division:
         self._region, self._has_dropout = Region(ranks), has_dropout
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a parameter, or of a tensor of its shape."""
+        """This rank's part of a parameter, or of a tensor of its shape; one that is divided in memory of its own."""
         cut = self.plan.cuts.get(name)
-        return whole if cut is None else cut.part(whole, self.ranks.place)
+        if cut is None:
+            return whole
+        # Optimizers' kernels need the layout of the parameter, and the whole must not be kept.
+        return cut.part(whole, self.ranks.place).clone(memory_format=torch.contiguous_format)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter, or of a tensor of its shape, from all ranks, which all call it."""
@@ -76,8 +79,7 @@ class Division:
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             own = ties.get(name, name)
             if own in self.plan.cuts and parameter not in parts:
-                values = self.part(own, parameter.detach()).clone(memory_format=torch.contiguous_format)
-                parts[parameter] = nn.Parameter(values, parameter.requires_grad)
+                parts[parameter] = nn.Parameter(self.part(own, parameter.detach()), parameter.requires_grad)
             if own in self.plan.shared:
                 self._sum_gradient(own, parts.get(parameter, parameter))
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -87,7 +89,7 @@ class Division:
         for name, buffer in list(model.named_buffers()):
             if name in self.plan.cuts:
                 parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, self.part(name, buffer).clone())
+                setattr(model.get_submodule(parent), leaf, self.part(name, buffer))
         for name, module in list(model.named_modules(remove_duplicate=False)):
             if any(True for _ in module.parameters()):
                 self._extend(name, module, is_block=name in blocks)
@@ -111,7 +113,7 @@ class Division:
             outputs, inputs = reversed(module.weight.shape) if isinstance(module, Conv1D) else module.weight.shape
             names = ("nf", "nx") if isinstance(module, Conv1D) else ("out_features", "in_features")
             vars(module).update(zip(names, (outputs, inputs), strict=True))
-            if is_head:
+            if plan.head is not None and is_head:
                 cut = plan.cuts[plan.head[1]]
                 module.vocabulary = VocabularyPart(cut.parts[place][0][0], cut.parts[-1][0][1], self.ranks)
             _extended(module, _Column if name in plan.columns else _Row if name in plan.rows else _Head, self._region)

@@ -1,0 +1,130 @@
+"""The layers of tiny models, divided among ranks that are threads: families, cuts, and the loss of a part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_gpipe.adapters import adapter_for, build_adapter
+from hf_gpipe.adapters.tensor_parallel import plan as plans
+from hf_gpipe.adapters.tensor_parallel.cuts import Cut
+from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
+from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.model import tensor_parallel
+from hf_gpipe.model.exactness import exact_clone
+from hf_gpipe.model.tensor_parallel import divided_step, verify_division
+from hf_gpipe.runtime.emulated_ranks import EmulatedRanks, emulate
+from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.token_metrics import TokenMetrics
+
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "opt", "bloom", "gpt_neox"),
+    *("t5", "marian", "bart", "m2m_100", "pegasus", "mbart"),
+)
+#: Fewer key-value heads than ranks.
+SHARED = (("llama", 1, 2), ("llama", 2, 4), ("phi3", None, 4))
+
+
+def difference(config: PreTrainedConfig, size: int) -> float:
+    model = exact_clone(config, torch.float64)
+    adapter = build_adapter(model.config, torch.float64, "eager", type(model))
+    return divided_step(model, adapter, size).difference(divided_step(model, adapter, 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_divided_clone_has_the_loss_and_every_gradient(family: str) -> None:
+    assert difference(CONFIG_MAPPING[family](), 2) < 1e-10
+
+
+@pytest.mark.parametrize(("family", "heads", "size"), [("t5", None, 4), ("gpt2", None, 4), *SHARED])
+def test_with_four_ranks_and_with_shared_heads(family: str, heads: int | None, size: int) -> None:
+    given = {} if heads is None else {"num_key_value_heads": heads}
+    assert difference(CONFIG_MAPPING[family](**given), size) < 1e-10
+
+
+def adapter_of(config: PreTrainedConfig) -> TextAdapter:
+    return adapter_for(config, torch.float32, "eager")
+
+
+def test_what_cannot_be_divided_is_an_error_with_the_name() -> None:
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
+    with pytest.raises(UserError, match=r"tensor_parallel is 2 and 'model.layers.0.self_attn.q_proj' has 3 heads"):
+        verify_division(adapter_of(LlamaConfig(**sizes, num_attention_heads=3, num_key_value_heads=3)), 2)
+    with pytest.raises(UserError, match=r"tensor_parallel is 4 and .*gate_proj' has 30 columns.* divisor of 30"):
+        verify_division(adapter_of(LlamaConfig(**sizes | {"intermediate_size": 30}, num_attention_heads=4)), 4)
+    packed = CONFIG_MAPPING["phi3"](num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+    with pytest.raises(UserError, match=r"tensor_parallel is 4 and .*qkv_proj' has 2 key-value heads"):
+        verify_division(adapter_of(packed), 4)
+    with pytest.raises(UnsupportedModelError, match=r"'mixtral' cannot be divided: no rule divides its weight"):
+        verify_division(adapter_of(CONFIG_MAPPING["mixtral"](num_hidden_layers=2, vocab_size=40)), 2)
+
+
+def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of norms of heads, which each rank computes from its own heads, are summed; without that they
+    would be wrong and nothing would fail."""
+    config = Qwen3Config(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+    monkeypatch.setattr(tensor_parallel, "compared_once", lambda adapter, what, compare: compare())
+    verify_division(adapter_of(config), 2)
+    of = plans.SplitPlan.of.__func__  # type: ignore[attr-defined]
+
+    def without_shared(cls: Any, *args: Any) -> Any:
+        return replace(of(cls, *args), shared=set())
+
+    monkeypatch.setattr(plans.SplitPlan, "of", classmethod(without_shared))
+    with pytest.raises(UnsupportedModelError, match="qwen3: with tensor_parallel a tiny clone has other gradients"):
+        verify_division(adapter_of(config), 2)
+
+
+def test_masks_are_compared_and_the_dropout_of_sdpa_is_refused() -> None:
+    config = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    config.attention_dropout = 0.2
+    verify_division(adapter_for(config, torch.float32, "eager"), 2)
+    with pytest.raises(UserError, match="use attn_implementation eager"):
+        verify_division(adapter_for(config, torch.float32, "sdpa"), 2)
+
+
+@pytest.mark.parametrize("cut", [Cut.of_packs(0, [7], 3), Cut.of_packs(1, [6, 6], 3), Cut.of_packs(1, [12], 4, [2])])
+def test_a_whole_tensor_comes_back_bit_for_bit(cut: Cut) -> None:
+    whole = torch.randn(7, 12).masked_fill(torch.rand(7, 12) < 0.2, -0.0)
+    whole = whole if cut.dim else whole[:, :2].contiguous()
+
+    def back(ranks: EmulatedRanks) -> torch.Tensor:
+        return cut.gathered(cut.part(whole, ranks.place).contiguous(), ranks)
+
+    for found in emulate(len(cut.parts), back):
+        assert torch.equal(found.view(torch.int32), whole.view(torch.int32))
+    counted = [cut.part(whole, place).numel() for place in range(len(cut.parts)) if cut.counts(place)]
+    assert sum(counted) == whole.numel()
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "logit_clipping": 0.7}, {"is_dynamic": True}])
+def test_the_loss_of_parts_of_the_vocabulary_is_that_of_the_whole(options: dict[str, Any]) -> None:
+    size, tokens = 3, 11
+    logits = torch.randn(6, tokens, dtype=torch.float64)
+    logits[0, 2] = logits[0, 9] = 5.0  # the first of two equal ones counts
+    targets = torch.tensor([9, 3, -100, 10, 0, 7])
+    cut = Cut.of_packs(1, [tokens], size)
+    of = (0, 0)
+
+    def one(part: VocabularyPart | None, own: torch.Tensor) -> tuple[Any, ...]:
+        loss = TokenLoss(**options, metrics=TokenMetrics().of(of, is_training=True))
+        losses, gradient = loss.with_gradient(own.clone(), targets, overwrite=True, part=part)
+        assert loss.metrics is not None
+        return losses, gradient, loss.metrics.take(is_training=True)[of]
+
+    losses, gradient, metrics = one(None, logits)
+
+    def of_rank(ranks: EmulatedRanks) -> tuple[Any, ...]:
+        first = cut.parts[ranks.place][0][0]
+        return one(VocabularyPart(first, tokens, ranks), cut.part(logits, ranks.place))
+
+    for place, (found, own, noted) in enumerate(emulate(size, of_rank)):
+        torch.testing.assert_close(found, losses, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(own[targets != -100], cut.part(gradient, place)[targets != -100])
+        assert noted == pytest.approx(metrics)
