@@ -5,15 +5,19 @@
     python scripts/random_search.py --seed 7 --first 5000     on from case 5000
     python scripts/random_search.py --seed 7 --case 1234      this case alone, reduced to what it needs to be wrong
     python scripts/random_search.py --families bart falcon    of these families alone
+    python scripts/random_search.py --chunks                  rows in chunks, in place of a search; half an hour
     python scripts/random_search.py --output cases.jsonl      also a line of JSON for each case, appended
     python scripts/random_search.py --counts a.jsonl b.jsonl  the counts of such files together; nothing is run
 
 Each case draws a family, changes of its configuration's own fields, a number of stages and micro-batches, a schedule, a
-recomputation, a partition, padding, packing, accumulation and more (`scripts/random_cases/`). The loss and every
-gradient are compared with those of the plain transformers model looped over the same micro-batches, in float64 to
+recomputation, a partition, padding, packing, chunks, accumulation and more (`scripts/random_cases/`). The loss and
+every gradient are compared with those of the plain transformers model looped over the same micro-batches, in float64 to
 1e-10 of the gradient norm. A case is right, refused (by an error that names what is not supported), not runnable (the
 plain model fails), or wrong: other numbers, or an error that does not say what to do. The exit code is 1 if any is
 wrong. A seed and a number make the same case wherever transformers is the same.
+
+With --chunks nothing is drawn: each decoder-only family that is listed as exact, or that is named, has its rows cut
+into 1, 2, 3 and 5 chunks in 1 to 4 stages, with schedules, recomputations, paddings and attentions in turn.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ import torch
 import transformers
 
 from hf_gpipe.adapters.families import EXACT
-from scripts.random_cases.draw import families
-from scripts.random_cases.run import NOT_RUNNABLE, REFUSED, RIGHT, WRONG, Outcome, examine, reduced
+from scripts.random_cases.draw import families, in_chunks
+from scripts.random_cases.run import NOT_RUNNABLE, REFUSED, RIGHT, WRONG, Outcome, examine, reduced, run
 
 
 def search(seed: int, minutes: float, names: tuple[str, ...] = (), number: int = 0) -> Iterator[Outcome]:
@@ -76,6 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for name, default in (("--seed", None), ("--case", None), ("--first", 0)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--families", nargs="+", default=())
+    parser.add_argument("--chunks", action="store_true")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--counts", nargs="+", type=Path)
     arguments = parser.parse_args(words)
@@ -93,14 +98,19 @@ def main(words: Sequence[str] | None = None) -> int:
             least = reduced(outcome)
             print(f"reduced: {least.case}\n    {least.detail}")
         return int(outcome.verdict == WRONG)
-    print(f"seed {seed}", flush=True)
-    for outcome in search(seed, arguments.minutes, names, arguments.first):
+    if arguments.chunks:
+        outcomes: Iterator[Outcome] = map(run, in_chunks(names))
+    else:
+        print(f"seed {seed}", flush=True)
+        outcomes = search(seed, arguments.minutes, names, arguments.first)
+    for outcome in outcomes:
         lines.append(line_of(outcome))
         if arguments.output is not None:
             with arguments.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
         if outcome.verdict == WRONG:
-            print(f"WRONG --seed {seed} --case {outcome.case.number}: {outcome.case}: {outcome.detail}", flush=True)
+            command = "" if arguments.chunks else f" --seed {seed} --case {outcome.case.number}"
+            print(f"WRONG{command}: {outcome.case}: {outcome.detail}", flush=True)
             least = reduced(outcome)
             print(f"    reduced: {least.case}: {least.detail}", flush=True)
     return _told(lines)

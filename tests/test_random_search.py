@@ -103,6 +103,10 @@ NAMED = {
         Case(1, 1, "trocr"),
         "its own loss does not shift the labels",
     ),
+    "a first token that padding on its left predicts, from later chunks too": (
+        Case(1, 3, "llama", padding="left", rows=(3,), sequence_chunks=2),
+        "padding predicts its first token",
+    ),
     "a model without blocks": (
         Case(1, 1, "cohere2_moe", {"num_hidden_layers": 0}),
         "expected 1 list(s) of blocks that run in order",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters import IGNORED_LABEL, Adapter
 from hf_gpipe.adapters.documents import is_flash
 from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.text import TextAdapter
@@ -68,7 +68,7 @@ def cut(inputs: Inputs, count: int, adapter: Adapter) -> list[tuple[int, dict[st
     knows the documents of a packed row.
 
     Raises:
-        DataError: an entry of the mini-batch has no value for each token.
+        DataError: an entry of the mini-batch has no value for each token, or padding predicts a token.
     """
     ids = inputs["input_ids"]
     of_tokens = {name: tensor for name, tensor in inputs.items() if name != "labels"}
@@ -79,6 +79,8 @@ def cut(inputs: Inputs, count: int, adapter: Adapter) -> list[tuple[int, dict[st
             "into chunks (sequence_chunks), each entry needs one value for each token"
         )
     mask = of_tokens.pop("attention_mask", torch.ones_like(ids))
+    if adapter.reference.config._attn_implementation != "sdpa":
+        _check_padding(mask, of_tokens["shift_labels"])
     documents = getattr(mask, "documents", None)
     borders = [round(ids.shape[1] * place / count) for place in range(count + 1)]
     parts = []
@@ -87,3 +89,19 @@ def cut(inputs: Inputs, count: int, adapter: Adapter) -> list[tuple[int, dict[st
         of_chunk = None if documents is None else documents.of_chunk(start, stop)
         parts.append((start, {**own, "attention_mask": KnownMask.of(mask[:, :stop], of_chunk)}))
     return parts
+
+
+def _check_padding(mask: torch.Tensor, targets: torch.Tensor) -> None:
+    """Raise DataError where padding on the left predicts a token.
+
+    Where everything is masked, a softmax that adds the least number of its type to each score weighs all tokens of the
+    row alike, also those of later chunks. The function "sdpa" gives zeros.
+    """
+    is_on_the_left = mask.cumsum(dim=1) == 0
+    rows = (is_on_the_left & (targets != IGNORED_LABEL)).any(dim=1).nonzero()
+    if len(rows):
+        raise DataError(
+            f"row {int(rows[0])} is padded on the left, and padding predicts its first token from the whole row, which "
+            "a chunk does not have; to cut rows into chunks (sequence_chunks), give that token the label "
+            f"{IGNORED_LABEL}, pad on the right, or use attn_implementation 'sdpa'"
+        )

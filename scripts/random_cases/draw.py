@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from itertools import cycle, product
 from random import Random
 from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_gpipe.adapters.families import EXACT, REFUSED
 from hf_gpipe.schedule import Action, Placement, Schedule, kinds
@@ -36,6 +39,7 @@ class Case:
         dropout: of every kind that the configuration has; then a pipeline of one stage is the reference.
         frozen: seed of what is not trained; None: everything is.
         lora: whether adapters are trained.
+        sequence_chunks: as of `Pipeline`; 1 of a random table.
         extras: whether the mini-batches have position_ids that leave padding out, or for a decoder with an encoder a
             mask of its own.
     """
@@ -59,6 +63,7 @@ class Case:
     frozen: int | None = None
     lora: bool = False
     extras: bool = False
+    sequence_chunks: int = 1
 
     def __str__(self) -> str:
         """What is not plain, in one line."""
@@ -125,9 +130,50 @@ def draw(seed: int, number: int, names: tuple[str, ...]) -> tuple[Case, Random]:
             frozen=rng.randrange(1000) if rng.random() < 0.15 else None,
             lora=rng.random() < 0.1,
             extras=rng.random() < 0.15,
+            sequence_chunks=rng.choice([1, 1, 1, 2, 3, 5]) if schedule != "table" else 1,
         ),
         rng,
     )
+
+
+def in_chunks(names: tuple[str, ...]) -> Iterator[Case]:
+    """Each family with every number of chunks and of stages; each time the other options are the next ones.
+
+    Args:
+        names: the families; none: the decoder-only ones whose split is known to be exact.
+    """
+    options = zip(
+        *(
+            cycle(values)
+            for values in (
+                (*SCHEDULES, "breadth_first"),
+                ("none", "stage", "block"),
+                ("right", "none", "right", "left", "right"),
+                ("sdpa", "eager"),
+                (False, False, False, False, True, False, False),
+            )
+        ),
+        strict=False,
+    )
+    decoders = tuple(name for name in sorted(EXACT) if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    grid = product(names or decoders, range(1, 5), (1, 2, 3, 5), (False, True))
+    for number, (family, num_stages, chunks, is_v_shaped) in enumerate(grid):
+        if is_v_shaped and num_stages != 2:
+            continue
+        schedule, recompute, padding, attention, packing = next(options)
+        yield Case(
+            0,
+            number,
+            family,
+            num_stages=num_stages,
+            num_micro_batches=2,
+            schedule=V_SHAPED[number // 2 % 2] if is_v_shaped else schedule,
+            recompute=recompute,
+            attention=attention,
+            padding="right" if packing or attention == "eager" else padding,
+            packing=packing,
+            sequence_chunks=chunks,
+        )
 
 
 def random_table(num_stages: int, num_micro_batches: int, rng: Random, *, recomputes: bool) -> Schedule:

@@ -309,6 +309,7 @@ def _pipeline(case: Case, model: PreTrainedModel, folder: Path) -> Pipeline:
         length_bucketing=case.length_bucketing,
         packing=case.packing,
         accumulation=len(case.rows),
+        sequence_chunks=case.sequence_chunks,
         **options,
     )
 
