@@ -1,8 +1,9 @@
 """Plans models of 1.5 to 70 billion parameters on 1 to 8 cards of 12 to 80 GB, and writes docs/your_model.md.
 
 python scripts/your_model.py            plans every cell into docs/your_model/cells.csv, and writes the page
-python scripts/your_model.py --draw     writes the page from cells.csv, and plans nothing
-python scripts/your_model.py --check    exit code 1 where the page is not that of cells.csv
+python scripts/your_model.py --longest  finds the longest rows, into docs/your_model/longest.csv, and writes the page
+python scripts/your_model.py --draw     writes the page from both files, and plans nothing
+python scripts/your_model.py --check    exit code 1 where the page is not that of the files
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import csv
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain, product, starmap
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.recipe import PipelineConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
-CELLS, PAGE = DOCS / "your_model" / "cells.csv", DOCS / "your_model.md"
+CELLS, LONGEST, PAGE = DOCS / "your_model" / "cells.csv", DOCS / "your_model" / "longest.csv", DOCS / "your_model.md"
 SIZES = ("1.5b", "3b", "7b", "14b", "32b", "70b")
 #: What each method adds to the command.
 METHODS = {
@@ -32,6 +34,9 @@ METHODS = {
 }
 COUNTS = (1, 2, 4, 8)
 CARDS_GB = (12, 16, 24, 48, 80)
+#: Where the longest rows are looked for: cards, and tokens of a row.
+LONGEST_GB, LENGTHS = (24, 80), tuple(1024 * 2**power for power in range(1, 8))
+CHUNK_TOKENS, LONG_ROWS = 2048, 4
 #: One row a micro-batch, so no larger number is possible.
 MICRO_BATCHES = 16
 BASE = (
@@ -70,6 +75,18 @@ class Cell:
     recompute: str | None = None
     step_seconds: float | None = None
     peak_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The tokens of the longest rows of `LENGTHS` that fit, whole and in chunks; 0 where none does."""
+
+    size: str
+    method: str
+    cards: int
+    gb: int
+    whole: int
+    chunks: int
 
 
 def memory_gib(gb: int) -> float:
@@ -125,6 +142,28 @@ def _described(plan: Plan | None, count: int) -> dict[str, Any]:
     }
 
 
+def longest_of(size: str, method: str, counts: Iterable[int] = COUNTS) -> Iterator[Longest]:
+    """The longest rows of a model by a method on each number of cards."""
+    found = {(count, gb): [0, 0] for gb in LONGEST_GB for count in counts}
+    for gb in LONGEST_GB:
+        waiting = {(count, in_chunks) for count in counts for in_chunks in (False, True)}
+        for tokens in LENGTHS:
+            rows = f"data.max_length={tokens}", f"training.batch_size={LONG_ROWS}"
+            request = read_request([*command(size, method), "--device", device(gb), *rows])
+            planner = request.planner.within(_limit(gb))
+            for count, in_chunks in sorted(waiting):
+                chunks = f"{CHUNK_TOKENS} tokens" if in_chunks else 1
+                config = replace(request.config, sequence_chunks=chunks, num_micro_batches=LONG_ROWS)
+                if _best(planner, config, count) is None:
+                    waiting.remove((count, in_chunks))
+                else:
+                    found[count, gb][in_chunks] = tokens
+            if not waiting:
+                break
+    for (count, gb), lengths in found.items():
+        yield Longest(size, method, count, gb, *lengths)
+
+
 def _best(planner: Planner, config: PipelineConfig, count: int) -> Plan | None:
     """The fastest plan that fits: K stages with count / K replicas, and what is recomputed; None where none fits."""
     plans = []
@@ -138,22 +177,22 @@ def _best(planner: Planner, config: PipelineConfig, count: int) -> Plan | None:
     return min((plan for plan in plans if plan.fits), key=attrgetter("sort_key"), default=None)
 
 
-def write_cells(cells: Iterable[Cell]) -> None:
-    with CELLS.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Cell)], lineterminator="\n")
+def write_lines(path: Path, kind: type[Cell] | type[Longest], lines: Iterable[Cell] | Iterable[Longest]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
         writer.writeheader()
-        for cell in cells:
-            writer.writerow(asdict(cell))
+        for line in lines:
+            writer.writerow(asdict(line))
             file.flush()
 
 
-def read_cells() -> list[dict[str, str]]:
-    with CELLS.open(newline="", encoding="utf-8") as file:
+def read_lines(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
-def page(cells: list[dict[str, str]]) -> str:
-    """The page of these cells."""
+def page(cells: list[dict[str, str]], longest: list[dict[str, str]]) -> str:
+    """The page of these cells and longest rows."""
     found = {(cell["size"], cell["method"], int(cell["cards"]), int(cell["gb"])): cell for cell in cells}
     sections = []
     for size in SIZES:
@@ -177,8 +216,32 @@ def page(cells: list[dict[str, str]]) -> str:
         methods="\n".join(f"| {WORDS[name]} | `{' '.join(keys)}` |" for name, keys in METHODS.items()),
         limit=memory_gib(24),
         sections="\n\n".join(sections),
+        longest=_longest_rows(longest),
+        chunk=f"{CHUNK_TOKENS:,}",
+        long_rows=LONG_ROWS,
         **example,
     )
+
+
+def _longest_rows(lines: list[dict[str, str]]) -> str:
+    """A table of the longest rows, whole and in chunks."""
+    found = {tuple(list(line.values())[:4]): line for line in lines}
+    columns = [(str(count), str(gb)) for gb in LONGEST_GB for count in COUNTS]
+    table = [
+        f"| model | | {' | '.join(f'{count} x {gb} GB' for count, gb in columns)} |",
+        "|---|---|" + "--:|" * len(columns),
+    ]
+    for size in SIZES:
+        for number, method in enumerate(METHODS):
+            cells = [found[size, method, *column] for column in columns]
+            texts = (f"{_tokens(cell['whole'])}, {_tokens(cell['chunks'])}" for cell in cells)
+            table.append(f"| {size.upper() if not number else ''} | {WORDS[method]} | {' | '.join(texts)} |")
+    return "\n".join(table)
+
+
+def _tokens(text: str) -> str:
+    """A number of tokens in thousands; that of the longest that were tried has a plus."""
+    return "no" if text == "0" else f"{int(text) // 1024}k{'+' * (int(text) == LENGTHS[-1])}"
 
 
 def _text(cell: dict[str, str]) -> str:
@@ -250,7 +313,18 @@ hf-gpipe plan recipes/causal/chat.yaml model.path=docs/your_model/7b lora.r=16 \
 The grid tries `1f1b` alone, K stages times as many replicas as divide the cards, and recomputation
 by memory or of blocks. `--search` also tries other schedules, other numbers of micro-batches and uneven
 replicas, which is often faster, in particular for few cards. ZeRO-1 and offloaded optimizer state are
-not in the grid either; both make full fine-tuning fit more cards. `--longest` finds the longest rows.
+not in the grid either; both make full fine-tuning fit more cards.
+
+## The longest rows
+
+`4k, 32k` means that rows of 4,096 tokens fit if they are whole, and rows of 32,768 tokens if they are
+cut into chunks of {chunk} tokens ([long rows](long_rows.md)). The powers of two from 2k to 128k tokens
+were tried, with {long_rows} rows a step and the plans of the grid above. `128k+` fits, and longer rows were
+not tried. `no` means that rows of 2k tokens do not fit. Written by
+`python scripts/your_model.py --longest`, from [longest.csv](your_model/longest.csv); `hf-gpipe plan
+--longest` finds the longest rows of your own model and data.
+
+{longest}
 
 {sections}
 """
@@ -258,14 +332,17 @@ not in the grid either; both make full fine-tuning fit more cards. `--longest` f
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draw", action="store_true", help="write the page from cells.csv")
-    parser.add_argument("--check", action="store_true", help="compare the page with cells.csv")
+    parser.add_argument("--longest", action="store_true", help="find the longest rows")
+    parser.add_argument("--draw", action="store_true", help="write the page from the files")
+    parser.add_argument("--check", action="store_true", help="compare the page with the files")
     options = parser.parse_args()
     if options.check:
-        return int(PAGE.read_text(encoding="utf-8") != page(read_cells()))
-    if not options.draw:
-        write_cells(cell for size in SIZES for method in METHODS for cell in cells_of(size, method))
-    PAGE.write_text(page(read_cells()), encoding="utf-8")
+        return int(PAGE.read_text(encoding="utf-8") != page(read_lines(CELLS), read_lines(LONGEST)))
+    if options.longest:
+        write_lines(LONGEST, Longest, chain.from_iterable(starmap(longest_of, product(SIZES, METHODS))))
+    elif not options.draw:
+        write_lines(CELLS, Cell, chain.from_iterable(starmap(cells_of, product(SIZES, METHODS))))
+    PAGE.write_text(page(read_lines(CELLS), read_lines(LONGEST)), encoding="utf-8")
     return 0
 
 

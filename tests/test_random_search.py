@@ -107,6 +107,10 @@ NAMED = {
         Case(1, 3, "llama", padding="left", rows=(3,), sequence_chunks=2),
         "padding predicts its first token",
     ),
+    "the same of a family whose sdpa does not give zeros": (
+        Case(1, 3, "doge", padding="left", rows=(3,), sequence_chunks=3, attention="sdpa"),
+        "padding predicts its first token",
+    ),
     "a model without blocks": (
         Case(1, 1, "cohere2_moe", {"num_hidden_layers": 0}),
         "expected 1 list(s) of blocks that run in order",

@@ -97,6 +97,8 @@ class Adapter(ABC):
     scores_targets = True
     #: Whether columns of padding must stay.
     padding_matters = False
+    #: Whether padding on the left predicts the same in rows that are cut into chunks; a tiny clone tells.
+    padding_predicts_in_chunks = False
     #: Whether a checkpoint may lack the head's weights, which are then new.
     may_lack_head = False
     #: Whether the feed-forward layers of new weights start smaller in a deeper model (feed_forward.py).

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, one_line
-from hf_gpipe.model.exactness import attention_of, clone_of, compared_once, padded_batch, plain_step, split_step
+from hf_gpipe.model.exactness import (
+    Batch,
+    attention_of,
+    clone_of,
+    compared_once,
+    padded_batch,
+    plain_step,
+    split_step,
+)
 
 _CHUNKS, _STAGES = 3, 2
 #: The largest difference of a clone. Parts that the library computes in float32, such as the softmax of eager
@@ -22,7 +29,8 @@ def verify_chunks(adapter: TextAdapter, *, packing: bool = False, recomputes_blo
     A model with a state beside keys and values, or whose tokens attend to later ones, cannot be cut so.
 
     Args:
-        adapter: the model's.
+        adapter: the model's, which then takes rows whose first token is predicted by padding on their left if the clone
+            does.
         packing: whether documents are packed into the rows; then with the clone whose packed rows are whole.
         recomputes_blocks: whether transformers runs the blocks again in backward.
 
@@ -30,11 +38,15 @@ def verify_chunks(adapter: TextAdapter, *, packing: bool = False, recomputes_blo
         UnsupportedModelError: loss or gradients differ, or the clone does not run.
     """
     what = f"in chunks {attention_of(adapter)} {packing} {recomputes_blocks}"
-    compared_once(adapter, what, lambda: _difference(adapter, packing, recomputes_blocks))
+    padding_predicts = compared_once(adapter, what, lambda: _padding_predicts(adapter, packing, recomputes_blocks))
+    adapter.padding_predicts_in_chunks |= padding_predicts
 
 
-def _difference(adapter: TextAdapter, packing: bool, recomputes_blocks: bool) -> float:
-    """How far the clone's step with chunks is from that without. Raises UnsupportedModelError if that is too far."""
+def _padding_predicts(adapter: TextAdapter, packing: bool, recomputes_blocks: bool) -> bool:
+    """Whether padding on the left of rows predicts the same with chunks as without.
+
+    Raises UnsupportedModelError where rows that are padded on the right differ.
+    """
     family = adapter.given_config.model_type
     how = (
         "packed " * packing
@@ -44,18 +56,28 @@ def _difference(adapter: TextAdapter, packing: bool, recomputes_blocks: bool) ->
     try:
         model, clone = clone_of(adapter, torch.float64)
         batch = padded_batch(model)
-        options: dict[str, Any] = {"packing": packing, "recomputes_blocks": recomputes_blocks}
-        whole = split_step(model, clone, batch, 1, packing=True) if packing else plain_step(model, batch, clone.prepare)
-        model.zero_grad()
-        step = split_step(model, clone, batch, min(_STAGES, len(clone.layers)), chunks=_CHUNKS, **options)
+        options = {"packing": packing, "recomputes_blocks": recomputes_blocks}
+        difference = _difference(model, clone, batch, **options)
+        clone.padding_predicts_in_chunks = True
+        on_the_left = {name: tensor.flip(1) for name, tensor in batch.items()}
+        predicts = not packing and _difference(model, clone, on_the_left, **options) <= _TOLERANCE
     except Exception as error:
         reason = one_line(str(error), 200)
         message = f"{family}: {how} fail on a tiny clone: {reason}; leave sequence_chunks out"
         raise UnsupportedModelError(message) from error
-    difference = step.difference(whole)
     if not difference <= _TOLERANCE:
         raise UnsupportedModelError(
             f"{family}: {how} give other gradients (by {difference:.0e} on a tiny clone): its layers keep more of "
             "earlier tokens than keys and values, or attend to later ones; leave sequence_chunks out"
         )
-    return difference
+    return predicts
+
+
+def _difference(
+    model: PreTrainedModel, clone: TextAdapter, batch: Batch, *, packing: bool, recomputes_blocks: bool
+) -> float:
+    """How far the clone's step with chunks is from that without."""
+    whole = split_step(model, clone, batch, 1, packing=True) if packing else plain_step(model, batch, clone.prepare)
+    model.zero_grad()
+    num_stages, options = min(_STAGES, len(clone.layers)), {"packing": packing, "recomputes_blocks": recomputes_blocks}
+    return split_step(model, clone, batch, num_stages, chunks=_CHUNKS, **options).difference(whole)

@@ -93,7 +93,8 @@ def estimate_memory(
         num_buffers = min(most_loaded(timeline.schedule)[process], len(own))
         weights = trained_bytes + num_buffers * max(one.num_bytes for one in hosted)
     levels = (level for _, level in occupancy(timeline, amounts, process))
-    fullest = max(levels, key=lambda level: sum(level.values()))
+    # Of more replicas than micro-batches some have nothing to do.
+    fullest = max(levels, key=lambda level: sum(level.values()), default={})
     ids = timeline.schedule.num_micro_batches * sums.costs.micro_batch_bytes
     items = {name: round(size) for name, size in fullest.items()}
     return MemoryEstimate(

@@ -79,7 +79,7 @@ def cut(inputs: Inputs, count: int, adapter: Adapter) -> list[tuple[int, dict[st
             "into chunks (sequence_chunks), each entry needs one value for each token"
         )
     mask = of_tokens.pop("attention_mask", torch.ones_like(ids))
-    if adapter.reference.config._attn_implementation != "sdpa":
+    if not adapter.padding_predicts_in_chunks:
         _check_padding(mask, of_tokens["shift_labels"])
     documents = getattr(mask, "documents", None)
     borders = [round(ids.shape[1] * place / count) for place in range(count + 1)]
@@ -94,8 +94,8 @@ def cut(inputs: Inputs, count: int, adapter: Adapter) -> list[tuple[int, dict[st
 def _check_padding(mask: torch.Tensor, targets: torch.Tensor) -> None:
     """Raise DataError where padding on the left predicts a token.
 
-    Where everything is masked, a softmax that adds the least number of its type to each score weighs all tokens of the
-    row alike, also those of later chunks. The function "sdpa" gives zeros.
+    It attends to nothing. Then a softmax that adds the least number of its type to each score weighs all tokens of the
+    row alike, also those of later chunks; the function "sdpa" of most models gives zeros.
     """
     is_on_the_left = mask.cumsum(dim=1) == 0
     rows = (is_on_the_left & (targets != IGNORED_LABEL)).any(dim=1).nonzero()
@@ -103,5 +103,5 @@ def _check_padding(mask: torch.Tensor, targets: torch.Tensor) -> None:
         raise DataError(
             f"row {int(rows[0])} is padded on the left, and padding predicts its first token from the whole row, which "
             "a chunk does not have; to cut rows into chunks (sequence_chunks), give that token the label "
-            f"{IGNORED_LABEL}, pad on the right, or use attn_implementation 'sdpa'"
+            f"{IGNORED_LABEL}, pad on the right, or try attn_implementation 'sdpa'"
         )

@@ -18,7 +18,7 @@ def test_the_page_is_that_of_the_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["your_model.py", "--check"])
     assert your_model.main() == 0
     grid = len(your_model.SIZES) * len(your_model.METHODS) * len(your_model.COUNTS) * len(your_model.CARDS_GB)
-    assert len(your_model.read_cells()) == grid
+    assert len(your_model.read_lines(your_model.CELLS)) == grid
 
 
 @pytest.mark.parametrize("size", PARAMETERS)
@@ -32,14 +32,14 @@ def test_a_cell_is_what_the_planner_says(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(your_model.DOCS.parent)
     planned = [asdict(cell) for cell in your_model.cells_of("1.5b", "lora", counts=[1], cards=[12, 16])]
     texts = [{name: "" if value is None else str(value) for name, value in cell.items()} for cell in planned]
-    assert all(cell in your_model.read_cells() for cell in texts), texts
+    assert all(cell in your_model.read_lines(your_model.CELLS) for cell in texts), texts
 
 
 def test_a_larger_card_and_more_cards_are_never_worse() -> None:
     """Of cards with the same rates."""
     seconds = {
         (cell["size"], cell["method"], int(cell["cards"]), int(cell["gb"])): float(cell["step_seconds"] or "inf")
-        for cell in your_model.read_cells()
+        for cell in your_model.read_lines(your_model.CELLS)
     }
     for (size, method, cards, gb), value in seconds.items():
         if gb < 48:
