@@ -50,7 +50,7 @@ MISSING_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class Row(NamedTuple):
-    """One line of the report; `verdict` is "exact", "refused" or "not buildable"."""
+    """One line of the report; `verdict` is "exact", "not supported" or "not built"."""
 
     name: str
     model_class: str
@@ -89,12 +89,12 @@ def examine(name: str, model_class: str) -> Row:
     """Build a tiny model of a family and compare it with its stages."""
     try:
         if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not default_config(name).is_encoder_decoder:
-            return Row(name, model_class, "not buildable", "not a causal or sequence-to-sequence model of text alone")
+            return Row(name, model_class, "not built", "not a causal or sequence-to-sequence model of text alone")
         differences = []
         for config in variants(name):
             comparison = compare(config)
             if not comparison.is_exact:
-                return Row(name, model_class, "refused", REFUSED.get(name, str(comparison)))
+                return Row(name, model_class, "not supported", REFUSED.get(name, str(comparison)))
             differences.append(comparison.difference)
         precision = ""
         if comparison.dtype == torch.float32:
@@ -105,11 +105,11 @@ def examine(name: str, model_class: str) -> Row:
         chunks = _in_chunks(next(variants(name)))
         return Row(name, model_class, "exact", f"{max(differences):.1e}{precision}{losses}{chunks}")
     except CloneError as error:
-        return Row(name, model_class, "not buildable", _one_line(error, name))
+        return Row(name, model_class, "not built", _one_line(error, name))
     except UnsupportedModelError as error:
-        return Row(name, model_class, "refused", REFUSED.get(name, _one_line(error, name)))
+        return Row(name, model_class, "not supported", REFUSED.get(name, _one_line(error, name)))
     except Exception as error:  # the default configuration itself
-        return Row(name, model_class, "not buildable", f"the default configuration fails: {_one_line(error, '')}")
+        return Row(name, model_class, "not built", f"the default configuration fails: {_one_line(error, '')}")
 
 
 def _in_chunks(config: PreTrainedConfig) -> str:
@@ -148,15 +148,15 @@ the global gradient norm) are compared with the plain model's, in float64 with a
 models convert their logits to float32 whatever the type of their weights is, so that the loss is computed in
 float32. There the stages' loss, which is computed in place to save memory, rounds in another way than
 torch's, and the tolerance is 1e-6; with the same code for the loss they agree within 1e-16.
-A family that is not listed as exact is compared in the same way before a pipeline of it is made, and refused
-with the reason if it is not exact. `python -m hf_gpipe check` does this for a configuration of your own.
+A family that is not listed as exact is compared in the same way before a pipeline of it is made, and an error gives
+the reason if it is not exact. `python -m hf_gpipe check` does this for a configuration of your own.
 "in chunks" says that rows can be cut into chunks of tokens ([long rows](long_rows.md)): loss and gradients of
 the tiny model with 3 chunks are within 1e-5 of the plain model's, since parts that the library computes in
 float32 round in another way when shapes change."""
 _TITLES = {
     "exact": ("Exact", "largest difference"),
-    "refused": ("Refused", "reason"),
-    "not buildable": ("Not buildable tiny", "reason"),
+    "not supported": ("Not supported", "reason"),
+    "not built": ("No tiny model could be built", "reason"),
 }
 
 
@@ -169,7 +169,7 @@ def disagreements(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.verdict == "exact" and row.name not in EXACT:
             complaints.append(f"{row.name} is exact and does not stand in EXACT")
-        if row.verdict == "refused" and row.name in EXACT:
+        if row.verdict == "not supported" and row.name in EXACT:
             complaints.append(f"{row.name} stands in EXACT and is not: {row.detail}")
         if row.name in REFUSED and row.verdict == "exact":
             complaints.append(f"{row.name} is exact and stands in REFUSED")
