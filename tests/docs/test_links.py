@@ -11,6 +11,9 @@ from tests.docs.pages import PAGES, REPOSITORY, Page, anchor_of
 
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 _SPAN = re.compile(r"`[^`]*`")
+#: A file of the repository, or of one of the folders in ROOTS.
+_NAMED = re.compile(r"(?<![\w/.])[a-z_]+/[\w/-]+\.(?:py|sh|yaml|jinja)(?![\w.])")
+ROOTS = [REPOSITORY, REPOSITORY / "hf_gpipe", REPOSITORY / "recipes", REPOSITORY / "tests"]
 BY_PATH = {page.path: page for page in PAGES}
 
 
@@ -31,6 +34,17 @@ def broken(page: Page) -> list[str]:
             if anchor not in other.anchors:
                 found.append(f"{page.name}: {link}: no such heading")
     return found
+
+
+def missing_files(page: Page) -> list[str]:
+    """The files in folders that a page names and that are not there."""
+    names = sorted(set(_NAMED.findall("\n".join(page.lines))))
+    return [name for name in names if not any((root / name).exists() for root in ROOTS)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_that_a_page_names_are_there(page: Page) -> None:
+    assert missing_files(page) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
