@@ -5,15 +5,32 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.docs.pages import PAGES, REPOSITORY, Page
+from tests.docs.pages import PAGES, REPOSITORY, Block, Page
 
 STEP, WITH_TRL, PRINTS = "<!-- step -->", "<!-- step with trl -->", "<!-- prints -->"
 TUTORIALS = [page for page in PAGES if page.name.startswith("docs/tutorials/")]
+
+
+def printed_by(block: Block, names: dict[str, Any]) -> str:
+    """Run a block of Python in `names`, or a block of bash, and return what it prints."""
+    if block.language == "bash":
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
+        return subprocess.run(
+            ["bash", "-c", block.text], env=environment, capture_output=True, text=True, timeout=280, check=True
+        ).stdout
+    assert block.language == "python"
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        exec(compile(block.text, f"block in line {block.line}", "exec"), names)
+    return stdout.getvalue()
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
@@ -24,12 +41,10 @@ def test_a_tutorial_runs(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyP
     names: dict[str, Any] = {"__name__": "__main__"}
     printed: str | None = None
     for block in page.blocks:
-        if block.note in (STEP, WITH_TRL):
-            assert block.language == "python"
+        if block.note == STEP or (block.note == WITH_TRL and has_trl):
+            printed = printed_by(block, names)
+        elif block.note == WITH_TRL:
             printed = None
-            if block.note == STEP or has_trl:
-                with contextlib.redirect_stdout(io.StringIO()) as stdout:
-                    exec(compile(block.text, f"{page.name}:{block.line}", "exec"), names)
-                printed = stdout.getvalue()
         elif block.note == PRINTS and printed is not None:
-            assert printed.splitlines()[-1] == block.text.strip(), f"{page.name}:{block.line}"
+            wanted = block.text.strip().splitlines()
+            assert printed.strip().splitlines()[-len(wanted) :] == wanted, f"{page.name}:{block.line}"
