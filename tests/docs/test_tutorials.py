@@ -24,9 +24,10 @@ def printed_by(block: Block, names: dict[str, Any]) -> str:
     if block.language == "bash":
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
-        return subprocess.run(
-            ["bash", "-c", block.text], env=environment, capture_output=True, text=True, timeout=280, check=True
-        ).stdout
+        script = f"set -eo pipefail\n{block.text}"
+        ran = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=280)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        return ran.stdout
     assert block.language == "python"
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         exec(compile(block.text, f"block in line {block.line}", "exec"), names)
