@@ -14,7 +14,7 @@ from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, UserError, one_line
-from hf_gpipe.model.exactness import Step, attention_of, clone_of, compared_once, padded_batch, split_step
+from hf_gpipe.model.exactness import Step, attention_of, compared_once, exact_clone, padded_batch, split_step
 from hf_gpipe.runtime.emulated_ranks import emulate
 from hf_gpipe.runtime.loss import Loss, Reads
 
@@ -65,7 +65,9 @@ def _difference(adapter: TextAdapter, size: int) -> float:
     """How far the step of a divided clone is from that of the clone. Raises UnsupportedModelError if too far."""
     family = adapter.given_config.model_type
     try:
-        model, clone = clone_of(adapter, torch.float64)
+        options = {"trust_remote_code": adapter.trust_remote_code}
+        model = exact_clone(adapter.given_config, torch.float64, adapter.compared_class, **options)
+        model.set_attn_implementation(attention_of(adapter))
         for name, probability in masks_of(adapter.config).items():
             setattr(model.config, name, probability)
         clone = build_adapter(model.config, torch.float64, attention_of(adapter), type(model))

@@ -178,25 +178,29 @@ class SplitPlan:
                 raise _not_covered(model, f"nothing of its block {block[:-1]!r} is divided")
 
     def _divide_vocabulary(self, adapter: Adapter) -> None:
-        """Plan for the head and the embeddings of tokens, if training can make the logits in parts."""
+        """Plan for the embeddings of tokens, and for the head, if training can make the logits in parts."""
         model, ties = adapter.reference, adapter.ties
-        names = adapter.projection.names
-        if adapter.is_classifier or len(names) != 1 or not isinstance(model.get_submodule(names[0]), nn.Linear):
-            return
         modules = dict(model.named_modules(remove_duplicate=False))
         weights = {name: ties.get(f"{name}.weight", f"{name}.weight") for name in modules}
-        first = next(name for name, module in modules.items() if module is model.get_input_embeddings())
-        self.head = names[0], weights[names[0]]
+        divided = {next(weights[name] for name, one in modules.items() if one is model.get_input_embeddings())}
+        if len(adapter.projection.names) == 1 and not adapter.is_classifier:
+            (name,) = adapter.projection.names
+            self.head = name, weights[name]
+            divided.add(weights[name])
+        elif divided & {weights[name] for name in modules if name.startswith(adapter.layers[-1].name)}:
+            return  # the head reads the whole table
         for name, module in modules.items():
-            if weights[name] not in (weights[first], weights[names[0]]) or not hasattr(module, "weight"):
+            if weights[name] not in divided or not hasattr(module, "weight"):
                 continue
             self.cuts[weights[name]] = Cut.of_packs(0, [module.weight.shape[0]], self.size)
             if isinstance(module, nn.Embedding):
                 self.tables[name] = weights[name]
-            elif name != names[0]:
+            elif self.head is None or name != self.head[0]:
                 raise _not_covered(model, f"{name!r} has a part of the vocabulary and is no embedding")
-        if (head := modules[names[0]]).bias is not None:
-            bias = f"{names[0]}.bias"
+        if self.head is None:
+            return
+        if (head := modules[self.head[0]]).bias is not None:
+            bias = f"{self.head[0]}.bias"
             self.cuts[ties.get(bias, bias)] = Cut.of_packs(0, [head.out_features], self.size)
         for name, buffer in model.named_buffers():
             if name.endswith(_OF_VOCABULARY):
