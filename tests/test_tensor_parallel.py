@@ -8,12 +8,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForSequenceClassification
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.runtime.custom_loss import LogitsLoss, RowLoss
 from tests.gloo import run_gloo
 from tests.oracle import Batch, Result, assert_same, padded_batch, plain_model, run_plain, tiny_config
+
+
+def _squares(log_probs: torch.Tensor, inputs: Any) -> torch.Tensor:
+    return log_probs.square()
+
+
+def _of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
 
 FAMILIES = ("llama", "marian")
 #: For so many processes: T, and the rest of the pipeline.
@@ -38,6 +51,8 @@ BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
     "packing": ("llama", 0.0, {"num_stages": 2, "packing": True}),
     "chunks": ("llama", 0.0, {"num_stages": 2, "schedule": "1f1b", "sequence_chunks": 3, "recompute": "stage"}),
     "interleaved": ("llama", 0.0, {"num_stages": 4, "num_processes": 2, "schedule": "interleaved_1f1b"}),
+    "rows": ("llama", 0.0, {"num_stages": 2, "loss": RowLoss(_squares)}),
+    "logits": ("llama", 0.0, {"num_stages": 2, "loss": LogitsLoss(_of_logits)}),
     "rounded": ("llama", 0.0, {"num_stages": 2, "boundary_dtype": "float32"}),
 }
 
@@ -99,13 +114,34 @@ def beside(name: str, size: int) -> tuple[Any, ...]:
     return steps, float(pipe.eval_step(batch).loss), pipe.log_probs(batch), searched
 
 
-def all_beside(size: int) -> dict[str, tuple[Any, ...]]:
-    return {name: beside(name, size) for name in BESIDE}
+def of_classes(size: int) -> tuple[Result, float]:
+    """A step of a classifier, with noise on its embeddings."""
+    config = config_of("llama")
+    config.num_labels = 3
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").double().train()
+    pipe = Pipeline(model, 2, 3, tensor_parallel=size, seed=3)
+    for stage in pipe.models.values():
+        stage.add_noise(5.0)
+    return step(pipe, padded_batch(config) | {"labels": torch.arange(6) % 3})
+
+
+def in_half(size: int) -> tuple[Result, float]:
+    """A step under autocast, with gradients of weights apart."""
+    config = config_of("llama")
+    model, options = plain_model(config, dtype=torch.float32), {"autocast": torch.bfloat16, "tensor_parallel": size}
+    return step(Pipeline(model, 2, 3, "zb_h1", "none", **options), padded_batch(config))
+
+
+def all_beside(size: int) -> dict[str, Any]:
+    return {name: beside(name, size) for name in BESIDE} | {"classes": of_classes(size), "half": in_half(size)}
 
 
 def test_beside_everything_else_the_numbers_are_those_of_one_process() -> None:
     one, processes = all_beside(1), run_gloo(all_beside, 4, 2)
     for of_process in processes:
+        for name, tolerance in (("classes", 1e-10), ("half", 0.02)):
+            assert_same(of_process.pop(name)[0], one[name][0], tolerance)
         for name, (steps, loss, log_probs, tokens) in of_process.items():
             expected_steps, expected_loss, expected_log_probs, expected_tokens = one[name]
             for (found, norm), (expected, expected_norm) in zip(steps, expected_steps, strict=True):
@@ -144,13 +180,28 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: one for path in directory.glob("*.safetensors") for name, one in load_file(path).items()}
 
 
+def planned() -> tuple[str | None, list[int], list[int]]:
+    """What the planner chose, the parameters of each stage in its plan, and those that this process has of its own."""
+    config = config_of("llama")
+    pipe = Pipeline(config, 2, "auto", "auto", "auto", "auto", tensor_parallel=2, example=padded_batch(config))
+    own = [sum(p.numel() for p in model.parameters.values()) for model in pipe.models.values()]
+    step(pipe, padded_batch(config))
+    return pipe.planned, [stage.num_parameters for stage in pipe.plan().stages], own
+
+
+def test_the_planner_counts_what_a_rank_has() -> None:
+    for rank, (why, stages, own) in enumerate(run_gloo(planned, 4)):
+        assert why is not None
+        if rank % 2 == 1:  # it has 26 of the 51 tokens, and the longest parts are planned
+            assert own == stages[rank // 2 : rank // 2 + 1]
+
+
 def test_what_does_not_go_together_is_an_error() -> None:
     for options in (
         {"schedule": "pipedream"},
         {"offload_weights": "all"},
         {"torch_compile": True},
-        {"num_micro_batches": "auto"},
-        {"partition": "auto"},
+        {"partition": "profile"},
     ):
         (name,) = options
         with pytest.raises(UserError, match=rf"^tensor_parallel is 2 and {name} is "):

@@ -90,7 +90,7 @@ def _per_node(recipe: Recipe, nodes: int, asked: int | None) -> int:
                 "--nproc-per-node P, the processes (GPUs) of each machine"
             )
         return asked
-    total = pipeline.processes
+    total = pipeline.processes * pipeline.tensor_parallel
     if asked is None and total % nodes:
         raise UserError(
             f"the recipe has {total} processes, and --nodes is {nodes}; each machine has as many as the others: give "
@@ -144,7 +144,8 @@ def _in_the_best_order(request: PlanRequest) -> Plan:
 def _ranks(plan: Plan, per_node: int) -> str:
     """Which machines have the processes of each stage."""
     workers = plan.timeline.schedule.placement.workers
-    machines = [sorted({worker // per_node for worker in own}) for own in workers]
+    size = plan.settings.tensor_parallel
+    machines = [sorted({worker * size // per_node for worker in own}) for own in workers]
     stages = "; ".join(f"stage {stage}: {', '.join(map(str, own))}" for stage, own in enumerate(machines))
     return f"Ranks 0 to {per_node - 1} are on machine 0, the next {per_node} on machine 1. Machines of {stages}"
 

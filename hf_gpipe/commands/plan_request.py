@@ -65,6 +65,8 @@ class PlanRequest:
             cluster = read_cluster(options.devices, device)
             num_devices = cluster.num_devices
         recipe = load_recipe(options.recipe, options.overrides)
+        if num_devices is not None:
+            num_devices = recipe.pipeline.workers_among(num_devices)
         recipe = replace(recipe, pipeline=recipe.pipeline.settled(can_plan=True))
         if options.search and num_devices is not None:
             recipe = replace(recipe, pipeline=recipe.pipeline.with_auto(num_devices))
@@ -172,7 +174,7 @@ def _unlimited(planner: Planner, config: PipelineConfig) -> Plan:
 
 def _lighter(recipe: Recipe) -> list[str]:
     """The keys with which adapters are trained in place of all weights of a pretrained model, or beside fewer bits."""
-    if recipe.model.path is None or recipe.model.quantization is not None:
+    if recipe.model.path is None or recipe.model.quantization is not None or recipe.pipeline.tensor_parallel > 1:
         return []
     adapters = [] if recipe.lora.is_on else ["lora.r=16"]
     return [*adapters, " ".join([*adapters, "model.quantization=nf4"])]
@@ -257,6 +259,10 @@ def _planner(
     adapter = _adapter(recipe)
     if config.cuts_rows:
         _check_chunks(recipe, config, adapter)
+    if config.tensor_parallel > 1:
+        from hf_gpipe.model.tensor_parallel import check_division
+
+        check_division(adapter, config.tensor_parallel, loss_of(recipe))
     inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=adapter.config.is_encoder_decoder)
     if table is not None:
         inputs = replace(inputs, tables={recipe.pipeline.schedule: table})
@@ -271,6 +277,7 @@ def _planner(
             memory_bytes=config.memory_bytes,
             cluster=cluster,
             speeds=config.speeds,
+            tensor_parallel=config.tensor_parallel,
         )
         # The layers run here for the first time, in the smallest micro-batch that will be planned.
         planner.costs(micro_batch_counts(planner.rows, recipe.pipeline.num_micro_batches)[-1])

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hf_gpipe.adapters.layers import LayerKind, StackName
+from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.wire import sendable
 
@@ -125,6 +126,22 @@ class Seconds:
 
 
 @sendable
+class SumsOverRanks(NamedTuple):
+    """The sums of tensors that the ranks of a worker make together: how many, and the bytes of all."""
+
+    number: int = 0
+    num_bytes: int = 0
+
+    def seconds(self, size: int, link: Level) -> float:
+        """In rings of so many ranks (Patarasuk and Yuan 2009), where each waits for the one before it."""
+        rounds = 2 * (size - 1)
+        return rounds * (self.number * link.latency_seconds + self.num_bytes / size / link.bytes_per_second)
+
+
+NO_SUMS = SumsOverRanks()
+
+
+@sendable
 @dataclass(frozen=True)
 class LayerCost:
     """One layer's costs for one micro-batch.
@@ -150,6 +167,7 @@ class LayerCost:
         row_bytes: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
         forward_calls, backward_calls: operations, each of which takes time however small it is.
         stage_calls: operations of a stage before its layers, for masks and positions.
+        forward_sums, backward_sums: over the ranks of a worker, where its layers are divided.
     """
 
     name: str
@@ -173,6 +191,8 @@ class LayerCost:
     forward_calls: int = 0
     backward_calls: int = 0
     stage_calls: int = 0
+    forward_sums: SumsOverRanks = NO_SUMS
+    backward_sums: SumsOverRanks = NO_SUMS
 
     def graph(self, inner: InnerRecompute) -> GraphCost:
         """The layer's part of a live graph."""
@@ -193,6 +213,7 @@ class ModelCosts:
         whole_logits: why training makes the logits of a micro-batch whole; empty where it makes them in chunks.
         stage_seconds: what a stage spends on a micro-batch beyond its layers; None where nothing was measured.
         update_seconds_per_parameter: measured time of the optimizer, clipping included; None where nothing was.
+        num_ranks: T, among which layers are divided; the costs are those of one rank.
     """
 
     layers: tuple[LayerCost, ...]
@@ -203,6 +224,7 @@ class ModelCosts:
     whole_logits: str = ""
     stage_seconds: Seconds | None = None
     update_seconds_per_parameter: float | None = None
+    num_ranks: int = 1
 
     @property
     def is_measured(self) -> bool:

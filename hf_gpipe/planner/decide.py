@@ -82,7 +82,7 @@ class Planning:
         if self.world.has_several_machines:
             measure_machines(self.world)
         measured = self._measure(config) if config.partition == "profile" else {}
-        memory = self._memory_bytes() if config.memory is None else config.memory_bytes
+        memory = self._memory_bytes(config.tensor_parallel) if config.memory is None else config.memory_bytes
 
         def best() -> tuple[DecidedConfig, str, Schedule | None]:
             plan = best_plan(self.planner(config, measured, decides=True).within(memory), config)
@@ -131,12 +131,14 @@ class Planning:
             memory_bytes=config.memory_bytes,
             cluster=steady(cluster) if decides and cluster is not None else cluster,
             speeds=config.speeds,
+            tensor_parallel=config.tensor_parallel,
         )
 
-    def _memory_bytes(self) -> MemoryLimit:
-        """The memory of each process's device; one number where all are nearly alike."""
+    def _memory_bytes(self, size: int) -> MemoryLimit:
+        """The memory of a device of each worker, of so many processes; one number where all are nearly alike."""
         hosts = self.world.hosts
         limits = tuple(steady_memory(rank.devices[0], hosts.count(rank.host)) for rank in self.world.ranks)
+        limits = tuple(min(limits[first : first + size]) for first in range(0, len(limits), size))
         return min(limits) if max(limits) < ALIKE * min(limits) else limits
 
     def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, int], Sequence[ModelCosts]]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.quantised import size_of_quantised
+from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.planner.by_rows import ByRows, Numbers
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
@@ -50,6 +51,7 @@ class ModelLayers:
 
     Args:
         adapter: the model's.
+        num_ranks: T, among which the layers are divided; the sizes are those of one rank.
 
     Attributes:
         sizes: of each parameter, by Hugging Face name; a tie under its source's.
@@ -59,13 +61,18 @@ class ModelLayers:
         classes: of each layer, what it is made of; equal for layers that are alike.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
-        self.adapter = adapter
+    def __init__(self, adapter: Adapter, num_ranks: int = 1) -> None:
+        self.adapter, self.num_ranks = adapter, num_ranks
         model = adapter.reference
         if adapter.quantisation is not None or adapter.peft is not None:
             model = adapter.skeleton()
             adapter.lay_out(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
+        if num_ranks > 1:
+            # The last part is the longest, where parts differ.
+            cuts = SplitPlan.of(adapter, num_ranks).cuts
+            divided = cuts.keys() & parameters.keys()
+            parameters |= {name: cuts[name].part(parameters[name], num_ranks - 1) for name in divided}
         used = _used_parameters(adapter, parameters, model.all_tied_weights_keys)
         users: dict[str, int] = {}
         for names in used:
@@ -104,6 +111,7 @@ class LayerTracer:
         adapter: the model's.
         loss: of the micro-batch.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
+        num_ranks: T, among which the layers are divided.
 
     Attributes:
         layers: of the model.
@@ -118,8 +126,9 @@ class LayerTracer:
         *,
         loss: Loss = PLAIN,
         as_on_gpu: bool = False,
+        num_ranks: int = 1,
     ) -> None:
-        self.layers = ModelLayers(adapter)
+        self.layers = ModelLayers(adapter, num_ranks)
         self.run, self.representative_layer = to_run(self.layers)
         self.loss = loss
         self._as_on_gpu = as_on_gpu
@@ -166,6 +175,8 @@ class LayerTracer:
                     forward_calls=traced_layer.trace.forward_calls,
                     backward_calls=traced_layer.trace.backward_calls,
                     stage_calls=traced_layer.trace.stage_calls,
+                    forward_sums=traced_layer.trace.forward_sums,
+                    backward_sums=traced_layer.trace.backward_sums,
                 )
             )
         compute = adapter.dtype if adapter.autocast is None else adapter.autocast.dtype
@@ -176,6 +187,7 @@ class LayerTracer:
             dtype=_name(adapter.dtype),
             compute_dtype=_name(compute),
             whole_logits=whole_logits(adapter, self.loss),
+            num_ranks=layers.num_ranks,
         )
 
     def _traced(self, index: int, workload: Workload, inputs: Inputs) -> _Traced:
@@ -281,6 +293,7 @@ class LayerTracer:
                 loss=self.loss,
                 recompute_blocks=recompute_blocks,
                 as_on_gpu=self._as_on_gpu,
+                num_ranks=self.layers.num_ranks,
             )
         return self._stages[key]
 
@@ -317,7 +330,7 @@ def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
     """The model whose layers are run for those of `whole`, and for each layer of `whole` the one that is like it."""
     short = _short_adapter(whole.adapter)
     if short is not None:
-        few = ModelLayers(short)
+        few = ModelLayers(short, whole.num_ranks)
         try:
             return few, few.first_alike(whole)
         except KeyError:

@@ -83,6 +83,7 @@ def pairs_to_measure(placement: Placement, hosts: Sequence[str]) -> list[tuple[i
     sending = {(worker, following) for _, worker, following in placement.edges if worker != following}
     for group in placement.groups:
         sending |= set(zip(group, (*group[1:], group[0]), strict=True))
+    sending = {(placement.ranks_of(one)[0], placement.ranks_of(other)[0]) for one, other in sending}
     is_one = len(set(hosts)) == 1
     first: dict[frozenset[str], tuple[int, int]] = {}
     for pair in sorted(tuple(sorted(pair)) for pair in sending):

@@ -162,6 +162,8 @@ class Planner:
             that is known.
         cluster: the links between the processes; None: every pair of them has the device's link.
         speeds: of each process, relative to `device`; None: all are as fast.
+        tensor_parallel: T, among which layers are divided. A process of the plan then stands for T, each of which has
+            this memory; the links of the cluster are between devices.
 
     Attributes:
         lighter: by keys of a recipe that have adapters trained in place of all weights, what plans that.
@@ -179,14 +181,17 @@ class Planner:
         memory_bytes: MemoryLimit = None,
         cluster: Cluster | None = None,
         speeds: Sequence[float] | None = None,
+        tensor_parallel: int = 1,
     ) -> None:
         self._costs_of = costs_of
+        self.tensor_parallel = tensor_parallel
         inputs.check()
         self.inputs = inputs
         self.rows = inputs.mini_batch().rows
         self.device = device
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
-        self.cluster = cluster
+        self.cluster = None if cluster is None else cluster.of_workers(tensor_parallel)
+        self._link = device.link if cluster is None else cluster.levels[0]
         self.speeds = speeds
         self.lighter: Mapping[str, Callable[[], Plan]] = {}
         self.chunks = 1
@@ -206,6 +211,7 @@ class Planner:
         memory_bytes: MemoryLimit = None,
         cluster: Cluster | None = None,
         speeds: Sequence[float] | None = None,
+        tensor_parallel: int = 1,
     ) -> Planner:
         """Make the planner of a model that has its adapter.
 
@@ -220,12 +226,19 @@ class Planner:
             memory_bytes: the most that a process may use, or one number for each process.
             cluster: the links between the processes.
             speeds: of each process, relative to the device.
+            tensor_parallel: T, among which layers are divided.
 
         Raises:
-            UserError: there is no mini-batch, or the optimizer's state has no known size.
+            UserError: there is no mini-batch, or the optimizer's state has no known size; layers cannot be divided so,
+                or are to be measured and divided.
         """
+        if tensor_parallel > 1 and (measured or profile_on is not None):
+            raise UserError(
+                f"tensor_parallel is {tensor_parallel}, and the seconds of divided layers cannot be measured in one "
+                "process; leave --profile out, and give a partition other than profile"
+            )
         mini_batch = inputs.mini_batch(adapter.target_keys)
-        tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu))
+        tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, num_ranks=tensor_parallel))
 
         def costs_of(rows: int, chunks: int) -> Sequence[ModelCosts]:
             if measured is not None and (rows, chunks) in measured:
@@ -235,7 +248,8 @@ class Planner:
                 return each_chunk(workload, chunks, partial(profile_layers, adapter, device=profile_on, loss=loss))
             return each_chunk(workload, chunks, tracer().costs)
 
-        return cls(costs_of, replace(inputs, example=mini_batch), device, memory_bytes, cluster, speeds)
+        inputs = replace(inputs, example=mini_batch)
+        return cls(costs_of, inputs, device, memory_bytes, cluster, speeds, tensor_parallel)
 
     def within(self, memory_bytes: MemoryLimit) -> Planner:
         """The same planner with another limit; what it has computed is shared."""
@@ -282,8 +296,8 @@ class Planner:
         key = self.micro_batch_rows(num_micro_batches), self.chunks
         if key not in self._sums:
             of_chunks = self._costs_of(*key)
-            each = [LayerSums(costs, self.device) for costs in of_chunks]
-            whole = each[0] if len(each) == 1 else LayerSums(typical(of_chunks), self.device)
+            each = [LayerSums(costs, self.device, self._link) for costs in of_chunks]
+            whole = each[0] if len(each) == 1 else LayerSums(typical(of_chunks), self.device, self._link)
             self._sums[key] = whole, each
         return self._sums[key]
 
@@ -345,10 +359,10 @@ class Planner:
         Raises:
             UserError: one of its kinds, for settings that no pipeline could have.
         """
-        if settings.tensor_parallel > 1:
+        if settings.tensor_parallel != self.tensor_parallel:
             raise UserError(
-                f"tensor_parallel is {settings.tensor_parallel}: the planner has no costs of divided layers; leave "
-                "tensor_parallel out of what is planned"
+                f"tensor_parallel is {settings.tensor_parallel}, and the planner has the costs of layers for "
+                f"{self.tensor_parallel}; make another planner"
             )
         if self.chunks != (other := self.with_chunks(settings.sequence_chunks)).chunks:
             return other.plan(settings)

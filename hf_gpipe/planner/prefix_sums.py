@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
+from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs import InnerRecompute, LayerCost, ModelCosts, Parameters, Seconds, SharedParameter
 from hf_gpipe.planner.devices import LINKS, Device
 from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs
@@ -62,24 +63,29 @@ class LayerSums:
     Args:
         costs: of the model.
         device: its rates stand in for seconds that were not measured.
+        link: between the ranks of a worker; None: the device's.
     """
 
-    def __init__(self, costs: ModelCosts, device: Device) -> None:
+    def __init__(self, costs: ModelCosts, device: Device, link: Level | None = None) -> None:
         self.costs = costs
         self.device = device
         layers = costs.layers
         seconds = [layer.seconds or estimated_seconds(layer, costs.compute_dtype, device) for layer in layers]
+        # The ranks of a worker wait for their sums.
+        size, link = costs.num_ranks, link or device.link
+        sums = [(one.forward_sums.seconds(size, link), one.backward_sums.seconds(size, link)) for one in layers]
         self._stage_seconds = costs.stage_seconds or estimated_stage_seconds(layers, device)
-        self._forward_only = RangeSum(own.forward_only for own in seconds)
-        self._forward = RangeSum(own.forward for own in seconds)
-        self._backward = RangeSum(own.backward for own in seconds)
+        self._forward_only = RangeSum(own.forward_only + sent for own, (sent, _) in zip(seconds, sums, strict=True))
+        self._forward = RangeSum(own.forward + sent for own, (sent, _) in zip(seconds, sums, strict=True))
+        self._backward = RangeSum(own.backward + sent for own, (_, sent) in zip(seconds, sums, strict=True))
         # Of a measured backward too W is the share of its operations.
         self.weight_seconds = RangeSum(
             own.backward * layer.weight_flops / layer.backward_flops if layer.backward_flops else 0.0
             for layer, own in zip(layers, seconds, strict=True)
         )
         self._blocks_again = RangeSum(
-            own.forward if layer.kind == "block" else 0.0 for layer, own in zip(layers, seconds, strict=True)
+            own.forward + sent if layer.kind == "block" else 0.0
+            for layer, own, (sent, _) in zip(layers, seconds, sums, strict=True)
         )
         self.forward_flops = RangeSum(layer.forward_flops for layer in layers)
         self.backward_flops = RangeSum(layer.backward_flops for layer in layers)

@@ -43,9 +43,10 @@ def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Leve
     """The bytes that each process needs, or none where no example of a mini-batch is given; and the assumed link."""
     device = planning.device(config)
     assumed = (cluster_of(planning.world, device.link) or one_level(device, 1)).levels[-1]
-    if planning.inputs.example is None or config.tensor_parallel > 1:  # of which the planner has no costs
+    if planning.inputs.example is None:
         return [], assumed
-    return [process.memory.total for process in planning.planner(config, decides=True).plan(config).processes], assumed
+    plan = planning.planner(config, decides=True).plan(config)
+    return [one.memory.total for one in plan.processes for _ in range(config.tensor_parallel)], assumed
 
 
 def memory_problems(ranks: Sequence[RankFacts], peaks: Sequence[int]) -> list[str]:

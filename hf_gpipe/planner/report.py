@@ -62,15 +62,16 @@ def report(plan: Plan) -> str:
     columns = f"{workload.source_tokens} + {workload.target_tokens}" if is_encoder_decoder else workload.target_tokens
     table = plan.timeline.schedule
     num_micro_batches = table.num_micro_batches // (table.num_steps * table.chunks)
+    of_rank, times = (" on each rank", f" times {costs.num_ranks}") if costs.num_ranks > 1 else ("", "")
     cut = f", cut into {table.chunks} chunks of at most {-(-workload.target_tokens // table.chunks)} tokens"
     lines = [
-        ("model", f"{count_text(total.count)} parameters in {len(costs.layers)} layers, {_types(plan)}"),
+        ("model", f"{count_text(total.count)} parameters{of_rank} in {len(costs.layers)} layers, {_types(plan)}"),
         (
             "mini-batch",
             f"{planner.rows} rows of {columns} tokens, as {num_micro_batches} micro-batches of at most {workload.rows}"
             f"{', packed' if workload.is_packed else ''}{cut if table.chunks > 1 else ''}",
         ),
-        ("devices", f"{settings.num_processes} x {planner.device.name}, {_each_process(planner)}"),
+        ("devices", f"{settings.num_processes}{times} x {planner.device.name}, {_each_process(planner)}"),
         (
             "pipeline",
             f"{settings.num_stages} stages, schedule {settings.schedule}, recompute {_recompute(plan)}, layers a stage "
@@ -182,6 +183,8 @@ def overrides(plan: Plan) -> str:
         "partition": "[" + ",".join(map(str, settings.partition)) + "]",
         "num_processes": settings.num_processes,
     }
+    if settings.tensor_parallel > 1:
+        values["tensor_parallel"] = settings.tensor_parallel
     if settings.cuts_rows:
         values["sequence_chunks"] = settings.sequence_chunks
     if settings.replicas != 1:

@@ -46,7 +46,8 @@ def _saved_bytes(plan: Plan) -> list[int]:
     workers = plan.timeline.schedule.placement.workers
     for stage, owned in _owned(plan):
         weights = owned.trainable_bytes if inputs.saved == "adapters" else owned.num_bytes
-        sizes[workers[stage.number][0]] += round(weights + state_share * owned.trainable_bytes)
+        # Of divided layers it has gathered the parts of all ranks.
+        sizes[workers[stage.number][0]] += costs.num_ranks * round(weights + state_share * owned.trainable_bytes)
     return sizes
 
 

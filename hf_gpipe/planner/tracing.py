@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.model.assembly import assemble
+from hf_gpipe.planner.costs import NO_SUMS, SumsOverRanks
 from hf_gpipe.planner.gpu_attention import AttentionOfAGpu
 from hf_gpipe.planner.tracker import Phase, Tracker
 from hf_gpipe.runtime.loss import PLAIN, Loss
@@ -52,6 +54,7 @@ class Trace(NamedTuple):
         weight_flops: of the backward's matrix products those for the weights of linear layers.
         stage_calls, forward_calls, backward_calls: numbers of operations: of the forward those before the first own
             layer was called, the others, and the backward's. Views are not counted.
+        forward_sums, backward_sums: over the ranks of a worker.
     """
 
     saved: int
@@ -68,6 +71,8 @@ class Trace(NamedTuple):
     stage_calls: int
     forward_calls: int
     backward_calls: int
+    forward_sums: SumsOverRanks = NO_SUMS
+    backward_sums: SumsOverRanks = NO_SUMS
 
     @property
     def forward_peak(self) -> int:
@@ -85,6 +90,25 @@ class Trace(NamedTuple):
         return max(self.backward_levels)
 
 
+class TracedRanks:
+    """The first rank of a worker, which counts the sums over all and makes none; see `adapters.tensor_parallel`."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.place = size, 0
+        self._sums = NO_SUMS
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._sums = SumsOverRanks(self._sums.number + 1, self._sums.num_bytes + tensor.nbytes)
+        return tensor.detach().clone()
+
+    largest = total
+
+    def take(self) -> SumsOverRanks:
+        """The sums since the last call."""
+        sums, self._sums = self._sums, NO_SUMS
+        return sums
+
+
 class StageTracer:
     """Runs a stage on micro-batches of any shape, on fake tensors, or where these will not do on real ones.
 
@@ -98,6 +122,7 @@ class StageTracer:
         recompute_blocks: whether each block is recomputed in the backward.
         as_on_gpu: count attention as a GPU's kernels do it.
         is_real: whether to run on real tensors at once.
+        num_ranks: T, among which the layers are divided.
     """
 
     def __init__(
@@ -110,7 +135,9 @@ class StageTracer:
         recompute_blocks: bool = False,
         as_on_gpu: bool = False,
         is_real: bool = False,
+        num_ranks: int = 1,
     ) -> None:
+        self._ranks = TracedRanks(num_ranks) if num_ranks > 1 else None
         self._adapter, self._layers, self._recompute_blocks = adapter, layers, recompute_blocks
         self._wants_gradient, self._loss = wants_gradient, loss
         self._as_on_gpu, self._is_real = as_on_gpu, is_real
@@ -120,7 +147,7 @@ class StageTracer:
 
     def trace(self, micro_batch: MicroBatch) -> Trace:
         """Run it once forward and once backward on a micro-batch, or on a chunk of its rows."""
-        return self._run(micro_batch, _trace)
+        return self._run(micro_batch, partial(_trace, ranks=self._ranks))
 
     def saved_bytes(self, micro_batch: MicroBatch, first_layer: int) -> tuple[int, int]:
         """Run it forward only: the graph's `saved`, and of it what was made before a layer was called.
@@ -169,7 +196,7 @@ class StageTracer:
                 return self._tracked(self._stage, replace(micro_batch, inputs=fake), run)
 
     def _made(self, weights: FakeTensorMode | None) -> Stage:
-        stage_model = assemble(self._adapter, self._layers, weights, CPU)
+        stage_model = assemble(self._adapter, self._layers, weights, CPU, ranks=self._ranks)
         if self._recompute_blocks:
             stage_model.checkpoint_blocks()
         return Stage(stage_model, self._wants_gradient, self._loss)
@@ -185,13 +212,16 @@ class StageTracer:
             return run(stage, context, tracker)
 
 
-def _trace(stage: Stage, context: Context, tracker: Tracker) -> Trace:
+def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks | None) -> Trace:
     row = sum(tensor.nbytes for cache in stage.row_caches.values() for tensor in cache.tensors()) // 2
     with tracker.phase() as forward_only:
         stage.forward(context, keep_graph=False)
+    sums = [NO_SUMS if ranks is None else ranks.take()]
     forward = _forward(stage, context, tracker, stage.model.start)
+    sums.append(NO_SUMS if ranks is None else ranks.take())
     with tracker.phase() as backward:
         stage.backward(0, forward.gradients)
+    sums.append(NO_SUMS if ranks is None else ranks.take())
     return Trace(
         saved=forward.saved,
         saved_outside=forward.outside,
@@ -208,6 +238,8 @@ def _trace(stage: Stage, context: Context, tracker: Tracker) -> Trace:
         stage_calls=forward.phase.calls_before,
         forward_calls=forward.phase.calls - forward.phase.calls_before,
         backward_calls=backward.calls,
+        forward_sums=sums[1],
+        backward_sums=sums[2],
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.plan import Plan, recompute_shares
 from hf_gpipe.planner.workload import sent_share
 from hf_gpipe.text import bytes_text
 
@@ -17,27 +17,34 @@ class Traffic:
     Attributes:
         gradients: of reductions over replicas. A ring of r replicas sends 2 (r - 1) times the stage's gradients.
         boundaries: of the tensors and gradients that cross from stage to stage in different processes.
+        sums: over the ranks of a worker, inside of divided layers.
         data_parallel: of the reductions if every process had the whole model.
     """
 
     gradients: float
     boundaries: float
+    sums: float
     data_parallel: float
 
     @property
     def total(self) -> float:
         """Of the plan."""
-        return self.gradients + self.boundaries
+        return self.gradients + self.boundaries + self.sums
 
 
 def traffic(plan: Plan) -> Traffic:
     """The bytes of one step of a plan, divided by its rows."""
     layers, table = plan.costs.layers, plan.timeline.schedule
     sums, placement = plan.planner.sums(plan.settings.num_micro_batches), table.placement
-    gradients = boundaries = 0.0
+    gradients = boundaries = in_layers = 0.0
+    size, shares = plan.settings.tensor_parallel, recompute_shares(table)
     share = sent_share(plan.settings.boundary_dtype, plan.costs.dtype)
     for stage in plan.stages:
         gradient_bytes = sums.held(stage.layers.start, stage.layers.stop).trainable_bytes
+        for layer in layers[stage.layers.start : stage.layers.stop]:
+            again = 1.0 if stage.recompute == "block" and layer.kind == "block" else float(shares[stage.number])
+            summed = (1 + again) * layer.forward_sums.num_bytes + layer.backward_sums.num_bytes
+            in_layers += 2 * (size - 1) * table.num_micro_batches * summed
         gradients += 2 * (placement.replicas[stage.number] - 1) * gradient_bytes
         if stage.number:
             own, before = placement.workers[stage.number], placement.workers[stage.number - 1]
@@ -46,27 +53,31 @@ def traffic(plan: Plan) -> Traffic:
             first = layers[stage.layers.start]
             boundaries += num_messages * share * (first.input_bytes + first.gradient_input_bytes)
     rows = plan.planner.rows * plan.planner.inputs.accumulation
-    boundaries /= table.num_steps
-    whole = 2 * (placement.num_processes - 1) * plan.costs.total.trainable_bytes
-    return Traffic(gradients / rows, boundaries / rows, whole / rows)
+    boundaries, in_layers = boundaries / table.num_steps, in_layers / table.num_steps
+    whole = 2 * (size * placement.num_processes - 1) * plan.costs.total.trainable_bytes
+    # Each rank of a worker sends its own part, or its own copy.
+    return Traffic(size * gradients / rows, size * boundaries / rows, in_layers / rows, size * whole / rows)
 
 
 def is_mesh(plan: Plan) -> bool:
     """Whether links of several kinds or replicas are part of a plan."""
-    return plan.planner.cluster is not None or plan.timeline.schedule.placement.has_replicas
+    is_divided = plan.settings.tensor_parallel > 1
+    return plan.planner.cluster is not None or plan.timeline.schedule.placement.has_replicas or is_divided
 
 
 def mesh_lines(plan: Plan) -> list[tuple[str, str]]:
     """The cluster, the replicas and what is sent; nothing for one pipeline on equal links."""
     if not is_mesh(plan):
         return []
-    placement, sent = plan.timeline.schedule.placement, traffic(plan)
+    placement, sent, size = plan.timeline.schedule.placement, traffic(plan), plan.settings.tensor_parallel
+    in_layers = f", {bytes_text(sent.sums)} inside of layers" if size > 1 else ""
     lines = [
         ("replicas", f"{'-'.join(map(str, placement.replicas))}, processes of each stage {placement}"),
         (
             "traffic",
             f"{bytes_text(sent.total)} a row ({bytes_text(sent.gradients)} gradients, {bytes_text(sent.boundaries)} "
-            f"between stages); data parallelism on {placement.num_processes} devices {bytes_text(sent.data_parallel)}",
+            f"between stages{in_layers}); data parallelism on {size * placement.num_processes} devices "
+            f"{bytes_text(sent.data_parallel)}",
         ),
     ]
     cluster = plan.planner.cluster

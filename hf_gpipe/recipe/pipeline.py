@@ -105,8 +105,7 @@ class PipelineConfig:
 
     tensor_parallel: Count = 1
     """T: number of processes that divide the layers of each stage among them (tensor parallelism), each with a device
-    of its own. Each of `num_processes`, and of `placement`, is then T processes, whose ranks follow each other. The
-    planner chooses nothing with it: give numbers in place of auto."""
+    of its own. Each of `num_processes`, and of `placement`, is then T processes, whose ranks follow each other."""
 
     placement: Text | None = None
     """The processes of each stage, those of its replicas with commas, such as "0,2 1,3" for two stages with two
@@ -224,12 +223,11 @@ class PipelineConfig:
                     f"tensor_parallel is {size} and {name} is {str(value).lower()}, which do not go together; leave "
                     "one of them out."
                 )
-        for name in ("num_stages", "replicas", "sequence_chunks", *PLANNED):
-            if (value := getattr(self, name)) in (AUTO, *COST_STRATEGIES):
-                raise UserError(
-                    f"tensor_parallel is {size} and {name} is {value}, and the planner has no costs of divided layers; "
-                    f"give {name} without it."
-                )
+        if self.partition == "profile":
+            raise UserError(
+                f"tensor_parallel is {size} and partition is profile, which measures layers that are whole; use flops, "
+                "parameters or auto."
+            )
 
     def _check_asynchronous(self) -> None:
         """Raise UserError for what an asynchronous schedule cannot run with."""
@@ -341,8 +339,7 @@ class PipelineConfig:
             can_plan: whether the shape of a mini-batch and the memory of the optimizer are known.
         """
         # The planner chooses nothing for weights that visit.
-        can_plan = can_plan and not self.offload_weights and self.tensor_parallel == 1
-        is_auto = can_plan and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
+        is_auto = can_plan and not self.offload_weights and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
         plain = {**PLANNED, "schedule": "breadth_first"} if self.offload_weights else PLANNED
         values: dict[str, Any] = {name: AUTO if is_auto else plain[name] for name in self.not_given}
         return replace(self, **values) if values else self

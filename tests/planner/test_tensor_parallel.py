@@ -1,0 +1,52 @@
+"""The plan of divided layers: what one rank has and computes, and what the ranks of a worker sum up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.errors import UserError
+from hf_gpipe.partition.cluster import Level, parse_cluster
+from hf_gpipe.planner.costs import ModelCosts, SumsOverRanks
+from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.workload import Workload
+
+WIDTH, ROWS, TOKENS, VOCABULARY = 64, 3, 16, 101
+
+
+def costs(size: int) -> ModelCosts:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
+    adapter = adapter_for(config, torch.float32, "sdpa")
+    return LayerTracer(adapter, as_on_gpu=True, num_ranks=size).costs(Workload(ROWS, TOKENS, TOKENS, has_padding=False))
+
+
+def test_a_rank_has_its_part_of_weights_operations_and_activations() -> None:
+    whole, half = costs(1), costs(2)
+    block, own = whole.layers[1], half.layers[1]
+    norms = 2 * WIDTH
+    assert own.parameters.count - norms == (block.parameters.count - norms) // 2
+    assert own.forward_flops == block.forward_flops // 2
+    assert own.plain.saved_bytes < 0.75 * block.plain.saved_bytes
+    assert half.layers[-1].parameters.count == 51 * WIDTH, "the longest part of the vocabulary"
+
+
+def test_a_block_has_two_sums_forward_and_two_backward() -> None:
+    hidden = ROWS * TOKENS * WIDTH * 4
+    layers = costs(2).layers
+    assert layers[1].forward_sums == layers[1].backward_sums == SumsOverRanks(2, 2 * hidden)
+    assert layers[0].forward_sums == SumsOverRanks(1, hidden)
+    assert all(layer.forward_sums == layer.backward_sums == SumsOverRanks() for layer in costs(1).layers)
+    # A ring of 4: 6 rounds, each with a quarter of the bytes.
+    assert SumsOverRanks(2, 4000).seconds(4, Level(2, 1000.0, 0.5)) == pytest.approx(6 * (2 * 0.5 + 1.0))
+
+
+def test_workers_share_the_links_between_machines() -> None:
+    cluster = parse_cluster("2x4@1GB/s,100GB/s").of_workers(2)
+    assert str(cluster) == "2x2"
+    assert [level.bytes_per_second for level in cluster.levels] == [100e9, 0.5e9]
+    with pytest.raises(UserError, match="tensor_parallel is 8 and 4 devices have fast links"):
+        parse_cluster("2x4@1GB/s,100GB/s").of_workers(8)
