@@ -58,7 +58,8 @@ def numbers(parameters: dict[str, torch.nn.Parameter]) -> tuple[int, int, int]:
 @pytest.fixture
 def without_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs have the layers' parameters, and zeros of what is found by running them."""
-    numbers: dict[str, Any] = {name: (0,) if name.endswith("levels") else 0 for name in Trace._fields}
+    needed = [name for name in Trace._fields if name not in Trace._field_defaults]
+    numbers: dict[str, Any] = {name: (0,) if name.endswith("levels") else 0 for name in needed}
     nothing = Trace(**numbers)
     monkeypatch.setattr(StageTracer, "trace", lambda stage, inputs: nothing)
     monkeypatch.setattr(StageTracer, "saved_bytes", lambda stage, inputs, first_layer: (0, 0))
