@@ -79,5 +79,8 @@ def _difference(
     """How far the clone's step with chunks is from that without."""
     whole = split_step(model, clone, batch, 1, packing=True) if packing else plain_step(model, batch, clone.prepare)
     model.zero_grad()
-    num_stages, options = min(_STAGES, len(clone.layers)), {"packing": packing, "recomputes_blocks": recomputes_blocks}
-    return split_step(model, clone, batch, num_stages, chunks=_CHUNKS, **options).difference(whole)
+    num_stages = min(_STAGES, len(clone.layers))
+    step = split_step(
+        model, clone, batch, num_stages, chunks=_CHUNKS, packing=packing, recomputes_blocks=recomputes_blocks
+    )
+    return step.difference(whole)
