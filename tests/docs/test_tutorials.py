@@ -1,4 +1,4 @@
-"""The blocks of a tutorial run in their order, and print what the page says."""
+"""The blocks of a tutorial run in their order and print what the page says; its commands start processes."""
 
 from __future__ import annotations
 
