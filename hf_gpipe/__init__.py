@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_gpipe.pipeline import Pipeline
     from hf_gpipe.recipe import PipelineConfig
     from hf_gpipe.runtime.custom_loss import LogitsLoss, RowLoss
+    from hf_gpipe.runtime.distillation import DistillationLoss
     from hf_gpipe.runtime.loss import Loss, LossInputs, Reads
     from hf_gpipe.training.arguments import PipelineTrainingArguments
     from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DistillationLoss",
     "LogitsLoss",
     "Loss",
     "LossInputs",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "DistillationLoss": "hf_gpipe.runtime.distillation",
     "LogitsLoss": "hf_gpipe.runtime.custom_loss",
     "Loss": "hf_gpipe.runtime.loss",
     "LossInputs": "hf_gpipe.runtime.loss",

@@ -9,6 +9,7 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.runtime.teacher import StageTeacher
 from hf_gpipe.runtime.world import World
 
 
@@ -46,12 +47,15 @@ class TrainableLayers:
             layers.update(of_process[1])
         return cls(adapter, [layers[number] for number in range(len(adapter.layers))], own, parameters)
 
-    def stages(self, models: Mapping[int, StageModel], loss: Loss) -> dict[int, Stage]:
-        """This process's stages, which send the gradients that a trained layer needs."""
-        return {
-            number: Stage(model, lambda boundary: self.adapter.wants_gradient(boundary, self.layers), loss)
-            for number, model in models.items()
-        }
+    def stages(
+        self, models: Mapping[int, StageModel], loss: Loss, teachers: Mapping[int, StageTeacher]
+    ) -> dict[int, Stage]:
+        """This process's stages, which send the gradients that a trained layer needs; beside some are a teacher's."""
+
+        def wants_gradient(boundary: int) -> Mapping[str, bool]:
+            return self.adapter.wants_gradient(boundary, self.layers)
+
+        return {n: Stage(model, wants_gradient, loss, teachers.get(n)) for n, model in models.items()}
 
     def check(self, models: Mapping[int, StageModel]) -> None:
         """Raise UserError if a `requires_grad` has changed since, or nothing or a quantised model is trained."""

@@ -20,6 +20,7 @@ from hf_gpipe.recipe import TrainingSection
 from hf_gpipe.runtime.edges import connect
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.loss import whole_logits
+from hf_gpipe.runtime.teacher import PREFIX
 from hf_gpipe.runtime.ties import trained_by_several
 from hf_gpipe.runtime.visits import VisitingWeights, leave_on_host
 
@@ -54,10 +55,18 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         _check_no_tie(decision, parameters)
     visits = _visits(decision, models)
     parameters.ties.leave_out({one for one in visits.parameters if not one.requires_grad})
-    stages = parameters.trainable.stages(models, decision.loss)
+    teacher = decision.teacher
+    teachers = {} if teacher is None else teacher.stages(world.stage_devices)
+    stages = parameters.trainable.stages(models, decision.loss, teachers)
     if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
         logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
-    edges = connect(world, lambda stage, name: adapter.carry_dtype(decision.partition[stage][0], name), sent)
+
+    def dtype_of(stage: int, name: str) -> torch.dtype:
+        if teacher is not None and name.startswith(PREFIX):
+            return teacher.carry_dtype(stage, name)
+        return adapter.carry_dtype(decision.partition[stage][0], name)
+
+    edges = connect(world, dtype_of, sent)
     executor = Executor(stages, edges, world.worker, parameters.replicas, visits)
     executor.prepare(decision.full_table)
     if request.model.saved_adapters is not None:

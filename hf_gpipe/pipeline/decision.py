@@ -16,6 +16,7 @@ from hf_gpipe.model.exactness import verify
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.packing import verify_packing
 from hf_gpipe.model.spec import ModelSpec
+from hf_gpipe.model.teacher import Teacher, check_given
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.decide import Planning, settled
@@ -50,6 +51,7 @@ class PipelineRequest:
         seed: None: the default of recipes.
         loss: of training; of a model that classifies rows in another way, the plain one is replaced.
         length_bucketing: whether training sorts rows by length.
+        teacher: whose probabilities the loss reads; None: there is none.
     """
 
     model: ModelSpec
@@ -58,6 +60,7 @@ class PipelineRequest:
     seed: int | None = None
     loss: Loss = PLAIN
     length_bucketing: bool = False
+    teacher: ModelSpec | None = None
 
     def compare(self) -> None:
         """Compare it with that of the other processes. Every process calls it. Raises DisagreementError."""
@@ -71,7 +74,8 @@ class PipelineRequest:
         of_tokens = self.loss.of_tokens
         same |= {"label_smoothing": of_tokens.label_smoothing, "logit_clipping": of_tokens.logit_clipping}
         same |= {"seed": self.seed, "loss": self.loss, "length_bucketing": self.length_bucketing}
-        return same | self.model.compared()
+        teacher = {} if self.teacher is None else self.teacher.compared()
+        return same | {f"teacher: {name}": value for name, value in teacher.items()} | self.model.compared()
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Decision:
         world: where the stages are.
         table: of the schedule, where it is the file of one, or was made for the plan.
         planning: the planner's inputs.
+        teacher: beside the model; None: there is none.
     """
 
     given: PipelineConfig
@@ -97,19 +102,26 @@ class Decision:
     links: Sequence[str]
     table: Schedule | None
     planning: Planning
+    teacher: Teacher | None = None
 
     @classmethod
     def of(cls, request: PipelineRequest, world: World) -> Decision:
         """Every process calls it, with the same request. Raises UserError where the request cannot be met."""
         inputs, source = request.inputs, request.model.model
         example = inputs.example
-        if is_chain(source):  # which the planner does not know
+        check_given(request.teacher, request.loss)
+        if is_chain(source) or request.teacher is not None:  # which the planner does not know
             inputs = replace(inputs, example=None)
         given = settled(request.config, inputs, world)
         if is_chain(source) and not given.is_decided:
             raise UserError(
                 f"the planner knows Hugging Face models alone, and the model is a {type(source).__name__}; give "
                 "numbers in place of 'auto', and a partition by count or by numbers of layers"
+            )
+        if request.teacher is not None and not given.is_decided:
+            raise UserError(
+                "the planner does not count a teacher; give numbers in place of 'auto', and a partition by count or by "
+                "numbers of layers"
             )
         # Read before any weight is made: a table that cannot be run costs no time.
         table = world.from_reader(lambda: given.table(inputs.accumulation, given.workers_among(world.num_processes)))
@@ -150,7 +162,8 @@ class Decision:
         links = compare_with_machines(planning, config, world)
         if table is not None:
             table = replace(table, placement=replace(world.placement, chunks=table.chunks))
-        decision = cls(given, config, planned, adapter, loss, partition, world, links, table, planning)
+        teacher = None if request.teacher is None else Teacher.of(request.teacher, adapter, config, world.device)
+        decision = cls(given, config, planned, adapter, loss, partition, world, links, table, planning, teacher)
         if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
         if config.offload_weights:
@@ -221,6 +234,8 @@ class Decision:
             UserError: there is neither, or the size of the optimizer's state is not known.
         """
         check_reads_text(self.adapter, "plan")
+        if self.teacher is not None:
+            raise UserError("plan: the planner does not count a teacher; plan the model without it")
         config, inputs, table = self.config, self.planning.inputs, self.table
         if batch is not None:
             inputs = replace(inputs, example=batch, accumulation=1)

@@ -74,13 +74,13 @@ def deferred_loss(
 
 @torch.no_grad()
 def deferred_token_losses(
-    deferred: DeferredLogits, targets: torch.Tensor, losses: Iterable[TokenLoss]
+    deferred: DeferredLogits, targets: torch.Tensor, losses: Iterable[TokenLoss], read: LossInputs
 ) -> list[torch.Tensor]:
     """The value of each of several losses at every position of the targets (B, T), without gradients."""
     linear = deferred.projection
     hidden = deferred.take_hidden().flatten(0, -2)
     # One after the other: evaluation has a second loss only where labels are smoothed.
-    chunks = [_Chunks(deferred, targets, one, LossInputs({}, 1)) for one in losses]
+    chunks = [_Chunks(deferred, targets, one, read) for one in losses]
     return [one.token_losses(hidden, linear.weight, linear.bias) for one in chunks]
 
 
@@ -127,7 +127,9 @@ class _Chunks:
         self._dtype, self._autocast_dtype = deferred.dtype, deferred.autocast_dtype
         self._shape, self._targets = targets.shape, targets.flatten()
         self._loss, self._of_tokens = loss, loss.of_tokens
+        self._is_sum_of_tokens = loss.reads & ~Reads.TEACHER == Reads.TOKENS
         self._read = read
+        self._teacher = read.teacher if Reads.TEACHER in loss.reads else None
         self._part = deferred.vocabulary
         # The same on every rank, whose messages are those of chunks.
         columns = linear.out_features if self._part is None else self._part.longest
@@ -148,8 +150,7 @@ class _Chunks:
         with self._without_autocast:
             matrix = weight.to(self._autocast_dtype or hidden.dtype)
             parts = [
-                self._loss_of(projected, self._targets[rows], None)[0]
-                for rows, _, projected in self._projected(hidden, matrix, bias)
+                self._loss_of(projected, rows, None)[0] for rows, _, projected in self._projected(hidden, matrix, bias)
             ]
         return torch.cat(parts).view(self._shape)
 
@@ -198,7 +199,7 @@ class _Chunks:
         """
         factor = self._of_tokens.units(self._targets).to(outer.dtype).mul_(outer)
         of_read = None
-        if self._loss.is_of_tokens:
+        if self._is_sum_of_tokens:
             factor /= self._read.num_units
         else:
             of_losses, of_read = self._through_units(hidden, weight, bias, value)
@@ -214,8 +215,8 @@ class _Chunks:
         with self._without_autocast:
             matrix = weight.to(self._autocast_dtype or hidden.dtype)
             for rows, inputs, projected in self._projected(hidden, matrix, bias):
-                losses, gradient = self._loss_of(projected, self._targets[rows], factor[rows] if any(wanted) else None)
-                if self._loss.is_of_tokens:
+                losses, gradient = self._loss_of(projected, rows, factor[rows] if any(wanted) else None)
+                if self._is_sum_of_tokens:
                     value += losses.sum() / self._read.num_units
                 if gradient is None:
                     continue
@@ -242,23 +243,31 @@ class _Chunks:
         return [None if leaf is None else next(found) for leaf in leaves]
 
     def _loss_of(
-        self, projected: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor | None
+        self, projected: torch.Tensor, rows: slice, factor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Losses (N,) and the gradient (N, V) of the projection's output, in its type; its memory may be reused.
 
         Args:
             projected: (N, V).
-            targets: (N,).
+            rows: the N positions.
             factor: of the gradient of each position, (N,); None: no gradient is wanted.
         """
         if self._is_finished:
-            losses, gradient = self._of_tokens.with_gradient(projected, targets, overwrite=True, part=self._part)
+            losses, gradient = self._with_gradient(projected, rows, overwrite=True)
             return losses, None if factor is None else torch.mul(gradient, factor[:, None], out=projected)
         leaf = projected.detach().requires_grad_(factor is not None)
         with torch.set_grad_enabled(factor is not None):
             logits = self._finish(leaf[None])[0]
-        losses, gradient = self._of_tokens.with_gradient(logits.detach(), targets, part=self._part)
+        losses, gradient = self._with_gradient(logits.detach(), rows)
         if factor is None:
             return losses, None
         (gradient,) = torch.autograd.grad(logits, leaf, gradient.mul_(factor[:, None]).to(logits.dtype))
         return losses, gradient
+
+    def _with_gradient(
+        self, logits: torch.Tensor, rows: slice, *, overwrite: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        targets = self._targets[rows]
+        if self._teacher is None:
+            return self._of_tokens.with_gradient(logits, targets, overwrite=overwrite, part=self._part)
+        return self._of_tokens.beside_teacher(logits, targets, self._teacher.of(rows))

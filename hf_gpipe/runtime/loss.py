@@ -42,6 +42,8 @@ class Reads(Flag):
     """The hidden states that enter the head."""
     LOGITS = 8
     """The logits, which are made whole."""
+    TEACHER = 16
+    """The logits of a teacher, beside those of a token's own; none of them is made whole."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class LossInputs:
         token_losses: `Loss.of_tokens` at every position, (B, T), 0 where there is no target.
         hidden: (B, T, D).
         logits: (B, T, V); of a model that classifies rows (B, C).
+        teacher: gives the teacher's logits of some positions (runtime/teacher.py).
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -63,6 +66,7 @@ class LossInputs:
     token_losses: Any = None
     hidden: Any = None
     logits: Any = None
+    teacher: Any = None
 
     @property
     def log_probs(self) -> torch.Tensor:
@@ -207,6 +211,12 @@ class TokenLoss(Loss):
     @property
     def of_tokens(self) -> TokenLoss:
         return self
+
+    def beside_teacher(
+        self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`with_gradient` of a loss that reads TEACHER: the teacher's logits (N, V) are of the same positions."""
+        raise NotImplementedError
 
     @property
     def planned(self) -> TokenLoss:

@@ -13,6 +13,7 @@ from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.runtime.chunks import Chunk, check_chunks, cut, num_chunks
 from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss, Reads
+from hf_gpipe.runtime.teacher import TeacherLogits
 
 Batch = Mapping[str, torch.Tensor]
 LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
@@ -94,11 +95,13 @@ class Context:
         micro_batch: the micro-batch, its tensors on the stage's device.
         carry: the tensors received from the previous stage.
         options: of the step.
+        teacher: the logits of a teacher, on the last stage.
     """
 
     micro_batch: MicroBatch
     carry: Mapping[str, torch.Tensor]
     options: StepOptions = PLAIN_STEP
+    teacher: TeacherLogits | None = None
 
 
 def split_rows(batch: Batch, num_micro_batches: int, rows_per_unit: int = 1) -> list[dict[str, torch.Tensor]]:

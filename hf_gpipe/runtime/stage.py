@@ -21,6 +21,7 @@ from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
 from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
+from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
 
 Tensors = dict[str, torch.Tensor]
 
@@ -54,6 +55,7 @@ class Stage:
 
     Args:
         model: the stage's layers.
+        teacher: the stage of the same number of a teacher, which runs beside it in F; None: there is none.
         wants_gradient: boundary -> for each tensor that crosses it, whether an earlier stage needs its gradient.
         loss: what it reads is computed on the last stage.
 
@@ -64,9 +66,13 @@ class Stage:
     """
 
     def __init__(
-        self, model: StageModel, wants_gradient: Callable[[int], Mapping[str, bool]], loss: Loss = PLAIN
+        self,
+        model: StageModel,
+        wants_gradient: Callable[[int], Mapping[str, bool]],
+        loss: Loss = PLAIN,
+        teacher: StageTeacher | None = None,
     ) -> None:
-        self.model = model
+        self.model, self._teacher = model, teacher
         self.trainable_inputs = {} if model.is_first else wants_gradient(model.start)
         self.trainable_outputs = {} if model.is_last else wants_gradient(model.stop)
         self.loss = loss
@@ -96,12 +102,13 @@ class Stage:
             context: the micro-batch's record.
             keep_graph: whether backward follows without a recomputation.
         """
+        context, of_teacher = self._beside_teacher(context)
         with torch.set_grad_enabled(keep_graph):
             inputs, outputs = self._run(context)
         graph = self._graph(inputs, outputs) if keep_graph else None
         results = {name: tensor.detach() for name, tensor in outputs.items()}
         self._live[context.micro_batch.index] = _Live(context, graph, results.get("loss"))
-        return results
+        return results | of_teacher
 
     def recompute(self, micro_batch: int) -> None:
         """R: run the stage's forward again from the inputs that F kept, now with a graph. It receives no message."""
@@ -178,17 +185,18 @@ class Stage:
             what it adds to the loss before this is divided by the number of units; the number of its units, "num_units"
             (B,); and, if there is one, the "auxiliary_loss" () of all rows.
         """
+        context, of_teacher = self._beside_teacher(context)
         options, name = context.options, context.micro_batch.mini_batch
         loss = PLAIN if options.is_likelihood_only else self.loss.of_mini_batch(name, is_training=False)
         with torch.no_grad():
             outputs, deferred, read = self._forward(loss, context, context.carry)
             if not self.is_last:
-                return outputs
+                return outputs | of_teacher
             targets = self.model.adapter.targets(read.inputs)
             # Its own first, which may note metrics, and that of the likelihood unless it is the same.
             wanted = dict.fromkeys((loss.of_tokens, PLAIN))
             if deferred is not None:
-                losses = deferred_token_losses(deferred, targets, wanted)
+                losses = deferred_token_losses(deferred, targets, wanted, read)
             elif Reads.TOKENS in loss.reads or self.model.adapter.scores_targets:
                 losses = [one(read.logits, targets).view(targets.shape) for one in wanted]
             else:
@@ -200,11 +208,13 @@ class Stage:
 
     def input_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the tensors that F receives."""
-        return self._shapes_at(self.model.start, micro_batch)
+        own = {} if self._teacher is None else self._teacher.input_shapes(micro_batch.inputs)
+        return {**self._shapes_at(self.model.start, micro_batch), **own}
 
     def output_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the tensors that F sends."""
-        return self._shapes_at(self.model.stop, micro_batch)
+        own = {} if self._teacher is None else self._teacher.output_shapes(micro_batch.inputs)
+        return {**self._shapes_at(self.model.stop, micro_batch), **own}
 
     def _shapes_at(self, boundary: int, micro_batch: MicroBatch) -> Shapes:
         if boundary not in micro_batch.shapes:
@@ -213,11 +223,11 @@ class Stage:
 
     def input_gradient_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the gradients that B sends: only those that an earlier stage needs."""
-        return {n: shape for n, shape in self.input_shapes(micro_batch).items() if self.trainable_inputs[n]}
+        return {n: shape for n, shape in self.input_shapes(micro_batch).items() if self.trainable_inputs.get(n)}
 
     def output_gradient_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the gradients that B receives."""
-        return {n: shape for n, shape in self.output_shapes(micro_batch).items() if self.trainable_outputs[n]}
+        return {n: shape for n, shape in self.output_shapes(micro_batch).items() if self.trainable_outputs.get(n)}
 
     def reset(self) -> None:
         """Drop everything of the current step, after a failure."""
@@ -250,6 +260,15 @@ class Stage:
                     raise RuntimeError(f"{name} depends on a trained parameter, and no gradient was agreed on for it")
                 roots[name] = get_gradient_edge(outputs[name])
         return _Graph(inputs, roots, outputs.get("loss"))
+
+    def _beside_teacher(self, context: Context) -> tuple[Context, Tensors]:
+        """Run the teacher, if there is one: the context without its carry, with its logits on the last stage; and the
+        tensors that its stage sends."""
+        if self._teacher is None:
+            return context, {}
+        sent, logits = self._teacher.forward(context.micro_batch.inputs, context.carry)
+        carry = {name: tensor for name, tensor in context.carry.items() if not name.startswith(PREFIX)}
+        return replace(context, carry=carry, teacher=logits), sent
 
     def _run(self, context: Context) -> tuple[Tensors, Tensors]:
         """The received tensors as leaves of this stage's graph, and the stage's outputs."""
@@ -289,6 +308,7 @@ class Stage:
             micro_batch.num_tokens,
             hidden=found.get("hidden"),
             logits=outputs.pop("logits", None),
+            teacher=context.teacher,
         )
         return outputs, deferred, read
 

@@ -1,0 +1,102 @@
+"""The teacher of a distillation: another model with the same vocabulary, cut into as many stages as its student."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.decoder_only import DecoderOnly
+from hf_gpipe.errors import UserError
+from hf_gpipe.model.assembly import assemble
+from hf_gpipe.model.opening import open_model
+from hf_gpipe.model.spec import ModelSpec
+from hf_gpipe.partition import partition as cut
+from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.runtime.loss import Loss, Reads
+from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
+from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher whose weights are not there yet.
+
+    Attributes:
+        spec: as it was asked for.
+        adapter: of the model.
+        partition: the layers of each stage, about as many in each.
+    """
+
+    spec: ModelSpec
+    adapter: Adapter
+    partition: Sequence[range]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, student: Adapter, config: DecidedConfig, device: torch.device) -> Teacher:
+        """Read and check a teacher.
+
+        Args:
+            spec: of the teacher.
+            student: the model that is trained.
+            config: of the pipeline.
+            device: where this process computes.
+
+        Raises:
+            UserError: the two models, or the pipeline and a teacher, do not fit.
+        """
+        if spec.peft_config is not None:
+            raise UserError("teacher: it has PEFT adapters; merge them into the model first, by hf-gpipe merge")
+        if isinstance(spec.model, PreTrainedConfig):
+            raise UserError("teacher: a configuration has no weights; give a model, or the path of one")
+        adapter = open_model(spec, device)
+        for name, one in (("teacher", adapter), ("model", student)):
+            what = f"{name}: {type(one.reference).__name__}"
+            if type(one) is not DecoderOnly:
+                raise UserError(f"{what} cannot be distilled; both models must be decoder-only language models")
+            if not one.projection.names:
+                raise UserError(f"{what} makes its logits whole ({one.projection.reason}), and distillation in parts")
+            if one.padding_matters:
+                raise UserError(f"{what} depends on the padding of rows, which two models would have to share")
+        sizes = [one.reference.get_output_embeddings().weight.shape[0] for one in (adapter, student)]
+        if sizes[0] != sizes[1]:
+            raise UserError(
+                f"teacher: it gives {sizes[0]} logits for a token, and the model {sizes[1]}; both must have the same "
+                "vocabulary, so choose a teacher of the model's family"
+            )
+        unsupported = {
+            "tensor_parallel": config.tensor_parallel > 1,
+            "sequence_chunks": config.sequence_chunks > 1,
+            "offload_weights": config.offload_weights is not None,
+            "schedule": config.schedule in ASYNCHRONOUS_SCHEDULES,
+        }
+        for name, is_asked in unsupported.items():
+            if is_asked:
+                raise UserError(f"teacher: {name} is {getattr(config, name)}, which is not supported beside a teacher")
+        return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
+
+    def stages(self, devices: Mapping[int, torch.device]) -> dict[int, StageTeacher]:
+        """The stages that a process holds, with their weights, by number; `devices` has the device of each."""
+        found = {}
+        for number, device in devices.items():
+            assert not isinstance(self.spec.model, PreTrainedConfig)
+            model = assemble(self.adapter, self.partition[number], self.spec.model, device)
+            model.model.eval()
+            found[number] = StageTeacher(model)
+        return found
+
+    def carry_dtype(self, stage: int, name: str) -> torch.dtype:
+        """The type of one of its tensors that a stage receives."""
+        return self.adapter.carry_dtype(self.partition[stage][0], name.removeprefix(PREFIX))
+
+
+def check_given(teacher: object, loss: Loss) -> None:
+    """Raise UserError unless there is a teacher exactly where the loss reads its logits."""
+    name, is_read = type(loss).__name__, Reads.TEACHER in loss.reads
+    if teacher is None and is_read:
+        raise UserError(f"loss is a {name}, and there is no teacher; give teacher, a model or the path of one")
+    if teacher is not None and not is_read:
+        raise UserError(f"teacher is given, and the loss, a {name}, does not read it; give loss=DistillationLoss()")

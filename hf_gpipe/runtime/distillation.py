@@ -1,0 +1,88 @@
+"""The loss of distillation: a student learns the probabilities that a teacher gives to each token.
+
+It is computed some positions at a time, as the cross-entropy is (runtime/head.py): neither model's logits are made
+whole. The probabilities are compared as in generalized knowledge distillation (GKD, Agarwal et al. 2024, arXiv
+2306.13649, equation 1), with the names of TRL.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.loss import Reads, TokenLoss
+
+
+@dataclass(frozen=True)
+class DistillationLoss(TokenLoss):
+    """c * cross-entropy + (1 - c) * divergence of each target token, where c is `cross_entropy_share`.
+
+    With the teacher's probabilities p, the student's q, both of logits divided by the temperature, and their mixture
+    m = beta p + (1 - beta) q, the divergence is beta KL(p, m) + (1 - beta) KL(q, m). It is not multiplied by the square
+    of the temperature.
+
+    Attributes:
+        beta: from 0 to 1. At 0 the divergence is KL(p, q), at 1 KL(q, p), each of which is the limit of what is between
+            them divided by beta or 1 - beta.
+        temperature: above 0.
+        cross_entropy_share: from 0 to 1; the cross-entropy has no temperature.
+
+    Raises:
+        UserError: a value that is not allowed, or the logits are clipped, or the loss is dynamic.
+    """
+
+    beta: float = 0.5
+    temperature: float = 1.0
+    cross_entropy_share: float = 0.0
+
+    reads = Reads.TOKENS | Reads.TEACHER
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("beta", "cross_entropy_share"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise UserError(f"{name}={value!r}: expected a number from 0 to 1")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise UserError(f"temperature={self.temperature!r}: expected a finite number above 0")
+        if self.is_dynamic or self.logit_clipping is not None:
+            raise UserError("logit_clipping and Dynamic Fine-Tuning are not supported in distillation; leave them out")
+        if self.label_smoothing and not self.cross_entropy_share:
+            raise UserError(
+                f"label_smoothing={self.label_smoothing!r} is of the cross-entropy, and cross_entropy_share is 0"
+            )
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Raise UserError: the teacher's logits are made in parts, and so must be these."""
+        raise UserError("distillation computes logits in parts, and here they are asked for whole; leave metrics out")
+
+    def beside_teacher(
+        self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of every position and its gradient, as `with_gradient`, beside the teacher's logits (N, V)."""
+        dtype, share, beta = torch.promote_types(logits.dtype, torch.float32), self.cross_entropy_share, self.beta
+        student = torch.log_softmax(logits.to(dtype) / self.temperature, dim=-1)
+        teacher = torch.log_softmax(teacher.to(dtype) / self.temperature, dim=-1)
+        if beta == 0:
+            losses = (teacher.exp() * (teacher - student)).sum(-1)
+            gradient = student.exp_().sub_(teacher.exp_())
+        else:
+            reference, weight = teacher, 1.0
+            if beta < 1:
+                parts = (student + math.log1p(-beta), teacher + math.log(beta))
+                reference, weight = torch.logaddexp(*parts), 1 - beta
+            # The derivative by the student's probability q is the logarithm of q / m, but for a constant.
+            ratio, probability = student - reference, student.exp()
+            mean = (probability * ratio).sum(-1, keepdim=True)
+            losses = weight * mean.squeeze(-1)
+            if beta < 1:
+                losses = losses + beta * (teacher.exp() * (teacher - reference)).sum(-1)
+            gradient = ratio.sub_(mean).mul_(probability).mul_(weight)
+        gradient.mul_((1 - share) / self.temperature)
+        losses = (1 - share) * losses.masked_fill(~self.units(targets), 0)
+        if share:
+            of_targets, by_logits = super().with_gradient(logits, targets)
+            losses, gradient = losses + share * of_targets, gradient.add_(by_logits, alpha=share)
+        return losses, gradient

@@ -1,0 +1,91 @@
+"""A teacher's stage beside a student's: it runs in F alone, without gradients, and its carry crosses the same edges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn import functional as F
+
+from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.base import Inputs
+from hf_gpipe.adapters.head import DeferredLogits
+from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.runtime.channel import Shapes
+
+#: In front of the names of the teacher's tensors that cross a boundary.
+PREFIX = "teacher."
+
+
+class TeacherLogits:
+    """The teacher's logits of a micro-batch, made for some positions at a time; between F and B only its last hidden
+    states are kept.
+
+    Args:
+        deferred: of a forward that has ended.
+    """
+
+    def __init__(self, deferred: DeferredLogits) -> None:
+        self._deferred, self._hidden = deferred, deferred.take_hidden().flatten(0, -2)
+
+    @torch.no_grad()
+    def of(self, rows: slice) -> torch.Tensor:
+        """Those of these positions, (N, V)."""
+        linear, dtype = self._deferred.projection, self._deferred.autocast_dtype or self._hidden.dtype
+        bias = None if linear.bias is None else linear.bias.to(dtype)
+        with torch.autocast(self._hidden.device.type, enabled=False):
+            projected = F.linear(self._hidden[rows].to(dtype), linear.weight.to(dtype), bias)
+        return self._deferred.finish(projected[None])[0]
+
+
+class StageTeacher:
+    """The stage of a teacher.
+
+    Args:
+        model: its layers, in evaluation mode.
+    """
+
+    def __init__(self, model: StageModel) -> None:
+        self._model = model
+
+    def input_shapes(self, inputs: Inputs) -> Shapes:
+        """Names and shapes of the tensors that it receives."""
+        return self._shapes(self._model.start, inputs)
+
+    def output_shapes(self, inputs: Inputs) -> Shapes:
+        """Names and shapes of the tensors that it sends."""
+        return self._shapes(self._model.stop, inputs)
+
+    def _shapes(self, boundary: int, inputs: Inputs) -> Shapes:
+        shapes = self._model.adapter.carry_shapes(boundary, self._own(inputs))
+        return {f"{PREFIX}{name}": shape for name, shape in shapes.items()}
+
+    @torch.no_grad()
+    def forward(
+        self, inputs: Inputs, carry: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], TeacherLogits | None]:
+        """Run the stage.
+
+        Args:
+            inputs: of the student's micro-batch.
+            carry: what the student's stage has received, with the teacher's tensors among it.
+
+        Returns:
+            The tensors for the next stage; and on the last stage, which has none, the logits.
+
+        Raises:
+            DataError: a row is longer than the teacher's table of positions.
+        """
+        own, model = self._own(inputs), self._model
+        assert isinstance(model.adapter, TextAdapter)
+        model.adapter.check_lengths(own)
+        received = {name.removeprefix(PREFIX): t for name, t in carry.items() if name.startswith(PREFIX)}
+        deferred = model.deferred_logits() if model.is_last else None
+        outputs = model(own, received, deferred=deferred)
+        if deferred is not None:
+            return {}, TeacherLogits(deferred)
+        return {f"{PREFIX}{name}": tensor for name, tensor in outputs.items()}, None
+
+    def _own(self, inputs: Inputs) -> Inputs:
+        """Without labels: the teacher has no loss of its own."""
+        return {name: tensor for name, tensor in inputs.items() if name not in self._model.adapter.loss_keys}
