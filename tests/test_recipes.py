@@ -121,6 +121,8 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
         overrides.append("pipeline.num_stages=4" if recipe.pipeline.offload_weights else "pipeline.recompute=none")
     else:
         overrides += TINY_MODEL[recipe.model.config["model_type"]]
+    if recipe.distillation.teacher is not None:
+        overrides.append(f"distillation.teacher={models}")
     if recipe.training.batch_tokens is not None:
         overrides.append("training.batch_tokens=40")
     if recipe.training.eval_steps is not None:
@@ -208,7 +210,12 @@ def test_it_is_planned(
     recipe = load_recipe(path)
     words = [f"model.path={models}"] if recipe.model.path else []
     words += ["pipeline.num_stages=4"] if recipe.pipeline.offload_weights else []
-    assert plan.main([str(path), "--json", "--device", "tpu-v3", *words]) == 0
+    code = plan.main([str(path), "--json", "--device", "tpu-v3", *words])
+    if recipe.distillation.teacher is not None:
+        assert code == 2
+        assert "the planner does not count a teacher" in capsys.readouterr().err
+        return
+    assert code == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["fits"]
 

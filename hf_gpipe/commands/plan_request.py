@@ -67,6 +67,11 @@ class PlanRequest:
         recipe = load_recipe(options.recipe, options.overrides)
         if num_devices is not None:
             num_devices = recipe.pipeline.workers_among(num_devices)
+        if recipe.distillation.teacher is not None:
+            raise RecipeError(
+                "distillation.teacher is given, and the planner does not count a teacher; plan the model alone, "
+                "without the section distillation, and leave room for the teacher's weights"
+            )
         recipe = replace(recipe, pipeline=recipe.pipeline.settled(can_plan=True))
         if options.search and num_devices is not None:
             recipe = replace(recipe, pipeline=recipe.pipeline.with_auto(num_devices))

@@ -136,10 +136,7 @@ class Decision:
 
         # The model without its weights.
         adapter = open_model(request.model, world.device, example)
-        if isinstance(source, str) and not os.path.isdir(source):
-            # Each machine has the Hub's model in a cache of its own.
-            commit = getattr(adapter.given_config, "_commit_hash", None)
-            compare(lambda: {"the model's commit": commit}, source)
+        _compare_commit(request.model, adapter)
         loss = loss_of(adapter, request.loss)
         if inputs.packing:
             verify_packing(adapter)
@@ -163,6 +160,8 @@ class Decision:
         if table is not None:
             table = replace(table, placement=replace(world.placement, chunks=table.chunks))
         teacher = None if request.teacher is None else Teacher.of(request.teacher, adapter, config, world.device)
+        if teacher is not None:
+            _compare_commit(teacher.spec, teacher.adapter)
         decision = cls(given, config, planned, adapter, loss, partition, world, links, table, planning, teacher)
         if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
@@ -246,3 +245,11 @@ class Decision:
                     config = replace(config, recompute=recompute_under(table, "stage"))
                 inputs = replace(inputs, tables={config.schedule: table})
         return replace(self.planning, inputs=inputs).planner(config).plan(config)
+
+
+def _compare_commit(spec: ModelSpec, adapter: Adapter) -> None:
+    """Compare a model of the Hub, which each machine has in a cache of its own. Raises DisagreementError."""
+    source = spec.model
+    if isinstance(source, str) and not os.path.isdir(source):
+        commit = getattr(adapter.given_config, "_commit_hash", None)
+        compare(lambda: {"the model's commit": commit}, source)

@@ -7,6 +7,7 @@ from hf_gpipe.recipe.data import PAIRED_KINDS, ROW_LENGTH_KINDS, DataSection
 from hf_gpipe.recipe.fields import (
     CPO_LOSSES,
     SMOOTHED_LOSSES,
+    DistillationSection,
     LoraSection,
     ModelSection,
     Recipe,
@@ -72,6 +73,7 @@ def _check_fields(recipe: Recipe) -> None:
     _check_rows(recipe.data)
     _check_streaming(recipe)
     _check_preferences(recipe)
+    _check_distillation(recipe)
     _check_classification(recipe)
     _check_precision(recipe)
     _check_quantization(recipe)
@@ -234,6 +236,21 @@ def _check_preferences(recipe: Recipe) -> None:
                 f"training.{name} is {show(value)} and data.kind is {recipe.data.kind}, whose mini-batches and loss "
                 "are of pairs; leave it out."
             )
+
+
+def _check_distillation(recipe: Recipe) -> None:
+    given = recipe.distillation
+    if given.teacher is None:
+        for key in keys_of(DistillationSection).values():
+            if (value := getattr(given, key.name)) != key.default:
+                raise RecipeError(
+                    f"distillation.{key.name} is {show(value)} and distillation.teacher is null; name a teacher, or "
+                    f"leave distillation.{key.name} out."
+                )
+    elif recipe.training.packing:
+        raise RecipeError(
+            "training.packing is true and distillation.teacher is given, which needs rows; leave one out."
+        )
 
 
 def _check_classification(recipe: Recipe) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field
 
-from hf_gpipe.recipe.data import PAIRS, PREFERENCES, REWARDS, DataSection
+from hf_gpipe.recipe.data import OF_TOKENS, PAIRS, PREFERENCES, REWARDS, DataSection
 from hf_gpipe.recipe.pipeline import PipelineConfig
 from hf_gpipe.recipe.section import (
     MAY_CHANGE,
@@ -141,6 +141,25 @@ class RewardsSection:
 
     disable_dropout: Annotated[bool, REWARDS] = True
     """Whether the model has no dropout in training."""
+
+
+@section()
+class DistillationSection:
+    """A teacher, whose probabilities of tokens the model learns; keys as in TRL's GKDConfig."""
+
+    teacher: Annotated[Text | None, OF_TOKENS] = None
+    """Hub id or directory of the teacher, a decoder-only model with the same vocabulary; null: there is none. It is in
+    the same stages, in the type of its own checkpoint, and runs in forwards alone."""
+
+    beta: Annotated[float, Field(ge=0, le=1), OF_TOKENS] = 0.5
+    """0: the divergence from the teacher, KL(teacher, model); 1: KL(model, teacher); between them the generalized
+    divergence of Jensen and Shannon."""
+
+    temperature: Annotated[Positive, OF_TOKENS] = 1.0
+    """Number by which the logits of both are divided in the divergence."""
+
+    cross_entropy_share: Annotated[float, Field(ge=0, le=1), OF_TOKENS] = 0.0
+    """Share of the cross-entropy of the targets in the loss; the divergence has the rest."""
 
 
 @section()
@@ -348,6 +367,7 @@ class Recipe:
     lora: LoraSection = field(default_factory=LoraSection)
     preferences: PreferencesSection = field(default_factory=PreferencesSection)
     rewards: RewardsSection = field(default_factory=RewardsSection)
+    distillation: DistillationSection = field(default_factory=DistillationSection)
     data: DataSection
     tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
     pipeline: Annotated[PipelineConfig, MAY_CHANGE] = field(default_factory=PipelineConfig)

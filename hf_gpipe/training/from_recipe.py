@@ -35,6 +35,7 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe
 from hf_gpipe.recipe.data import CLASSIFIER_KINDS
 from hf_gpipe.recipe.transformer import with_transformer
+from hf_gpipe.runtime.distillation import DistillationLoss
 from hf_gpipe.runtime.loss import Loss, TokenLoss
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.preference_loss import PreferenceLoss
@@ -149,6 +150,15 @@ def spec_of(recipe: Recipe, config: PreTrainedConfig) -> ModelSpec:
     )
 
 
+def teacher_of(recipe: Recipe) -> ModelSpec | None:
+    """The recipe's teacher; None: there is none."""
+    model, path = recipe.model, recipe.distillation.teacher
+    if path is None:
+        return None
+    options: dict[str, Any] = {"attn_implementation": model.attn_implementation, "autocast": _autocast_of(recipe)}
+    return ModelSpec.of(path, trust_remote_code=model.trust_remote_code, **options)
+
+
 def _quantization_config_of(recipe: Recipe) -> BitsAndBytesConfig | None:
     """How weights are quantised while they are loaded, if they are. Raises UserError without bitsandbytes."""
     kind = recipe.model.quantization
@@ -196,7 +206,12 @@ def loss_of(recipe: Recipe) -> Loss:
     if recipe.data.kind == "rewards":
         return RewardLoss(recipe.rewards.center_rewards_coefficient)
     if recipe.data.kind != "preferences":
-        return TokenLoss(recipe.training.label_smoothing_factor, recipe.training.logit_clipping)
+        distilled, training = recipe.distillation, recipe.training
+        of_tokens = training.label_smoothing_factor, training.logit_clipping
+        if distilled.teacher is None:
+            return TokenLoss(*of_tokens)
+        values = {name: getattr(distilled, name) for name in ("beta", "temperature", "cross_entropy_share")}
+        return DistillationLoss(*of_tokens, **values)
     given = recipe.preferences
     others = {name: getattr(given, name) for name in ("reference_free", "simpo_gamma", "cpo_alpha")}
     return PreferenceLoss(given.beta, given.loss_type, given.label_smoothing, **others)

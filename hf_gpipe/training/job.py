@@ -41,6 +41,7 @@ from hf_gpipe.training.from_recipe import (
     loss_of,
     model_config,
     spec_of,
+    teacher_of,
     tokenizer_of,
 )
 from hf_gpipe.training.held_out import accuracy
@@ -292,7 +293,8 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, checkpoint: Path | None,
     if checkpoint is not None:
         inputs = replace(inputs, earlier_num_micro_batches=read_state(checkpoint).run.num_micro_batches)
     loss, by_length = loss_of(recipe), training.length_bucketing
-    return Pipeline.of(PipelineRequest(spec, recipe.pipeline, inputs, training.seed, loss, by_length), world)
+    request = PipelineRequest(spec, recipe.pipeline, inputs, training.seed, loss, by_length, teacher_of(recipe))
+    return Pipeline.of(request, world)
 
 
 def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | None) -> PipelineTrainer:
