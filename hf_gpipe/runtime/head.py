@@ -127,7 +127,7 @@ class _Chunks:
         self._dtype, self._autocast_dtype = deferred.dtype, deferred.autocast_dtype
         self._shape, self._targets = targets.shape, targets.flatten()
         self._loss, self._of_tokens = loss, loss.of_tokens
-        self._is_sum_of_tokens = loss.reads & ~Reads.TEACHER == Reads.TOKENS
+        self._is_sum_of_tokens = loss.reads in (Reads.TOKENS, Reads.TOKENS | Reads.TEACHER)
         self._read = read
         self._teacher = read.teacher if Reads.TEACHER in loss.reads else None
         self._part = deferred.vocabulary
