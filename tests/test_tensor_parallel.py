@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import UserError
@@ -53,12 +53,20 @@ BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
     "interleaved": ("llama", 0.0, {"num_stages": 4, "num_processes": 2, "schedule": "interleaved_1f1b"}),
     "rows": ("llama", 0.0, {"num_stages": 2, "loss": RowLoss(_squares)}),
     "logits": ("llama", 0.0, {"num_stages": 2, "loss": LogitsLoss(_of_logits)}),
+    "experts": ("qwen3_moe", 0.0, {"num_stages": 2, "schedule": "zb_h1", "recompute": "stage"}),
     "rounded": ("llama", 0.0, {"num_stages": 2, "boundary_dtype": "float32"}),
 }
 
 
 def config_of(family: str, heads: int = 4, dropout: float = 0.0) -> Any:
     """51 tokens, which two or four ranks cannot share evenly, and of llama fewer key-value heads than four ranks."""
+    if family == "qwen3_moe":
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 51}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        auxiliary = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        made = Qwen3MoeConfig(**sizes, **experts, **auxiliary, num_attention_heads=heads, head_dim=8, pad_token_id=0)
+        made._experts_implementation = "eager"
+        return made
     if family == "marian":
         more = {"encoder_attention_heads": heads, "decoder_attention_heads": heads}
         return tiny_config(family, dropout=dropout, vocab_size=51, **more)

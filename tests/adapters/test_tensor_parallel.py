@@ -26,6 +26,7 @@ from hf_gpipe.runtime.token_metrics import TokenMetrics
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "opt", "bloom", "gpt_neox"),
     *("t5", "marian", "bart", "m2m_100", "pegasus", "mbart"),
+    *("qwen2_moe", "qwen3_moe"),
 )
 #: Fewer key-value heads than ranks.
 SHARED = (("llama", 1, 2), ("llama", 2, 4), ("phi3", None, 4))
@@ -61,8 +62,8 @@ def test_what_cannot_be_divided_is_an_error_with_the_name() -> None:
     packed = CONFIG_MAPPING["phi3"](num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
     with pytest.raises(UserError, match=r"tensor_parallel is 4 and .*qkv_proj' has 2 key-value heads"):
         verify_division(adapter_of(packed), 4)
-    with pytest.raises(UnsupportedModelError, match=r"'mixtral' cannot be divided: no rule divides its weight"):
-        verify_division(adapter_of(CONFIG_MAPPING["mixtral"](num_hidden_layers=2, vocab_size=40)), 2)
+    with pytest.raises(UnsupportedModelError, match=r"'deepseek_v3' cannot be divided: no rule divides its layer"):
+        verify_division(adapter_of(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=2)), 2)
 
 
 def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -> None:

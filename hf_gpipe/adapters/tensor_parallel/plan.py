@@ -37,6 +37,10 @@ KINDS: Mapping[str, Kind] = {
     **_names("row", "o_proj", "out_proj", "o", "dense", "c_proj"),
     **_names("row", "down_proj", "fc2", "fc_out", "wo", "dense_4h_to_h"),
 }
+#: Layers that stay whole: routers of experts, and the gate of a shared one.
+_WHOLE = ("gate", "router", "shared_expert_gate")
+#: Matrices of experts, (E, rows, columns): the packs of the rows or columns that are cut, and their dimension.
+_OF_EXPERTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}
 #: Embeddings with a column for each head, in an attention.
 _OF_HEADS = ("relative_attention_bias",)
 #: Buffers with a column for each token of the vocabulary.
@@ -66,6 +70,7 @@ class SplitPlan:
         size: T, the ranks of a worker.
         cuts: of each divided parameter or buffer, under its own name, and not that of an alias.
         columns, rows: linear layers of blocks.
+        experts: modules with the matrices of experts, of which each rank has a part of every expert.
         tables: embeddings of tokens that have a part of the vocabulary, each with the name of its weight.
         head: the linear layer that makes the logits, where it has a part of the vocabulary, with that of its weight.
         attributes: of each attention the values of a rank's part, for those of these attributes that it has.
@@ -76,6 +81,7 @@ class SplitPlan:
     cuts: dict[str, Cut] = field(default_factory=dict)
     columns: set[str] = field(default_factory=set)
     rows: set[str] = field(default_factory=set)
+    experts: set[str] = field(default_factory=set)
     tables: dict[str, str] = field(default_factory=dict)
     head: tuple[str, str] | None = None
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -96,6 +102,8 @@ class SplitPlan:
                 continue
             if isinstance(module, nn.Linear | Conv1D):
                 plan._divide(model, name, module)
+            elif all(isinstance(getattr(module, own, None), nn.Parameter) for own in _OF_EXPERTS):
+                plan._divide_experts(name, module)
             elif name.endswith(_OF_HEADS):
                 heads = _Pack(module.weight.shape[1], module.weight.shape[1], "heads")
                 plan._cut(name, "weight", 1, [heads])
@@ -110,6 +118,8 @@ class SplitPlan:
     def _divide(self, model: Any, name: str, module: Any) -> None:
         """Plan for a linear layer of a block."""
         parent, _, own = name.rpartition(".")
+        if own in _WHOLE:
+            return
         kind = KINDS.get(own)
         if kind is None:
             raise _not_covered(model, f"no rule divides its layer {name!r}")
@@ -128,6 +138,18 @@ class SplitPlan:
         self._cut(name, "weight", outputs, packs)
         if module.bias is not None:
             self._cut(name, "bias", 0, packs)
+
+    def _divide_experts(self, name: str, module: Any) -> None:
+        """Plan for the matrices of experts."""
+        self.experts.add(name)
+        for own, (dim, count) in _OF_EXPERTS.items():
+            length = getattr(module, own).shape[dim] // count
+            self._cut(name, own, dim, [_Pack(length, length)] * count)
+            if getattr(module, f"{own}_bias", None) is not None:
+                raise UserError(
+                    f"tensor_parallel is {self.size} and the experts {name!r} have biases, which no rule divides; "
+                    "leave tensor_parallel out"
+                )
 
     def _packs(self, model: Any, name: str, kind: Kind, length: int) -> list[_Pack]:
         """The packs of an attention's layer; notes what the attention knows of its heads."""
@@ -169,9 +191,10 @@ class SplitPlan:
         )
 
     def _check_covered(self, model: Any, blocks: tuple[str, ...]) -> None:
-        """Raise UnsupportedModelError for other matrices in blocks, such as experts', and for undivided blocks."""
+        """Raise UnsupportedModelError for other matrices in blocks, and for undivided blocks."""
         for name, parameter in model.named_parameters():
-            if name.startswith(blocks) and parameter.dim() > 1 and name not in self.cuts:
+            is_whole = name.split(".")[-2] in _WHOLE or name in self.cuts
+            if name.startswith(blocks) and parameter.dim() > 1 and not is_whole:
                 raise _not_covered(model, f"no rule divides its weight {name!r}")
         for block in blocks:
             if not all(any(name.startswith(block) for name in names) for names in (self.columns, self.rows)):

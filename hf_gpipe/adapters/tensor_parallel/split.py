@@ -124,6 +124,8 @@ class Division:
                 own = module.padding_idx - module.first
                 module.padding_idx = own if 0 <= own < len(module.weight) else None
             _extended(module, _Table, self._region)
+        elif name in plan.experts:
+            _extended(module, _Experts, self._region)
         elif name in plan.attributes:
             self._set_heads(module, plan.attributes[name])
         elif is_block:
@@ -178,6 +180,14 @@ class _Row(_Divided):
             self._parameters["bias"] = bias
         output = self._region.leave(output)
         return output + bias.to(output.dtype)
+
+
+class _Experts(_Divided):
+    """Experts of which each has a part of its width here; hidden states (N, D) and the weights of experts enter."""
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+        ranks = self._region.ranks
+        return leave(super().__call__(enter(hidden, ranks), index, enter(weights, ranks)), ranks)  # type: ignore[misc]
 
 
 class _Table(_Divided):
