@@ -16,6 +16,7 @@ from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import head
 from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.runtime.teacher import TeacherLogits
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, Batch, Result, assert_same, padded_batch, plain_model, run_pipeline, tiny_config
 from tests.training.toy import CausalRows, arguments
@@ -87,12 +88,15 @@ def test_loss_and_every_gradient(
     num_stages: int, count: int, schedule: str, recompute: str, loss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "chunk_positions", lambda width, vocabulary: 5)
+    made, of = [], TeacherLogits.of
+    monkeypatch.setattr(TeacherLogits, "of", lambda self, rows: made.append(of(self, rows)) or made[-1])
     plain, other = student(tied=num_stages != 2), teacher()
     batch = padded_batch(plain.config)
     expected = by_plain_loop(copy.deepcopy(plain), other, batch, loss)
     pipe = Pipeline(plain, num_stages, count, schedule, recompute, loss=loss, teacher=other)
     assert_same(run_pipeline(pipe, batch), expected)
     assert pipe.eval_step(batch).loss == pytest.approx(expected.loss, rel=1e-10)
+    assert 1 <= max(len(one) for one in made) <= 5  # positions of which there are logits together
     assert not {name for name, _ in pipe.named_parameters()} - {name for name, _ in plain.named_parameters()}
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, LlamaForSequenceClassification
 
 from hf_gpipe import Pipeline, PipelineRewardConfig, PipelineRewardTrainer
+from hf_gpipe.__main__ import main
 from hf_gpipe.data.rewards import RewardCollator, RewardExamples
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.training.reward_loss import RewardLoss
@@ -133,6 +134,12 @@ def test_a_language_model_gets_a_head_which_lora_trains(tmp_path: Path) -> None:
     trainer, logs = trained(tmp_path / "out", base, peft_config=lora, **short)
     assert 0 <= logs[0]["accuracy"] <= 1
     assert "score.modules_to_save.default.weight" in dict(trainer.pipe.named_parameters())
+    trainer.save_model(str(tmp_path / "adapters"))
+    assert main(["merge", str(tmp_path / "adapters"), "--output", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    batch = COLLATE(list(RewardExamples(compared(4), tokenizer())))
+    expected = trainer.evaluate(compared(4))["eval_loss"]
+    assert float(plain_loss(merged, batch, 0.0)[0].detach()) == pytest.approx(expected, abs=1e-5)
     with pytest.raises(
         UserError, match="the head 'score' is new, and these adapters would not train it; set task_type"
     ):
