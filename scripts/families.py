@@ -6,7 +6,7 @@
 
 A tiny model of the architecture's default configuration, in 3 stages and in one stage a layer, with 2 micro-batches,
 is compared with the plain model (hf_gpipe/model/exactness.py), a mixture of experts that has an auxiliary loss
-with and without that loss.
+with and without that loss. Options that not every family has, such as rows in chunks, are compared in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +31,13 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.families import EXACT, REFUSED
+from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.tiny import tiny_config
-from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model.chunks import verify_chunks
 from hf_gpipe.model.exactness import CloneError, compare
+from hf_gpipe.model.tensor_parallel import verify_division
+from hf_gpipe.runtime.chunks import check_chunks
 
 REPORT = Path(__file__).parents[1] / "docs" / "families.md"
 
@@ -50,12 +54,21 @@ MISSING_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class Row(NamedTuple):
-    """One line of the report; `verdict` is "exact", "not supported" or "not built"."""
+    """One line of the report.
+
+    Attributes:
+        name: the architecture.
+        model_class: the model's class.
+        verdict: "exact", "not supported" or "not built".
+        detail: the difference or the reason.
+        options: of an exact one, for each of `_OPTIONS` "yes", another word, or nothing.
+    """
 
     name: str
     model_class: str
     verdict: str
     detail: str
+    options: tuple[str, ...] = ()
 
 
 def architectures() -> dict[str, str]:
@@ -102,8 +115,8 @@ def examine(name: str, model_class: str) -> Row:
         elif comparison.loss_dtype == torch.float32:
             precision = ", with a tolerance of 1e-6: its logits are float32"
         losses = ", also with the auxiliary loss" if len(differences) > 1 else ""
-        chunks = _in_chunks(next(variants(name)))
-        return Row(name, model_class, "exact", f"{max(differences):.1e}{precision}{losses}{chunks}")
+        options = tuple(_verified(check, next(variants(name))) for check in _OPTIONS.values())
+        return Row(name, model_class, "exact", f"{max(differences):.1e}{precision}{losses}", options)
     except CloneError as error:
         return Row(name, model_class, "not built", _one_line(error, name))
     except UnsupportedModelError as error:
@@ -112,15 +125,27 @@ def examine(name: str, model_class: str) -> Row:
         return Row(name, model_class, "not built", f"the default configuration fails: {_one_line(error, '')}")
 
 
-def _in_chunks(config: PreTrainedConfig) -> str:
-    """What the report says of a family whose rows can be cut into chunks of tokens."""
-    if config.is_encoder_decoder:
-        return ""
+def _verified(check: Callable[[TextAdapter], None], config: PreTrainedConfig) -> str:
+    """What the report says of a family and an option; nothing where a tiny clone is not exact with it."""
+    adapter = adapter_for(tiny_config(config))
     try:
-        verify_chunks(adapter_for(tiny_config(config)))
-    except UnsupportedModelError:
+        check(adapter)
+    except UserError:
         return ""
-    return ", in chunks"
+    return "yes"
+
+
+def _in_chunks(adapter: TextAdapter, *, packing: bool = False) -> None:
+    check_chunks(adapter, is_loss_of_tokens=True, packing=packing)
+    verify_chunks(adapter, packing=packing)
+
+
+#: The options that not every exact family has, and what compares a tiny clone with and without.
+_OPTIONS: dict[str, Callable[[TextAdapter], None]] = {
+    "in chunks": _in_chunks,
+    "packed, in chunks": partial(_in_chunks, packing=True),
+    "divided": partial(verify_division, size=2),
+}
 
 
 def _one_line(error: Exception, name: str) -> str:
@@ -132,12 +157,16 @@ def write_report(rows: Sequence[Row]) -> None:
     """Write docs/families.md."""
     groups = {verdict: [row for row in rows if row.verdict == verdict] for verdict in _TITLES}
     counts = ", ".join(f"{len(groups[verdict])} {verdict}" for verdict in _TITLES)
-    counts += f"; {sum(row.detail.endswith(', in chunks') for row in rows)} of the exact ones in chunks"
+    yes = [sum(bool(row.options[number]) for row in groups["exact"]) for number in range(len(_OPTIONS))]
+    counts += "; of the exact ones " + ", ".join(map("{} {}".format, yes, _OPTIONS))
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
     lines = ["# Families", "", f"{versions}: {len(rows)} architectures, {counts}.", "", _EXPLANATION]
     for verdict, (title, column) in _TITLES.items():
-        lines += ["", f"## {title}", "", f"| architecture | class | {column} |", "|---|---|---|"]
-        lines += [f"| {row.name} | {row.model_class} | {row.detail.replace('|', '/')} |" for row in groups[verdict]]
+        columns = ["architecture", "class", column, *(_OPTIONS if verdict == "exact" else ())]
+        lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        for row in groups[verdict]:
+            cells = [row.name, row.model_class, row.detail.replace("|", "/"), *row.options]
+            lines.append(f"| {' | '.join(cells)} |")
     REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -148,11 +177,13 @@ the global gradient norm) are compared with the plain model's, in float64 with a
 models convert their logits to float32 whatever the type of their weights is, so that the loss is computed in
 float32. There the stages' loss, which is computed in place to save memory, rounds in another way than
 torch's, and the tolerance is 1e-6; with the same code for the loss they agree within 1e-16.
-A family that is not listed as exact is compared in the same way before a pipeline of it is made, and an error gives
-the reason if it is not exact. `python -m hf_gpipe check` does this for a configuration of your own.
-"in chunks" says that rows can be cut into chunks of tokens ([long rows](long_rows.md)): loss and gradients of
-the tiny model with 3 chunks are within 1e-5 of the plain model's, since parts that the library computes in
-float32 round in another way when shapes change."""
+A family that is not listed as exact is compared in the same way before a pipeline of it is made, and an error
+gives the reason if it is not exact. `python -m hf_gpipe check` does this for a configuration of your own.
+"in chunks" says that rows can be cut into chunks of tokens ([long rows](long_rows.md)), and "packed, in chunks"
+that packed rows can: loss and gradients of the tiny model with 3 chunks are within 1e-5 of those of whole rows,
+since parts that the library computes in float32 round in another way when shapes change. "divided" says that
+the layers can be divided among 2 ranks ([tensor parallelism](tensor_parallel.md)). Each is compared again for
+your own configuration before it is used."""
 _TITLES = {
     "exact": ("Exact", "largest difference"),
     "not supported": ("Not supported", "reason"),
