@@ -19,6 +19,9 @@ pipedream, pipedream_vertical and pipedream_2bw run a window: M micro-batches wi
 each, or with "U of 8" after every eighth. The latter compares with 1f1b at M = 8, which empties the pipeline at each
 update.
 
+"chunks" is one row of 16 chunks for K = 8 and 4, at the pace "easy": the last takes four times as long as the first,
+as where most of the time is attention.
+
 "memory" is about tables under a limit of memory (`bench/memory_limits.py`): the best one of named schedules, those that
 list scheduling finds with one stage a process and with two in a V, and the optimum with one, as it was published with
 the cases. Then K = 4 runs with the best named and the best of all. The planner takes the better of them too.
@@ -27,6 +30,7 @@ the cases. Then K = 4 runs with the best named and the best of all. The planner 
     python scripts/bench_emulated.py --processes 8 --micro-batches 32 --steps 5 --json emulated.json
     python scripts/bench_emulated.py --paces mesh                      a minute
     python scripts/bench_emulated.py --paces memory                    two minutes
+    python scripts/bench_emulated.py --paces chunks                    a minute
 """
 
 from __future__ import annotations
@@ -61,7 +65,9 @@ class Pace(NamedTuple):
 
 EASY, HARD = Pace(0.020, 0.040, 64 * KIBIBYTE), Pace(0.005, 0.010, 1024 * KIBIBYTE)
 PACES = {"easy": EASY, "hard": HARD}
-OTHERS = ("mesh", "memory")
+OTHERS = ("mesh", "memory", "chunks")
+#: One row: the time of each chunk, over their mean.
+ROW = tuple((1 + 3 * chunk / 15) / 2.5 for chunk in range(16))
 QUICK = Pace(0.001, 0.002, 64 * KIBIBYTE)
 
 #: The settings of each table: see `Emulated`.
@@ -138,6 +144,13 @@ def mesh_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
         for schedule in MESH_SCHEDULES[: 1 if quick else None]
         for seconds in (0.0, MESH_REDUCE_SECONDS / (10 if quick else 1))
     ]
+
+
+def chunk_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
+    """One row of unequal chunks."""
+    one = {"micro_batches": len(ROW), "chunk_shares": ROW, **pace._asdict()}
+    tables = ({"schedule": "1f1b"}, {"schedule": "1f1b", "recompute": "stage"}, {"schedule": "zb_h1"})
+    return [Emulated(processes=k, **table, **one) for k in ((2,) if quick else (4, 8)) for table in tables]
 
 
 def memory_settings(*, quick: bool) -> list[Emulated]:
@@ -250,6 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         pace, is_mesh = QUICK if quick else PACES.get(name, EASY), name == "mesh"
         if name == "memory":
             settings = memory_settings(quick=quick)
+        elif name == "chunks":
+            settings = chunk_settings(pace, quick=quick)
         else:
             settings = mesh_settings(pace, quick=quick) if is_mesh else settings_of(pace, processes, micro_batches)
         settings = [one for one in settings if not options.schedules or one.schedule in options.schedules]
@@ -257,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = emulate(settings, steps, say)
         header = f"{1000 * UNIT:g} ms a unit" if name == "memory" else pace.text()
         print(f"{header}\n\n{summary(settings, found)}\n", flush=True)
-        has_targets = pace == EASY and name != "memory"
+        has_targets = pace == EASY and name not in ("memory", "chunks")
         if text := mesh_verdicts(settings, found) if is_mesh else verdicts(settings, found) if has_targets else "":
             print(f"{text}\n", flush=True)
         for setting, own in zip(settings, found, strict=True):

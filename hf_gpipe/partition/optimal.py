@@ -149,7 +149,8 @@ class _Search:
 
         Cuts outside of a window are impossible; those inside need not be possible.
         """
-        limit = bound + self.dip
+        # Costs are sums, which grow with the layers up to rounding.
+        limit = bound * (1 + _EQUAL) + self.dip
         latest, earliest = [], [self.num_layers]
         start = 0
         for stage in range(self.num_stages):
@@ -202,7 +203,7 @@ class _Search:
                     start = starts[index]
                     cost = self.cost(stage, start, end)
                     # Earlier starts cost more still.
-                    if cost - self.dip > (bound if best is None else best):
+                    if cost * (1 - _EQUAL) - self.dip > (bound if best is None else best):
                         break
                     value = max(slowest[start], cost)
                     if value > bound or (best is not None and value >= best):

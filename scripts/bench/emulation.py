@@ -57,6 +57,8 @@ class Emulated:
         reduce_seconds: of a stage's gradients over its replicas, or for each stage.
         steps: how many run one after another, measured as one: no process waits for the end of another's step.
         step_size: of an asynchronous schedule, whose window has all micro-batches, the micro-batches of each update.
+        chunk_shares: of rows that are cut into chunks, which count as micro-batches, the time of each as a multiple of
+            that of a micro-batch, with the mean 1; (1,): rows are whole.
         transfer_seconds: of a message on an edge, for each of the K - 1 boundaries; None: as long as `boundary_bytes`
             take.
     """
@@ -77,6 +79,7 @@ class Emulated:
     step_size: int = 1
     weight_seconds: float | Sequence[float] | None = None
     table_text: str | None = None
+    chunk_shares: Sequence[float] = (1.0,)
 
     def table(self) -> Schedule:
         """The actions that run; a late recomputation is part of the backward."""
@@ -93,7 +96,10 @@ class Emulated:
         steps = None
         if self.schedule in ASYNCHRONOUS_SCHEDULES:
             steps = [self.step_size] * (self.micro_batches // self.step_size)
-        return build(self.schedule, self.num_stages, self.micro_batches, placement, self.recompute, steps=steps)
+        chunks = len(self.chunk_shares)
+        return build(
+            self.schedule, self.num_stages, self.micro_batches, placement, self.recompute, steps=steps, chunks=chunks
+        )
 
     @property
     def num_stages(self) -> int:
@@ -137,6 +143,10 @@ class Emulated:
         transfer = 0 if self.transfer_seconds is None else self.transfer_seconds
         weights = [*map(self.weight_seconds_of, range(self.num_stages))]
         inputs = [one - other for one, other in zip(backward, weights, strict=True)]
+        forward, backward, inputs, weights = (
+            [[one * share for share in self.chunk_shares] for one in each]
+            for each in (forward, backward, inputs, weights)
+        )
         costs = Costs(
             forward,
             backward,
@@ -174,35 +184,38 @@ class WaitingStage:
         self.device = boundary.device
         self.trainable_outputs: Mapping[str, bool] = {} if self.is_last else {"hidden": True}
         self._forward_seconds, self._backward_seconds = setting.stage_seconds(number)
-        self._weight_seconds = setting.weight_seconds_of(number)
+        self._weight_seconds, self._shares = setting.weight_seconds_of(number), setting.chunk_shares
         self._message = {"hidden": boundary}
         self._shapes: Shapes = {"hidden": tuple(boundary.shape)}
 
     def forward(self, context: Context, *, keep_graph: bool) -> dict[str, torch.Tensor]:
-        wait(self._forward_seconds)
+        wait(self._share(context.micro_batch.index) * self._forward_seconds)
         return {} if self.is_last else self._message
 
+    def _share(self, micro_batch: int) -> float:
+        return self._shares[micro_batch % len(self._shares)]
+
     def recompute(self, micro_batch: int) -> None:
-        wait(self._forward_seconds)
+        wait(self._share(micro_batch) * self._forward_seconds)
 
     def backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        start = time.perf_counter()
+        start, seconds = time.perf_counter(), self._share(micro_batch) * self._backward_seconds
         hidden = torch.zeros(1)
         for i, parameter in enumerate(self.parameters.values()):
             # The last layer's backward comes first.
             done = (len(self.parameters) - i) / len(self.parameters)
-            hidden = _Layer.apply(hidden, parameter, start + done * self._backward_seconds)
+            hidden = _Layer.apply(hidden, parameter, start + done * seconds)
         if self.parameters:
             hidden.backward()
-        wait_until(start + self._backward_seconds)
+        wait_until(start + seconds)
         return {} if self.is_first else self._message
 
     def input_backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        wait(self._backward_seconds - self._weight_seconds)
+        wait(self._share(micro_batch) * (self._backward_seconds - self._weight_seconds))
         return {} if self.is_first else self._message
 
     def weight_backward(self, micro_batch: int, completed: object = None) -> None:
-        wait(self._weight_seconds)
+        wait(self._share(micro_batch) * self._weight_seconds)
 
     def deferred(self, micro_batch: int) -> set[torch.nn.Parameter]:
         return set()
@@ -307,7 +320,10 @@ def _late_seconds(setting: Emulated, one: ActionTime) -> float:
     forward, backward = setting.stage_seconds(one.action.stage)
     weight = setting.weight_seconds_of(one.action.stage)
     should = {FORWARD: forward, RECOMPUTE: forward, BACKWARD: backward, INPUT: backward - weight, WEIGHT: weight}
-    return one.end - one.start - one.waiting - one.sending - should.get(one.action.kind, 0.0)
+    if one.action.kind not in should:
+        return one.end - one.start - one.waiting - one.sending
+    share = setting.chunk_shares[one.action.micro_batch % len(setting.chunk_shares)]
+    return one.end - one.start - one.waiting - one.sending - share * should[one.action.kind]
 
 
 class _Pipeline:

@@ -157,3 +157,9 @@ def test_a_deep_model_on_many_stages() -> None:
 def test_all_layers_together_may_cost_less_than_a_part() -> None:
     """As memory does: every stage but the first keeps what it receives. It was an assertion that failed."""
     assert by_cost(2, 2, lambda stage, start, stop: stop - start + (10 if start else 0)) == (1, 1)
+
+
+def test_the_last_layer_may_seem_to_cost_less_than_nothing() -> None:
+    """A head whose weights are the embedding's adds nothing, and sums round."""
+    costs = {(0, 1): 1.0, (0, 2): 2.0000000000000004, (0, 3): 2.0}
+    assert by_cost(3, 1, lambda _, start, stop: costs.get((start, stop), 0.0)) == (3,)
