@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hf_gpipe.adapters.lower_right import LowerRightMask
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, ScheduleError, UnsupportedModelError, UserError
 from hf_gpipe.model.exactness import Batch, Step, exact_clone, plain_step
+from hf_gpipe.runtime.chunks import borders_of
 from hf_gpipe.schedule import IN_TURN, SCHEDULES, V_SHAPED, Schedule, build, check_table, placement_for, simulate
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.simulate import Costs
@@ -167,6 +169,7 @@ def test_the_auxiliary_loss_of_experts_is_that_of_whole_rows(
     num_micro_batches=st.integers(1, 3),
     chunks=st.integers(2, 6),
     length=st.integers(1, 13),
+    taper=st.sampled_from([0.0, 0.0, 0.7, 3.0, 50.0]),
     padding=st.sampled_from(["right", "left", "none"]),
     schedule=st.sampled_from([name for name in SCHEDULES if name != "forward_only"]),
     recompute=st.sampled_from(["none", "stage", "block"]),
@@ -177,6 +180,7 @@ def test_any_step_is_exact(
     num_micro_batches: int,
     chunks: int,
     length: int,
+    taper: float,
     padding: str,
     schedule: str,
     recompute: str,
@@ -187,7 +191,7 @@ def test_any_step_is_exact(
     model, batch = plain_model(tiny_config("llama", tied=tied)), rows(3, length + 1, padding)
     model.set_attn_implementation("sdpa")
     expected = plain_step(model, batch)
-    options = {"schedule": schedule, "recompute": recompute, "sequence_chunks": chunks}
+    options = {"schedule": schedule, "recompute": recompute, "sequence_chunks": chunks, "chunk_taper": taper}
     pipe = Pipeline(model, num_stages, num_micro_batches, **options)
     assert step(pipe, batch).difference(expected) <= TOLERANCE
     assert not any(stage.row_caches for stage in pipe.stages.values())
@@ -519,13 +523,27 @@ def test_what_is_not_given_is_planned(chunks: int | str) -> None:
     assert step(pipe, batch).difference(plain_step(model, batch)) <= TOLERANCE
 
 
+@given(length=st.integers(1, 300), count=st.integers(1, 20), taper=st.floats(0, 1e6))
+def test_every_chunk_has_a_token(length: int, count: int, taper: float) -> None:
+    borders = borders_of(length, min(count, length), taper)
+    assert (borders[0], borders[-1], len(borders)) == (0, length, min(count, length) + 1)
+    assert all(stop > start for start, stop in pairwise(borders))
+
+
 @pytest.mark.parametrize(
-    ("chunks", "message"),
-    [("5 rows", "found '5 rows'"), ("x tokens", "write a number of chunks, auto, or"), ("0 tokens", "or the most")],
+    ("options", "message"),
+    [
+        ({"sequence_chunks": "5 rows"}, "found '5 rows'"),
+        ({"sequence_chunks": "x tokens"}, "write a number of chunks, auto, or"),
+        ({"sequence_chunks": "0 tokens"}, "or the most"),
+        ({"chunk_taper": 1.0}, "sequence_chunks is 1, so rows are whole"),
+        ({"sequence_chunks": 2, "chunk_taper": -1.0}, "chunk_taper"),
+        ({"sequence_chunks": 2, "chunk_taper": "auto", "partition": "profile"}, "measures chunks of one length"),
+    ],
 )
-def test_a_wrong_number_of_chunks_is_an_error(chunks: str, message: str) -> None:
+def test_a_wrong_cut_is_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Pipeline(tiny_config("llama"), 2, 2, sequence_chunks=chunks)
+        Pipeline(tiny_config("llama"), 2, 2, **options)
 
 
 def test_an_entry_without_a_value_for_each_token_is_an_error() -> None:

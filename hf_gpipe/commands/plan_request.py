@@ -125,11 +125,14 @@ class PlanRequest:
             chunk_tokens: the most tokens of a chunk, into which rows are cut under 1f1b with recompute stage; None: the
                 rows are cut as in the plan.
         """
+        from hf_gpipe.planner.chunks import chunk_counts
+
         recipe = replace(self.recipe, data=replace(self.recipe.data, **lengths))
         planner = _planner(recipe, self.config, self.device, self.cluster, self.table, is_profiled=False)
         settings = plan.settings
         if chunk_tokens is not None:
-            chunks = -(-planner.inputs.mini_batch().target_tokens // chunk_tokens)
+            cut = replace(self.config, sequence_chunks=f"{chunk_tokens} tokens")
+            (chunks,) = chunk_counts(cut, planner.inputs.mini_batch().target_tokens)
             settings = replace(settings, sequence_chunks=chunks, schedule="1f1b", recompute="stage")
         other = planner.plan(settings)
         # The planner cuts what the model has no positions for.

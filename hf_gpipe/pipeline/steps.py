@@ -292,6 +292,7 @@ class Steps:
             packing=self.packing,
             is_compiled=self.decision.config.torch_compile,
             sequence_chunks=self.decision.config.sequence_chunks,
+            chunk_taper=self.decision.config.chunk_taper,
             loss=self.decision.loss,
         )
         if self._may_lack_overlap:

@@ -19,6 +19,7 @@ from hf_gpipe.planner.cut import cut_plan
 from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.meshes import Meshes, with_mesh
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.workload import Chunks
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.schedule import SPLIT_SCHEDULES, V_SHAPED, Placement, replicas_of
 
@@ -62,12 +63,22 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     `best_plan`."""
     config = config.settled(can_plan=True)
     counts = chunk_counts(config, planner.inputs.mini_batch().target_tokens)
-    ways = [(planner.with_chunks(count), replace(config, sequence_chunks=count)) for count in counts]
-    outcomes = [outcome for way in ways for outcome in _outcomes(*way)]
+    outcomes = [outcome for count in counts for way in _ways(planner, config, count) for outcome in _outcomes(*way)]
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     if not plans:
         raise min((outcome for outcome in outcomes if not isinstance(outcome, Plan)), key=_sort_key)
     return plans
+
+
+def _ways(planner: Planner, config: PipelineConfig, count: int) -> Iterator[tuple[Planner, PipelineConfig]]:
+    """The planner and the configuration of each way to cut rows into so many chunks."""
+    own = planner.with_chunks(Chunks(count))
+    tapers: Sequence[float] = [config.chunk_taper] if isinstance(config.chunk_taper, float | int) else [0.0]
+    if config.chunk_taper == AUTO and count > 1:
+        # Of the longest rows, whatever M is.
+        tapers = sorted({0.0, own.taper(planner.rows)})
+    for taper in tapers if count > 1 else [0.0]:
+        yield own.with_chunks(Chunks(count, taper)), replace(config, sequence_chunks=count, chunk_taper=taper)
 
 
 def _outcomes(planner: Planner, config: PipelineConfig) -> list[Outcome]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from statistics import fmean
 
 from hf_gpipe.planner.costs import ModelCosts, mean_seconds
-from hf_gpipe.planner.workload import Workload
+from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.workload import Chunks, Workload
 from hf_gpipe.recipe import PipelineConfig
 
 #: "auto" cuts rows into powers of two, at most so many, and no chunk is shorter: with fewer tokens a product wastes a
@@ -25,33 +26,49 @@ def chunk_counts(config: PipelineConfig, tokens: int) -> list[int]:
     return [2**power for power in range(limit.bit_length())]
 
 
-def each_chunk(workload: Workload, most: int, costs_of: Callable[[Workload], ModelCosts]) -> tuple[ModelCosts, ...]:
+def each_chunk(
+    workload: Workload, chunks: Chunks, costs_of: Callable[[Workload], ModelCosts]
+) -> tuple[ModelCosts, ...]:
     """The costs of each chunk of a micro-batch, of one that is not cut its own.
 
     Args:
         workload: the micro-batch.
-        most: into how many chunks its rows are cut, where they have as many tokens.
+        chunks: how its rows are cut.
         costs_of: the costs of a micro-batch or a chunk.
     """
-    chunks = workload.in_chunks(most) if most > 1 else [workload]
-    # A tracer reads off the chunks between these.
-    first = [*{0, len(chunks) - 1, len(chunks) // 2}]
-    found = {number: costs_of(chunks[number]) for number in [*first, *range(len(chunks))]}
-    return tuple(found[number] for number in range(len(chunks)))
+    own = workload.in_chunks(chunks) if chunks.most > 1 else [workload]
+    # A tracer reads off the chunks between these, where all are equally long.
+    first = [*{0, len(own) - 1, len(own) // 2}]
+    found = {number: costs_of(own[number]) for number in [*first, *range(len(own))]}
+    return tuple(found[number] for number in range(len(own)))
+
+
+def taper_of(chunks: Sequence[LayerSums]) -> float:
+    """The taper with which all chunks take as long, from the costs of equal ones: what blocks take grows evenly."""
+    count = len(chunks)
+    blocks = [index for index, layer in enumerate(chunks[0].costs.layers) if layer.kind == "block"]
+    first, last = (
+        sum(one.seconds(index, index + 1, "none").of_micro_batch() for index in blocks)
+        for one in (chunks[0], chunks[-1])
+    )
+    # The middles of the first chunk and of the last take 1 + taper / 2k and 1 + taper (1 - 1 / 2k).
+    middle = 1 / (2 * count)
+    return max(round((last / first - 1) / (1 - middle - last / first * middle), 2), 0.0)
 
 
 def typical(chunks: Sequence[ModelCosts]) -> ModelCosts:
-    """One chunk for all of a row: its bytes are those of the last, which attends to most; its time is the mean."""
-    last = chunks[-1]
+    """One chunk for all of a row: its bytes are those of the one that keeps most; its time is the mean."""
+    # Of equally long ones the last, which attends to most.
+    most = max(reversed(chunks), key=lambda one: sum(layer.plain.saved_bytes for layer in one.layers))
     if len(chunks) == 1:
-        return last
+        return most
     layers = [
         replace(
-            same[-1],
+            layer,
             forward_flops=round(fmean(one.forward_flops for one in same)),
             backward_flops=round(fmean(one.backward_flops for one in same)),
             seconds=mean_seconds(one.seconds for one in same),
         )
-        for same in zip(*(one.layers for one in chunks), strict=True)
+        for layer, *same in zip(most.layers, *(one.layers for one in chunks), strict=True)
     ]
-    return replace(last, layers=tuple(layers), stage_seconds=mean_seconds(one.stage_seconds for one in chunks))
+    return replace(most, layers=tuple(layers), stage_seconds=mean_seconds(one.stage_seconds for one in chunks))

@@ -17,7 +17,7 @@ from hf_gpipe.planner.links import cluster_of, measure_machines, steady
 from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.measure import profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
+from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.world import World
@@ -104,7 +104,7 @@ class Planning:
     def planner(
         self,
         config: PipelineConfig,
-        measured: Mapping[tuple[int, int], Sequence[ModelCosts]] | None = None,
+        measured: Mapping[tuple[int, Chunks], Sequence[ModelCosts]] | None = None,
         *,
         decides: bool = False,
     ) -> Planner:
@@ -112,7 +112,7 @@ class Planning:
 
         Args:
             config: of the pipeline.
-            measured: by the rows of a micro-batch and the chunks of a row, the costs with seconds.
+            measured: by the rows of a micro-batch and how they are cut, the costs with seconds.
             decides: whether equal machines must come to the same, by the device of `device` and links in round numbers.
 
         Raises:
@@ -141,7 +141,7 @@ class Planning:
         limits = tuple(min(limits[first : first + size]) for first in range(0, len(limits), size))
         return min(limits) if max(limits) < ALIKE * min(limits) else limits
 
-    def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, int], Sequence[ModelCosts]]:
+    def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, Chunks], Sequence[ModelCosts]]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
         world = self.world
         mini_batch = world.from_reader(lambda: self.inputs.mini_batch(self.adapter.target_keys))
@@ -153,7 +153,8 @@ class Planning:
         found = {}
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):
             rows = largest_micro_batch(mini_batch.rows, count)
-            for chunks in chunk_counts(config, mini_batch.target_tokens):
+            for count in chunk_counts(config, mini_batch.target_tokens):
+                chunks = Chunks(count, config.chunk_taper if isinstance(config.chunk_taper, float | int) else 0.0)
                 found[rows, chunks] = each_chunk(mini_batch.of_rows(rows), chunks, measured)
         return found
 
@@ -175,6 +176,8 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
         chosen.append(f"num_micro_batches {settings.num_micro_batches}")
     if config.sequence_chunks != settings.sequence_chunks:
         chosen.append(f"sequence_chunks {settings.sequence_chunks}")
+    if config.chunk_taper != settings.chunk_taper:
+        chosen.append(f"chunk_taper {settings.chunk_taper:g}")
     if config.recompute == AUTO:
         entries = settings.recompute
         chosen.append(f"recompute {entries if isinstance(entries, str) else list(entries)}")

@@ -262,7 +262,7 @@ class LayerTracer:
     ) -> Numbers:
         """What `run` gives for these layers as a stage and a micro-batch; it may follow from that of other ones.
 
-        Of the chunks of rows too: each after the first attends to more tokens by as many.
+        Of the chunks of rows too, where they are equally long: each after the first attends to more tokens by as many.
         """
         is_cut = workload.chunks > 1
         key = start, stop, recompute_blocks, replace(workload, chunk=0) if is_cut else replace(workload, rows=1)
@@ -276,7 +276,7 @@ class LayerTracer:
                 return run(stage, one.micro_batch(self.run.adapter))
 
             def can_be_linear() -> bool:
-                return not ((has_head and not is_cut) or workload.is_packed or stage.is_real)
+                return not ((has_head and not is_cut) or workload.is_packed or workload.taper or stage.is_real)
 
             self._by_rows[key] = ByRows(compute, can_be_linear)
         numbers: Numbers = self._by_rows[key](workload.chunk + 1 if is_cut else workload.rows)

@@ -14,7 +14,7 @@ from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
-from hf_gpipe.planner.chunks import each_chunk, typical
+from hf_gpipe.planner.chunks import each_chunk, taper_of, typical
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts, Seconds
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.layers import LayerTracer
@@ -24,7 +24,7 @@ from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, es
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.times import TimeEstimate, time_of
-from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch, sent_share
+from hf_gpipe.planner.workload import Chunks, PlanInputs, largest_micro_batch, sent_share
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.recompute import Recompute
@@ -153,7 +153,7 @@ class Planner:
     """Makes plans for one model, one mini-batch and one kind of device, of which each process may have another amount.
 
     Args:
-        costs_of: rows of a micro-batch and the most chunks of a row -> for each chunk the costs of the model's layers;
+        costs_of: rows of a micro-batch and how they are cut -> for each chunk the costs of the model's layers;
             of rows that are not cut it is one. It is asked once for the same numbers.
         inputs: the shape of a mini-batch, how many are accumulated in a step, and the optimizer. The micro-batches of a
             step run as one table.
@@ -167,7 +167,7 @@ class Planner:
 
     Attributes:
         lighter: by keys of a recipe that have adapters trained in place of all weights, what plans that.
-        chunks: into how many chunks of tokens rows are cut, at most.
+        chunks: how rows are cut into chunks of tokens, at most one a token.
 
     Raises:
         UserError: there is no mini-batch, or the optimizer's state has no known size.
@@ -175,7 +175,7 @@ class Planner:
 
     def __init__(
         self,
-        costs_of: Callable[[int, int], Sequence[ModelCosts]],
+        costs_of: Callable[[int, Chunks], Sequence[ModelCosts]],
         inputs: PlanInputs,
         device: Device,
         memory_bytes: MemoryLimit = None,
@@ -194,8 +194,8 @@ class Planner:
         self._link = device.link if cluster is None else cluster.levels[0]
         self.speeds = speeds
         self.lighter: Mapping[str, Callable[[], Plan]] = {}
-        self.chunks = 1
-        self._sums: dict[tuple[int, int], tuple[LayerSums, Sequence[LayerSums]]] = {}
+        self.chunks = Chunks()
+        self._sums: dict[tuple[int, Chunks], tuple[LayerSums, Sequence[LayerSums]]] = {}
 
     @classmethod
     def of(
@@ -206,7 +206,7 @@ class Planner:
         *,
         loss: Loss = PLAIN,
         as_on_gpu: bool = False,
-        measured: Mapping[tuple[int, int], Sequence[ModelCosts]] | None = None,
+        measured: Mapping[tuple[int, Chunks], Sequence[ModelCosts]] | None = None,
         profile_on: torch.device | None = None,
         memory_bytes: MemoryLimit = None,
         cluster: Cluster | None = None,
@@ -221,7 +221,7 @@ class Planner:
             device: what a process computes on.
             loss: of the micro-batch.
             as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
-            measured: costs with seconds, by the rows of the micro-batch and the chunks of a row.
+            measured: costs with seconds, by the rows of the micro-batch and how they are cut.
             profile_on: where to measure the other layers' seconds; None: they are estimated.
             memory_bytes: the most that a process may use, or one number for each process.
             cluster: the links between the processes.
@@ -240,7 +240,7 @@ class Planner:
         mini_batch = inputs.mini_batch(adapter.target_keys)
         tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, num_ranks=tensor_parallel))
 
-        def costs_of(rows: int, chunks: int) -> Sequence[ModelCosts]:
+        def costs_of(rows: int, chunks: Chunks) -> Sequence[ModelCosts]:
             if measured is not None and (rows, chunks) in measured:
                 return measured[rows, chunks]
             workload = mini_batch.of_rows(rows)
@@ -263,11 +263,15 @@ class Planner:
         other.rows, other.inputs = rows, replace(self.inputs, example=replace(self.inputs.mini_batch(), rows=rows))
         return other
 
-    def with_chunks(self, chunks: int) -> Planner:
+    def with_chunks(self, chunks: Chunks) -> Planner:
         """The same planner for rows that are cut into so many chunks, at most one a token; costs are shared."""
         other = copy.copy(self)
-        other.chunks = min(chunks, self.inputs.mini_batch().target_tokens)
+        other.chunks = chunks._replace(most=min(chunks.most, self.inputs.mini_batch().target_tokens))
         return other
+
+    def taper(self, num_micro_batches: int) -> float:
+        """The taper with which the chunks of one of M micro-batches take as long."""
+        return taper_of(self.with_chunks(self.chunks._replace(taper=0.0))._all_sums(num_micro_batches)[1])
 
     @property
     def num_layers(self) -> int:
@@ -281,7 +285,7 @@ class Planner:
 
     def micro_batches_of_step(self, num_micro_batches: int) -> int:
         """Micro-batches in the table of a step, where a mini-batch is cut into M; each chunk of a row counts."""
-        return self.inputs.accumulation * min(num_micro_batches, self.rows) * self.chunks
+        return self.inputs.accumulation * min(num_micro_batches, self.rows) * self.chunks.most
 
     def costs(self, num_micro_batches: int) -> ModelCosts:
         """The costs of the layers for one of M micro-batches, or for the typical one of its chunks."""
@@ -323,7 +327,7 @@ class Planner:
         name, num_stages, num_processes = settings.schedule, settings.num_stages, settings.num_processes
         num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
         if (given := self.inputs.tables.get(name)) is not None:
-            asked = num_stages, self.inputs.accumulation * settings.num_micro_batches * self.chunks, num_processes
+            asked = num_stages, self.inputs.accumulation * settings.num_micro_batches * self.chunks.most, num_processes
             if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
                 raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
             recompute_under(given, settings.recompute)
@@ -333,7 +337,7 @@ class Planner:
         check_processes(self.memory_bytes, self.speeds, placement)
         of_table = Recompute.parse(settings.recompute, num_stages).of_table
         if name not in ASYNCHRONOUS_SCHEDULES:
-            table = build(name, num_stages, num_micro_batches, placement, of_table, chunks=self.chunks)
+            table = build(name, num_stages, num_micro_batches, placement, of_table, chunks=self.chunks.most)
             return self._with_visits(table, settings)
         steps = [num_micro_batches] * max(4, LONGEST_WINDOW // num_micro_batches)
         return build(name, num_stages, sum(steps), placement, of_table, steps=steps)
@@ -364,7 +368,7 @@ class Planner:
                 f"tensor_parallel is {settings.tensor_parallel}, and the planner has the costs of layers for "
                 f"{self.tensor_parallel}; make another planner"
             )
-        if self.chunks != (other := self.with_chunks(settings.sequence_chunks)).chunks:
+        if self.chunks != (other := self.with_chunks(Chunks(settings.sequence_chunks, settings.chunk_taper))).chunks:
             return other.plan(settings)
         costs, sums = self.costs(settings.num_micro_batches), self.sums(settings.num_micro_batches)
         cut(len(costs.layers), settings.num_stages, settings.partition)

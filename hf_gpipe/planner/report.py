@@ -187,6 +187,8 @@ def overrides(plan: Plan) -> str:
         values["tensor_parallel"] = settings.tensor_parallel
     if settings.cuts_rows:
         values["sequence_chunks"] = settings.sequence_chunks
+        if settings.chunk_taper:
+            values["chunk_taper"] = settings.chunk_taper
     if settings.replicas != 1:
         values["replicas"] = str(_listed(settings.replicas)).replace(" ", "")
     values["zero"] = settings.zero
@@ -257,7 +259,7 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
 
 def _settings(plan: Plan) -> dict[str, Any]:
     names = (
-        *("num_stages", "replicas", "placement", "num_micro_batches", "sequence_chunks"),
+        *("num_stages", "replicas", "placement", "num_micro_batches", "sequence_chunks", "chunk_taper"),
         *("schedule", "recompute", "partition", "num_processes", "offload_weights"),
     )
     inputs = plan.planner.inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -54,6 +54,13 @@ def rows_of_tokens(batch_tokens: int, max_target_tokens: int) -> int:
     return -(-batch_tokens // max_target_tokens)
 
 
+class Chunks(NamedTuple):
+    """How rows are cut: into at most so many chunks, and how much shorter later ones are."""
+
+    most: int = 1
+    taper: float = 0.0
+
+
 @sendable
 @dataclass(frozen=True)
 class Workload:
@@ -66,7 +73,7 @@ class Workload:
         has_padding: whether some row is shorter than the others, so that attention needs a mask.
         is_packed: whether the rows are packed, without padding: the tokens are their mean lengths, rounded up.
         longest_source, longest_target: of packed rows, the tokens of the longest; of others, 0.
-        chunks: into how many chunks of tokens its rows are cut.
+        chunks, taper: into how many chunks of tokens its rows are cut, and how much shorter later ones are.
         chunk: the number of the chunk that is run, where there are several.
 
     Raises:
@@ -81,6 +88,7 @@ class Workload:
     longest_source: int = 0
     longest_target: int = 0
     chunks: int = 1
+    taper: float = 0.0
     chunk: int = 0
 
     def __post_init__(self) -> None:
@@ -175,15 +183,15 @@ class Workload:
         source, target = (min(length, adapter.num_positions.get(stack, length)) for stack, length in stacks)
         return replace(self, source_tokens=source, target_tokens=target)
 
-    def in_chunks(self, most: int) -> Sequence[Workload]:
+    def in_chunks(self, chunks: Chunks) -> Sequence[Workload]:
         """Each chunk of its rows, which have at least one token in each."""
-        count = min(most, self.target_tokens)
-        return [replace(self, chunks=count, chunk=number) for number in range(count)]
+        count = min(chunks.most, self.target_tokens)
+        return [replace(self, chunks=count, taper=chunks.taper, chunk=number) for number in range(count)]
 
     def micro_batch(self, adapter: Adapter) -> MicroBatch:
         """A micro-batch of this shape, or the chunk of it, with one arbitrary token everywhere."""
         whole = MicroBatch.alone(self.inputs(adapter))
-        return in_chunks(whole, self.chunks, adapter)[self.chunk] if self.chunks > 1 else whole
+        return in_chunks(whole, self.chunks, adapter, self.taper)[self.chunk] if self.chunks > 1 else whole
 
     def inputs(self, adapter: Adapter) -> dict[str, torch.Tensor]:
         """The output of `Adapter.prepare` for a micro-batch of this shape: ids, mask, labels of one arbitrary token.

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import COST_STRATEGIES, STRATEGIES
-from hf_gpipe.recipe.section import OR_NULL, Count, OneOf, Positive, Text, section
+from hf_gpipe.recipe.section import OR_NULL, Count, NotNegative, OneOf, Positive, Text, section
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
@@ -123,6 +123,11 @@ class PipelineConfig:
     nothing of earlier tokens but keys and values. Evaluation and generation do not cut rows. 1: rows are whole; auto:
     the planner chooses; or the most tokens of a chunk, such as 4096 tokens, by which the longest rows are cut."""
 
+    chunk_taper: NotNegative | Annotated[str, OneOf((AUTO,))] = 0.0
+    """How much shorter later chunks are. 0: all are equally long, which takes the least memory. R: each chunk takes as
+    long where the last token of a row takes 1 + R times as long as the first, for it attends to more tokens; the first
+    chunk is then the longest, and decides the memory. auto: the planner chooses between 0 and what its costs say."""
+
     offload_weights: Visitors | None = None
     """Weights that stay in the memory of the host and visit the device of their stage for each run of its actions, so
     that a device holds two stages of them and no more: for models larger than all devices together. frozen: those that
@@ -201,6 +206,16 @@ class PipelineConfig:
                     f"sequence_chunks is {self.sequence_chunks!r} and schedule is {self.schedule}, a table of so many "
                     "chunks as it says; give that number as sequence_chunks."
                 )
+        if self.chunk_taper != 0 and not self.cuts_rows:
+            raise UserError(
+                f"chunk_taper is {self.chunk_taper} and sequence_chunks is 1, so rows are whole; give sequence_chunks, "
+                "or leave chunk_taper out."
+            )
+        if self.chunk_taper == AUTO and self.partition == "profile":
+            raise UserError(
+                "chunk_taper is auto and partition is profile, which measures chunks of one length; give a number, "
+                "such as 0, or partition auto."
+            )
         if self.cuts_rows and self.schedule in ASYNCHRONOUS_SCHEDULES:
             raise UserError(
                 f"sequence_chunks is {self.sequence_chunks} and schedule is {self.schedule}, which has no order for "
@@ -352,7 +367,7 @@ class PipelineConfig:
     @property
     def is_decided(self) -> bool:
         """Whether nothing is left to the planner."""
-        open_values = AUTO in (self.num_micro_batches, self.schedule, self.recompute)
+        open_values = AUTO in (self.num_micro_batches, self.schedule, self.recompute, self.chunk_taper)
         open_values = open_values or isinstance(self.sequence_chunks, str)
         return not (open_values or self.not_given or self.is_cut_by_cost or self.is_mesh_open)
 
@@ -521,6 +536,7 @@ class DecidedConfig(PipelineConfig):
     partition: Annotated[tuple[Count, ...], _Listed]
     num_processes: Count
     sequence_chunks: Count = 1
+    chunk_taper: NotNegative = 0.0
 
     def replaced(self, **values: Any) -> PipelineConfig:
         """A copy with `values`, which may leave something to the planner again."""

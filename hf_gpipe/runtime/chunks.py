@@ -2,13 +2,14 @@
 
 One long row then fills the pipeline as many micro-batches would, and a stage keeps the activations of a chunk in place
 of those of the row (TeraPipe, arXiv 2102.07988; Seq1F1B, arXiv 2406.03488; SlimPipe, arXiv 2504.14519). The chunks are
-equally long: borders of equal time would make the first chunk the longest, and it decides the memory.
+equally long, or later ones are shorter, for their tokens attend to more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import sqrt
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,20 @@ def num_chunks(inputs: Sequence[Inputs], most: int) -> int:
     return most if most == 1 else min(most, *(one["input_ids"].shape[1] for one in inputs))
 
 
-def cut(inputs: Inputs, count: int, adapter: Adapter) -> list[tuple[int, dict[str, torch.Tensor]]]:
+def borders_of(length: int, count: int, taper: float) -> list[int]:
+    """The first token of each of `count` chunks, and the end of the row: each chunk takes as long, at least one token.
+
+    The token at the share x of the row takes 1 + taper x, so the tokens before it take x + taper x^2 / 2.
+    """
+    borders = [0]
+    for place in range(1, count):
+        done = (1 + taper / 2) * place / count
+        share = 2 * done / (1 + sqrt(1 + 2 * taper * done))
+        borders.append(min(max(round(length * share), borders[-1] + 1), length - (count - place)))
+    return [*borders, length]
+
+
+def cut(inputs: Inputs, count: int, adapter: Adapter, taper: float) -> list[tuple[int, dict[str, torch.Tensor]]]:
     """Cut prepared inputs on the CPU; returns the first token and the inputs of each chunk.
 
     A chunk has the targets of its own tokens, as `shift_labels`, and the mask of all tokens up to its last one, which
@@ -82,9 +96,8 @@ def cut(inputs: Inputs, count: int, adapter: Adapter) -> list[tuple[int, dict[st
     if not adapter.padding_predicts_in_chunks:
         _check_padding(mask, of_tokens["shift_labels"])
     documents = getattr(mask, "documents", None)
-    borders = [round(ids.shape[1] * place / count) for place in range(count + 1)]
     parts = []
-    for start, stop in pairwise(borders):
+    for start, stop in pairwise(borders_of(ids.shape[1], count, taper)):
         own = {name: tensor[:, start:stop] for name, tensor in of_tokens.items()}
         of_chunk = None if documents is None else documents.of_chunk(start, stop)
         parts.append((start, {**own, "attention_mask": KnownMask.of(mask[:, :stop], of_chunk)}))

@@ -193,6 +193,7 @@ def make_micro_batches(
     packing: bool = False,
     is_compiled: bool = False,
     sequence_chunks: int = 1,
+    chunk_taper: float = 0.0,
     loss: Loss = PLAIN,
 ) -> list[MicroBatch]:
     """The micro-batches of one step: of one mini-batch, or of several whose gradients are accumulated.
@@ -209,6 +210,7 @@ def make_micro_batches(
         is_compiled: whether the blocks are compiled by torch.compile.
         sequence_chunks: into how many chunks of tokens rows are cut, each a micro-batch of the table; fewer where a
             micro-batch has fewer tokens in a row.
+        chunk_taper: how much shorter later chunks are.
         loss: says how many units there are, and which rows stay together.
 
     Raises:
@@ -268,11 +270,11 @@ def make_micro_batches(
     chunks = num_chunks(inputs, sequence_chunks)
     if chunks == 1:
         return whole
-    of_chunks = (chunk for one in whole for chunk in in_chunks(one, chunks, adapter))
+    of_chunks = (chunk for one in whole for chunk in in_chunks(one, chunks, adapter, chunk_taper))
     return [replace(chunk, index=first + number) for number, chunk in enumerate(of_chunks)]
 
 
-def in_chunks(whole: MicroBatch, count: int, adapter: Adapter) -> list[MicroBatch]:
+def in_chunks(whole: MicroBatch, count: int, adapter: Adapter, taper: float = 0.0) -> list[MicroBatch]:
     """The chunks of a micro-batch in place of it, all with its index. A chunk's seeds depend on its number too."""
     length = whole.inputs["input_ids"].shape[1]
     return [
@@ -283,7 +285,7 @@ def in_chunks(whole: MicroBatch, count: int, adapter: Adapter) -> list[MicroBatc
             row_seeds=tuple(mix(row, number) for row in whole.row_seeds),
             chunk=Chunk(whole.index, start, length, count),
         )
-        for number, (start, part) in enumerate(cut(whole.inputs, count, adapter))
+        for number, (start, part) in enumerate(cut(whole.inputs, count, adapter, taper))
     ]
 
 

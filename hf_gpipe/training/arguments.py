@@ -78,6 +78,7 @@ class PipelineTrainingArguments(TrainingArguments):
     zero: int = _decided("zero")
     tensor_parallel: int = _decided("tensor_parallel")
     sequence_chunks: int | str = _decided("sequence_chunks")
+    chunk_taper: float | str = _decided("chunk_taper")
     offload_weights: str | None = _key(PipelineConfig, "offload_weights")
     boundary_dtype: str | None = _key(PipelineConfig, "boundary_dtype")
     timeline_steps: int | None = _key(TrainingSection, "timeline_steps")
@@ -213,7 +214,8 @@ class PipelineTrainingArguments(TrainingArguments):
         """The pipeline that these arguments ask for."""
         same_name = (
             *("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "memory", "replicas", "zero"),
-            *("tensor_parallel", "sequence_chunks", "offload_weights", "boundary_dtype", "torch_compile"),
+            *("tensor_parallel", "sequence_chunks", "chunk_taper", "offload_weights", "boundary_dtype"),
+            "torch_compile",
         )
         given = {name: getattr(self, name) for name in same_name}
         if self.is_checkpointing and given["recompute"] is None:

@@ -53,7 +53,7 @@ def _recomputes(pipe: Pipeline) -> tuple[Any, ...]:
 #: The arguments that a given Pipeline decides. tests/training/test_given.py has all others, with none left out.
 COMPARED: dict[str, Values] = {
     **{name: _field(name) for name in ("num_stages", "num_micro_batches", "schedule", "recompute", "replicas")},
-    **{name: _field(name) for name in ("zero", "tensor_parallel", "sequence_chunks", "offload_weights")},
+    **{name: _field(name) for name in ("zero", "tensor_parallel", "sequence_chunks", "chunk_taper", "offload_weights")},
     **{name: _field(name) for name in ("boundary_dtype", "torch_compile")},
     "partition": _partition,
     "memory": lambda pipe: (pipe.config.memory_bytes,),

@@ -20,7 +20,7 @@ from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.workload import PlanInputs, Workload
+from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def profile(case: Case) -> Sequence[ModelCosts]:
             make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
         )
 
-    return each_chunk(case.workload, case.sequence_chunks, costs_of)
+    return each_chunk(case.workload, Chunks(case.sequence_chunks), costs_of)
 
 
 def planned(measured: Sequence[Sequence[ModelCosts]], case: Case, device: Device, **options: Any) -> Plan:

@@ -39,7 +39,7 @@ class Case:
         dropout: of every kind that the configuration has; then a pipeline of one stage is the reference.
         frozen: seed of what is not trained; None: everything is.
         lora: whether adapters are trained.
-        sequence_chunks: as of `Pipeline`; 1 of a random table.
+        sequence_chunks, chunk_taper: as of `Pipeline`; a random table cuts no rows.
         extras: whether the mini-batches have position_ids that leave padding out, or for a decoder with an encoder a
             mask of its own.
     """
@@ -64,6 +64,7 @@ class Case:
     lora: bool = False
     extras: bool = False
     sequence_chunks: int = 1
+    chunk_taper: float = 0.0
 
     def __str__(self) -> str:
         """What is not plain, in one line."""
@@ -77,11 +78,14 @@ class Case:
         for name in self.changes:
             yield replace(self, changes={key: value for key, value in self.changes.items() if key != name})
         plain = Case(0, 0, "")
+        if self.chunk_taper:
+            yield replace(self, chunk_taper=0.0)
         apart = ("seed", "number", "family", "changes", "num_stages", "num_micro_batches", "rows")
         for name in reversed([one.name for one in fields(self) if one.name not in apart]):
             if getattr(self, name) != getattr(plain, name):
                 is_list = name == "schedule" and isinstance(self.recompute, tuple)
-                yield replace(self, **{name: getattr(plain, name)} | ({"recompute": "none"} if is_list else {}))
+                also = {"recompute": "none"} if is_list else {"chunk_taper": 0.0} if name == "sequence_chunks" else {}
+                yield replace(self, **{name: getattr(plain, name)} | also)
         if len(self.rows) > 1:
             yield replace(self, rows=self.rows[:1])
         if self.rows[0] > 1:
@@ -110,6 +114,7 @@ def draw(seed: int, number: int, names: tuple[str, ...]) -> tuple[Case, Random]:
     elif recompute == "list":
         recompute = tuple(rng.choice(["none", "block", "stage", 1, 2]) for _ in range(num_stages))
     packing = rng.random() < 0.2
+    sequence_chunks = rng.choice([1, 1, 1, 2, 3, 5]) if schedule != "table" else 1
     return (
         Case(
             seed,
@@ -130,7 +135,8 @@ def draw(seed: int, number: int, names: tuple[str, ...]) -> tuple[Case, Random]:
             frozen=rng.randrange(1000) if rng.random() < 0.15 else None,
             lora=rng.random() < 0.1,
             extras=rng.random() < 0.15,
-            sequence_chunks=rng.choice([1, 1, 1, 2, 3, 5]) if schedule != "table" else 1,
+            sequence_chunks=sequence_chunks,
+            chunk_taper=rng.choice([0.0, 2.0]) if sequence_chunks > 1 else 0.0,
         ),
         rng,
     )
@@ -151,6 +157,7 @@ def in_chunks(names: tuple[str, ...]) -> Iterator[Case]:
                 ("right", "none", "right", "left", "right"),
                 ("sdpa", "eager"),
                 (False, False, False, False, True, False, False),
+                (0.0, 2.0, 0.0),
             )
         ),
         strict=False,
@@ -160,7 +167,7 @@ def in_chunks(names: tuple[str, ...]) -> Iterator[Case]:
     for number, (family, num_stages, chunks, is_v_shaped) in enumerate(grid):
         if is_v_shaped and num_stages != 2:
             continue
-        schedule, recompute, padding, attention, packing = next(options)
+        schedule, recompute, padding, attention, packing, taper = next(options)
         yield Case(
             0,
             number,
@@ -173,6 +180,7 @@ def in_chunks(names: tuple[str, ...]) -> Iterator[Case]:
             padding="right" if packing or attention == "eager" else padding,
             packing=packing,
             sequence_chunks=chunks,
+            chunk_taper=taper if chunks > 1 else 0.0,
         )
 
 

@@ -310,6 +310,7 @@ def _pipeline(case: Case, model: PreTrainedModel, folder: Path) -> Pipeline:
         packing=case.packing,
         accumulation=len(case.rows),
         sequence_chunks=case.sequence_chunks,
+        chunk_taper=case.chunk_taper,
         **options,
     )
 

@@ -14,11 +14,12 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.commands.plan import main
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.choose import best_plan
-from hf_gpipe.planner.chunks import chunk_counts, each_chunk
+from hf_gpipe.planner.chunks import chunk_counts, each_chunk, taper_of
 from hf_gpipe.planner.costs import ModelCosts, Seconds
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.workload import PlanInputs, Workload
+from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.schedule import Costs, build, simulate
 from hf_gpipe.schedule.kinds import Held
@@ -41,7 +42,7 @@ def long_llama() -> Any:
 def test_the_arithmetic_of_whole_rows() -> None:
     """All products are those of the row, on a GPU half of the attention: kernels leave out what the mask hides."""
     tracer, row = LayerTracer(long_llama(), as_on_gpu=True), Workload(1, TOKENS, TOKENS, has_padding=False)
-    whole, chunks = tracer.costs(row), each_chunk(row, 8, tracer.costs)
+    whole, chunks = tracer.costs(row), each_chunk(row, Chunks(8), tracer.costs)
     attention = 4 * TOKENS**2 * 4 * tracer.run.adapter.config.head_dim
     padded = tracer.costs(Workload(2, TOKENS, TOKENS))
     for index, layer in enumerate(whole.layers):
@@ -55,16 +56,44 @@ def test_the_arithmetic_of_whole_rows() -> None:
 def test_chunks_between_those_that_were_traced() -> None:
     """They are read off, and are what a tracer finds that has traced no other."""
     row = Workload(1, TOKENS, TOKENS, has_padding=False)
-    found = each_chunk(row, 8, LayerTracer(long_llama()).costs)
+    found = each_chunk(row, Chunks(8), LayerTracer(long_llama()).costs)
     for number in (0, 3, 5, 7):
-        assert found[number] == LayerTracer(long_llama()).costs(row.in_chunks(8)[number])
+        assert found[number] == LayerTracer(long_llama()).costs(row.in_chunks(Chunks(8))[number])
+
+
+def test_with_its_taper_every_chunk_takes_as_long() -> None:
+    """Tokens that attend to more are in shorter chunks; equal chunks say how much more they take."""
+    tracer, row = LayerTracer(long_llama(), as_on_gpu=True), Workload(1, 2048, 2048, has_padding=False)
+
+    def of_chunks(taper: float) -> list[LayerSums]:
+        return [LayerSums(costs, DEVICE) for costs in each_chunk(row, Chunks(4, taper), tracer.costs)]
+
+    equal, taper = of_chunks(0.0), taper_of(of_chunks(0.0))
+    assert taper > 1
+    assert taper_of(of_chunks(taper)) < 0.05
+    # All tokens of a chunk take about as long as its middle one.
+    first, *_, last = (sums.seconds(1, 2, "none").of_micro_batch() for sums in of_chunks(taper))
+    assert last == pytest.approx(first, rel=0.05)
+    assert sum(sums.forward_flops(0, 3) for sums in equal) == sum(sums.forward_flops(0, 3) for sums in of_chunks(taper))
+
+
+def test_later_chunks_are_shorter_where_memory_allows() -> None:
+    row = Workload(1, 4096, 4096, has_padding=False)
+    within = Planner.of(long_llama(), PlanInputs(row, "sgd"), DEVICE, as_on_gpu=True)
+    config = PipelineConfig(2, 1, "1f1b", "stage", (3, 3), num_processes=2, sequence_chunks=8)
+    even, tapered = (best_plan(within, replace(config, chunk_taper=taper)) for taper in (0.0, "auto"))
+    assert tapered.settings.chunk_taper > 1
+    assert tapered.step_seconds < even.step_seconds
+    assert tapered.peak_bytes > even.peak_bytes
+    least = best_plan(within.within(even.peak_bytes), replace(config, chunk_taper="auto"))
+    assert (least.settings.chunk_taper, least.step_seconds) == (0.0, even.step_seconds)
 
 
 @pytest.mark.parametrize("as_on_gpu", [False, True])
 def test_keys_and_values_are_of_the_row_and_graphs_of_a_chunk(as_on_gpu: bool) -> None:
     adapter = long_llama()
     tracer, row = LayerTracer(adapter, as_on_gpu=as_on_gpu), Workload(1, TOKENS, TOKENS, has_padding=False)
-    whole, chunks = tracer.costs(row), each_chunk(row, 4, tracer.costs)
+    whole, chunks = tracer.costs(row), each_chunk(row, Chunks(4), tracer.costs)
     config, block = adapter.config, 1
     width = config.head_dim * config.num_key_value_heads
     for costs in chunks:
@@ -100,11 +129,11 @@ def test_what_is_held_of_a_row() -> None:
 def planner(rows: int, tokens: int, call_seconds: float = 0.0) -> Planner:
     """Of four blocks whose forward takes as many seconds as a chunk has tokens."""
 
-    def costs_of(count: int, chunks: int) -> list[ModelCosts]:
-        one = blocks(4, boundary=0, saved=count * tokens // chunks)
-        took = Seconds(*(count * tokens / chunks * factor + call_seconds for factor in (1, 1, 2)))
+    def costs_of(count: int, chunks: Chunks) -> list[ModelCosts]:
+        one = blocks(4, boundary=0, saved=count * tokens // chunks.most)
+        took = Seconds(*(count * tokens / chunks.most * factor + call_seconds for factor in (1, 1, 2)))
         layers = tuple(replace(layer, seconds=took) for layer in one.layers)
-        return [replace(one, layers=layers)] * chunks
+        return [replace(one, layers=layers)] * chunks.most
 
     return Planner(costs_of, PlanInputs(Workload(rows, tokens, tokens), "sgd"), DEVICE)
 

@@ -65,6 +65,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "zero": (WITH_REPLICAS, 0, 1),
     "tensor_parallel": (DIVIDED, 1, 2),
     "sequence_chunks": ({"sequence_chunks": 3, "schedule": "1f1b"}, 2, 3),
+    "chunk_taper": ({"sequence_chunks": 3, "chunk_taper": 0.5, "schedule": "1f1b"}, 0.0, 0.5),
     "offload_weights": (VISITING, "frozen", "all"),
     "boundary_dtype": ({"boundary_dtype": "bfloat16"}, "float16", "bfloat16"),
     "torch_compile": ({}, True, False),
