@@ -214,5 +214,5 @@ def test_what_does_not_go_together_is_an_error() -> None:
         (name,) = options
         with pytest.raises(UserError, match=rf"^tensor_parallel is 2 and {name} is "):
             PipelineConfig(2, tensor_parallel=2, **options)
-    with pytest.raises(UserError, match="tensor_parallel is 2 and 1 processes are running; start a multiple of 2"):
+    with pytest.raises(UserError, match="tensor_parallel is 2 and there are 1 processes; start a multiple of 2"):
         Pipeline(config_of("llama"), 1, 1, tensor_parallel=2)

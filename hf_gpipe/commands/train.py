@@ -183,7 +183,7 @@ def _num_workers(recipe: Recipe) -> int:
             )
         return started
     if pipeline.devices is not None:
-        num_devices = len(pipeline.devices) // pipeline.tensor_parallel
+        num_devices = pipeline.workers_among(len(pipeline.devices))
         return asked or (num_devices if pipeline.is_mesh_open else min(pipeline.processes, num_devices))
     if pipeline.device == "cpu" or not torch.cuda.is_available():
         if pipeline.processes > _MOST_PROCESSES:
@@ -192,10 +192,16 @@ def _num_workers(recipe: Recipe) -> int:
                 f"{_MOST_PROCESSES} are started on one machine; give fewer, or fewer pipeline.num_stages"
             )
         return pipeline.processes
-    num_gpus = torch.cuda.device_count() // pipeline.tensor_parallel
+    size, num_gpus = pipeline.tensor_parallel, torch.cuda.device_count()
+    if num_gpus < size:
+        raise RecipeError(
+            f"pipeline.tensor_parallel is {size} and this machine has {num_gpus} GPUs; use at most as many, a launcher "
+            "on several machines, or pipeline.device=cpu"
+        )
+    num_gpus //= size
     if asked is not None and asked > num_gpus:
         raise RecipeError(
-            f"pipeline.num_processes is {asked} and this machine has {num_gpus} GPUs, one for each process at most; "
+            f"pipeline.num_processes is {asked} and this machine has {num_gpus * size} GPUs, of which each takes {size}; "
             f"use {num_gpus} or fewer (several stages share a process), or pipeline.device=cpu"
         )
     return asked or (num_gpus if pipeline.is_mesh_open else min(pipeline.processes, num_gpus))

@@ -421,7 +421,7 @@ class PipelineConfig:
         """
         if num_processes % self.tensor_parallel:
             raise UserError(
-                f"tensor_parallel is {self.tensor_parallel} and {num_processes} processes are running; start a "
+                f"tensor_parallel is {self.tensor_parallel} and there are {num_processes} processes; start a "
                 f"multiple of {self.tensor_parallel}, for so many share each stage."
             )
         return num_processes // self.tensor_parallel

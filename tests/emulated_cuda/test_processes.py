@@ -39,6 +39,13 @@ def blocking_way(num_processes: int, schedule: str) -> dict[str, Any]:
     return {"num_stages": num_stages, "num_micro_batches": 4, "schedule": schedule, "recompute": "stage"}
 
 
+@pytest.mark.parametrize(("family", "blocks"), [("llama", False), ("marian", True)])
+def test_two_stages_whose_layers_are_divided(family: str, blocks: bool) -> None:
+    way = {"num_stages": 2, "num_micro_batches": 4, "tensor_parallel": 2}
+    ways = [{"schedule": "1f1b", "recompute": "block"}, {"schedule": "zb_h1", "recompute": "stage"}]
+    compare(4, family, "cuda", [way | own for own in ways], blocks=blocks)
+
+
 def test_replicas_of_one_stage() -> None:
     compare(2, "marian", "cuda", [{"num_stages": 1, "num_micro_batches": 3, "replicas": 2}])
 
