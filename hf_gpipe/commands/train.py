@@ -201,7 +201,7 @@ def _num_workers(recipe: Recipe) -> int:
     num_gpus //= size
     if asked is not None and asked > num_gpus:
         raise RecipeError(
-            f"pipeline.num_processes is {asked} and this machine has {num_gpus * size} GPUs, of which each takes {size}; "
+            f"pipeline.num_processes is {asked} and this machine has {num_gpus * size} GPUs; each takes {size}: "
             f"use {num_gpus} or fewer (several stages share a process), or pipeline.device=cpu"
         )
     return asked or (num_gpus if pipeline.is_mesh_open else min(pipeline.processes, num_gpus))
