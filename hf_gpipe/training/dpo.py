@@ -128,19 +128,16 @@ class PipelineDPOTrainer(PairTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
-        args = args if args is not None else PipelineDPOConfig()
         if ref_model is not None and isinstance(args, PipelineDPOConfig) and args.make_loss().reference_free:
             raise UserError(
                 f"ref_model is given, and loss_type={args.loss_type!r}"
                 f"{' with reference_free=True' * args.reference_free} reads no reference; leave it out"
             )
-        options = {"quantization_config": quantization_config, "peft_config": peft_config}
         super().__init__(
             *(model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks),
-            optimizers,
-            options,
+            *(optimizers, quantization_config, peft_config),
         )
-        pipe = self.pipe
+        pipe, args = self.pipe, self.args
         self._precomputes = pipe.loss.needs_reference and (
             args.precompute_ref_log_probs or ref_model is not None or not pipe.has_new_adapters
         )

@@ -62,7 +62,7 @@ class PairArguments(PipelineTrainingArguments, ABC):
 
 
 class PairTrainer(PipelineTrainer, ABC):
-    """A trainer whose loss is of pairs. The arguments are those of its subclasses; `options` are of `pipeline_of`."""
+    """A trainer whose loss is of pairs; its subclasses explain the arguments."""
 
     args: PairArguments
     #: The class of its arguments, and that of its examples.
@@ -72,16 +72,18 @@ class PairTrainer(PipelineTrainer, ABC):
     def __init__(
         self,
         model: Pipeline | ModelSource,
-        args: Any,
-        data_collator: Callable[[list[Any]], Batch] | None,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: PreTrainedTokenizerBase | None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None,
-        callbacks: list[TrainerCallback | type[TrainerCallback]] | None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None],
-        options: Mapping[str, Any],
+        args: Any = None,
+        data_collator: Callable[[list[Any]], Batch] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
     ) -> None:
+        args = args if args is not None else self._arguments()
         name = type(self).__name__
         if not isinstance(args, self._arguments):
             raise UserError(f"args is a {type(args).__name__}; {name} needs a {self._arguments.__name__}")
@@ -100,9 +102,10 @@ class PairTrainer(PipelineTrainer, ABC):
                 raise UserError("processing_class is None; give the tokenizer, whose padding token fills shorter rows")
 
         world.from_reader(prepare, takes_long=True)
+        options = {"quantization_config": quantization_config, "peft_config": peft_config}
         if not isinstance(model, Pipeline):
             model, others = self._as_source(model)
-            options = {"loss": args.make_loss(), **options, **others}
+            options |= {"loss": args.make_loss(), **others}
         pipe = pipeline_of(model, args, lambda: _example(datasets.get("train"), args), world=world, **options)
         if pipe.loss != (asked := args.make_loss()):
             raise UserError(

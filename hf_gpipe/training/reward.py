@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import EvalPrediction, PreTrainedConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters.classifiers import as_classifier, change, classifier_of
 from hf_gpipe.checkpoint.configuration import read_config
@@ -18,7 +16,6 @@ from hf_gpipe.data.rewards import RewardCollator, RewardExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.training.arguments import argument
-from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.pairs import PairArguments, PairTrainer
 from hf_gpipe.training.reward_loss import RewardLoss
 
@@ -71,28 +68,6 @@ class PipelineRewardTrainer(PairTrainer):
     _collated_columns = ("chosen_ids", "rejected_ids", "margin")
     _arguments, _class_of_examples = PipelineRewardConfig, RewardExamples
     args: PipelineRewardConfig
-
-    def __init__(
-        self,
-        model: Pipeline | ModelSource,
-        args: PipelineRewardConfig | None = None,
-        data_collator: Callable[[list[Any]], Batch] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-    ) -> None:
-        args = args if args is not None else PipelineRewardConfig()
-        options = {"quantization_config": quantization_config, "peft_config": peft_config}
-        super().__init__(
-            *(model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks),
-            optimizers,
-            options,
-        )
 
     def _as_source(self, model: ModelSource) -> tuple[ModelSource, dict[str, Any]]:
         padding = None if self._tokenizer is None else RewardCollator.for_tokenizer(self._tokenizer).pad_token_id
