@@ -32,6 +32,7 @@ def check_division(adapter: Adapter, size: int, loss: Loss) -> None:
         "quantization_config quantises its layers": adapter.quantisation is not None,
         "functions of its modules were replaced": bool(adapter.patches),
         "the loss reads hidden states": Reads.HIDDEN in loss.reads,
+        "the loss reads what a teacher computes": Reads.TEACHER in loss.reads,
     }
     for what, is_so in others.items():
         if is_so:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,9 +18,9 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model import tensor_parallel
 from hf_gpipe.model.exactness import exact_clone
-from hf_gpipe.model.tensor_parallel import divided_step, verify_division
+from hf_gpipe.model.tensor_parallel import check_division, divided_step, verify_division
 from hf_gpipe.runtime.emulated_ranks import EmulatedRanks, emulate
-from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.loss import Reads, TokenLoss
 from hf_gpipe.runtime.token_metrics import TokenMetrics
 
 FAMILIES = (
@@ -64,6 +64,18 @@ def test_what_cannot_be_divided_is_an_error_with_the_name() -> None:
         verify_division(adapter_of(packed), 4)
     with pytest.raises(UnsupportedModelError, match=r"'deepseek_v3' cannot be divided: no rule divides its layer"):
         verify_division(adapter_of(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=2)), 2)
+
+
+@dataclass(frozen=True)
+class _OfTeacher(TokenLoss):
+    reads = Reads.TOKENS | Reads.TEACHER
+
+
+def test_a_loss_that_parts_of_the_vocabulary_cannot_give_is_an_error() -> None:
+    config = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    check_division(adapter_of(config), 2, TokenLoss())
+    with pytest.raises(UserError, match="tensor_parallel is 2 and the loss reads what a teacher computes"):
+        check_division(adapter_of(config), 2, _OfTeacher())
 
 
 def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -> None:
