@@ -92,7 +92,21 @@ class LoraSection:
         return self.r is not None or self.path is not None
 
 
-LossType = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "cpo", "simpo", "orpo"]
+LossType = Literal[
+    "sigmoid",
+    "robust",
+    "hinge",
+    "ipo",
+    "sigmoid_norm",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "cpo",
+    "simpo",
+    "orpo",
+]
 LOSS_TYPES: tuple[str, ...] = get_args(LossType)
 #: Of these the ones that need no reference, those that label smoothing changes, and those that other keys are for.
 WITHOUT_REFERENCE = ("cpo", "simpo", "orpo")
@@ -108,8 +122,8 @@ class PreferencesSection:
     """How far the model may go from the reference, the model before its training; larger: less far."""
 
     loss_type: Annotated[LossType, PREFERENCES] = "sigmoid"
-    """Loss of a pair. sigmoid: DPO; robust, hinge, ipo and sigmoid_norm: its variants of these names. cpo, simpo and
-    orpo need no reference."""
+    """Loss of a pair. sigmoid: DPO; robust, hinge, ipo, sigmoid_norm, nca_pair, bco_pair, sppo_hard, apo_zero and
+    apo_down: its variants of these names. cpo, simpo and orpo need no reference."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), PREFERENCES] = 0.0
     """Probability that the two answers of a pair are exchanged, for sigmoid (conservative DPO), robust, cpo and

@@ -41,7 +41,9 @@ class PipelineDPOConfig(PairArguments):
     learning_rate: float = argument(1e-6, "Peak learning rate.")
     beta: float = argument(0.1, "How far the model may go from the reference; larger: less far.")
     loss_type: str = argument(
-        "sigmoid", "sigmoid, robust, hinge, ipo or sigmoid_norm; without a reference cpo, simpo or orpo."
+        "sigmoid",
+        "sigmoid, robust, hinge, ipo, sigmoid_norm, nca_pair, bco_pair, sppo_hard, apo_zero or apo_down; without a "
+        "reference cpo, simpo or orpo.",
     )
     label_smoothing: float = argument(
         0.0, "Probability that the two answers of a pair are exchanged; sigmoid, robust, cpo and simpo."

@@ -68,10 +68,14 @@ class PreferenceLoss(PairLoss):
         loss_type: "sigmoid": -(1 - e) log s(beta m) - e log s(-beta m), which is DPO for e = 0 and conservative DPO
             otherwise; "robust": the same with + e, divided by 1 - 2 e (arXiv 2403.00409); "hinge": max(0, 1 - beta m)
             (arXiv 2305.10425); "ipo": (m - 1 / (2 beta)) ** 2 with log-ratios per token (arXiv 2310.12036);
-            "sigmoid_norm": -log s(beta m) with log-ratios per token. Without a reference: "cpo": that of "sigmoid"
-            (arXiv 2401.08417); "simpo": that of "sigmoid" of m - simpo_gamma / beta, per token (arXiv 2405.14734);
-            "orpo": -beta log s(the logarithm of the ratio of the odds p / (1 - p)), per token, with the cross-entropy
-            of the chosen answer (arXiv 2403.07691, equation 6).
+            "sigmoid_norm": -log s(beta m) with log-ratios per token. With the log-ratios c and r of the two answers,
+            times beta: "nca_pair": -log s(c) - (log s(-c) + log s(-r)) / 2 (arXiv 2402.05369); "bco_pair": -log s(c)
+            - log s(-r) (arXiv 2404.04656); "sppo_hard": ((c - 1/2) ** 2 + (r + 1/2) ** 2) / beta ** 2 (arXiv
+            2405.00675); "apo_zero": 1 - s(c) + s(r), and "apo_down": s(c) + 1 - s(c - r) (arXiv 2408.06266).
+            Without a reference: "cpo": that of "sigmoid" (arXiv 2401.08417); "simpo": that of "sigmoid" of
+            m - simpo_gamma / beta, per token (arXiv 2405.14734); "orpo": -beta log s(the logarithm of the
+            ratio of the odds p / (1 - p)), per token, with the cross-entropy of the chosen answer (arXiv 2403.07691,
+            equation 6).
         label_smoothing: the probability that the two answers of a pair are exchanged, at least 0 and below 0.5.
         reference_free: whether the reference is left out, as if all its log-probabilities were 0.
         simpo_gamma: the margin that "simpo" wants between the two answers.
@@ -157,7 +161,17 @@ class PreferenceLoss(PairLoss):
             return -self.beta * F.logsigmoid(odds[0] - odds[1])
         if self.loss_type == "ipo":
             return (margin - 1 / (2 * self.beta)) ** 2
-        scaled = self.beta * margin
+        scaled, c, r = self.beta * margin, self.beta * chosen, self.beta * rejected
+        if self.loss_type == "nca_pair":
+            return -F.logsigmoid(c) - (F.logsigmoid(-c) + F.logsigmoid(-r)) / 2
+        if self.loss_type == "bco_pair":
+            return -F.logsigmoid(c) - F.logsigmoid(-r)
+        if self.loss_type == "sppo_hard":
+            return ((c - 0.5) ** 2 + (r + 0.5) ** 2) / self.beta**2
+        if self.loss_type == "apo_zero":
+            return 1 - torch.sigmoid(c) + torch.sigmoid(r)
+        if self.loss_type == "apo_down":
+            return torch.sigmoid(c) + 1 - torch.sigmoid(scaled)
         if self.loss_type == "simpo":
             scaled = scaled - (_SIMPO_GAMMA if self.simpo_gamma is None else self.simpo_gamma)
         if self.loss_type == "hinge":

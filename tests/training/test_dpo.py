@@ -254,6 +254,11 @@ def test_the_formulas_of_every_loss() -> None:
         ("hinge", 0.0, 0.0),
         ("ipo", 0.0, (0.5 + 0.25 - 1) ** 2),
         ("sigmoid_norm", 0.0, -float(F.logsigmoid(torch.tensor(0.375)))),
+        ("nca_pair", 0.0, 0.4740769841801067 + (0.9740769841801067 + 0.4740769841801067) / 2),
+        ("bco_pair", 0.0, 2 * 0.4740769841801067),
+        ("sppo_hard", 0.0, 0.0),
+        ("apo_zero", 0.0, 1 - 0.6224593312018546 + 0.3775406687981454),
+        ("apo_down", 0.0, 0.6224593312018546 + 1 - 0.7310585786300049),
     ):
         loss = PreferenceLoss(0.5, loss_type, smoothing)
         assert float(loss.of_units(LossInputs(inputs, 1, token_losses=losses))) == pytest.approx(expected, rel=1e-6), (
