@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model.chunks import verify_chunks
-from hf_gpipe.model.exactness import CloneError, compare
+from hf_gpipe.model.exactness import CloneError, compare, turn_randomness_off
 from hf_gpipe.model.tensor_parallel import verify_division
 from hf_gpipe.runtime.chunks import check_chunks
 
@@ -127,9 +128,10 @@ def examine(name: str, model_class: str) -> Row:
 
 def _verified(check: Callable[[TextAdapter], None], config: PreTrainedConfig) -> str:
     """What the report says of a family and an option; nothing where a tiny clone is not exact with it."""
-    adapter = adapter_for(tiny_config(config))
+    tiny = tiny_config(config)
+    turn_randomness_off(tiny)
     try:
-        check(adapter)
+        check(adapter_for(tiny))
     except UserError:
         return ""
     return "yes"
@@ -158,9 +160,12 @@ def write_report(rows: Sequence[Row]) -> None:
     groups = {verdict: [row for row in rows if row.verdict == verdict] for verdict in _TITLES}
     counts = ", ".join(f"{len(groups[verdict])} {verdict}" for verdict in _TITLES)
     yes = [sum(bool(row.options[number]) for row in groups["exact"]) for number in range(len(_OPTIONS))]
-    counts += "; of the exact ones " + ", ".join(map("{} {}".format, yes, _OPTIONS))
+    counts += "; of the exact ones " + ", ".join(
+        f"{count} {option!r}" for count, option in zip(yes, _OPTIONS, strict=True)
+    )
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    lines = ["# Families", "", f"{versions}: {len(rows)} architectures, {counts}.", "", _EXPLANATION]
+    summary = fill(f"{versions}: {len(rows)} architectures, {counts}.", 100)
+    lines = ["# Families", "", summary, "", _EXPLANATION]
     for verdict, (title, column) in _TITLES.items():
         columns = ["architecture", "class", column, *(_OPTIONS if verdict == "exact" else ())]
         lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
