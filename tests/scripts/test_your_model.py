@@ -19,6 +19,8 @@ def test_the_page_is_that_of_the_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     assert your_model.main() == 0
     grid = len(your_model.SIZES) * len(your_model.METHODS) * len(your_model.COUNTS) * len(your_model.CARDS_GB)
     assert len(your_model.read_lines(your_model.CELLS)) == grid
+    longest = grid // len(your_model.CARDS_GB) * len(your_model.LONGEST_GB)
+    assert len(your_model.read_lines(your_model.LONGEST)) == longest
 
 
 @pytest.mark.parametrize("size", PARAMETERS)
@@ -33,6 +35,21 @@ def test_a_cell_is_what_the_planner_says(monkeypatch: pytest.MonkeyPatch) -> Non
     planned = [asdict(cell) for cell in your_model.cells_of("1.5b", "lora", counts=[1], cards=[12, 16])]
     texts = [{name: "" if value is None else str(value) for name, value in cell.items()} for cell in planned]
     assert all(cell in your_model.read_lines(your_model.CELLS) for cell in texts), texts
+
+
+def test_the_longest_rows_are_what_the_planner_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that fits one card with short rows alone, and two cards with longer ones."""
+    monkeypatch.chdir(your_model.DOCS.parent)
+    monkeypatch.setattr(your_model, "LENGTHS", (2048, 4096))
+    monkeypatch.setattr(your_model, "LONGEST_GB", (24,))
+    written = {
+        (line["cards"], line["gb"]): line
+        for line in your_model.read_lines(your_model.LONGEST)
+        if line["size"] == "14b" and line["method"] == "lora"
+    }
+    for found in your_model.longest_of("14b", "lora", counts=[1, 2]):
+        line = written[str(found.cards), str(found.gb)]
+        assert (found.whole, found.chunks) == tuple(min(int(line[name]), 4096) for name in ("whole", "chunks"))
 
 
 def test_a_larger_card_and_more_cards_are_never_worse() -> None:
