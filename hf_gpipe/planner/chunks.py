@@ -52,8 +52,8 @@ def taper_of(chunks: Sequence[LayerSums]) -> float:
         for one in (chunks[0], chunks[-1])
     )
     # The middles of the first chunk and of the last take 1 + taper / 2k and 1 + taper (1 - 1 / 2k).
-    middle = 1 / (2 * count)
-    return max(round((last / first - 1) / (1 - middle - last / first * middle), 2), 0.0)
+    ratio, middle = last / first, 1 / (2 * count)
+    return max(round((ratio - 1) / max(1 - middle - ratio * middle, 1e-3), 2), 0.0)
 
 
 def typical(chunks: Sequence[ModelCosts]) -> ModelCosts:
