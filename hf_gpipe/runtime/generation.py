@@ -200,6 +200,7 @@ class Generator:
         """
         cache = inputs.pop("past_key_values", None)
         ids = inputs["decoder_input_ids" if self._adapter.config.is_encoder_decoder else "input_ids"]
+        self._check_positions(ids.shape[1] + (0 if cache is None else cache.get_seq_length()), inputs)
         outputs = self._run("decoder", inputs, cache)
         if cache is not None:
             cache.advance(ids.shape[1])
@@ -210,6 +211,18 @@ class Generator:
             vocabulary = self._adapter.reference.get_output_embeddings().weight.shape[0]
             logits = torch.empty(ids.shape[0], 1, vocabulary, device=self.device)
         return CausalLMOutputWithPast(logits=self._from_last("decoder", logits), past_key_values=cache)
+
+    def _check_positions(self, length: int, inputs: Mapping[str, Any]) -> None:
+        """Raise UserError where a text, of `length` tokens with its padding, is longer than the table of positions."""
+        most = self._adapter.num_positions.get("decoder", length)
+        mask = None if self._adapter.config.is_encoder_decoder else inputs.get("attention_mask")
+        if length > most and mask is not None and mask.dim() == 2:
+            length = int(mask.sum(dim=1).max())
+        if length > most:
+            raise UserError(
+                f"a text has {length} tokens with those that are generated, and the model has positions for {most}; "
+                "use a smaller max_new_tokens, or shorter texts"
+            )
 
     # ------------------------------------------------------------------ the stages
 

@@ -240,6 +240,20 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> N
         split_model("llama", 2).generate(**{**prompts(model), **arguments})
 
 
+@pytest.mark.parametrize("family", ["opt", "bart"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_text_past_the_table_of_positions_is_an_error(family: str, use_cache: bool) -> None:
+    """Up to the last position it is generated, padding of shorter rows not counted."""
+    model, pipe = sharp_model(family), split_model(family, 2)
+    given = prompts(model)
+    most = pipe.adapter.num_positions["decoder"]
+    first = 1 if model.config.is_encoder_decoder else given["input_ids"].shape[1]
+    options = {"min_new_tokens": most - first + 1, "use_cache": use_cache}
+    assert pipe.generate(**given, **{**options, "max_new_tokens": most - first + 1}).shape[1] == most + 1
+    with pytest.raises(UserError, match=rf"a text has {most + 1} tokens .* the model has positions for {most}; use"):
+        pipe.generate(**given, **{**options, "max_new_tokens": most - first + 9, "min_new_tokens": most})
+
+
 def test_a_cache_that_other_stages_cannot_count_is_refused() -> None:
     """A linear-attention block keeps states without a length; guessing one would give wrong tokens."""
     pipe = Pipeline(plain_model(config_of("llama")), 2)
