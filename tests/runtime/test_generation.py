@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import (
     GenerationConfig,
+    GPT2Config,
     LogitsProcessor,
     MistralConfig,
     PreTrainedConfig,
@@ -56,6 +57,9 @@ def config_of(family: str) -> PreTrainedConfig:
     if family == "qwen2":
         kinds = ["full_attention", "sliding_attention"] * 2
         return Qwen2Config(use_sliding_window=True, sliding_window=5, layer_types=kinds, **shape)
+    if family == "gpt2":
+        sizes = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 20}
+        return GPT2Config(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1, bos_token_id=2, **sizes)
     return tiny_config(family, tied=False, dropout=0.3)
 
 
@@ -240,7 +244,7 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> N
         split_model("llama", 2).generate(**{**prompts(model), **arguments})
 
 
-@pytest.mark.parametrize("family", ["opt", "bart"])
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_text_past_the_table_of_positions_is_an_error(family: str, use_cache: bool) -> None:
     """Up to the last position it is generated, padding of shorter rows not counted."""
