@@ -161,6 +161,7 @@ def test_what_is_refused() -> None:
         ({"teacher": None}, "loss is a DistillationLoss, and there is no teacher"),
         ({"teacher": small}, "teacher: it gives 16 logits for a token, and the model"),
         ({"teacher": plain_model(tiny_config("marian"))}, "MarianMTModel cannot be distilled"),
+        ({"teacher": plain}, "teacher: it shares .* weights with the model, such as model.embed_tokens.weight"),
         ({"teacher": other.config}, "teacher: a configuration has no weights"),
         ({"recompute": "auto"}, "the planner does not count a teacher"),
         ({"packing": True}, "a DistillationLoss is computed from rows, and packed rows are one"),

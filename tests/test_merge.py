@@ -126,7 +126,7 @@ def test_every_bit_of_other_families(name: str, tmp_path: Path) -> None:
     assert_merged(tmp_path, saved(tmp_path, config, torch.bfloat16, auto, **options), 2000, auto)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A classifier's adapters on a language model: the head is theirs, the tokenizer and the rest are the model's."""
     config = tiny_config("llama", num_labels=1)
     config.vocab_size = 290
@@ -147,6 +147,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert AutoTokenizer.from_pretrained(tmp_path / "merged")("one two")["input_ids"]
     assert main(asked) == 2
     assert "is not an empty directory; choose another output" in capsys.readouterr().err
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main([*asked[:-1], "."]) == 0
+    assert (tmp_path / "here" / "config.json").exists()
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ class PreferenceExamples(EncodedConversations):
 
     _name, _columns = "preferences", ("prompt_ids", "chosen_ids", "rejected_ids")
     _what, _dropped = "rows", "their prompt is as long"
-    #: A column that only these examples have.
+    #: A column that rows of text have not.
     known_by = "prompt_ids"
 
     def __init__(

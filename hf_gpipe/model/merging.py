@@ -57,7 +57,7 @@ def merge(
             files.
         CheckpointError: a file is missing or damaged, or does not fit the model, or `output` cannot be written.
     """
-    directory = Path(str(spec.saved_adapters))
+    directory, output = Path(str(spec.saved_adapters)), output.absolute()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is there already and is not an empty directory; choose another output")
     adapter = open_model(spec, _CPU)

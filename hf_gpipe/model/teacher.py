@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter
@@ -93,10 +94,18 @@ class Teacher:
         return self.adapter.carry_dtype(self.partition[stage][0], name.removeprefix(PREFIX))
 
 
-def check_given(teacher: object, loss: Loss) -> None:
-    """Raise UserError unless there is a teacher exactly where the loss reads its logits."""
+def check_given(teacher: ModelSpec | None, student: ModelSpec, loss: Loss) -> None:
+    """Raise UserError unless there is a teacher exactly where the loss reads its logits, with weights of its own."""
     name, is_read = type(loss).__name__, Reads.TEACHER in loss.reads
     if teacher is None and is_read:
         raise UserError(f"loss is a {name}, and there is no teacher; give teacher, a model or the path of one")
     if teacher is not None and not is_read:
         raise UserError(f"teacher is given, and the loss, a {name}, does not read it; give loss=DistillationLoss()")
+    if teacher is not None and isinstance(teacher.model, nn.Module) and isinstance(student.model, nn.Module):
+        trained = {id(parameter) for parameter in student.model.parameters()}
+        shared = [own for own, parameter in teacher.model.named_parameters() if id(parameter) in trained]
+        if shared:
+            raise UserError(
+                f"teacher: it shares {len(shared)} weights with the model, such as {shared[0]}, and would be trained "
+                "with it; give a copy (copy.deepcopy), or the path of a model"
+            )

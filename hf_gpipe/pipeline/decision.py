@@ -109,7 +109,7 @@ class Decision:
         """Every process calls it, with the same request. Raises UserError where the request cannot be met."""
         inputs, source = request.inputs, request.model.model
         example = inputs.example
-        check_given(request.teacher, request.loss)
+        check_given(request.teacher, request.model, request.loss)
         if is_chain(source) or request.teacher is not None:  # which the planner does not know
             inputs = replace(inputs, example=None)
         given = settled(request.config, inputs, world)

@@ -225,7 +225,7 @@ def _check_streaming(recipe: Recipe) -> None:
 def _check_preferences(recipe: Recipe) -> None:
     loss, training = recipe.preferences, recipe.training
     for name, users in (("label_smoothing", SMOOTHED_LOSSES), *CPO_LOSSES.items()):
-        if (value := getattr(loss, name)) and loss.loss_type not in users:
+        if (value := getattr(loss, name)) != getattr(type(loss), name) and loss.loss_type not in users:
             raise RecipeError(
                 f"preferences.{name} is {value} and preferences.loss_type is {loss.loss_type}, which does not use it; "
                 f"it is for {' and '.join(users)}: leave it out."

@@ -124,8 +124,14 @@ class World:
         devices of all stages, if a process has several.
 
         Raises:
-            UserError: a process has more devices than stages.
+            UserError: a process has more devices than stages, or several and shares its stages with other ranks.
         """
+        if placement.ranks_per_worker > 1 and (several := [one for one in self.ranks if len(one.devices) > 1]):
+            raise UserError(
+                f"tensor_parallel is {placement.ranks_per_worker} and a process has several devices "
+                f"({', '.join(device.name for device in several[0].devices)}); give each process one device, and start "
+                "more processes"
+            )
         names: dict[tuple[int, int], str] = {}
         for worker in range(placement.num_processes):
             stages, (rank, *_) = placement.stages_of(worker), placement.ranks_of(worker)
@@ -353,7 +359,7 @@ class World:
             Job.current().new_group(self.placement.ranks_of(worker), _backend(self.device))
             for worker in range(self.placement.num_processes)
         ]
-        return ProcessRanks(size, self.place, groups[self.worker])
+        return ProcessRanks(size, self.place, groups[self.worker], self.device)
 
 
 def _backend(device: torch.device) -> str:

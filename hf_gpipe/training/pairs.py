@@ -152,7 +152,15 @@ class PairTrainer(PipelineTrainer, ABC):
         if not has_index(dataset):
             raise DataError("preferences need a map-style dataset; take a part of the stream, by list(...) say")
         kind = self._class_of_examples
-        if isinstance(dataset, kind) or (len(dataset) and kind.known_by in dataset[0]):
+        if isinstance(dataset, kind):
+            return dataset
+        if len(dataset) and kind.known_by in (row := dataset[0]):
+            of_preferences = PreferenceExamples.known_by
+            if kind.known_by != of_preferences and of_preferences in row:
+                raise DataError(
+                    f"the dataset has the column {of_preferences!r}: its answers are without their prompts; give the "
+                    f"rows of text, or a dataset of {kind.__name__}"
+                )
             return dataset
         if self._tokenizer is None:
             raise UserError(f"processing_class is None; give the tokenizer, or a dataset of {kind.__name__}")

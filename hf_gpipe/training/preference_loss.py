@@ -111,7 +111,7 @@ class PreferenceLoss(PairLoss):
         if not 0 <= label_smoothing < 0.5:
             raise UserError(f"label_smoothing={label_smoothing!r}: expected at least 0 and below 0.5")
         for name, users in (("label_smoothing", SMOOTHED_LOSSES), *CPO_LOSSES.items()):
-            if (value := getattr(self, name)) and loss_type not in users:
+            if (value := getattr(self, name)) != getattr(type(self), name) and loss_type not in users:
                 raise UserError(
                     f"{name}={value!r} has no meaning with loss_type={loss_type!r}, only with {' and '.join(users)}; "
                     "leave it out"

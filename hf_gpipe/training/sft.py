@@ -135,6 +135,11 @@ class PipelineSFTTrainer(PipelineTrainer):
             raise UserError(
                 "the given Pipeline has another loss than the arguments ask for; make it with loss=args.make_loss()"
             )
+        if not pipe.loss.is_of_tokens and args.loss_type != "nll":
+            raise UserError(
+                f"loss_type is {args.loss_type!r}, and the loss of the given Pipeline, a {type(pipe.loss).__name__}, "
+                "does not read it; leave loss_type out"
+            )
         self._token_metrics = pipe.loss.of_tokens.metrics
         if tokenizer is not None:
             _tell_tokens(pipe.adapter.reference, tokenizer, args)

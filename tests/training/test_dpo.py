@@ -340,6 +340,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ({"loss_type": ["sigmoid", "ipo"]}, "a sum of losses is not supported"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing=0.1 has no meaning with loss_type='ipo'"),
         ({"loss_type": "orpo", "label_smoothing": 0.1}, "label_smoothing=0.1 has no meaning with loss_type='orpo'"),
+        ({"simpo_gamma": 0.0}, "simpo_gamma=0.0 has no meaning with loss_type='sigmoid', only with simpo"),
         ({"cpo_alpha": 0.5}, "cpo_alpha=0.5 has no meaning with loss_type='sigmoid', only with cpo and simpo"),
         ({"loss_type": "simpo", "simpo_gamma": -1.0}, "simpo_gamma=-1.0: expected a number of at least 0"),
         ({"loss_type": "cpo", "precompute_ref_log_probs": True}, "loss_type='cpo' reads no reference; leave it out"),

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, L
 
 from hf_gpipe import Pipeline, PipelineRewardConfig, PipelineRewardTrainer
 from hf_gpipe.__main__ import main
+from hf_gpipe.data.preferences import PreferenceExamples
 from hf_gpipe.data.rewards import RewardCollator, RewardExamples
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.training.reward_loss import RewardLoss
@@ -163,6 +164,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         trained(tmp_path, several)
     with pytest.raises(UserError, match="is a LlamaForCausalLM with num_labels"):
         trained(tmp_path, LlamaForCausalLM(config()))
+    with pytest.raises(DataError, match="'prompt_ids': its answers are without their prompts; give the rows of text"):
+        trained(tmp_path, plain_model(), train_dataset=PreferenceExamples(rows(2), tokenizer()))
     with pytest.raises(DataError, match="row 0: 'margin' is 'big'; it must be a number"):
         RewardExamples([rows(1)[0] | {"margin": "big"}], tokenizer())
     with pytest.raises(DataError, match="of 3 rows, 3 were dropped because they are longer; raise max_length, which"):

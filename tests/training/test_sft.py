@@ -21,7 +21,7 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from hf_gpipe import Pipeline, PipelineDPOConfig, PipelineSFTConfig, PipelineSFTTrainer
+from hf_gpipe import DistillationLoss, Pipeline, PipelineDPOConfig, PipelineSFTConfig, PipelineSFTTrainer
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.data import SFTExamples
@@ -521,6 +521,9 @@ def test_what_the_trainer_cannot_honour_is_named(tmp_path: Path) -> None:
         trained(tmp_path, model, model_init_kwargs={"dtype": "float32"})
     with pytest.raises(UserError, match="another loss than the arguments ask for"):
         trained(tmp_path, Pipeline(config(), 2, 2))
+    distils = Pipeline(model, 2, 2, loss=DistillationLoss(), teacher=plain_model(config()))
+    with pytest.raises(UserError, match="loss_type is 'dft', and the loss of the given Pipeline, a DistillationLoss"):
+        trained(tmp_path, distils, loss_type="dft")
     with pytest.raises(UserError, match="eos_token='<nothing>' is not a token"):
         trained(tmp_path, model, eos_token="<nothing>")
 

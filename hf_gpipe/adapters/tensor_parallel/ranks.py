@@ -42,6 +42,8 @@ class ProcessRanks:
     size: int
     place: int
     group: dist.ProcessGroup
+    #: Where the group's tensors are. Those of another device travel there and back.
+    device: torch.device
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._reduced(tensor, dist.ReduceOp.SUM)
@@ -50,9 +52,9 @@ class ProcessRanks:
         return self._reduced(tensor, dist.ReduceOp.MAX)
 
     def _reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
-        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        result = tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(result, op=op, group=self.group)
-        return result
+        return result.to(tensor.device)
 
 
 def enter(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
