@@ -142,3 +142,9 @@ def test_a_number_of_processes_that_does_not_fit() -> None:
     three = World.of_job().on(["cpu"] * 3)
     with pytest.raises(UserError, match="3 devices for the 2 stages of process 0: cpu, cpu, cpu"):
         three.placed(Placement.spread(2, 1))
+
+
+def test_the_ranks_of_a_worker_have_a_device_each() -> None:
+    two, stages = World.of_job().on(["cpu"] * 2), Placement.spread(2, 1)
+    with pytest.raises(UserError, match=r"tensor_parallel is 2 and a process has several devices \(cpu, cpu\); give"):
+        two.placed(Placement(stages.workers, ranks_per_worker=2))
