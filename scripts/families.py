@@ -127,7 +127,7 @@ def examine(name: str, model_class: str) -> Row:
 
 
 def _verified(check: Callable[[TextAdapter], None], config: PreTrainedConfig) -> str:
-    """What the report says of a family and an option; nothing where a tiny clone is not exact with it."""
+    """The word of the report on a family and an option; nothing where a tiny clone is not exact with it."""
     tiny = tiny_config(config)
     turn_randomness_off(tiny)
     try:

@@ -70,7 +70,7 @@ class PlanRequest:
         if recipe.distillation.teacher is not None:
             raise RecipeError(
                 "distillation.teacher is given, and the planner does not count a teacher; plan the model alone, "
-                "without the section distillation, and leave room for the teacher's weights"
+                "without the section distillation, and leave room for the teacher's weights (launch: add --no-plan)"
             )
         recipe = replace(recipe, pipeline=recipe.pipeline.settled(can_plan=True))
         if options.search and num_devices is not None:

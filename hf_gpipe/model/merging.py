@@ -94,7 +94,7 @@ def merge(
 def classifier_fields(
     base: str, directory: Path, pad_token_id: int | None, *, trust_remote_code: bool = False
 ) -> dict[str, Any] | None:
-    """What makes the configuration of a language model that of the classifier that its adapters belong to.
+    """The values that make the configuration of a language model that of its adapters' classifier.
 
     Args:
         base: the model's Hub id or directory.

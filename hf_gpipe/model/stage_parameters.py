@@ -150,7 +150,7 @@ class StageParameters:
     # ------------------------------------------------------------------ parts of parameters
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank of its worker has of a tensor of a parameter's shape; other tensors stay as they are."""
+        """The part that this rank of its worker has of a tensor of a parameter's shape; other tensors stay as they are."""
         return self._in_owner(name, whole, StageModel.part)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:

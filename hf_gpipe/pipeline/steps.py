@@ -274,7 +274,7 @@ class Steps:
         return numbers[0]
 
     def _own_loss(self, result: StepResult) -> torch.Tensor | None:
-        """What this process adds to the loss; the ranks of a worker have the same."""
+        """The share of the loss that this process adds; the ranks of a worker have the same."""
         return result.loss if self.world.place == 0 else None
 
     def _micro_batches(self, batches: Sequence[Batch], step: int, first: int = 0) -> list[MicroBatch]:

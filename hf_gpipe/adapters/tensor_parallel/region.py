@@ -30,7 +30,7 @@ class Region:
         self._last: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a column layer reads. Layers that read the same tensor share its gradient's sum."""
+        """The tensor that a column layer reads. Layers that read the same tensor share its gradient's sum."""
         self.is_inside = True
         if self._last is None or self._last[0]() is not tensor:
             self._last = weakref.ref(tensor), enter(tensor, self.ranks)
