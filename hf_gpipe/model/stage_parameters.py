@@ -150,7 +150,7 @@ class StageParameters:
     # ------------------------------------------------------------------ parts of parameters
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """The part that this rank of its worker has of a tensor of a parameter's shape; other tensors stay as they are."""
+        """This rank's part of a tensor that has a parameter's shape; other tensors stay as they are."""
         return self._in_owner(name, whole, StageModel.part)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:

@@ -240,7 +240,7 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
 
 
 def _classifier_fields(recipe: Recipe, config: PreTrainedConfig, pad_token_id: int | None = None) -> dict[str, Any]:
-    """The values that make a language model's configuration that of the recipe's classifier. Raises UnsupportedModelError."""
+    """The fields of a language model's configuration as the recipe's classifier. Raises UnsupportedModelError."""
     is_reward = recipe.data.kind == "rewards"
     labels, problem = (["LABEL_0"], None) if is_reward else (recipe.data.labels, ONE_CLASS)
     try:
