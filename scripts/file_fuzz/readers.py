@@ -16,7 +16,7 @@ import datasets
 import pyarrow.parquet
 
 from hf_gpipe.checkpoint import digests
-from hf_gpipe.commands.train import _num_processes, main
+from hf_gpipe.commands.train import _num_workers, main
 from hf_gpipe.data import TokenizedPairs, formats
 from hf_gpipe.data.corpus import build_corpus
 from hf_gpipe.data.tokenizer import trained_tokenizer
@@ -150,7 +150,7 @@ def _start(folder: Path, prepared: Path) -> None:
 
 def _recipe(folder: Path, prepared: Path) -> None:
     recipe = load_recipe(folder / "recipe.yaml")
-    num_processes = _num_processes(recipe)
+    num_processes = _num_workers(recipe)
     recipe.pipeline.table(recipe.training.gradient_accumulation_steps, num_processes)
     recipe.pipeline.check_micro_batches(recipe.training.gradient_accumulation_steps, recipe.training.batch_size)
 

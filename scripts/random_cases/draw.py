@@ -106,6 +106,7 @@ def families() -> tuple[str, ...]:
 def draw(seed: int, number: int, names: tuple[str, ...]) -> tuple[Case, Random]:
     """Draw a case without changes of its configuration, and the generator with which they are to be drawn."""
     rng = Random(f"{seed}/{number}")
+    family = rng.choice(names)
     schedule = rng.choice((*SCHEDULES, *V_SHAPED, "table", "table"))
     num_stages = 2 if schedule in V_SHAPED else rng.randint(1, 5)
     recompute: Any = rng.choice(["none", "block", "stage", "list"])
@@ -114,12 +115,13 @@ def draw(seed: int, number: int, names: tuple[str, ...]) -> tuple[Case, Random]:
     elif recompute == "list":
         recompute = tuple(rng.choice(["none", "block", "stage", 1, 2]) for _ in range(num_stages))
     packing = rng.random() < 0.2
-    sequence_chunks = rng.choice([1, 1, 1, 2, 3, 5]) if schedule != "table" else 1
+    can_cut = schedule != "table" and family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    sequence_chunks = rng.choice([1, 1, 1, 2, 3, 5]) if can_cut else 1
     return (
         Case(
             seed,
             number,
-            rng.choice(names),
+            family,
             num_stages=num_stages,
             num_micro_batches=rng.randint(1, 6),
             schedule=schedule,

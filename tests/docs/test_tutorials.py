@@ -24,8 +24,6 @@ def printed_by(block: Block, names: dict[str, Any]) -> str:
     if block.language == "bash":
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
-        # Processes that share an output write their lines whole.
-        environment.pop("PYTHONUNBUFFERED", None)
         script = f"set -eo pipefail\n{block.text}"
         ran = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=280)
         assert ran.returncode == 0, ran.stderr[-3000:]

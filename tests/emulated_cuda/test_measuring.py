@@ -109,7 +109,7 @@ def refusal(devices: list[str]) -> str:
 def test_the_train_command_starts_a_process_for_each_gpu() -> None:
     def started(**values: Any) -> int:
         recipe: Any = SimpleNamespace(pipeline=PipelineConfig(**values))
-        return train._num_processes(recipe)
+        return train._num_workers(recipe)
 
     assert started(num_stages=3) == 3
     assert started(num_stages=12) == 8
