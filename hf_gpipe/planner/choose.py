@@ -14,7 +14,7 @@ from functools import partial
 from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError, ScheduleError, UserError
-from hf_gpipe.planner.chunks import chunk_counts
+from hf_gpipe.planner.chunks import ways_to_cut
 from hf_gpipe.planner.cut import cut_plan
 from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.meshes import Meshes, with_mesh
@@ -62,23 +62,23 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     """The plans that a configuration allows and that are worth a try, of named schedules, at least one. Raises as
     `best_plan`."""
     config = config.settled(can_plan=True)
-    counts = chunk_counts(config, planner.inputs.mini_batch().target_tokens)
-    outcomes = [outcome for count in counts for way in _ways(planner, config, count) for outcome in _outcomes(*way)]
+    cuts = ways_to_cut(config, planner.inputs.mini_batch().target_tokens)
+    outcomes = [outcome for cut in cuts for way in _ways(planner, config, cut) for outcome in _outcomes(*way)]
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     if not plans:
         raise min((outcome for outcome in outcomes if not isinstance(outcome, Plan)), key=_sort_key)
     return plans
 
 
-def _ways(planner: Planner, config: PipelineConfig, count: int) -> Iterator[tuple[Planner, PipelineConfig]]:
-    """The planner and the configuration of each way to cut rows into so many chunks."""
-    own = planner.with_chunks(Chunks(count))
-    tapers: Sequence[float] = [config.chunk_taper] if isinstance(config.chunk_taper, float | int) else [0.0]
-    if config.chunk_taper == AUTO and count > 1:
+def _ways(planner: Planner, config: PipelineConfig, cut: Chunks) -> Iterator[tuple[Planner, PipelineConfig]]:
+    """The planner and the configuration of a way to cut rows, and of that with the taper of the costs if it is open."""
+    own, tapers = planner.with_chunks(cut), {cut.taper}
+    if config.chunk_taper == AUTO and cut.most > 1:
         # Of the longest rows, whatever M is.
-        tapers = sorted({0.0, own.taper(planner.rows)})
-    for taper in tapers if count > 1 else [0.0]:
-        yield own.with_chunks(Chunks(count, taper)), replace(config, sequence_chunks=count, chunk_taper=taper)
+        tapers.add(own.taper(planner.rows))
+    for taper in sorted(tapers):
+        way = replace(config, sequence_chunks=cut.most, chunk_taper=taper)
+        yield own.with_chunks(cut._replace(taper=taper)), way
 
 
 def _outcomes(planner: Planner, config: PipelineConfig) -> list[Outcome]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
-from hf_gpipe.planner.chunks import chunk_counts, each_chunk
+from hf_gpipe.planner.chunks import each_chunk, ways_to_cut
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.limits import ALIKE, MemoryLimit, limit_text
@@ -153,8 +153,7 @@ class Planning:
         found = {}
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):
             rows = largest_micro_batch(mini_batch.rows, count)
-            for count in chunk_counts(config, mini_batch.target_tokens):
-                chunks = Chunks(count, config.chunk_taper if isinstance(config.chunk_taper, float | int) else 0.0)
+            for chunks in ways_to_cut(config, mini_batch.target_tokens):
                 found[rows, chunks] = each_chunk(mini_batch.of_rows(rows), chunks, measured)
         return found
 

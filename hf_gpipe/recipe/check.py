@@ -5,14 +5,13 @@ from __future__ import annotations
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe.data import PAIRED_KINDS, ROW_LENGTH_KINDS, DataSection
 from hf_gpipe.recipe.fields import (
-    CPO_LOSSES,
-    SMOOTHED_LOSSES,
     DistillationSection,
     LoraSection,
     ModelSection,
     Recipe,
     TrainingSection,
     all_keys,
+    unused_by_loss,
 )
 from hf_gpipe.recipe.pipeline import PipelineConfig
 from hf_gpipe.recipe.section import keys_of
@@ -224,12 +223,11 @@ def _check_streaming(recipe: Recipe) -> None:
 
 def _check_preferences(recipe: Recipe) -> None:
     loss, training = recipe.preferences, recipe.training
-    for name, users in (("label_smoothing", SMOOTHED_LOSSES), *CPO_LOSSES.items()):
-        if (value := getattr(loss, name)) != getattr(type(loss), name) and loss.loss_type not in users:
-            raise RecipeError(
-                f"preferences.{name} is {value} and preferences.loss_type is {loss.loss_type}, which does not use it; "
-                f"it is for {' and '.join(users)}: leave it out."
-            )
+    for name, value, users in unused_by_loss(loss):
+        raise RecipeError(
+            f"preferences.{name} is {value} and preferences.loss_type is {loss.loss_type}, which does not use it; "
+            f"it is for {users}: leave it out."
+        )
     for name in ("batch_tokens", "packing", "label_smoothing_factor", "logit_clipping"):
         if recipe.data.kind in PAIRED_KINDS and (value := getattr(training, name)):
             raise RecipeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -108,10 +109,20 @@ LossType = Literal[
     "orpo",
 ]
 LOSS_TYPES: tuple[str, ...] = get_args(LossType)
-#: Of these the ones that need no reference, those that label smoothing changes, and those that other keys are for.
+#: Of these the ones that need no reference, and those that read an option.
 WITHOUT_REFERENCE = ("cpo", "simpo", "orpo")
-SMOOTHED_LOSSES = ("sigmoid", "robust", "cpo", "simpo")
-CPO_LOSSES = {"simpo_gamma": ("simpo",), "cpo_alpha": ("cpo", "simpo")}
+LOSSES_THAT_READ = {
+    "label_smoothing": ("sigmoid", "robust", "cpo", "simpo"),
+    "simpo_gamma": ("simpo",),
+    "cpo_alpha": ("cpo", "simpo"),
+}
+
+
+def unused_by_loss(options: Any) -> Iterator[tuple[str, Any, str]]:
+    """The name and value of each option of preferences that its loss does not read, and the losses that do."""
+    for name, users in LOSSES_THAT_READ.items():
+        if (value := getattr(options, name)) != getattr(type(options), name) and options.loss_type not in users:
+            yield name, value, " and ".join(users)
 
 
 @section()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.recipe.fields import CPO_LOSSES, LOSS_TYPES, SMOOTHED_LOSSES, WITHOUT_REFERENCE
+from hf_gpipe.recipe.fields import LOSS_TYPES, LOSSES_THAT_READ, WITHOUT_REFERENCE, unused_by_loss
 from hf_gpipe.runtime.loss import Loss, LossInputs, Reads, TokenLoss
 
 METRICS = (
@@ -110,13 +110,12 @@ class PreferenceLoss(PairLoss):
             )
         if not 0 <= label_smoothing < 0.5:
             raise UserError(f"label_smoothing={label_smoothing!r}: expected at least 0 and below 0.5")
-        for name, users in (("label_smoothing", SMOOTHED_LOSSES), *CPO_LOSSES.items()):
-            if (value := getattr(self, name)) != getattr(type(self), name) and loss_type not in users:
-                raise UserError(
-                    f"{name}={value!r} has no meaning with loss_type={loss_type!r}, only with {' and '.join(users)}; "
-                    "leave it out"
-                )
-            if value is not None and not value >= 0:
+        for name, value, users in unused_by_loss(self):
+            raise UserError(
+                f"{name}={value!r} has no meaning with loss_type={loss_type!r}, only with {users}; leave it out"
+            )
+        for name in LOSSES_THAT_READ:
+            if (value := getattr(self, name)) is not None and not value >= 0:
                 raise UserError(f"{name}={value!r}: expected a number of at least 0")
 
     @property

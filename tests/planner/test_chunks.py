@@ -14,7 +14,7 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.commands.plan import main
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.choose import best_plan
-from hf_gpipe.planner.chunks import chunk_counts, each_chunk, taper_of
+from hf_gpipe.planner.chunks import chunk_counts, each_chunk, taper_of, ways_to_cut
 from hf_gpipe.planner.costs import ModelCosts, Seconds
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.plan import Planner
@@ -154,6 +154,13 @@ def test_chunks_fill_a_pipeline_that_one_row_does_not() -> None:
 )
 def test_the_numbers_of_chunks_that_are_tried(given: Any, tokens: int, counts: list[int]) -> None:
     assert chunk_counts(PipelineConfig(2, sequence_chunks=given), tokens) == counts
+
+
+def test_rows_that_are_not_cut_have_no_taper() -> None:
+    """So measured costs of whole rows are found, whatever taper is asked for."""
+    config = PipelineConfig(2, sequence_chunks="auto", chunk_taper=2.0)
+    assert ways_to_cut(config, 512) == [Chunks(1, 0.0), Chunks(2, 2.0)]
+    assert ways_to_cut(replace(config, chunk_taper="auto"), 512) == [Chunks(1, 0.0), Chunks(2, 0.0)]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
