@@ -167,6 +167,10 @@ def _chats(recipe: Recipe, items: str, read: Read | None = None) -> ChatCorpus:
     return chat_corpus(recipe.data, read, items, evaluated)
 
 
+def _pairs_of_answers(data: DataSection, corpus: Any) -> str:
+    return f"{len(corpus.train)} training pairs of answers of up to {data.max_length} tokens"
+
+
 def _labelled(recipe: Recipe) -> ChatCorpus:
     data = recipe.data
     read = partial(labelled_of, labels=data.labels, text_field=data.text_field, label_field=data.label_field)
@@ -217,7 +221,7 @@ TASKS: dict[str, Task] = {
         evaluating="comparing the answers",
         items="preferences",
         read=lambda recipe: _chats(recipe, "preferences", preference_of),
-        size=lambda data, corpus: f"{len(corpus.train)} training pairs of answers of up to {data.max_length} tokens",
+        size=_pairs_of_answers,
     ),
     "rewards": _of_sequences(
         evaluate_rewards,
@@ -225,7 +229,7 @@ TASKS: dict[str, Task] = {
         evaluating="scoring the answers",
         items="preferences",
         read=lambda recipe: _chats(recipe, "preferences", compared_of),
-        size=lambda data, corpus: f"{len(corpus.train)} training pairs of answers of up to {data.max_length} tokens",
+        size=_pairs_of_answers,
     ),
     "classification": _of_sequences(
         evaluate_classes,
