@@ -36,8 +36,10 @@ def printed_by(block: Block, names: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
 def test_a_tutorial_runs(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    for name in ("examples", "LICENSE"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(REPOSITORY))
     has_trl = importlib.util.find_spec("trl") is not None
     names: dict[str, Any] = {"__name__": "__main__"}
     printed: str | None = None
