@@ -20,9 +20,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hf_gpipe import Pipeline
 from hf_gpipe.__main__ import main
 from hf_gpipe.checkpoint.digests import Digests
 from hf_gpipe.data import train_tokenizer
+from hf_gpipe.errors import UserError
 from hf_gpipe.model.merging import merge
 from hf_gpipe.model.spec import ModelSpec
 from tests.oracle import plain_model, tiny_config
@@ -35,6 +37,7 @@ LLAMA: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True},
     "biases": {"bias": "all", "layers_to_transform": [1]},
     "norm": {"modules_to_save": ["norm"]},
+    "targets inside of a whole module": {"modules_to_save": ["layers.1.mlp"]},
     "embedding and head": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
     "whole modules": {"modules_to_save": ["embed_tokens", "lm_head"]},
     "whole and tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
@@ -139,18 +142,55 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     language.generation_config.max_new_tokens = 17
     language.save_pretrained(tmp_path / "base")
     train_tokenizer(["one two three four"] * 20, 290, tmp_path / "base", model="bpe")
+    (tmp_path / "base/vocab.json").write_bytes(b"as it is")
+    config.id2label, config.label2id = {0: "good"}, {"good": 0}
+    config.save_pretrained(tmp_path / "adapters")  # as our trainers do
     asked = ["merge", str(tmp_path / "adapters"), "--output", str(tmp_path / "merged")]
     assert main(asked) == 0
     assert "1 shard" in capsys.readouterr().out
     found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").state_dict()
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.state_dict().items())
+    assert json.loads((tmp_path / "merged/config.json").read_text())["label2id"] == {"good": 0}
     assert AutoTokenizer.from_pretrained(tmp_path / "merged")("one two")["input_ids"]
+    for name in ("tokenizer.json", "vocab.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
     assert main(asked) == 2
     assert "is not an empty directory; choose another output" in capsys.readouterr().err
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert main([*asked[:-1], "."]) == 0
     assert (tmp_path / "here" / "config.json").exists()
+
+
+def test_the_full_weights_of_a_quantised_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adapters that were trained on a 4-bit checkpoint, merged into the weights that it was made of."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    expected = saved(tmp_path, tiny_config("llama"), torch.float32, AutoModelForCausalLM, **LINEAR)
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=bits, device_map={"": "cpu"})
+    small.save_pretrained(tmp_path / "bits")
+    file = tmp_path / "adapters/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "bits")}))
+    asked = ["merge", str(tmp_path / "adapters"), "--output", str(tmp_path / "merged")]
+    assert main(asked) == 2
+    assert "are quantised, and merging would round them once more; give the model" in capsys.readouterr().err
+    assert main([*asked, "--base", str(tmp_path / "base")]) == 0
+    assert "without a tokenizer, as neither" in capsys.readouterr().out
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.state_dict().items())
+
+
+def test_adapters_that_no_stage_can_hold(tmp_path: Path) -> None:
+    saved(tmp_path, tiny_config("llama"), torch.float32, AutoModelForCausalLM, **LINEAR, lora_bias=False)
+    base = str(tmp_path / "base")
+    with pytest.raises(UserError, match="layer_replication of the adapters is not supported"):
+        Pipeline(base, 2, 2, peft_config=peft.LoraConfig(**LINEAR, layer_replication=[(0, 2), (1, 3)]))
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**LINEAR, lora_bias=True))
+    adapted.save_pretrained(tmp_path / "biased")
+    with pytest.raises(UserError, match="has no bias, into which peft could merge"):
+        merge(ModelSpec.of(base, peft_config=tmp_path / "biased"), tmp_path / "merged")
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,8 +67,13 @@ class PeftAdapter:
         from peft.tuners.tuners_utils import cast_adapter_dtype, check_target_module_exists
 
         # Layers of other stages are stubs. Of another stage's first block, whose table of positions this stage uses,
-        # modules are there without weights.
-        absent = [name for name, module in model.named_modules() if isinstance(module, STUBS) or _is_hollow(module)]
+        # modules are there without weights. And PEFT puts no adapters into what is trained whole.
+        whole = tuple(f"{one.module}." for one in self.wrapped if one.tokens is None)
+        absent = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, STUBS) or _is_hollow(module) or f"{name}.".startswith(whole)
+        ]
         if any(
             check_target_module_exists(self.config, name) for name, _ in model.named_modules() if name not in absent
         ):
@@ -173,12 +178,17 @@ class PeftAdapter:
         tuner = tuner.__new__(tuner)  # its constructor would put layers in
         nn.Module.__init__(tuner)
         tuner.model, tuner.peft_config, tuner.targeted_module_names = model, {self.name: self.config}, []
+        for path, module in model.named_modules():
+            if any(getattr(module, "lora_bias", {}).values()) and getattr(module, "bias", None) is None:
+                raise UnsupportedModelError(f"lora_bias: {path} has no bias, into which peft could merge the adapter's")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that the embedding and the head are no longer tied
                 tuner.merge_and_unload()
-        except (ValueError, NotImplementedError, AttributeError) as error:
-            raise UnsupportedModelError(f"peft cannot merge these adapters: {error}") from error
+        except (ValueError, NotImplementedError) as error:
+            raise UnsupportedModelError(
+                f"peft cannot merge adapters of {self.config.peft_type.value}: {error or 'it has no merging for them'}"
+            ) from error
 
     def tensors(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         """The adapter's tensors in a model or a stage of it, under the names of PEFT's saved format.

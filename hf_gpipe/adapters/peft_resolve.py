@@ -15,6 +15,15 @@ from hf_gpipe.adapters.base import Adapter
 from hf_gpipe.adapters.peft import PeftAdapter, Wrapped, before_injection, need_peft
 from hf_gpipe.errors import UnsupportedModelError
 
+#: Options of adapters that stages cannot honour -> why.
+_UNSUPPORTED = {
+    "layer_replication": "it gives the model other layers than its configuration names",
+    "megatron_config": "it is for Megatron's layers",
+    "arrow_config": "it routes each token among several adapters",
+    "alora_invocation_tokens": "adapters would be turned on by the tokens before them",
+    "use_bdlora": "it divides the adapters among devices",
+}
+
 #: Values of `init_lora_weights` that decompose the weights, and subtract from them what the adapters begin with.
 _DECOMPOSING_STARTS = re.compile(r"(?i:olora)|pissa(_niter_\d+)?|loftq")
 
@@ -40,6 +49,9 @@ def resolve_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = Tru
         raise UnsupportedModelError(
             f"{family}: PEFT's prompt learning is not supported; use LoRA on linear layers of the blocks"
         )
+    for option, reason in _UNSUPPORTED.items():
+        if getattr(config, option, None):
+            raise UnsupportedModelError(f"{family}: {option} of the adapters is not supported: {reason}; leave it out")
     resolved = copy.deepcopy(config)
     _name_classifier(adapter, resolved)
     whole = adapter.skeleton()

@@ -20,6 +20,7 @@ from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.copies import Files, PendingWrite, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.save import make_directory, prepare_files, publish_files
+from hf_gpipe.checkpoint.save import write_configuration as write_model_configuration
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.runtime.world import World
@@ -98,6 +99,9 @@ def pending_adapters(
         config.inference_mode = True
         config.base_model_name_or_path = next(iter(models.values())).adapter.config.name_or_path or None
         config.save_pretrained(folder)
+        adapter = next(iter(models.values())).adapter
+        if adapter.is_classifier:  # the names of its classes, which peft's file has not
+            write_model_configuration(adapter, folder)
 
     write_once(directory, world, lambda: prepare_files(directory, write_configuration, write_more))
     files: Files = {stage: peft.tensors(model.model) for stage, model in models.items() if world.leads(stage)}

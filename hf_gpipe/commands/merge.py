@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hf_gpipe.commands.base import Parser, run_with_options
 from hf_gpipe.errors import UserError
@@ -34,7 +35,6 @@ def _parser() -> Parser:
 
 def _merge(args: argparse.Namespace) -> int:
     from hf_gpipe.checkpoint.peft import CONFIG_NAME, base_of, has_adapters
-    from hf_gpipe.data.collate import PairCollator
     from hf_gpipe.model.merging import classifier_fields, merge
     from hf_gpipe.model.spec import ModelSpec
 
@@ -42,25 +42,48 @@ def _merge(args: argparse.Namespace) -> int:
         raise UserError(f"there is no {CONFIG_NAME} in {args.adapters!r}; give a directory of saved peft adapters")
     adapters, trusts = str(args.adapters), args.trust_remote_code
     base = args.base or base_of(adapters)
-    tokenizer = _tokenizer_of(adapters, base, trust_remote_code=trusts)
-    padding = None if tokenizer is None else PairCollator.for_tokenizer(tokenizer).pad_token_id
+    source = _with_tokenizer(adapters, base)
     spec = ModelSpec.of(
         base,
         peft_config=adapters,
         dtype=args.dtype,
         trust_remote_code=trusts,
-        config_overrides=classifier_fields(base, Path(adapters), padding, trust_remote_code=trusts),
+        config_overrides=classifier_fields(
+            base, Path(adapters), partial(_padding, source, trust_remote_code=trusts), trust_remote_code=trusts
+        ),
     )
-    count = merge(spec, Path(args.output), None if tokenizer is None else tokenizer.save_pretrained)
-    print(f"{args.output}: {base} with {adapters} merged into it, {count} shard{'s' * (count > 1)}")
+    count = merge(spec, Path(args.output), partial(_copy_tokenizer, source, trust_remote_code=trusts))
+    without = "" if source else f"; without a tokenizer, as neither {adapters} nor {base} has files of one"
+    print(f"{args.output}: {base} with {adapters} merged into it, {count} shard{'s' * (count > 1)}{without}")
     return 0
 
 
-def _tokenizer_of(adapters: str, base: str, *, trust_remote_code: bool) -> Any:
-    """The tokenizer that was saved with the adapters, or else the model's; None: its directory has none."""
-    from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer
+def _with_tokenizer(adapters: str, base: str) -> str | None:
+    """Where the tokenizer is: beside the adapters, or else the model's; None: the model's directory has none."""
+    from hf_gpipe.data.tokenizer import has_tokenizer
 
-    source = adapters if has_tokenizer(adapters) else base
-    if source == base and Path(base).is_dir() and not has_tokenizer(base):
+    if has_tokenizer(adapters):
+        return adapters
+    return base if has_tokenizer(base) or not Path(base).is_dir() else None
+
+
+def _padding(source: str | None, *, trust_remote_code: bool) -> int | None:
+    from hf_gpipe.data.collate import PairCollator
+    from hf_gpipe.data.tokenizer import read_tokenizer
+
+    if source is None:
         return None
-    return read_tokenizer(source, trust_remote_code=trust_remote_code)
+    return PairCollator.for_tokenizer(read_tokenizer(source, trust_remote_code=trust_remote_code)).pad_token_id
+
+
+def _copy_tokenizer(source: str | None, to: Path, *, trust_remote_code: bool) -> None:
+    """Copy the files of a directory byte for byte; the tokenizer of a Hub id is read and saved."""
+    from hf_gpipe.data.tokenizer import read_tokenizer, tokenizer_files
+
+    if source is not None and not Path(source).is_dir():
+        read_tokenizer(source, trust_remote_code=trust_remote_code).save_pretrained(to)
+        return
+    for file in tokenizer_files(source) if source is not None else ():
+        copied = to / file.relative_to(str(source))
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copied)

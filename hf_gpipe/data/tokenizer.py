@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,9 @@ PAD, EOS, UNK, BOS = "<pad>", "</s>", "<unk>", "<s>"
 SPECIAL_TOKENS = (PAD, EOS, UNK, BOS)  # their ids are 0, 1, 2, 3
 MODELS = ("unigram", "bpe")
 SPACE = "\u2581"  # SentencePiece's visible space
+#: Patterns of the files that make a tokenizer, and of those that only go with one.
+_VOCABULARIES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", "*.tiktoken", "tekken.json")
+_BESIDE_VOCABULARIES = ("special_tokens_map.json", "added_tokens.json", "chat_template*", "*_chat_templates/*")
 
 
 class Trainable(Protocol):
@@ -49,7 +52,16 @@ class Trainable(Protocol):
 
 def has_tokenizer(directory: str | Path) -> bool:
     """Whether a directory has files of a tokenizer."""
-    return any((Path(directory) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return any(_matching(directory, _VOCABULARIES))
+
+
+def tokenizer_files(directory: str | Path) -> list[Path]:
+    """The files of a tokenizer in a directory, those of its chat templates included."""
+    return sorted({*_matching(directory, (*_VOCABULARIES, *_BESIDE_VOCABULARIES))})
+
+
+def _matching(directory: str | Path, patterns: Sequence[str]) -> Iterator[Path]:
+    return (path for pattern in patterns for path in Path(directory).glob(pattern) if path.is_file())
 
 
 def read_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import CONFIG_NAME
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.classifiers import as_classifier, classifier_of
@@ -92,14 +93,14 @@ def merge(
 
 
 def classifier_fields(
-    base: str, directory: Path, pad_token_id: int | None, *, trust_remote_code: bool = False
+    base: str, directory: Path, pad_token_id: Callable[[], int | None], *, trust_remote_code: bool = False
 ) -> dict[str, Any] | None:
     """The values that make the configuration of a language model that of its adapters' classifier.
 
     Args:
         base: the model's Hub id or directory.
-        directory: of the adapters.
-        pad_token_id: of the tokenizer, for a model that has none.
+        directory: of the adapters; a config.json beside them has the names of the classes.
+        pad_token_id: gives the tokenizer's, for a model that has none.
         trust_remote_code: whether code beside the configuration may be run.
 
     Returns:
@@ -118,7 +119,13 @@ def classifier_fields(
         raise UnsupportedModelError(
             f"{directory}: task_type is SEQ_CLS, and the adapters have no head; give the classifier as the base"
         )
-    return as_classifier(config, [f"LABEL_{number}" for number in range(num_labels)], pad_token_id)
+    labels, problem = [f"LABEL_{number}" for number in range(num_labels)], None
+    if (directory / CONFIG_NAME).is_file():
+        saved = read_config(directory)
+        labels = [str(saved.id2label.get(number, label)) for number, label in enumerate(labels)]
+        problem = saved.problem_type
+    has_padding = config.get_text_config().pad_token_id is not None
+    return as_classifier(config, labels, None if has_padding else pad_token_id(), problem)
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,7 @@ def test_a_language_model_gets_a_head_which_lora_trains(tmp_path: Path) -> None:
     assert 0 <= logs[0]["accuracy"] <= 1
     assert "score.modules_to_save.default.weight" in dict(trainer.pipe.named_parameters())
     trainer.save_model(str(tmp_path / "adapters"))
+    assert (tmp_path / "adapters/config.json").exists()  # the names of the classes, for merging
     assert main(["merge", str(tmp_path / "adapters"), "--output", str(tmp_path / "merged")]) == 0
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     batch = COLLATE(list(RewardExamples(compared(4), tokenizer())))
