@@ -298,6 +298,8 @@ hf-gpipe plan recipes/causal/chat.yaml model.path=docs/your_model/7b lora.r=16 \
 
 ![Memory of the four processes, and the predicted step](images/plan.png)
 
+`python scripts/pictures.py plan` draws this picture; `--picture plan.png` draws that of your plan.
+
 * **Weights.** 7.6 billion parameters of 2 bytes are 14.2 GiB, so a quarter is about 3.6 GiB; the stage
   with the embedding has 4.1 GiB.
 * **What is trained.** LoRA of rank 16 trains 40 million float32 numbers. With gradients and AdamW's

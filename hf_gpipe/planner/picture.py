@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Of each item of a memory estimate; they stay apart for colour-blind readers.
-_COLOURS = {
+COLOURS = {
     "parameters": "#4c78a8",
     "gradients": "#72b7b2",
     "optimizer": "#9ecae9",
@@ -64,7 +64,7 @@ def memory_figure(plan: Plan, width_inches: float) -> Figure:
     panel = picture.subplots()
     left = [0.0] * len(processes)
     rows = range(len(processes))
-    for item, colour in _COLOURS.items():
+    for item, colour in COLOURS.items():
         widths = [asdict(process.memory)[item] / _GIB for process in processes]
         panel.barh(rows, widths, left=left, height=0.84, color=colour, label=item.replace("_", " "))
         left = [start + width for start, width in zip(left, widths, strict=True)]
@@ -77,7 +77,7 @@ def memory_figure(plan: Plan, width_inches: float) -> Figure:
     panel.set_yticks(rows, labels=[f"process {process.number}" for process in processes])
     panel.tick_params(labelsize=9)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.set_xlabel("GiB at the fullest moment of a step")
+    panel.set_xlabel("GiB at the peak of a step")
     picture.legend(loc="outside upper center", ncols=5, frameon=False, fontsize=8)
     return picture
 
