@@ -138,10 +138,21 @@ def test_the_trainer(tmp_path: Path) -> None:
     pipe = Pipeline(student(tied=False), 2, 2, loss=loss, teacher=teacher())
     args = arguments(tmp_path, max_steps=12, learning_rate=0.05, logging_steps=1)
     options: dict[str, Any] = {"train_dataset": CausalRows(8), "eval_dataset": CausalRows(8)}
-    trainer = PipelineTrainer(pipe, args, data_collator=PairCollator(0), **options)
+    trainer = PipelineTrainer(
+        pipe,
+        args,
+        data_collator=PairCollator(0),
+        compute_metrics=lambda seen: {"positions": float(seen.predictions.shape[1])},
+        **options,
+    )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
-    assert trainer.evaluate()["eval_loss"] < 0.8 * before
+    found = trainer.evaluate()
+    assert found["eval_loss"] < 0.8 * before
+    # With metrics of the student's logits the loss stays the divergence.
+    trainer.compute_metrics = None
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-12)
+    assert trainer.predict(CausalRows(8)).predictions.shape[1] == found["eval_positions"]
 
 
 def test_what_is_refused() -> None:
@@ -174,8 +185,6 @@ def test_what_is_refused() -> None:
     pipe = Pipeline(plain, 2, 2, loss=loss, teacher=other)
     with pytest.raises(UserError, match="plan: the planner does not count a teacher"):
         pipe.plan(padded_batch(plain.config))
-    with pytest.raises(Exception, match="asked for whole; leave metrics out"):
-        pipe.eval_on(padded_batch(plain.config), on_logits=lambda logits, inputs: None)
     with pytest.raises(Exception, match="tokens long, and the decoder has positions for 4"):
         Pipeline(plain, 2, 2, loss=loss, teacher=gpt2).train_step(padded_batch(plain.config))
 

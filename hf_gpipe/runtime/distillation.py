@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.loss import Reads, TokenLoss
+from hf_gpipe.runtime.loss import LossInputs, Reads, TokenLoss
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,13 @@ class DistillationLoss(TokenLoss):
                 f"label_smoothing={self.label_smoothing!r} is of the cross-entropy, and cross_entropy_share is 0"
             )
 
-    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Raise UserError: the teacher's logits are made in parts, and so must be these."""
-        raise UserError("distillation computes logits in parts, and here they are asked for whole; leave metrics out")
+    def of_logits(self, read: LossInputs, targets: torch.Tensor) -> torch.Tensor:
+        length = targets.shape[1]
+        parts = [
+            self.beside_teacher(logits, own, read.teacher.of(slice(row * length, (row + 1) * length)))[0]
+            for row, (logits, own) in enumerate(zip(read.logits, targets, strict=True))
+        ]
+        return torch.stack(parts)
 
     def beside_teacher(
         self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor

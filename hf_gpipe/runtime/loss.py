@@ -212,6 +212,10 @@ class TokenLoss(Loss):
     def of_tokens(self) -> TokenLoss:
         return self
 
+    def of_logits(self, read: LossInputs, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of every position (B, T), where the logits are whole."""
+        return self(read.logits, targets).view(targets.shape)
+
     def beside_teacher(
         self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

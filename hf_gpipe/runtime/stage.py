@@ -198,7 +198,7 @@ class Stage:
             if deferred is not None:
                 losses = deferred_token_losses(deferred, targets, wanted, read)
             elif Reads.TOKENS in loss.reads or self.model.adapter.scores_targets:
-                losses = [one(read.logits, targets).view(targets.shape) for one in wanted]
+                losses = [one.of_logits(read, targets) for one in wanted]
             else:
                 losses = [torch.full(targets.shape, math.nan, device=targets.device)]
             if deferred is None and options.on_logits is not None:
