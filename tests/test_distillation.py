@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
 
 from hf_gpipe import DistillationLoss, Pipeline, PipelineConfig
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import UserError
+from hf_gpipe.planner.report import report
+from hf_gpipe.planner.tracker import Tracker
 from hf_gpipe.runtime import head
 from hf_gpipe.runtime.micro_batch import split_rows
 from hf_gpipe.runtime.teacher import TeacherLogits
@@ -155,6 +157,59 @@ def test_the_trainer(tmp_path: Path) -> None:
     assert trainer.predict(CausalRows(8)).predictions.shape[1] == found["eval_positions"]
 
 
+def _tracked(**options: Any) -> tuple[int, Any, Any]:
+    """The peak of live bytes of a step beyond weights and gradients, its plan, and the pipeline."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 2000, "num_attention_heads": 2, "tie_word_embeddings": False}
+    models = [
+        LlamaForCausalLM(LlamaConfig(**sizes, hidden_size=width, intermediate_size=width, num_hidden_layers=layers))
+        for width, layers in ((32, 3), (64, 5))
+    ]
+    if "loss" in options:
+        options["teacher"] = models[1]
+    pipe = Pipeline(models[0], 2, 4, "1f1b", "stage", **options)
+    ids = torch.randint(5, 2000, (8, 64))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    pipe.train_step(batch)
+    tracker = Tracker()
+    for stage in pipe.steps.stages.values():
+        for model in (stage.model.model, *([stage._teacher._model.model] if stage._teacher else [])):
+            tracker.ignore([*model.parameters(), *model.buffers()])
+            tracker.ignore(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    with tracker, tracker.phase() as phase:
+        pipe.train_step(batch)
+    return max(phase.levels), pipe.plan(batch), pipe
+
+
+def test_the_plan_knows_the_teacher() -> None:
+    """Beyond the student's own, a step needs the teacher's weights and two chunks of logits at most."""
+
+    def comes_and_goes(plan: Any) -> int:
+        memory = plan.processes[0].memory
+        return memory.boundaries + memory.activations + memory.logits + memory.early_gradients + memory.working
+
+    alone, of_student, _ = _tracked()
+    peak, plan, pipe = _tracked(loss=DistillationLoss(beta=0.5, cross_entropy_share=0.1))
+    chunk = 2 * 64 * 2000 * 4  # the logits of a micro-batch, which are fewer than those of a chunk
+    assert chunk <= peak - alone <= 2 * chunk
+    for found, expected in ((comes_and_goes(plan), peak), (comes_and_goes(of_student), alone)):
+        assert found == pytest.approx(expected, rel=0.01)
+    weights = sum(parameter.nbytes for parameter in pipe.decision.teacher.adapter.reference.parameters())
+    more = plan.processes[0].memory.parameters - of_student.processes[0].memory.parameters
+    assert weights <= more < weights + 1000
+    assert plan.step_seconds > of_student.step_seconds
+    assert "teacher" in report(plan)
+    assert "teacher" not in report(of_student)
+
+
+def test_the_planner_chooses_beside_a_teacher() -> None:
+    plain = student(tied=False)
+    options: dict[str, Any] = {"loss": DistillationLoss(), "teacher": teacher(), "example": padded_batch(plain.config)}
+    pipe = Pipeline(plain, 2, 2, "1f1b", "auto", "auto", **options)
+    assert pipe.planned is not None
+    assert pipe.plan().fits
+
+
 def test_what_is_refused() -> None:
     plain, other, loss = student(), teacher(), DistillationLoss()
     for values, message in (
@@ -174,7 +229,6 @@ def test_what_is_refused() -> None:
         ({"teacher": plain_model(tiny_config("marian"))}, "MarianMTModel cannot be distilled"),
         ({"teacher": plain}, "teacher: it shares .* weights with the model, such as model.embed_tokens.weight"),
         ({"teacher": other.config}, "teacher: a configuration has no weights"),
-        ({"recompute": "auto"}, "the planner does not count a teacher"),
         ({"packing": True}, "a DistillationLoss is computed from rows, and packed rows are one"),
         ({"sequence_chunks": 2}, "sequence_chunks"),
         ({"schedule": "pipedream"}, "schedule is pipedream, which is not supported beside a teacher"),
@@ -182,9 +236,6 @@ def test_what_is_refused() -> None:
         given: dict[str, Any] = {"loss": loss, "teacher": other} | options
         with pytest.raises(UserError, match=message):
             Pipeline(plain, 2, 2, **given)
-    pipe = Pipeline(plain, 2, 2, loss=loss, teacher=other)
-    with pytest.raises(UserError, match="plan: the planner does not count a teacher"):
-        pipe.plan(padded_batch(plain.config))
     with pytest.raises(Exception, match="tokens long, and the decoder has positions for 4"):
         Pipeline(plain, 2, 2, loss=loss, teacher=gpt2).train_step(padded_batch(plain.config))
 

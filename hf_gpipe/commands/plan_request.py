@@ -67,11 +67,6 @@ class PlanRequest:
         recipe = load_recipe(options.recipe, options.overrides)
         if num_devices is not None:
             num_devices = recipe.pipeline.workers_among(num_devices)
-        if recipe.distillation.teacher is not None:
-            raise RecipeError(
-                "distillation.teacher is given, and the planner does not count a teacher; plan the model alone, "
-                "without the section distillation, and leave room for the teacher's weights (launch: add --no-plan)"
-            )
         recipe = replace(recipe, pipeline=recipe.pipeline.settled(can_plan=True))
         if options.search and num_devices is not None:
             recipe = replace(recipe, pipeline=recipe.pipeline.with_auto(num_devices))
@@ -262,7 +257,7 @@ def _planner(
     from hf_gpipe.planner.choose import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.workload import PlanInputs
-    from hf_gpipe.training.from_recipe import loss_of
+    from hf_gpipe.training.from_recipe import loss_of, teacher_of
 
     adapter = _adapter(recipe)
     if config.cuts_rows:
@@ -271,6 +266,11 @@ def _planner(
         from hf_gpipe.model.tensor_parallel import check_division
 
         check_division(adapter, config.tensor_parallel, loss_of(recipe))
+    teacher, spec = None, teacher_of(recipe)
+    if spec is not None:
+        from hf_gpipe.model.teacher import open_teacher
+
+        teacher = open_teacher(spec, adapter, _here())
     inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=adapter.config.is_encoder_decoder)
     if table is not None:
         inputs = replace(inputs, tables={recipe.pipeline.schedule: table})
@@ -286,6 +286,7 @@ def _planner(
             cluster=cluster,
             speeds=config.speeds,
             tensor_parallel=config.tensor_parallel,
+            teacher=teacher,
         )
         # The layers run here for the first time, in the smallest micro-batch that will be planned.
         planner.costs(micro_batch_counts(planner.rows, recipe.pipeline.num_micro_batches)[-1])

@@ -37,37 +37,8 @@ class Teacher:
     partition: Sequence[range]
 
     @classmethod
-    def of(cls, spec: ModelSpec, student: Adapter, config: DecidedConfig, device: torch.device) -> Teacher:
-        """Read and check a teacher.
-
-        Args:
-            spec: of the teacher.
-            student: the model that is trained.
-            config: of the pipeline.
-            device: where this process computes.
-
-        Raises:
-            UserError: the two models, or the pipeline and a teacher, do not fit.
-        """
-        if spec.peft_config is not None:
-            raise UserError("teacher: it has PEFT adapters; merge them into the model first, by hf-gpipe merge")
-        if isinstance(spec.model, PreTrainedConfig):
-            raise UserError("teacher: a configuration has no weights; give a model, or the path of one")
-        adapter = open_model(spec, device)
-        for name, one in (("teacher", adapter), ("model", student)):
-            what = f"{name}: {type(one.reference).__name__}"
-            if type(one) is not DecoderOnly:
-                raise UserError(f"{what} cannot be distilled; both models must be decoder-only language models")
-            if not one.projection.names:
-                raise UserError(f"{what} makes its logits whole ({one.projection.reason}), and distillation in parts")
-            if one.padding_matters:
-                raise UserError(f"{what} depends on the padding of rows, which two models would have to share")
-        sizes = [one.reference.get_output_embeddings().weight.shape[0] for one in (adapter, student)]
-        if sizes[0] != sizes[1]:
-            raise UserError(
-                f"teacher: it gives {sizes[0]} logits for a token, and the model {sizes[1]}; both must have the same "
-                "vocabulary, so choose a teacher of the model's family"
-            )
+    def of(cls, spec: ModelSpec, adapter: Adapter, config: DecidedConfig) -> Teacher:
+        """Cut a teacher that `open_teacher` has opened. Raises UserError where the pipeline can have none."""
         unsupported = {
             "tensor_parallel": config.tensor_parallel > 1,
             "sequence_chunks": config.sequence_chunks > 1,
@@ -92,6 +63,39 @@ class Teacher:
     def carry_dtype(self, stage: int, name: str) -> torch.dtype:
         """The type of one of its tensors that a stage receives."""
         return self.adapter.carry_dtype(self.partition[stage][0], name.removeprefix(PREFIX))
+
+
+def open_teacher(spec: ModelSpec, student: Adapter, device: torch.device) -> Adapter:
+    """The adapter of a teacher.
+
+    Args:
+        spec: of the teacher.
+        student: the model that is trained.
+        device: where this process computes.
+
+    Raises:
+        UserError: the two models do not fit.
+    """
+    if spec.peft_config is not None:
+        raise UserError("teacher: it has PEFT adapters; merge them into the model first, by hf-gpipe merge")
+    if isinstance(spec.model, PreTrainedConfig):
+        raise UserError("teacher: a configuration has no weights; give a model, or the path of one")
+    adapter = open_model(spec, device)
+    for name, one in (("teacher", adapter), ("model", student)):
+        what = f"{name}: {type(one.reference).__name__}"
+        if type(one) is not DecoderOnly:
+            raise UserError(f"{what} cannot be distilled; both models must be decoder-only language models")
+        if not one.projection.names:
+            raise UserError(f"{what} makes its logits whole ({one.projection.reason}), and distillation in parts")
+        if one.padding_matters:
+            raise UserError(f"{what} depends on the padding of rows, which two models would have to share")
+    sizes = [one.reference.get_output_embeddings().weight.shape[0] for one in (adapter, student)]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"teacher: it gives {sizes[0]} logits for a token, and the model {sizes[1]}; both must have the same "
+            "vocabulary, so choose a teacher of the model's family"
+        )
+    return adapter
 
 
 def check_given(teacher: ModelSpec | None, student: ModelSpec, loss: Loss) -> None:

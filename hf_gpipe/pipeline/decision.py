@@ -16,7 +16,7 @@ from hf_gpipe.model.exactness import verify
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.packing import verify_packing
 from hf_gpipe.model.spec import ModelSpec
-from hf_gpipe.model.teacher import Teacher, check_given
+from hf_gpipe.model.teacher import Teacher, check_given, open_teacher
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.decide import Planning, settled
@@ -110,18 +110,13 @@ class Decision:
         inputs, source = request.inputs, request.model.model
         example = inputs.example
         check_given(request.teacher, request.model, request.loss)
-        if is_chain(source) or request.teacher is not None:  # which the planner does not know
+        if is_chain(source):  # which the planner does not know
             inputs = replace(inputs, example=None)
         given = settled(request.config, inputs, world)
         if is_chain(source) and not given.is_decided:
             raise UserError(
                 f"the planner knows Hugging Face models alone, and the model is a {type(source).__name__}; give "
                 "numbers in place of 'auto', and a partition by count or by numbers of layers"
-            )
-        if request.teacher is not None and not given.is_decided:
-            raise UserError(
-                "the planner does not count a teacher; give numbers in place of 'auto', and a partition by count or by "
-                "numbers of layers"
             )
         # Read before any weight is made: a table that cannot be run costs no time.
         table = world.from_reader(lambda: given.table(inputs.accumulation, given.workers_among(world.num_processes)))
@@ -143,11 +138,15 @@ class Decision:
         if given.cuts_rows:
             check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=inputs.packing)
 
+        of_teacher = None
+        if request.teacher is not None:
+            of_teacher = open_teacher(request.teacher, adapter, world.device)
+            _compare_commit(request.teacher, of_teacher)
         if given.tensor_parallel > 1:
             check_division(adapter, given.tensor_parallel, loss)
 
         # What the planner decides, and whether the machines can do it.
-        planning = Planning(inputs, adapter, loss.planned, world)
+        planning = Planning(inputs, adapter, loss.planned, world, of_teacher)
         config, planned, table = planning.decide(given)
         if table is not None:
             planning = replace(planning, inputs=replace(inputs, tables={config.schedule: table}))
@@ -159,9 +158,9 @@ class Decision:
         links = compare_with_machines(planning, config, world)
         if table is not None:
             table = replace(table, placement=replace(world.placement, chunks=table.chunks))
-        teacher = None if request.teacher is None else Teacher.of(request.teacher, adapter, config, world.device)
-        if teacher is not None:
-            _compare_commit(teacher.spec, teacher.adapter)
+        teacher = None
+        if request.teacher is not None and of_teacher is not None:
+            teacher = Teacher.of(request.teacher, of_teacher, config)
         decision = cls(given, config, planned, adapter, loss, partition, world, links, table, planning, teacher)
         if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
@@ -233,8 +232,6 @@ class Decision:
             UserError: there is neither, or the size of the optimizer's state is not known.
         """
         check_reads_text(self.adapter, "plan")
-        if self.teacher is not None:
-            raise UserError("plan: the planner does not count a teacher; plan the model without it")
         config, inputs, table = self.config, self.planning.inputs, self.table
         if batch is not None:
             inputs = replace(inputs, example=batch, accumulation=1)

@@ -80,7 +80,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
         )
     table, bound = planner.table(settings), planner.memory_bound(settings)
     shares, inner = recompute_shares(table), inner_recompute(settings)
-    placement = table.placement
+    placement, besides = table.placement, planner.besides(num_micro_batches, settings.num_stages)
     # Of r replicas the busiest runs M / r micro-batches, rounded up; the others wait for the slowest.
     of_replica = [
         -(-table.num_micro_batches // count) / table.num_micro_batches / speed
@@ -88,7 +88,8 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     ]
 
     def seconds(stage: int, start: int, stop: int) -> float:
-        return of_replica[stage] * sums.seconds(start, stop, inner[stage]).of_micro_batch(shares[stage])
+        own = sums.seconds(start, stop, inner[stage]).of_micro_batch(shares[stage])
+        return of_replica[stage] * (own + besides[stage].forward_seconds + besides[stage].backward_seconds)
 
     def flops(stage: int, start: int, stop: int) -> float:
         forwards = (1 + shares[stage]) * sums.forward_flops(start, stop)
@@ -103,7 +104,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     def memory_bytes(stage: int, start: int, stop: int) -> float:
         # As if every stage had the largest limit of all.
         own = largest / caps[stage] if caps else 1.0
-        return own * bound.stage_bytes(stage, StageLayers(start, stop, inner[stage]))
+        return own * bound.stage_bytes(stage, StageLayers(start, stop, inner[stage], besides[stage]))
 
     cost = {"parameters": parameters, "flops": flops}.get(str(strategy), seconds)
     boundaries = [layer.input_bytes for layer in costs.layers]

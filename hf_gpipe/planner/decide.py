@@ -55,12 +55,14 @@ class Planning:
         adapter: the model's.
         loss: of the micro-batch.
         world: the processes, their devices, and what was measured of their links.
+        teacher: the adapter of a teacher; None: there is none.
     """
 
     inputs: PlanInputs
     adapter: Adapter
     loss: Loss
     world: World
+    teacher: Adapter | None = None
 
     def decide(self, config: PipelineConfig) -> tuple[DecidedConfig, str | None, Schedule | None]:
         """Decide what a configuration leaves open. Every process calls it; the main process decides for its own device.
@@ -132,6 +134,7 @@ class Planning:
             cluster=steady(cluster) if decides and cluster is not None else cluster,
             speeds=config.speeds,
             tensor_parallel=config.tensor_parallel,
+            teacher=self.teacher,
         )
 
     def _memory_bytes(self, size: int) -> MemoryLimit:

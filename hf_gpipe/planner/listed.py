@@ -16,7 +16,7 @@ from typing import cast
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.limits import limit_of
 from hf_gpipe.planner.memory import stage_amounts
-from hf_gpipe.planner.plan import Plan, stage_layers
+from hf_gpipe.planner.plan import Plan
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table, recompute_under
 from hf_gpipe.schedule.kinds import UPDATE, Held
@@ -102,7 +102,7 @@ def _listed_plans(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomput
 
 def _work(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomputes: bool) -> Work:
     sums = plan.planner.sums(settings.num_micro_batches)
-    amounts = [stage_amounts(sums, stage, 0, 0) for stage in stage_layers(settings)]
+    amounts = [stage_amounts(sums, stage, 0, 0) for stage in plan.planner.stage_layers(settings)]
     received, graph, deferred = (
         [sum(own[held].values()) for own in amounts] for held in (Held.INPUT, Held.GRAPH, Held.DEFERRED)
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.limits import limits_of
 from hf_gpipe.planner.memory import MemoryBound, StageLayers
-from hf_gpipe.planner.plan import Planner, stage_layers
+from hf_gpipe.planner.plan import Planner
 from hf_gpipe.recipe import DecidedConfig, RecomputeChoice
 from hf_gpipe.schedule.kinds import Held
 
@@ -27,7 +27,7 @@ def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoi
         "none" where nothing need be recomputed, else an entry for each stage. It may not fit: then nothing does.
     """
     settings = replace(settings, recompute="none")
-    bound, layers = planner.memory_bound(settings), stage_layers(settings)
+    bound, layers = planner.memory_bound(settings), planner.stage_layers(settings)
     placement = planner.table(settings).placement
     limits = limits_of(planner.memory_bytes, placement)
     entries: list[str | int] = ["none"] * settings.num_stages

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from hf_gpipe.planner.beside import NOTHING, Beside
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.recipe.pipeline import Visitors
@@ -58,6 +59,8 @@ class StageLayers:
     stop: int
     inner: InnerRecompute
     """Which tensors its live graphs keep."""
+    beside: Beside = NOTHING
+    """A teacher's stage."""
 
 
 def estimate_memory(
@@ -99,7 +102,9 @@ def estimate_memory(
     items = {name: round(size) for name, size in fullest.items()}
     return MemoryEstimate(
         **items | {"boundaries": items.get("boundaries", 0) + ids},
-        parameters=weights + sum(int(sums.buffer_bytes(*layers)) for layers in ranges),
+        parameters=weights
+        + sum(int(sums.buffer_bytes(*layers)) for layers in ranges)
+        + sum(round(stages[stage].beside.held_bytes) for stage in own),
         optimizer=round(
             sum(
                 state_shares[stage] * (sums.owned(*layers).trainable_bytes - one.trainable_bytes)
@@ -118,19 +123,19 @@ def estimate_memory(
 
 def stage_amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float, visiting_bytes: int) -> Amounts:
     """The bytes that each thing held by a stage adds to the items of the estimate."""
-    layers, run = sums.costs.layers, (stage.start, stage.stop)
+    layers, run, beside = sums.costs.layers, (stage.start, stage.stop), stage.beside
     graphs = sums.graphs[stage.inner]
     graph, backward = graphs.kept_bytes(*run), graphs.backward_peak_bytes(*run)
     head = layers[stage.stop - 1]
     logits = head.graph(stage.inner).saved_bytes if head.kind == "head" else 0
     return {
-        Held.INPUT: {"boundaries": _received_bytes(sums, stage)},
+        Held.INPUT: {"boundaries": _received_bytes(sums, stage) + beside.kept_bytes},
         Held.GRAPH: {"activations": graph - logits, "logits": logits},
         # From the start of its backward on a gradient is working memory of that.
         Held.GRADIENT: {"early_gradients": _gradient_bytes(sums, stage)},
         Held.DEFERRED: {"activations": sums.deferred_bytes(*run)},
-        Held.FORWARD_ONLY: {"working": sums.forward_only_peak_bytes(*run)},
-        Held.FORWARD: {"working": graphs.forward_peak_bytes(*run)},
+        Held.FORWARD_ONLY: {"working": beside.forward_peak(sums.forward_only_peak_bytes(*run))},
+        Held.FORWARD: {"working": beside.forward_peak(graphs.forward_peak_bytes(*run))},
         Held.BACKWARD: {"working": max(backward - graph, 0)},
         Held.WEIGHT: {},
         Held.FIRST_BACKWARD: {"gradients": graphs.first_backward_peak_bytes(*run) - backward},
@@ -184,16 +189,18 @@ class MemoryBound:
         graphs, reserved = sums.graphs[stage.inner], sums.device.reserved_share
         held, owned = sums.held(*run), sums.owned(*run)
         graph = graphs.kept_bytes(*run)
-        always = held.num_bytes + sums.buffer_bytes(*run) + self._ids
+        beside = stage.beside
+        always = held.num_bytes + sums.buffer_bytes(*run) + self._ids + beside.held_bytes
         always += self._stashes[number] * held.trainable_bytes
         always += (1 + reserved) * held.trainable_bytes + self._state_shares[number] * owned.trainable_bytes
         coming = live_graphs * graph
         coming += most[Held.DEFERRED] * sums.deferred_bytes(*run)
         coming += (most[Held.ROW] + most[Held.ROW_GRADIENTS]) * sums.row_bytes(*run)
-        coming += most[Held.INPUT] * _received_bytes(sums, stage) + most[Held.GRADIENT] * _gradient_bytes(sums, stage)
+        coming += most[Held.INPUT] * (_received_bytes(sums, stage) + beside.kept_bytes)
+        coming += most[Held.GRADIENT] * _gradient_bytes(sums, stage)
         working = max(
-            graphs.forward_peak_bytes(*run) - graph,
+            beside.forward_peak(graphs.forward_peak_bytes(*run)) - graph,
             graphs.backward_peak_bytes(*run) - graph,
-            sums.forward_only_peak_bytes(*run),
+            beside.forward_peak(sums.forward_only_peak_bytes(*run)),
         )
         return always + (1 + reserved) * coming, (1 + reserved) * working

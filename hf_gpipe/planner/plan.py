@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from operator import attrgetter
 
 import torch
 
@@ -14,6 +15,7 @@ from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
+from hf_gpipe.planner.beside import Beside, besides
 from hf_gpipe.planner.chunks import each_chunk, taper_of, typical
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts, Seconds
 from hf_gpipe.planner.devices import Device
@@ -164,6 +166,7 @@ class Planner:
         speeds: of each process, relative to `device`; None: all are as fast.
         tensor_parallel: T, among which layers are divided. A process of the plan then stands for T, each of which has
             this memory; the links of the cluster are between devices.
+        teacher: rows of a micro-batch -> the costs of a teacher's layers; None: there is no teacher.
 
     Attributes:
         lighter: by keys of a recipe that have adapters trained in place of all weights, what plans that.
@@ -182,8 +185,9 @@ class Planner:
         cluster: Cluster | None = None,
         speeds: Sequence[float] | None = None,
         tensor_parallel: int = 1,
+        teacher: Callable[[int], ModelCosts] | None = None,
     ) -> None:
-        self._costs_of = costs_of
+        self._costs_of, self._teacher = costs_of, teacher
         self.tensor_parallel = tensor_parallel
         inputs.check()
         self.inputs = inputs
@@ -196,6 +200,7 @@ class Planner:
         self.lighter: Mapping[str, Callable[[], Plan]] = {}
         self.chunks = Chunks()
         self._sums: dict[tuple[int, Chunks], tuple[LayerSums, Sequence[LayerSums]]] = {}
+        self._of_teacher: dict[int, LayerSums] = {}
 
     @classmethod
     def of(
@@ -212,6 +217,7 @@ class Planner:
         cluster: Cluster | None = None,
         speeds: Sequence[float] | None = None,
         tensor_parallel: int = 1,
+        teacher: Adapter | None = None,
     ) -> Planner:
         """Make the planner of a model that has its adapter.
 
@@ -227,6 +233,7 @@ class Planner:
             cluster: the links between the processes.
             speeds: of each process, relative to the device.
             tensor_parallel: T, among which layers are divided.
+            teacher: the adapter of a teacher, whose seconds are estimated; None: there is none.
 
         Raises:
             UserError: there is no mini-batch, or the optimizer's state has no known size; layers cannot be divided so,
@@ -248,8 +255,18 @@ class Planner:
                 return each_chunk(workload, chunks, partial(profile_layers, adapter, device=profile_on, loss=loss))
             return each_chunk(workload, chunks, tracer().costs)
 
+        of_teacher = None
+        if teacher is not None:
+            beside = cache(lambda: LayerTracer(teacher, as_on_gpu=as_on_gpu))
+
+            def of_teacher(rows: int) -> ModelCosts:
+                return beside().costs(mini_batch.of_rows(rows))
+
         inputs = replace(inputs, example=mini_batch)
-        return cls(costs_of, inputs, device, memory_bytes, cluster, speeds, tensor_parallel)
+        return cls(
+            *(costs_of, inputs, device, memory_bytes, cluster, speeds, tensor_parallel),
+            teacher=of_teacher,
+        )
 
     def within(self, memory_bytes: MemoryLimit) -> Planner:
         """The same planner with another limit; what it has computed is shared."""
@@ -305,6 +322,22 @@ class Planner:
             self._sums[key] = whole, each
         return self._sums[key]
 
+    def besides(self, num_micro_batches: int, num_stages: int) -> Sequence[Beside]:
+        """For each of K stages what a teacher adds to one of M micro-batches."""
+        rows = self.micro_batch_rows(num_micro_batches)
+        if self._teacher is not None and rows not in self._of_teacher:
+            self._of_teacher[rows] = LayerSums(self._teacher(rows), self.device)
+        return besides(self._of_teacher.get(rows), num_stages)
+
+    def stage_layers(self, settings: DecidedConfig) -> list[StageLayers]:
+        """The layers of each stage, what its graphs keep, and a teacher's stage beside it."""
+        inner = inner_recompute(settings)
+        beside = self.besides(settings.num_micro_batches, settings.num_stages)
+        return [
+            StageLayers(start, stop, inner[stage], beside[stage])
+            for stage, start, stop in stages_of(settings.partition)
+        ]
+
     def memory_bound(self, settings: DecidedConfig) -> MemoryBound:
         """The bound on the memory of any stage. The partition of the settings is not read."""
         sums = self.sums(settings.num_micro_batches)
@@ -355,7 +388,7 @@ class Planner:
         sums, placement = self._all_sums(settings.num_micro_batches), table.placement
         network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
         speeds = speeds_of(self.speeds, placement)
-        return _table_costs(*sums, stage_layers(settings), table, speeds, self.inputs, settings, network)
+        return _table_costs(*sums, self.stage_layers(settings), table, speeds, self.inputs, settings, network)
 
     def plan(self, settings: DecidedConfig) -> Plan:
         """Predict the memory and the time of one step of a pipeline with these settings.
@@ -374,7 +407,7 @@ class Planner:
         cut(len(costs.layers), settings.num_stages, settings.partition)
         table = self.table(settings)
         placement = table.placement
-        stages = stage_layers(settings)
+        stages = self.stage_layers(settings)
         timeline = simulate(table, self.table_costs(settings, table))
         state_shares = self._state_shares(settings, table)
 
@@ -413,12 +446,6 @@ def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:
     return ["block" if stage in blocks else "none" for stage in range(settings.num_stages)]
 
 
-def stage_layers(settings: DecidedConfig) -> list[StageLayers]:
-    """The layers of each stage, and what its graphs keep."""
-    inner = inner_recompute(settings)
-    return [StageLayers(start, stop, inner[stage]) for stage, start, stop in stages_of(settings.partition)]
-
-
 def recompute_shares(table: Schedule) -> list[float]:
     """For each stage the share of the micro-batches whose forward a table repeats."""
     return [table.num_recomputations(stage) / table.num_micro_batches for stage in range(table.num_stages)]
@@ -451,25 +478,30 @@ def _table_costs(
         values = sums.owned(stage.start, stage.stop).trainable_bytes
         return seconds / count + network.reduce_seconds(number, values) / 2
 
-    def each(seconds_of: Callable[[Seconds, float, float], float]) -> list[float | Sequence[float]]:
+    def each(
+        seconds_of: Callable[[Seconds, float, float], float], of_teacher: Callable[[Beside], float] = lambda _: 0.0
+    ) -> list[float | Sequence[float]]:
         """For each stage the seconds of an action: of one chunk after the other, where rows are cut."""
         found: list[float | Sequence[float]] = []
         for stage, speed, share in zip(stages, speeds, recompute_shares(table), strict=True):
-            run = stage.start, stage.stop
+            run, beside = (stage.start, stage.stop), of_teacher(stage.beside)
             values = [
-                seconds_of(one.seconds(*run, stage.inner), one.weight_seconds(*run), share) / speed for one in of_chunks
+                (seconds_of(one.seconds(*run, stage.inner), one.weight_seconds(*run), share) + beside) / speed
+                for one in of_chunks
             ]
             found.append(values if len(values) > 1 else values[0])
         return found
 
     hosted = [sums.hosted(stage.start, stage.stop, settings.offload_weights) for stage in stages]
     share = sent_share(settings.boundary_dtype, sums.costs.dtype)
-    boundaries = [share * sums.costs.layers[stage.start].input_bytes for stage in stages[1:]]
+    boundaries = [
+        share * (sums.costs.layers[stage.start].input_bytes + stage.beside.input_bytes) for stage in stages[1:]
+    ]
     return Costs(
-        forward_seconds=each(lambda own, _, share: own.first_forward(share)),
+        forward_seconds=each(lambda own, _, share: own.first_forward(share), attrgetter("forward_seconds")),
         recompute_seconds=each(lambda own, *_: own.forward),
-        backward_seconds=each(lambda own, *_: own.backward),
-        input_seconds=each(lambda own, weights, _: own.backward - weights),
+        backward_seconds=each(lambda own, *_: own.backward, attrgetter("backward_seconds")),
+        input_seconds=each(lambda own, weights, _: own.backward - weights, attrgetter("backward_seconds")),
         weight_seconds=each(lambda _, weights, __: weights),
         update_seconds=[
             update(number, *stage) for number, stage in enumerate(zip(stages, table.placement.replicas, strict=True))

@@ -80,6 +80,10 @@ def report(plan: Plan) -> str:
     ]
     if costs.whole_logits:
         lines.append(("logits", f"made whole: {costs.whole_logits}"))
+    held = [round(one.held_bytes) for one in planner.besides(settings.num_micro_batches, settings.num_stages)]
+    if any(held):
+        text = f"{size_text(sum(held))} of weights in the same stages, at most {size_text(max(held))} in one"
+        lines.append(("teacher", f"{text}; it runs in F"))
     lines += mesh_lines(plan)
     lines_after = [
         ("step", _step(plan)),

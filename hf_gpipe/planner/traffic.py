@@ -39,6 +39,7 @@ def traffic(plan: Plan) -> Traffic:
     gradients = boundaries = in_layers = 0.0
     size, shares = plan.settings.tensor_parallel, recompute_shares(table)
     share = sent_share(plan.settings.boundary_dtype, plan.costs.dtype)
+    besides = plan.planner.besides(plan.settings.num_micro_batches, plan.settings.num_stages)
     for stage in plan.stages:
         gradient_bytes = sums.held(stage.layers.start, stage.layers.stop).trainable_bytes
         for layer in layers[stage.layers.start : stage.layers.stop]:
@@ -51,7 +52,8 @@ def traffic(plan: Plan) -> Traffic:
             micro_batches = range(table.num_micro_batches)
             num_messages = sum(own[m % len(own)] != before[m % len(before)] for m in micro_batches)
             first = layers[stage.layers.start]
-            boundaries += num_messages * share * (first.input_bytes + first.gradient_input_bytes)
+            sent = first.input_bytes + first.gradient_input_bytes + besides[stage.number].input_bytes
+            boundaries += num_messages * share * sent
     rows = plan.planner.rows * plan.planner.inputs.accumulation
     boundaries, in_layers = boundaries / table.num_steps, in_layers / table.num_steps
     whole = 2 * (size * placement.num_processes - 1) * plan.costs.total.trainable_bytes

@@ -8,12 +8,16 @@ whole. The probabilities are compared as in generalized knowledge distillation (
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.loss import LossInputs, Reads, TokenLoss
+
+#: Into how many parts the positions of a chunk are cut.
+_BLOCKS = 16
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,26 @@ class DistillationLoss(TokenLoss):
         ]
         return torch.stack(parts)
 
+    @property
+    def planned(self) -> TokenLoss:
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return _Planned(**values | {"metrics": None})
+
     def beside_teacher(
+        self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor, *, overwrite: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        gradient = logits if overwrite and logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+        losses = logits.new_empty(len(logits), dtype=dtype)
+        # A few positions at a time: what is made of their logits on the way takes less memory than a chunk.
+        for some in torch.arange(len(logits)).chunk(_BLOCKS):
+            part = slice(int(some[0]), int(some[-1]) + 1)
+            losses[part], gradient[part] = self._of_block(logits[part], targets[part], teacher[part])
+        return losses, gradient
+
+    def _of_block(
         self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of every position and its gradient, as `with_gradient`, beside the teacher's logits (N, V)."""
         dtype, share, beta = torch.promote_types(logits.dtype, torch.float32), self.cross_entropy_share, self.beta
         student = torch.log_softmax(logits.to(dtype) / self.temperature, dim=-1)
         teacher = torch.log_softmax(teacher.to(dtype) / self.temperature, dim=-1)
@@ -87,6 +107,15 @@ class DistillationLoss(TokenLoss):
         gradient.mul_((1 - share) / self.temperature)
         losses = (1 - share) * losses.masked_fill(~self.units(targets), 0)
         if share:
-            of_targets, by_logits = super().with_gradient(logits, targets)
+            of_targets, by_logits = TokenLoss.with_gradient(self, logits, targets)
             losses, gradient = losses + share * of_targets, gradient.add_(by_logits, alpha=share)
         return losses, gradient
+
+
+class _Planned(DistillationLoss):
+    """The same loss without a teacher, whose logits are the student's own."""
+
+    def with_gradient(
+        self, logits: torch.Tensor, targets: torch.Tensor, *, overwrite: bool = False, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.beside_teacher(logits, targets, logits.clone(), overwrite=overwrite)
