@@ -104,7 +104,7 @@ _TRAVELLING: dict[str, tuple[type[UserError], dict[str, tuple[type, ...]]]] = {
 
 
 def error_to_data(error: UserError) -> tuple[str, str, dict[str, Any]]:
-    """What `error_of_data` makes the error of: a class's name, its message and its attributes.
+    """The data of which `error_of_data` makes the error: a class's name, its message and its attributes.
 
     An error of any other class becomes one of the nearest of its bases.
     """

@@ -1,4 +1,4 @@
-"""What `num_micro_batches: auto` costs: the step of the M that the planner chooses, over that of the best M.
+"""The cost of `num_micro_batches: auto`: the step of the M that the planner chooses, over that of the best M.
 
     python scripts/bench_auto.py                  five models of unlike sizes, about 25 minutes
     python scripts/bench_auto.py marian-small     these only

@@ -44,7 +44,7 @@ NUM_HOSTS = 2
 
 
 class LinkLimit(NamedTuple):
-    """What slows the link between the machines down: a rate as `tc` writes it, empty for no limit, and a delay."""
+    """The limit of the link between the machines: a rate as `tc` writes it, empty for no limit, and a delay."""
 
     name: str
     rate: str = ""

@@ -1,4 +1,4 @@
-"""What I and W cost beside B, and the host time that the executor itself takes for an action.
+"""The cost of I and W beside B, and the host time that the executor itself takes for an action.
 
     python scripts/bench_weight_gradients.py                      4 blocks of a llama of width 384, 2 x 128 tokens
     python scripts/bench_weight_gradients.py --width 1024 --blocks 1 --repetitions 9

@@ -499,7 +499,7 @@ def tried(root: Path, mutant: Mutant) -> str | None:
 
 
 def misfits(root: Path, mutants: Sequence[Mutant]) -> list[str]:
-    """What keeps mutants from being made."""
+    """A reason why mutants cannot be made."""
     counts = [(one, (root / "hf_gpipe" / one.file).read_text().count(one.old)) for one in mutants]
     return [f"{one.name}: {one.file} has {one.old!r} {count} times" for one, count in counts if count != 1]
 

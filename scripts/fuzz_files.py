@@ -39,7 +39,7 @@ from scripts.file_fuzz.readers import FORMATS, prepare
 
 @dataclass
 class Counts:
-    """What came of the cases of each format."""
+    """The outcomes of the cases of each format."""
 
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)

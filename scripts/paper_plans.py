@@ -1,4 +1,4 @@
-"""What GPipe's translation models take on machines of today: the fastest plan of each recipe, from the planner alone.
+"""The cost of GPipe's translation models on machines of today: the fastest plan of each recipe, from the planner alone.
 
     python scripts/paper_plans.py [--output FILE.json] [RECIPE ...]        about 15 minutes
 
@@ -35,7 +35,7 @@ MACHINES = {
 
 
 def planned(machines: str, recipe: Path) -> dict[str, Any]:
-    """What the planner's command says is fastest, or leanest where nothing fits; or its error."""
+    """The fastest plan of the planner's command, or the leanest where nothing fits; or its error."""
     device, count = MACHINES[machines]
     command = [sys.executable, "-m", "hf_gpipe", "plan", str(recipe), "--device", device, "--devices", count]
     result = subprocess.run([*command, "--search", "--json"], capture_output=True, text=True)

@@ -68,7 +68,7 @@ def counts(lines: Sequence[dict[str, str]]) -> str:
 
 
 def line_of(outcome: Outcome) -> dict[str, str]:
-    """What is kept of a case."""
+    """The record of a case."""
     case = outcome.case
     drawn = {"seed": str(case.seed), "case": str(case.number), "family": case.family}
     return {**drawn, "verdict": outcome.verdict, "detail": outcome.detail, "told": str(case)}

@@ -1,5 +1,5 @@
-"""What a trainer does with transformers' arguments, and with Trainer's methods and attributes, where the package itself
-need not know it. scripts/reference.py writes these tables into pages, and tests compare them with the code.
+"""The tables of transformers' arguments, and of Trainer's methods and attributes, which the package itself need
+not know. scripts/reference.py writes these tables into pages, and tests compare them with the code.
 """
 
 from __future__ import annotations

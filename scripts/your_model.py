@@ -90,7 +90,7 @@ class Longest:
 
 
 def memory_gib(gb: int) -> float:
-    """What a process may use of a card."""
+    """The GiB of a card that a process may use."""
     return round(USABLE_SHARE * gb - CONTEXT_GIB, 1)
 
 

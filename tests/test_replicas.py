@@ -74,7 +74,7 @@ VALUES: dict[str, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One pipeline. A number as `recompute` is that of live graphs on every stage."""
+    """One pipeline. A number as `recompute` is that of stored graphs on every stage."""
 
     mesh: Mesh
     model: str

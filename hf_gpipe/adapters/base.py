@@ -35,7 +35,7 @@ Inputs = Mapping[str, Any]
 
 
 class Stage(Protocol):
-    """What `Adapter.run` needs of a `StageModel`."""
+    """The parts of a `StageModel` that `Adapter.run` needs."""
 
     model: Any
     device: torch.device

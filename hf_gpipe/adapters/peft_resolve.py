@@ -15,7 +15,7 @@ from hf_gpipe.adapters.base import Adapter
 from hf_gpipe.adapters.peft import PeftAdapter, Wrapped, before_injection, need_peft
 from hf_gpipe.errors import UnsupportedModelError
 
-#: Options of adapters that stages cannot honour -> why.
+#: Options of adapters that stages do not support -> why.
 _UNSUPPORTED = {
     "layer_replication": "it gives the model other layers than its configuration names",
     "megatron_config": "it is for Megatron's layers",

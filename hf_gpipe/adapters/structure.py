@@ -47,7 +47,7 @@ def _unlike(values: dict[str, Any], default: dict[str, Any], prefix: str) -> lis
 
 
 def _kind(value: Any) -> Any:
-    """What of a value decides which code runs."""
+    """The part of a value that decides which code runs."""
     if isinstance(value, bool | str) or value is None:
         return value
     if isinstance(value, int | float):

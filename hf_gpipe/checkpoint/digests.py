@@ -54,14 +54,14 @@ class _OfTensors(TypedDict):
 
 
 class _Content(TypedDict):
-    """What the file of digests has."""
+    """The content of the file of digests."""
 
     step: strict_json.Number | None
     files: dict[str, str | _OfTensors]
 
 
 class _Tensor(TypedDict):
-    """What the header of a safetensors file says of a tensor."""
+    """The entry of a tensor in the header of a safetensors file."""
 
     data_offsets: Annotated[list[strict_json.Number], Field(min_length=2, max_length=2)]
 

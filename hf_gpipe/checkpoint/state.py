@@ -55,7 +55,7 @@ _Optimizer = TypedDict(
 
 
 class _Content(TypedDict):
-    """What state.json has."""
+    """The content of state.json."""
 
     optimizer: _Optimizer
     progress: Progress
@@ -63,7 +63,7 @@ class _Content(TypedDict):
 
 
 class _LogLine(TypedDict, total=False):
-    """What is read of a line of the history; others may have anything."""
+    """The keys that are read of a line of the history; other keys may have anything."""
 
     step: Required[strict_json.Number]
     tokens_per_second: float

@@ -1,4 +1,4 @@
-"""What the command `plan` is asked: a recipe, the devices it is planned for, and their planner.
+"""The question to the command `plan`: a recipe, the devices it is planned for, and their planner.
 
 Imports that take seconds are made where they are needed: what the options get wrong is said before them.
 """

@@ -77,7 +77,7 @@ class ChatExamples(EncodedConversations):
         return ids, labels
 
     def _read(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What is kept of a row; see `hf_gpipe.data.chats.Read`."""
+        """The parts of a row that are kept; see `hf_gpipe.data.chats.Read`."""
         return conversation_of(where, row)
 
     def _tokens(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:

@@ -44,7 +44,7 @@ class Conversation(NamedTuple):
 
     @property
     def row(self) -> dict[str, Any]:
-        """What `read` returned."""
+        """The result of `read`."""
         values: dict[str, Any] = json.loads(self.text)
         return values
 

@@ -45,7 +45,7 @@ _NOT_OF_THE_PAIRS = (
 
 
 class _About(TypedDict):
-    """What about.json beside the pairs has."""
+    """The content of about.json beside the pairs."""
 
     languages: list[str]
     tags: bool

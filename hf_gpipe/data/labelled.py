@@ -17,7 +17,7 @@ from hf_gpipe.data.fields import text_in, value_in
 from hf_gpipe.errors import DataError, listed, nearest
 
 UNLABELLED = -1
-"""What data sets have in place of the labels that they keep secret."""
+"""The label that data sets have in place of labels that they keep secret."""
 
 
 def labelled_of(

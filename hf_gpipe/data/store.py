@@ -101,7 +101,7 @@ def cached(name: str, key: str, write: Callable[[Path], None]) -> Path:
 
 
 def damage(entry: Path) -> str | None:
-    """What is wrong with an entry: empty if it does not exist, None if nothing is."""
+    """The fault of an entry: empty if it does not exist, None if it has none."""
     if not os.path.lexists(entry):
         return ""
     try:

@@ -18,7 +18,7 @@ from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.wire import sendable
 
 InnerRecompute = Literal["none", "block"]
-"""Which tensors a live graph keeps: everything, or only the inputs of blocks. ("stage" says when a graph is alive.)"""
+"""The tensors that a stored graph keeps: all, or only the inputs of blocks. ("stage" says when a graph is alive.)"""
 
 
 @sendable
@@ -195,7 +195,7 @@ class LayerCost:
     backward_sums: SumsOverRanks = NO_SUMS
 
     def graph(self, inner: InnerRecompute) -> GraphCost:
-        """The layer's part of a live graph."""
+        """The layer's part of a stored graph."""
         return self.plain if inner == "none" else self.block
 
 

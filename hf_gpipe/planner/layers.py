@@ -260,7 +260,7 @@ class LayerTracer:
         workload: Workload,
         run: Callable[[StageTracer, MicroBatch], Numbers],
     ) -> Numbers:
-        """What `run` gives for these layers as a stage and a micro-batch; it may follow from that of other ones.
+        """The result of `run` for these layers as a stage and a micro-batch; it may follow from that of other layers.
 
         Of the chunks of rows too, where they are equally long: each after the first attends to more tokens by as many.
         """

@@ -131,14 +131,14 @@ def _messages(costs: Costs, placement: Placement) -> list[float]:
 
 
 def _room(plan: Plan, process: int) -> float:
-    """The bytes that a process has for micro-batches: what they take at its fullest moment, and what is left then."""
+    """The bytes that a process has for micro-batches: what they take at its peak, and what is left then."""
     memory, table = plan.processes[process].memory, plan.timeline.schedule
     ids = table.num_micro_batches * plan.costs.micro_batch_bytes
     return memory.activations + memory.logits + memory.boundaries - ids + _spare(plan, process)
 
 
 def _spare(plan: Plan, process: int) -> int:
-    """The bytes that are left at the fullest moment; below 0 those that lack."""
+    """The bytes that are left at the peak; below 0 those that lack."""
     limit = limit_of(plan.planner.memory_bytes, process)
     assert limit is not None
     spare = limit - plan.processes[process].memory.total

@@ -1,4 +1,4 @@
-"""The choice of what is recomputed: for each stage as many live graphs as the memory of its process has room for."""
+"""The choice of what is recomputed: for each stage as many stored graphs as the memory of its process has room for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_gpipe.schedule.kinds import Held
 
 
 def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoice:
-    """For each stage the largest number of live graphs that fits the planner's limit.
+    """For each stage the largest number of stored graphs that fits the planner's limit.
 
     Each graph above the first spares the recomputation of a micro-batch. Where not even one whole graph fits, the stage
     recomputes its blocks instead, if that needs less.
@@ -41,7 +41,7 @@ def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoi
 
 
 class _Room:
-    """The memory that the stages of one process need, as they are allowed more live graphs."""
+    """The memory that the stages of one process need, as they are allowed more stored graphs."""
 
     def __init__(self, bound: MemoryBound, layers: Sequence[StageLayers], own: Sequence[int]) -> None:
         self._bound, self._layers = bound, layers
@@ -49,7 +49,7 @@ class _Room:
         self._inner: dict[int, InnerRecompute] = dict.fromkeys(own, "none")
 
     def fill(self, limit_bytes: int) -> dict[int, str | int]:
-        """The most live graphs of each stage; "none" where that is as many as it ever has, or "block"."""
+        """The most stored graphs of each stage; "none" where that is as many as it ever has, or "block"."""
         for stage in self._live:
             if self._needed() > limit_bytes:
                 self._try_blocks(stage)
@@ -82,7 +82,7 @@ class _Room:
         return "none" if self._live[stage] >= self._most(stage) else self._live[stage]
 
     def _most(self, stage: int) -> int:
-        """How many live graphs a stage ever has."""
+        """How many stored graphs a stage ever has."""
         return self._bound.most[stage][Held.GRAPH]
 
     def _needed(self) -> float:

@@ -1,4 +1,4 @@
-"""The memory estimate: what a process holds at the fullest moment of a step, item by item; and a quick bound on it.
+"""The memory estimate: what a process holds at the peak of a step, item by item; and a quick bound on it.
 
 Weights, optimizer state, buffers and the mini-batch's ids are there all the time. What comes and goes is read off the
 simulated table: the boundary tensors, graphs and gradients that are alive, and what the running action works with. The
@@ -22,7 +22,7 @@ from hf_gpipe.schedule.visits import most_loaded
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes at the fullest moment of a step."""
+    """Bytes at the peak of a step."""
 
     parameters: int = 0
     """Weights, a tied one once per process, and buffers."""
@@ -35,9 +35,9 @@ class MemoryEstimate:
     boundaries: int = 0
     """Received boundary tensors, and the micro-batches' ids, masks and labels."""
     activations: int = 0
-    """Tensors that the live graphs keep, without the head's."""
+    """Tensors that the stored graphs keep, without the head's."""
     logits: int = 0
-    """Tensors that the live graphs keep of the head and the loss."""
+    """Tensors that the stored graphs keep of the head and the loss."""
     early_gradients: int = 0
     """Gradients that have come before their backward could begin."""
     working: int = 0
@@ -58,7 +58,7 @@ class StageLayers:
     start: int
     stop: int
     inner: InnerRecompute
-    """Which tensors its live graphs keep."""
+    """Which tensors its stored graphs keep."""
     beside: Beside = NOTHING
     """A teacher's stage."""
 
@@ -72,7 +72,7 @@ def estimate_memory(
     state_shares: Sequence[float],
     visitors: Visitors | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory of a process at the fullest moment of a step.
+    """Estimate the memory of a process at the peak of a step.
 
     Args:
         sums: of the model's layers, for one micro-batch.
@@ -184,7 +184,7 @@ class MemoryBound:
         return sum(self.parts(number, stage, self.most[number][Held.GRAPH]))
 
     def parts(self, number: int, stage: StageLayers, live_graphs: int) -> tuple[float, float]:
-        """The most that stage `number` keeps with so many live graphs, and its working memory beside that."""
+        """The most that stage `number` keeps with so many stored graphs, and its working memory beside that."""
         sums, run, most = self._sums, (stage.start, stage.stop), self.most[number]
         graphs, reserved = sums.graphs[stage.inner], sums.device.reserved_share
         held, owned = sums.held(*run), sums.owned(*run)

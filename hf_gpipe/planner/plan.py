@@ -55,7 +55,7 @@ class StagePlan:
         layers: numbers of its layers.
         first_layer, last_layer: names of the two ends.
         num_parameters: that it holds, ties of other stages included.
-        recompute: what it recomputes: "none", "block", "stage", or its most live graphs.
+        recompute: what it recomputes: "none", "block", "stage", or its most stored graphs.
         memory: what it would hold as its process's only stage.
         busy_seconds: how long its actions take in a step.
         owned_parameters: num_parameters without copies of other stages' ties.
@@ -75,7 +75,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process of a plan: its stages, what it holds at the fullest moment, and how it spends a step."""
+    """One process of a plan: its stages, what it holds at the peak, and how it spends a step."""
 
     number: int
     stages: tuple[int, ...]
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The memory estimate of the fullest process."""
+        """The memory estimate of the process with the highest peak."""
         return self.fullest_process.memory.total
 
     @cached_property
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def fullness(self) -> float:
-        """The share of its limit that the fullest process needs; its bytes where no limit is known."""
+        """The share of its limit that the process with the highest peak needs; its bytes where no limit is known."""
         return self._fullness_of(self.fullest_process)
 
     def _fullness_of(self, process: ProcessPlan) -> float:
@@ -441,7 +441,7 @@ class Planner:
 
 
 def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:
-    """Which tensors the live graphs of each stage keep."""
+    """Which tensors the stored graphs of each stage keep."""
     blocks = Recompute.parse(settings.recompute, settings.num_stages).block_stages
     return ["block" if stage in blocks else "none" for stage in range(settings.num_stages)]
 

@@ -54,7 +54,7 @@ def memory_problems(ranks: Sequence[RankFacts], peaks: Sequence[int]) -> list[st
 
     Args:
         ranks: the facts of each process. On the CPU the processes of a machine share its memory.
-        peaks: bytes that each process needs at the fullest moment of a step.
+        peaks: bytes that each process needs at the peak of a step.
     """
     advice = (
         "end what else runs there, use more or smaller stages, recompute more, or set pipeline.memory to what there is "

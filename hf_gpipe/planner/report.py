@@ -39,7 +39,7 @@ _ITEMS = {
     "optimizer": "optimizer state",
     "stashes": "old versions of weights",
     "boundaries": "boundary tensors and ids",
-    "activations": "activations of live graphs",
+    "activations": "stored activations",
     "logits": "logits",
     "early_gradients": "gradients that wait",
     "working": "what the running action works with",

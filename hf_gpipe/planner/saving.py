@@ -1,4 +1,4 @@
-"""The memory of the hosts: copies that checkpoints are written from, and what is offloaded of the optimizer."""
+"""CPU memory: copies that checkpoints are written from, and what is offloaded of the optimizer."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _owned(plan: Plan) -> Iterator[tuple[StagePlan, Parameters]]:
 
 
 def saving_text(plan: Plan) -> str:
-    """The memory of the hosts that checkpoints take, for people; empty where they take none."""
+    """The CPU memory that checkpoints take, for people; empty where they take none."""
     inputs, parts = plan.planner.inputs, []
     if inputs.saves_in_background:
         parts.append(f"in the background from copies in CPU memory: {_sum_text(copy_bytes(plan))}")
@@ -103,14 +103,14 @@ def saving_text(plan: Plan) -> str:
 
 
 def offload_text(plan: Plan) -> str:
-    """The memory of the hosts that an offloaded optimizer needs, as a line of the report; empty without one."""
+    """The CPU memory that an offloaded optimizer needs, as a line of the report; empty without one."""
     if not plan.planner.inputs.offload_optimizer:
         return ""
     return f"its state and copies of the weights are in CPU memory: {_sum_text(offloaded_bytes(plan))}"
 
 
 def visits_text(plan: Plan) -> str:
-    """The memory of the hosts that weights take which visit their devices, as a line of the report; empty without."""
+    """The CPU memory that weights take which visit their devices, as a line of the report; empty without."""
     if plan.settings.offload_weights is None:
         return ""
     beside = ", gradients and the optimizer's state" if plan.settings.offload_weights == "all" else ""

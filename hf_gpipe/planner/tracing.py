@@ -308,7 +308,7 @@ def _forward(stage: Stage, context: Context, tracker: Tracker, first_layer: int)
 
 
 def _deferred_bytes(stage: Stage, context: Context, gradients: Mapping[str, torch.Tensor]) -> int:
-    """What I keeps. Without a block it is nothing, and of recomputed blocks the same: nothing is run again for it."""
+    """The bytes that I keeps: none without a block, and the same for recomputed blocks, which I does not run again."""
     is_recomputed = any(getattr(module, "gradient_checkpointing", False) for module in stage.model.model.modules())
     if is_recomputed or all(layer.kind != "block" for layer in stage.model.layers):
         return 0

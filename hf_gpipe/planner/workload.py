@@ -237,11 +237,11 @@ class PlanInputs:
             known, so nothing can be planned.
         optim: the optimizer, by transformers' name.
         fp32_master_weights: whether it updates float32 copies of the weights.
-        offload_optimizer: whether its state and the copies are in the memory of the host.
+        offload_optimizer: whether its state and the copies are in CPU memory.
         accumulation: mini-batches in a step.
         packing: whether the rows of a mini-batch are packed.
         saved: what of the model a checkpoint has.
-        saves_in_background: whether checkpoints are written from copies in the memory of the hosts.
+        saves_in_background: whether checkpoints are written from copies in CPU memory.
         keeps_in_memory: whether the machines keep checkpoints in their memory.
         tables: by the path that names them as a schedule, the tables that were read from files.
         earlier_num_micro_batches: M of the run that goes on. It is kept where M is left open, because dropout depends

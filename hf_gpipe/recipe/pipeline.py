@@ -129,7 +129,7 @@ class PipelineConfig:
     chunk is then the longest, and decides the memory. auto: the planner chooses between 0 and what its costs say."""
 
     offload_weights: Visitors | None = None
-    """Weights that stay in the memory of the host and visit the device of their stage for each run of its actions, so
+    """Weights that stay in CPU memory and visit the device of their stage for each run of its actions, so
     that a device holds two stages of them and no more: for models larger than all devices together. frozen: those that
     are not trained, such as those under LoRA adapters; all: trained ones too, whose gradients go to the host, where the
     optimizer updates them. It takes at least three stages per device, `recompute: stage`, and by default

@@ -83,7 +83,7 @@ def text_of(value: Any) -> str:
 
 
 def model_in_memory(model: torch.nn.Module | PreTrainedConfig) -> dict[str, Any]:
-    """What is compared of a model or a configuration in memory: each value of its configuration, and its weights."""
+    """The compared facts of a model or a configuration in memory: each value of its configuration, and its weights."""
     config = model.config if isinstance(model, PreTrainedModel) else model
     found: dict[str, Any] = {"the model's class": type(model)}
     if isinstance(config, PreTrainedConfig):

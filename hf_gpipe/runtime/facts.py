@@ -131,7 +131,7 @@ def available_memory() -> int:
 
 
 def boot_id() -> str:
-    """What tells this machine from others of its name, and from itself before its last start; empty: not known."""
+    """A mark that tells this machine from others of its name, and from itself before its last start; else empty."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 

@@ -252,7 +252,7 @@ def _speaks_for_machine() -> bool:
 
 
 def of_machine() -> str:
-    """What a message begins with in a job of several machines: the name of this one."""
+    """The beginning of a message in a job of several machines: the name of this machine."""
     return f"machine {socket.gethostname()}: " if _has_other_machines() else ""
 
 

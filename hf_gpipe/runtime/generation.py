@@ -340,7 +340,7 @@ class Generator:
         for name, reason in REFUSED.items():
             value = self._setting(arguments, name)
             if value is not None and value is not False and value not in _HARMLESS.get(name, ()):
-                raise UserError(f"generate({name}={reprlib.repr(value)}) cannot be honoured by a pipeline: {reason}")
+                raise UserError(f"generate({name}={reprlib.repr(value)}) is not supported by a pipeline: {reason}")
         if not isinstance(arguments.get("input_ids"), torch.Tensor):
             given = ", ".join(sorted(arguments)) or "nothing"
             raise UserError(f"generate() needs input_ids, a tensor of (B, T); it was given {given}")

@@ -60,7 +60,7 @@ def treats_elements_alone(optimizer: torch.optim.Optimizer, needed_by: str = "ze
 
 
 class Shards:
-    """What each replica of this process's stages updates of each parameter.
+    """The part of each parameter that each replica of this process's stages updates.
 
     Args:
         parameters: of this process that are trained, by name, in the model's order.

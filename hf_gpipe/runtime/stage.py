@@ -47,7 +47,7 @@ class _Live:
     context: Context
     graph: _Graph | None = None
     loss: torch.Tensor | None = None
-    """What F returned on the last stage."""
+    """The result of F on the last stage."""
 
 
 class Stage:

@@ -42,7 +42,7 @@ class _Loaded:
 
     buffer: _Buffer
     homes: dict[nn.Parameter, torch.Tensor]
-    """The memory of the host."""
+    """CPU memory."""
     weights: dict[nn.Parameter, torch.Tensor]
     """The same in the buffer."""
     earlier: dict[nn.Parameter, torch.Tensor]
@@ -220,7 +220,7 @@ def _parameters(model: StageModel) -> dict[nn.Parameter, None]:
 
 
 def _pinned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Pinned memory of the host for the values of some tensors.
+    """Pinned CPU memory for the values of some tensors.
 
     PyTorch rounds each piece of pinned memory up to a power of two. So several tensors share a piece that they fill.
     """

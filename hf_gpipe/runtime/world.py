@@ -63,7 +63,7 @@ class World:
     stages_placed: Placement | None = field(default=None, kw_only=True)
     """Where the stages are, once a pipeline has placed them."""
     links: dict[frozenset[str], MeasuredLink] = field(default_factory=dict, kw_only=True, compare=False)
-    """What was measured of the links between machines, by their names."""
+    """The measured links between machines, by the machines' names."""
 
     @classmethod
     def of_job(cls) -> World:

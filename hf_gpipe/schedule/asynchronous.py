@@ -85,7 +85,7 @@ def asynchronous(name: str, steps: tuple[int, ...], placement: Placement, limits
         name: one of `ASYNCHRONOUS_SCHEDULES`.
         steps: the number of micro-batches of each step.
         placement: of the stages.
-        limits: of live graphs, on each replica.
+        limits: of stored graphs, on each replica.
 
     Raises:
         ScheduleError: a step before the last one has fewer micro-batches than a stage has replicas.

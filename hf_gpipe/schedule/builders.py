@@ -32,7 +32,7 @@ from hf_gpipe.schedule.validate import check_table
 from hf_gpipe.schedule.zero_bubble import forwards_ahead, v_half, whole_backwards, zb_h1, zb_h2, zb_v
 
 Builder = Callable[[int, int, Placement, Limits], list[list[Action]]]
-"""(num_stages, num_micro_batches, placement, limits of live graphs) -> each process's actions, without G and U."""
+"""(num_stages, num_micro_batches, placement, limits of stored graphs) -> each process's actions, without G and U."""
 
 RECOMPUTE_MODES = ("stage", "none")
 _forward, _backward = partial(Action, FORWARD), partial(Action, BACKWARD)

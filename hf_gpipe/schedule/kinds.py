@@ -55,7 +55,7 @@ class Held(StrEnum):
     GRADIENT = "gradient"
     """The gradient received from the stage after, while it waits for its backward."""
     DEFERRED = "deferred"
-    """What W needs: inputs and output gradients of linear layers, from the end of I to the end of W."""
+    """The tensors that W needs: inputs and output gradients of linear layers, from the end of I to the end of W."""
     FORWARD_ONLY = "forward only"
     """Working memory of a forward without a graph, while it runs; the next three are alike."""
     FORWARD = "forward"

@@ -122,7 +122,7 @@ def executable_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
     num_reached: Counter[Action] = Counter()
 
     def waits_for(process: int, action: Action) -> Action | None:
-        """What has to be done in other processes before an action can run."""
+        """The actions that must be done in other processes before an action can run."""
         for other in schedule.concerned(process, action, schedule.awaited_by(action.kind)):
             if other.kind.is_collective and len(workers[action.stage]) not in (1, num_reached[other]):
                 return other

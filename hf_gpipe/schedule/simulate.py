@@ -68,7 +68,7 @@ class Costs:
     """Of each stage, of the kinds of actions that name no field, by letter; 0 where it is missing."""
 
     def of(self, kind: ActionKind) -> tuple[str, OfStages, Fraction | int]:
-        """What an action of a kind takes: the name of the cost, the cost, and the share of it."""
+        """The price of an action of a kind: the name of the cost, the cost, and the share of it."""
         for name, share in kind.price:
             if (value := getattr(self, name)) is not None:
                 return name, value, share
@@ -291,7 +291,7 @@ class _Clock:
 
 
 def _lane_of(placement: Placement, process: int, action: Action) -> _Lane:
-    """What an action occupies."""
+    """The resource that an action occupies."""
     resource = action.kind.resource
     return process, None if resource is Resource.LINK else placement.device_of(action.stage, process), resource
 

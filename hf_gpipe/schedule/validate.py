@@ -219,7 +219,7 @@ def _check_order_in_process(schedule: Schedule, positions: list[dict[Action, int
 
 
 def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> list[Action]:
-    """What an action needs that stands in the same process. A table without it is complete all the same."""
+    """The actions of the same process that an action needs. A table without them is complete all the same."""
     needs = list(schedule.concerned(process, action, needs_of(action.kind)))
     if (before := schedule.chunk_before(action)) is not None:
         needs.append(before)

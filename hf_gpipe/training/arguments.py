@@ -65,7 +65,7 @@ class PipelineTrainingArguments(TrainingArguments):
     error that names them.
 
     Raises:
-        UserError: an argument, or a setting of `accelerate launch`, that a pipeline cannot honour.
+        UserError: an argument, or a setting of `accelerate launch`, that a pipeline does not support.
     """
 
     num_stages: int | str = _key(PipelineConfig, "num_stages")
@@ -147,7 +147,7 @@ class PipelineTrainingArguments(TrainingArguments):
         self._settled = {name: copy.copy(getattr(self, name, None)) for name in REFUSED}
 
     def check(self) -> None:
-        """Raise UserError for a value that a pipeline cannot honour, wherever it was set: a trainer asks again."""
+        """Raise UserError for a value that a pipeline does not support, wherever it was set: a trainer asks again."""
         for library_s in fields(TrainingArguments):
             if library_s.name in REFUSED:
                 self._refuse_unless_default(library_s)

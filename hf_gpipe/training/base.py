@@ -70,7 +70,7 @@ def join_with(args: PipelineTrainingArguments, **others: Any) -> Job:
 
 
 def options_of(optimizer: torch.optim.Optimizer | None) -> Any:
-    """What is compared of a given optimizer: its class, and the options of its groups of parameters."""
+    """The facts of a given optimizer that are compared: its class, and the options of its groups of parameters."""
     if optimizer is None:
         return None
     return type(optimizer).__name__, options_of_groups(optimizer)

@@ -35,7 +35,7 @@ class PipelineDPOConfig(PairArguments):
     to which a prompt with its answer is cut.
 
     Raises:
-        UserError: an argument that a pipeline cannot honour.
+        UserError: an argument that a pipeline does not support.
     """
 
     learning_rate: float = argument(1e-6, "Peak learning rate.")
@@ -63,7 +63,7 @@ class PipelineDPOConfig(PairArguments):
     )
 
     def check(self) -> None:
-        """Raise UserError for a value that a pipeline cannot honour."""
+        """Raise UserError for a value that a pipeline does not support."""
         given: Any = self.loss_type  # TRL's is a list
         if isinstance(given, list):
             if len(given) != 1:
@@ -108,7 +108,7 @@ class PipelineDPOTrainer(PairTrainer):
         peft_config: as for `Pipeline`.
 
     Raises:
-        UserError: what cannot be honoured, by name.
+        UserError: an argument that is not supported, by its name.
     """
 
     _collated_columns = ("prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps")

@@ -25,7 +25,7 @@ Values = Callable[[Pipeline], tuple[Any, ...]]
 
 
 def _field(name: str) -> Values:
-    """What a field of the configuration has become, and what was asked for."""
+    """The value that a field of the configuration has, and the value that was asked for."""
     return lambda pipe: (getattr(pipe.config, name), getattr(pipe.given, name))
 
 

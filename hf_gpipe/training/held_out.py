@@ -35,7 +35,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class HeldOutReport:
-    """What was measured on held-out rows.
+    """The measurements on held-out rows.
 
     Attributes:
         task: its name in metrics.json.

@@ -4,7 +4,7 @@ An update of a bfloat16 weight that is smaller than 1/256 of it is lost in round
 up (Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740, section 3.1). The model keeps its half
 precision, and so do its gradients, what crosses stage boundaries and the model files.
 
-Where the copies are in the memory of the host, so is the optimizer's state, and the host computes the update (Ren et
+Where the copies are in CPU memory, so is the optimizer's state, and the host computes the update (Ren et
 al. 2021, ZeRO-Offload, arXiv 2101.06840, section 4). The device keeps weights and gradients.
 """
 
@@ -30,10 +30,10 @@ class MasterWeights:
     Args:
         parameters: name -> parameter; for copies in float32, those that train must all be in half precision.
         in_float32: whether the copies are in float32; otherwise they have the type of the weights.
-        on_host: whether the copies are in the memory of the host; otherwise they are where the weights are.
+        on_host: whether the copies are in CPU memory; otherwise they are where the weights are.
 
     Raises:
-        UserError: a parameter is not in half precision, or is in the memory of the host itself.
+        UserError: a parameter is not in half precision, or is in CPU memory itself.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MasterWeights:
                 )
             if on_host and weight.device.type == "cpu":
                 raise UserError(
-                    "offload_optimizer: the weights are in the memory of the host, and so the optimizer's state is "
+                    "offload_optimizer: the weights are in CPU memory, and so the optimizer's state is "
                     "there already; leave the argument out"
                 )
         self._in_float32, self._on_host = in_float32, on_host
@@ -89,7 +89,7 @@ class MasterWeights:
                 copy.data = copy.data.new_empty(0) if part is None else self._copy(part)
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What there is a copy of; None: of nothing."""
+        """The parameters that have a copy; None: none has."""
         return tensor if self._shards is None else self._shards.own(name, tensor)
 
     def _take_gradients(self) -> None:

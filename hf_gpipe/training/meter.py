@@ -117,7 +117,7 @@ def num_tokens(batch: Batch, decoder_only: bool) -> int:
 
 
 def peak_memory_bytes(devices: Collection[torch.device]) -> int:
-    """The most memory that this process has had: the fullest of its CUDA devices, or its resident set on the CPU."""
+    """The highest memory of this process: the most of any of its CUDA devices, or its resident set on the CPU."""
     on_cuda = [torch.cuda.max_memory_allocated(device) for device in devices if device.type == "cuda"]
     if on_cuda:
         return max(on_cuda)

@@ -36,7 +36,7 @@ class PairArguments(PipelineTrainingArguments, ABC):
     `per_device_train_batch_size` is the pairs of a mini-batch, of two rows each.
 
     Raises:
-        UserError: an argument that a pipeline cannot honour.
+        UserError: an argument that a pipeline does not support.
     """
 
     logging_steps: float = argument(10, "Updates between two lines of metrics.")
@@ -44,7 +44,7 @@ class PairArguments(PipelineTrainingArguments, ABC):
     disable_dropout: bool = argument(True, "Whether the model has no dropout in training.")
 
     def check(self) -> None:
-        """Raise UserError for a value that a pipeline cannot honour."""
+        """Raise UserError for a value that a pipeline does not support."""
         super().check()
         if self.batch_tokens is not None or self.packing:
             name = "packing" if self.packing else "batch_tokens"

@@ -28,7 +28,7 @@ class PipelineRewardConfig(PairArguments):
     tokens in a row are left out.
 
     Raises:
-        UserError: an argument that a pipeline cannot honour.
+        UserError: an argument that a pipeline does not support.
     """
 
     learning_rate: float = argument(1e-4, "Peak learning rate.")
@@ -62,7 +62,7 @@ class PipelineRewardTrainer(PairTrainer):
         peft_config: as for `Pipeline`; new adapters on a new head need `task_type="SEQ_CLS"`, which trains the head.
 
     Raises:
-        UserError: what cannot be honoured, by name.
+        UserError: an argument that is not supported, by its name.
     """
 
     _collated_columns = ("chosen_ids", "rejected_ids", "margin")

@@ -61,7 +61,7 @@ class PipelineSFTTrainer(PipelineTrainer):
         formatting_func: makes a text of each row.
 
     Raises:
-        UserError: what cannot be honoured, by name.
+        UserError: an argument that is not supported, by its name.
     """
 
     _collated_columns = ("seq_lengths",)

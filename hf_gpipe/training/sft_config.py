@@ -17,7 +17,7 @@ class PipelineSFTConfig(PipelineTrainingArguments):
     """Arguments of `PipelineSFTTrainer`: those of `PipelineTrainer`, and TRL's SFTConfig's by their names.
 
     Raises:
-        UserError: an argument that a pipeline cannot honour.
+        UserError: an argument that a pipeline does not support.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
@@ -76,7 +76,7 @@ class PipelineSFTConfig(PipelineTrainingArguments):
         super().__post_init__()
 
     def check(self) -> None:
-        """Raise UserError for a value that a pipeline cannot honour."""
+        """Raise UserError for a value that a pipeline does not support."""
         super().check()
         if self.loss_type == "chunked_nll":  # TRL's older name
             self.loss_type = "nll"

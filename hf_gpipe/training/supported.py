@@ -1,7 +1,7 @@
-"""Which of transformers' training arguments a pipeline cannot honour, and what it honours in part.
+"""Which of transformers' training arguments a pipeline does not support, or supports in part.
 
-A field that is refused may keep its default; anything else is an error that names it. scripts/trainer_tables.py has
-the other fields.
+A field that is not supported may keep its default; anything else is an error that names it.
+scripts/trainer_tables.py has the other fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _LIGER = "stages keep transformers' own layers"
 _REPLICAS = "the pipeline itself sums the gradients of replicas; DistributedDataParallel is not used"
 _OTHER_ENGINE = "it is another way to spread a model over devices"
 
-#: Field -> why it cannot be honoured, or what to use instead.
+#: Field -> why it is not supported, or what to use instead.
 REFUSED = {
     "optim_target_modules": "only optimizers that treat each parameter alone are supported",
     "bf16_full_eval": _FULL_EVAL,

@@ -41,7 +41,7 @@ from hf_gpipe.training.held_out import (
 
 
 class Report(Protocol):
-    """What an evaluation found, the same in every process."""
+    """The result of an evaluation, the same in every process."""
 
     @property
     def translations(self) -> Sequence[Translated]:

@@ -96,7 +96,7 @@ class PipelineTrainer:
         peft_config: as for `Pipeline`.
 
     Raises:
-        UserError: what cannot be honoured, by name.
+        UserError: an argument that is not supported, by its name.
     """
 
     args: PipelineTrainingArguments

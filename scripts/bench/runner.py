@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: their options, and repetitions that take turns on a quiet machine."""
+"""The common parts of the benchmarks: their options, and repetitions that take turns on a quiet machine."""
 
 from __future__ import annotations
 

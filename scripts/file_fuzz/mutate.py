@@ -132,7 +132,7 @@ def of_table(content: bytes, choose: random.Random) -> bytes:
 
 
 def of_gzip(of_content: Callable[[bytes, random.Random], bytes]) -> Callable[[bytes, random.Random], bytes]:
-    """What is packed is changed, or the packed bytes, or the content is a bomb."""
+    """The packed content is changed, or the packed bytes, or the content is a bomb."""
 
     def mutate(content: bytes, choose: random.Random) -> bytes:
         if choose.random() < 0.4:

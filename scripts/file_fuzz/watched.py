@@ -30,7 +30,7 @@ _ANYBODYS = ("/dev/", "/proc/")
 
 
 def run(read: Callable[[], None], folder: Path) -> str:
-    """What came of a reader: READ, REFUSED, or what was wrong, in one line.
+    """The outcome of a reader: READ, REFUSED, or what was wrong, in one line.
 
     Args:
         read: called in a forked process.

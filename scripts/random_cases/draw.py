@@ -67,7 +67,7 @@ class Case:
     chunk_taper: float = 0.0
 
     def __str__(self) -> str:
-        """What is not plain, in one line."""
+        """The options that are not plain, in one line."""
         plain = Case(0, 0, "")
         options = [one.name for one in fields(self) if one.name not in ("seed", "number", "family", "changes")]
         odd = {name: getattr(self, name) for name in options if getattr(self, name) != getattr(plain, name)}

@@ -43,7 +43,7 @@ RIGHT, REFUSED, NOT_RUNNABLE, WRONG = "right", "refused", "not runnable", "wrong
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: one of the four words above, and the difference or the error."""
+    """The outcome of a case: one of the four words above, and the difference or the error."""
 
     case: Case
     verdict: str

@@ -1,4 +1,4 @@
-"""What is done to a run: to its processes, its files, and its ports, at a moment that is drawn."""
+"""The faults that are injected into a run: into its processes, its files, and its ports, at a moment that is drawn."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class Run:
         return [file.read_text().split() for file in files if file.exists()]
 
     def note(self, rank: int) -> str:
-        """What a process does."""
+        """The work of a process."""
         return job.read_note(self.folder / f"note-{rank}")
 
     def running(self) -> list[int]:
@@ -192,7 +192,7 @@ class Run:
         self.launcher.wait(20.0)
 
     def printed(self, name: str = "err") -> str:
-        """What the processes have printed."""
+        """The output of the processes."""
         return (self.folder / f"run.{name}").read_text(errors="replace")
 
     def told(self) -> list[str]:
@@ -231,7 +231,7 @@ def _handle_mishaps() -> None:
 
 
 def run_script(output: Path) -> int:
-    """What a user's script in Python does; its exit code."""
+    """Run as a user's script in Python does; returns the exit code."""
     try:
         _script(output)
     except SystemExit as error:

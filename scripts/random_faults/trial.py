@@ -51,7 +51,7 @@ PHASES = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """What all cases read.
+    """The files that all cases read.
 
     Attributes:
         folder: has the recipe, and for each kind of program the output of a whole run.
@@ -128,7 +128,7 @@ def _judge(
     expected: dict[str, dict[str, torch.Tensor]],
     folder: Path,
 ) -> dict[str, Any]:
-    """What came of a fault."""
+    """The outcome of a fault."""
     run, problems = scene.run, []
     # A fault that the run survives takes no time from it.
     limit = RUN_SECONDS if fault.survives else HANG_SECONDS

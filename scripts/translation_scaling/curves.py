@@ -100,7 +100,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
-    """What the trainer says in a checkpoint: max_steps, log_history, best_model_checkpoint."""
+    """The trainer's state in a checkpoint: max_steps, log_history, best_model_checkpoint."""
     state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
     return state
 

@@ -203,7 +203,7 @@ class Difference:
 
     @property
     def outcome(self) -> str:
-        """What the interval shows: where it includes 0 no difference, which is not that there is none."""
+        """The reading of the interval: where it includes 0 no difference, which is not that there is none."""
         if self.interval is None:
             return f"{self.num_languages} languages are too few for an interval"
         if not self.interval.excludes_zero:

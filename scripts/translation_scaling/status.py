@@ -1,4 +1,4 @@
-"""What runs will take, and how far they have come and when they will end."""
+"""The time that runs will take, how far they have come and when they will end."""
 
 from __future__ import annotations
 

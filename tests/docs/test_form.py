@@ -67,6 +67,26 @@ def test_code_is_fenced_with_its_language(page: Page) -> None:
             yaml.safe_load(block.text)
 
 
+def strings(folder: str) -> list[tuple[str, str]]:
+    """The strings of the code, docstrings too, each with its place."""
+    found = []
+    for path in sorted((REPOSITORY / folder).rglob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        found += [(f"{path}:{node.lineno}", node.value) for node in texts]
+    return found
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    assert [place for place, text in strings("hf_gpipe") + strings("scripts") if re.match(r"What\b.*\.$", text)] == []
+
+
+def test_messages_help_texts_and_docstrings_have_the_standard_terms() -> None:
+    """But for "is refused", which docstrings say of the messages of a peer."""
+    found = [(place, word) for place, text in strings("hf_gpipe") for word in words_of(text)]
+    assert [(place, word) for place, word in found if "refused" not in word] == []
+
+
 def test_an_old_term_is_found() -> None:
     assert words_of("It is refused; `refused` and `honoured` are names.") == ["'is refused': not supported"]
 

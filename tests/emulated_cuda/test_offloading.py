@@ -1,4 +1,4 @@
-"""The optimizer's state in the memory of the host: the numbers of the device's optimizer, and pinned copies."""
+"""The optimizer's state in CPU memory: the numbers of the device's optimizer, and pinned copies."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ def test_replicas_have_shards_of_the_state_on_the_host(tmp_path: Path) -> None:
 
 
 def test_there_is_nothing_to_offload_where_the_stages_are_on_the_host(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="offload_optimizer: the weights are in the memory of the host"):
+    with pytest.raises(UserError, match="offload_optimizer: the weights are in CPU memory"):
         trainer(tmp_path, offload_optimizer=True)

@@ -219,7 +219,7 @@ EXAMPLES: dict[str, Any] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_pipeline_cannot_honour_is_refused_by_name(name: str) -> None:
     model, pipe = sharp_model("llama"), split_model("llama", 2)
-    with pytest.raises(UserError, match=rf"generate\({name}=.* cannot be honoured by a pipeline: "):
+    with pytest.raises(UserError, match=rf"generate\({name}=.* is not supported by a pipeline: "):
         pipe.generate(**prompts(model), **{name: EXAMPLES.get(name, True)})
 
 
