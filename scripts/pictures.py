@@ -31,7 +31,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.commands.plan import read_request
 from hf_gpipe.planner.memory import stage_amounts
 from hf_gpipe.planner.picture import COLOURS, draw_plan
-from hf_gpipe.planner.plan import Plan, stage_layers
+from hf_gpipe.planner.plan import Plan
 from hf_gpipe.schedule import Costs, build, simulate
 from hf_gpipe.schedule.draw import draw_png
 from hf_gpipe.schedule.occupancy import occupancy
@@ -111,7 +111,7 @@ def memory(path: Path) -> None:
     panels = picture.subplots(4, len(plans), sharex="col", sharey=True)
     for column, (of, (schedule, recompute)) in enumerate(zip(plans, columns, strict=True)):
         sums = of.planner.sums(of.settings.num_micro_batches)
-        for process, stage in zip(of.processes, stage_layers(of.settings), strict=True):
+        for process, stage in zip(of.processes, of.planner.stage_layers(of.settings), strict=True):
             panel, number = panels[process.number, column], process.number
             amounts = stage_amounts(sums, stage, sums.held(stage.start, stage.stop).trainable_bytes, 0)
             levels = [(0, {}), *occupancy(of.timeline, {number: amounts}, number)]
