@@ -121,7 +121,9 @@ def _parser() -> Parser:
         "devices, 4x8@25Gbit/s+50us,150GB/s+5us names the links from the outside in, pipedream-a is a known one",
     )
     parser.add_argument("--memory", help="memory limit of a process, such as 80GiB, or of each: 24GiB,12GiB")
-    parser.add_argument("--device", help=f"the device of each process: {', '.join(DEVICES)}")
+    parser.add_argument(
+        "--device", help=f"the device of each process, or one for each, such as rtx4090,rtx3090: {', '.join(DEVICES)}"
+    )
     parser.add_argument("--flops", help="for another device: operations per second, such as 312TFLOPS")
     parser.add_argument("--bandwidth", help="for another device: memory bandwidth, such as 2TB/s")
     parser.add_argument("--link", help=f"the link between devices: {', '.join(LINKS)}, or a rate, such as 25GB/s")

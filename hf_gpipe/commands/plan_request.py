@@ -34,7 +34,7 @@ class PlanRequest:
     Attributes:
         recipe: on the devices that the options name.
         config: its pipeline, with the limit of memory.
-        device: of each process.
+        devices: of each process, or the one that all have.
         cluster: the links between the processes; None: every pair has the device's link.
         table: the schedule, where it is a file.
         planner: of all this.
@@ -42,7 +42,7 @@ class PlanRequest:
 
     recipe: Recipe
     config: PipelineConfig
-    device: Device
+    devices: Sequence[Device]
     cluster: Cluster | None
     table: Schedule | None
     planner: Planner
@@ -60,10 +60,16 @@ class PlanRequest:
         from hf_gpipe.planner.choose import best_plan
         from hf_gpipe.planner.network import read_cluster
 
-        device = _device(options)
+        device, *others = _devices(options)
         if options.devices is not None and num_devices is None:
             cluster = read_cluster(options.devices, device)
             num_devices = cluster.num_devices
+        if others and num_devices not in (None, 1 + len(others)):
+            raise UserError(
+                f"--device names {1 + len(others)} devices and --devices is {num_devices}: name one device for all, or "
+                "each of them."
+            )
+        num_devices = 1 + len(others) if others else num_devices
         recipe = load_recipe(options.recipe, options.overrides)
         if num_devices is not None:
             num_devices = recipe.pipeline.workers_among(num_devices)
@@ -75,6 +81,14 @@ class PlanRequest:
         config = recipe.pipeline
         if options.memory is not None:
             config = replace(config, memory=limits if len(limits) > 1 else options.memory)
+        elif others and config.memory is None:
+            config = replace(config, memory=tuple(f"{one.memory_bytes} B" for one in (device, *others)))
+        if config.speeds == "profile" and not others:
+            raise UserError(
+                "pipeline.speeds is profile: they are measured when a run starts; name the device of each process, "
+                "such as --device rtx4090,rtx3090, or give numbers, such as pipeline.speeds=[1,0.5]."
+            )
+        config = replace(config, speeds=None) if config.speeds == "profile" else config
         if config.is_mesh_open and config.num_processes is None:
             raise UserError(
                 "pipeline.num_stages or pipeline.replicas is auto: they are chosen for a number of processes; give "
@@ -84,19 +98,19 @@ class PlanRequest:
         if table is not None:
             config = replace(config, recompute=recompute_under(table, config.recompute))
         recipe = _with_vocabulary(recipe)
-        planner = _planner(recipe, config, device, cluster, table, is_profiled=options.profile)
+        planner = _planner(recipe, config, (device, *others), cluster, table, is_profiled=options.profile)
 
         def plan_with(keys: str) -> Plan:
             other = load_recipe(options.recipe, [*options.overrides, *keys.split()])
             other = replace(recipe, model=other.model, lora=other.lora)
-            lighter = _planner(other, config, device, cluster, table, is_profiled=options.profile)
+            lighter = _planner(other, config, (device, *others), cluster, table, is_profiled=options.profile)
             try:
                 return best_plan(lighter, config)
             except PartitionError:
                 return _unlimited(lighter, config)
 
         planner.lighter = {keys: partial(plan_with, keys) for keys in _lighter(recipe)}
-        return cls(recipe, config, device, cluster, table, planner)
+        return cls(recipe, config, (device, *others), cluster, table, planner)
 
     @property
     def can_cut_rows(self) -> bool:
@@ -123,7 +137,7 @@ class PlanRequest:
         from hf_gpipe.planner.chunks import chunk_counts
 
         recipe = replace(self.recipe, data=replace(self.recipe.data, **lengths))
-        planner = _planner(recipe, self.config, self.device, self.cluster, self.table, is_profiled=False)
+        planner = _planner(recipe, self.config, self.devices, self.cluster, self.table, is_profiled=False)
         settings = plan.settings
         if chunk_tokens is not None:
             cut = replace(self.config, sequence_chunks=f"{chunk_tokens} tokens")
@@ -221,6 +235,18 @@ def _replicas_on_devices(recipe: Recipe, replicas: int, devices: int) -> Recipe:
     return replace(recipe, pipeline=replace(recipe.pipeline, num_processes=devices))
 
 
+def _devices(options: argparse.Namespace) -> list[Device]:
+    """The device of each process, or the one that all have. The slowest link joins those that differ."""
+    names = (options.device or "").split(",")
+    if len(names) == 1:
+        return [_device(options)]
+    devices = [_device(argparse.Namespace(**{**vars(options), "device": name})) for name in names]
+    if options.profile:
+        raise UserError("--profile measures the device of this machine, and --device names several: leave one out.")
+    slowest = min((one.link for one in devices), key=lambda link: link.bytes_per_second)
+    return [replace(one, name=f"devices ({', '.join(names)})", link=slowest) for one in devices]
+
+
 def _device(options: argparse.Namespace) -> Device:
     from hf_gpipe.planner.devices import LINKS, custom, device, link_between, read_bandwidth, read_flops
 
@@ -247,7 +273,7 @@ def _device(options: argparse.Namespace) -> Device:
 def _planner(
     recipe: Recipe,
     config: PipelineConfig,
-    device: Device,
+    devices: Sequence[Device],
     cluster: Cluster | None,
     table: Schedule | None,
     *,
@@ -256,6 +282,7 @@ def _planner(
     """The planner of a recipe; `is_profiled` says to measure the layers; the rest is as in `PlanRequest`."""
     from hf_gpipe.planner.choose import micro_batch_counts
     from hf_gpipe.planner.plan import Planner
+    from hf_gpipe.planner.speeds import rated_speeds
     from hf_gpipe.planner.workload import PlanInputs
     from hf_gpipe.training.from_recipe import loss_of, teacher_of
 
@@ -278,23 +305,25 @@ def _planner(
         planner = Planner.of(
             adapter,
             inputs,
-            device,
+            devices[0],
             loss=loss_of(recipe).planned,
             as_on_gpu=True,
             profile_on=_here() if is_profiled else None,
             memory_bytes=config.memory_bytes,
             cluster=cluster,
-            speeds=config.speeds,
+            speeds=config.given_speeds,
             tensor_parallel=config.tensor_parallel,
             teacher=teacher,
         )
         # The layers run here for the first time, in the smallest micro-batch that will be planned.
-        planner.costs(micro_batch_counts(planner.rows, recipe.pipeline.num_micro_batches)[-1])
+        costs = planner.costs(micro_batch_counts(planner.rows, recipe.pipeline.num_micro_batches)[-1])
     except HfGpipeError:
         raise
     except Exception as error:  # whatever the family's own code says of its configuration
         family = adapter.config.model_type
         raise RecipeError(f"model: transformers cannot make a {family} model of this: {error}") from error
+    if len(devices) > 1 and planner.speeds is None:
+        planner.speeds = rated_speeds(costs, devices)
     return planner
 
 

@@ -238,6 +238,21 @@ class ModelCosts:
         return sum([*(layer.parameters for layer in self.layers), *shared.values()], start=Parameters())
 
 
+def times(costs: ModelCosts, factor: float) -> ModelCosts:
+    """The same costs with so many times the seconds that were measured."""
+
+    def scaled(seconds: Seconds | None) -> Seconds | None:
+        return None if seconds is None else seconds.divided(1 / factor)
+
+    update = costs.update_seconds_per_parameter
+    return replace(
+        costs,
+        layers=tuple(replace(layer, seconds=scaled(layer.seconds)) for layer in costs.layers),
+        stage_seconds=scaled(costs.stage_seconds),
+        update_seconds_per_parameter=None if update is None else factor * update,
+    )
+
+
 def mean_costs(measured: Sequence[ModelCosts]) -> ModelCosts:
     """The same costs with the mean of the seconds that several processes have measured; None where none was."""
     layers = tuple(

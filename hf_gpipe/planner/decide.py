@@ -10,13 +10,14 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.chunks import each_chunk, ways_to_cut
-from hf_gpipe.planner.costs import ModelCosts, mean_costs
+from hf_gpipe.planner.costs import ModelCosts, mean_costs, times
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.limits import ALIKE, MemoryLimit, limit_text
 from hf_gpipe.planner.links import cluster_of, measure_machines, steady
 from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.measure import profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.speeds import measure_speeds
 from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.loss import Loss
@@ -77,6 +78,7 @@ class Planning:
         config = replace(config, num_processes=config.workers_among(self.world.num_processes))
         if self.inputs.earlier_num_micro_batches is not None and config.num_micro_batches == AUTO:
             config = replace(config, num_micro_batches=self.inputs.earlier_num_micro_batches)
+        config = replace(config, speeds=self._speeds(config))
         if config.is_decided:
             num_stages, _ = config.mesh
             stages = cut(len(self.adapter.layers), num_stages, config.partition)
@@ -132,7 +134,7 @@ class Planning:
             measured=measured,
             memory_bytes=config.memory_bytes,
             cluster=steady(cluster) if decides and cluster is not None else cluster,
-            speeds=config.speeds,
+            speeds=config.given_speeds,
             tensor_parallel=config.tensor_parallel,
             teacher=self.teacher,
         )
@@ -144,6 +146,25 @@ class Planning:
         limits = tuple(min(limits[first : first + size]) for first in range(0, len(limits), size))
         return min(limits) if max(limits) < ALIKE * min(limits) else limits
 
+    def _speeds(self, config: PipelineConfig) -> tuple[float, ...] | None:
+        """The relative speed of each worker, measured where that is asked, or something is open and GPUs differ."""
+        models = {rank.devices[0].model for rank in self.world.ranks}
+        is_open = config.speeds is None and not config.is_decided
+        if config.speeds != "profile" and not (is_open and len(models) > 1):
+            return config.given_speeds
+        mini_batch = self.world.from_reader(lambda: self.inputs.mini_batch(self.adapter.target_keys))
+        count = config.num_micro_batches if isinstance(config.num_micro_batches, int) else 4 * config.processes
+        workload = mini_batch.of_rows(largest_micro_batch(mini_batch.rows, min(count, mini_batch.rows)))
+        speeds = measure_speeds(self.adapter, workload, self.world, self.loss, ranks_per_worker=config.tensor_parallel)
+        if self.world.is_reporter:
+            logger.warning(
+                "planner: all processes are equally fast"
+                if speeds is None
+                else f"planner: measured relative speeds of the processes: {list(speeds)}; to decide the same without "
+                f"measuring, give pipeline.speeds={list(speeds)}"
+            )
+        return speeds
+
     def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, Chunks], Sequence[ModelCosts]]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
         world = self.world
@@ -151,7 +172,10 @@ class Planning:
 
         def measured(workload: Workload) -> ModelCosts:
             own = profile_layers(self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier)
-            return mean_costs(world.gather_objects(own))
+            everyone = world.gather_objects(own)
+            # Those of a slower device are taken as the first one's.
+            speeds = config.given_speeds or [1.0] * len(everyone)
+            return mean_costs([times(one, speed) for one, speed in zip(everyone, speeds, strict=True)])
 
         found = {}
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from statistics import median
@@ -41,6 +42,8 @@ _PRODUCT_SIZES = {"cuda": (512, 2048, 4096), "cpu": (512,)}
 #: A product that takes so long is large enough. Without units for its type a larger one would take minutes.
 _LONG_PRODUCT_SECONDS = 0.01
 _REPEATS = 3
+#: Of the one block by which devices are compared, and after how many seconds no further run begins.
+_BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS = 10, 2.0
 #: What glibc's allocator keeps of what comes and goes: from a third to a half in eight runs.
 _RESERVED_SHARE = 0.45
 
@@ -75,15 +78,11 @@ def profile_layers(
     workload = workload.within(adapter)
     tracer = LayerTracer(adapter, loss=loss, as_on_gpu=device.type == "cuda")
     costs = tracer.costs(workload)
-    generator = default_generator(device)
-    state = generator.get_state()
-    try:
-        micro_batch = on_devices([workload.micro_batch(tracer.run.adapter)], [device])[device][0]
-        clock = _Clock(tracer.run, micro_batch, device, loss, repeats, budget_seconds, barrier or _alone)
+    micro_batch = on_devices([workload.micro_batch(tracer.run.adapter)], [device])[device][0]
+    clock = _Clock(tracer.run, micro_batch, device, loss, repeats, budget_seconds, barrier or _alone)
+    with _random_numbers_kept(device):
         measured, beyond_layers = _of_classes(dict.fromkeys(tracer.representative_layer), clock)
         update = None if make_optimizer is None else clock.update_seconds(make_optimizer)
-    finally:
-        generator.set_state(state)
     return replace(
         costs,
         layers=tuple(
@@ -93,6 +92,36 @@ def profile_layers(
         stage_seconds=beyond_layers,
         update_seconds_per_parameter=update,
     )
+
+
+def block_seconds(
+    adapter: Adapter,
+    workload: Workload,
+    device: torch.device,
+    *,
+    loss: Loss = PLAIN,
+    barrier: Callable[[], None] | None = None,
+) -> float:
+    """The seconds of a forward and a backward of the model's first block, as in `profile_layers`; where the model has
+    no block, of the layer in its middle."""
+    run = LayerTracer(adapter, loss=loss, as_on_gpu=device.type == "cuda").run
+    kinds = [layer.kind for layer in run.adapter.layers]
+    block = kinds.index("block") if "block" in kinds else len(kinds) // 2
+    micro_batch = on_devices([workload.within(adapter).micro_batch(run.adapter)], [device])[device][0]
+    with _random_numbers_kept(device):
+        clock = _Clock(run, micro_batch, device, loss, _BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS, barrier or _alone)
+        return clock.measure(block, block + 1).of_micro_batch()
+
+
+@contextmanager
+def _random_numbers_kept(device: torch.device) -> Iterator[None]:
+    """Take no random numbers of the device: those after the block are as without it."""
+    generator = default_generator(device)
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)
 
 
 def _of_classes(numbers: Collection[int], clock: _Clock) -> tuple[Mapping[int, Seconds], Seconds]:

@@ -94,9 +94,10 @@ class PipelineConfig:
     """The memory limit of each process that the planner plans for, with a unit, such as 80GiB; or a list with one limit
     per process, such as [24GiB, 12GiB]; null: the memory of its device."""
 
-    speeds: Annotated[tuple[Positive, ...] | None, _Listed] = None
-    """The relative speed of each process, for the planner, such as [1, 0.5] where the second is half as fast; null: all
-    are equally fast."""
+    speeds: Annotated[tuple[Positive, ...] | Annotated[str, OneOf(("profile",))] | None, _Listed] = None
+    """The relative speed of each process, for the planner, such as [1, 0.5] where the second is half as fast. profile:
+    measured before training, by a block of the model. null: measured where the processes have GPUs of different models
+    and something is left to the planner; otherwise all are equally fast."""
 
     replicas: Annotated[Count | Annotated[str, OneOf((AUTO,))] | tuple[Count, ...], _Listed] = 1
     """Number of replicas of each stage, which take the micro-batches in turn and add up their gradients: 2 is two
@@ -439,6 +440,11 @@ class PipelineConfig:
             return tuple(read_bytes(limit, "memory") for limit in self.memory)
         return None if self.memory is None else read_bytes(self.memory, "memory")
 
+    @property
+    def given_speeds(self) -> tuple[float, ...] | None:
+        """`speeds`, where it has numbers."""
+        return self.speeds if isinstance(self.speeds, tuple) else None
+
     def placed(self, schedule: str) -> Placement:
         """The placement of the stages under a builder's schedule.
 
@@ -537,6 +543,7 @@ class DecidedConfig(PipelineConfig):
     num_processes: Count
     sequence_chunks: Count = 1
     chunk_taper: NotNegative = 0.0
+    speeds: Annotated[tuple[Positive, ...] | None, _Listed] = None
 
     def replaced(self, **values: Any) -> PipelineConfig:
         """A copy with `values`, which may leave something to the planner again."""

@@ -33,11 +33,13 @@ class DeviceFacts:
         name: as torch knows it.
         free_bytes: of its memory, with what this process holds of a GPU's, when it was chosen.
         total_bytes: of its memory. All processes of a machine share that of the CPU.
+        model: the name of a GPU's kind, such as "NVIDIA A100-SXM4-80GB"; empty: the CPU.
     """
 
     name: str
     free_bytes: int
     total_bytes: int
+    model: str = ""
 
     @property
     def is_gpu(self) -> bool:
@@ -49,7 +51,8 @@ class DeviceFacts:
         if device.type != "cuda":
             return cls(str(device), available_memory(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         free, total = torch.cuda.mem_get_info(device)
-        return cls(str(device), int(free + torch.cuda.memory_reserved(device)), total)
+        reserved = torch.cuda.memory_reserved(device)
+        return cls(str(device), int(free + reserved), total, torch.cuda.get_device_name(device))
 
 
 @dataclass(frozen=True)

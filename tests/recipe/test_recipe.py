@@ -318,7 +318,10 @@ def test_stages_and_replicas_that_are_left_open() -> None:
         ({"placement": "0 1"}, "num_stages is auto, and placement says how many"),
         ({"schedule": "mine.txt"}, "num_stages is auto, and the table says how many"),
         ({"num_processes": 2}, "memory ['2GiB', '2GiB', '2GiB'] has 3 entries and num_processes is 2"),
-        ({"speeds": (1.0, 0.0, 1.0)}, "speeds[1]: found 0.0 (a number), expected a number above 0"),
+        (
+            {"speeds": (1.0, 0.0, 1.0)},
+            "speeds: found (1.0, 0.0, 1.0) (a list), expected a list, each entry a number above 0",
+        ),
         ({"memory": ("2GiB", "2", "2GiB")}, "memory is '2', without a unit"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):

@@ -1,0 +1,55 @@
+"""How fast the devices of a job are beside each other: measured on a block of the model, or by their data sheets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.planner.costs import ModelCosts
+from hf_gpipe.planner.devices import Device
+from hf_gpipe.planner.measure import block_seconds
+from hf_gpipe.planner.prefix_sums import estimated_seconds
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.runtime.loss import Loss
+from hf_gpipe.runtime.world import World
+
+#: Speeds are rounded to powers of 2^(1/8), steps of 9 %: what is measured a little differently in the next run decides
+#: the same, mostly.
+_STEPS_OF_AN_OCTAVE = 8
+
+
+def measure_speeds(
+    adapter: Adapter, workload: Workload, world: World, loss: Loss, *, ranks_per_worker: int = 1
+) -> tuple[float, ...] | None:
+    """The speed of each worker relative to the first one, or of the slowest of its ranks; None: all are alike.
+
+    Every process calls it. All of them compute a forward and a backward of one block at the same time, as in a run, so
+    processes that share a machine slow each other down as they will.
+
+    Args:
+        adapter: of the model.
+        workload: a micro-batch.
+        world: the processes and their devices.
+        loss: of the micro-batch.
+        ranks_per_worker: how many processes share each stage.
+    """
+    own = block_seconds(adapter, workload, world.device, loss=loss, barrier=world.barrier)
+    every = world.gather_objects(own)
+    workers = [max(every[first : first + ranks_per_worker]) for first in range(0, len(every), ranks_per_worker)]
+    speeds = tuple(_rounded(workers[0] / seconds) for seconds in workers)
+    return None if set(speeds) == {1.0} else speeds
+
+
+def rated_speeds(costs: ModelCosts, devices: Sequence[Device]) -> tuple[float, ...]:
+    """The speed of each device relative to the first one, by their data sheets, for the layers of a model."""
+    dtype = costs.compute_dtype
+    seconds = [
+        sum(estimated_seconds(one, dtype, device).of_micro_batch() for one in costs.layers) for device in devices
+    ]
+    return tuple(float(f"{seconds[0] / one:.3g}") for one in seconds)
+
+
+def _rounded(speed: float) -> float:
+    exact = 2.0 ** (round(_STEPS_OF_AN_OCTAVE * math.log2(speed)) / _STEPS_OF_AN_OCTAVE)
+    return float(f"{exact:.3g}")

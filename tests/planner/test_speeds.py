@@ -1,0 +1,136 @@
+"""The relative speeds of heterogeneous devices: measured in a run, and of data sheets in a plan."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_gpipe import Pipeline
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.commands.plan import main
+from hf_gpipe.errors import UserError
+from hf_gpipe.planner import decide, measure, speeds
+from hf_gpipe.planner.costs import Seconds, times
+from hf_gpipe.planner.devices import DEVICES
+from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.measure import block_seconds
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.runtime.facts import DeviceFacts
+from tests.gloo import run_gloo
+from tests.oracle import padded_batch, tiny_config
+
+CPU = torch.device("cpu")
+CONFIG = LlamaConfig(
+    vocab_size=60, hidden_size=16, intermediate_size=64, num_hidden_layers=7, num_attention_heads=2, pad_token_id=0
+)
+
+
+def _train(kind: str) -> tuple[object, tuple[int, ...], float, list[str]]:
+    """Speeds, partition and loss of a pipeline whose second process is half as fast, and what was said."""
+    said: list[str] = []
+    rank = torch.distributed.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speeds, "block_seconds", lambda *_, **__: [1.0, 2.03][rank])
+        patch.setattr(decide.logger, "warning", said.append)
+        if kind == "heterogeneous GPUs":
+            facts = DeviceFacts("cpu", 1 << 30, 1 << 30, model=["a fast GPU", "a slow GPU"][rank])
+            patch.setattr(DeviceFacts, "of", classmethod(lambda cls, device: facts))
+        batch = padded_batch(CONFIG, rows=8)
+        given = {"profile": {"speeds": "profile"}, "by count": {"speeds": "profile", "partition": "count"}}
+        decided = {"num_micro_batches": 4, "schedule": "1f1b", "recompute": "none"}
+        pipe = Pipeline(CONFIG, 2, example=batch, **{"partition": "auto", **decided, **given.get(kind, {})})
+        loss = float(pipe.train_step(batch))
+    return pipe.config.speeds, pipe.config.partition, loss, said
+
+
+@pytest.mark.parametrize("kind", ["profile", "heterogeneous GPUs", "by count", "alike"])
+def test_a_slower_process_gets_fewer_layers_and_the_loss_is_the_same(kind: str) -> None:
+    (found, partition, loss, said), (others, *_) = run_gloo(_train, 2, kind)
+    assert found == others == (None if kind == "alike" else (1.0, 0.5))
+    if kind in ("profile", "heterogeneous GPUs"):
+        assert partition[0] > partition[1] + 1
+        assert "pipeline.speeds=[1.0, 0.5]" in said[0]
+    alone = Pipeline(CONFIG, 1, 4)
+    assert loss == pytest.approx(float(alone.train_step(padded_batch(CONFIG, rows=8))), rel=1e-6)
+
+
+def test_speeds_of_the_slowest_rank_of_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Four:
+        """Stands for the world of four processes."""
+
+        device = CPU
+
+        def barrier(self) -> None: ...
+
+        def gather_objects(self, own: float) -> list[float]:
+            return [own, 2 * own, own, own / 3]
+
+    monkeypatch.setattr(speeds, "block_seconds", lambda *_, **__: 0.7)
+    measured = lambda size: speeds.measure_speeds(None, None, Four(), None, ranks_per_worker=size)  # type: ignore[arg-type]  # noqa: E731
+    assert measured(1) == (1.0, 0.5, 1.0, 3.08)
+    assert measured(2) == (1.0, 2.0)
+    assert measured(4) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "marian"])
+def test_the_time_of_a_block_takes_no_random_numbers(family: str) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    assert 0 < block_seconds(adapter_for(tiny_config(family)), Workload(2, 12, 12), CPU) < 30
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_block_that_takes_longer_has_more_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, run = adapter_for(CONFIG), measure.Stage.forward
+    fast = block_seconds(adapter, Workload(2, 12, 12), CPU)
+    monkeypatch.setattr(measure.Stage, "forward", lambda *a, **k: (time.sleep(0.2), run(*a, **k))[1])
+    assert block_seconds(adapter, Workload(2, 12, 12), CPU) > 0.2 > 0.0 < fast
+
+
+def test_costs_of_a_slower_process_count_as_the_first_one_s() -> None:
+    costs = measure.profile_layers(adapter_for(CONFIG), Workload(1, 8, 8), CPU, repeats=1)
+    half = times(costs, 0.5)
+    for one, other in zip(costs.layers, half.layers, strict=True):
+        assert one.seconds is not None
+        assert other.seconds == Seconds(*(value / 2 for value in vars(one.seconds).values()))
+    assert times(LayerTracer(adapter_for(CONFIG)).costs(Workload(1, 8, 8)), 3.0).layers[0].seconds is None
+
+
+RECIPE = """\
+model:
+  config: {model_type: llama, hidden_size: 512, intermediate_size: 2048, num_hidden_layers: 9, num_attention_heads: 8}
+data: {kind: cldr, languages: [de], max_source_tokens: 256, max_target_tokens: 256}
+tokenizer: {vocab_size: 500}
+pipeline: {num_micro_batches: 8, schedule: 1f1b, recompute: none, speeds: profile}
+training: {output_dir: never, batch_size: 64}
+"""
+
+
+def test_a_plan_for_heterogeneous_cards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    assert main([str(path), "--device", "h100,t4"]) == 0
+    out = capsys.readouterr().out
+    memory = DEVICES["t4"].memory_bytes
+    assert memory is not None
+    assert f"devices (h100, t4), 78.6 GiB, {memory / 2**30:.3g} GiB, relative speeds 1, 0." in out
+    counts = out.split("layers a stage [")[1].split("]")[0].split(", ")
+    assert int(counts[0]) > 2 * int(counts[1])
+    for options, words in (
+        (["--device", "h100,t4", "--devices", "3"], "--device names 2 devices and --devices is 3"),
+        (["--devices", "2"], "pipeline.speeds is profile"),
+        (["--device", "h100,t4", "--profile"], "--profile measures"),
+        (["--device", "h100,x4"], "the device 'x4' is unknown"),
+    ):
+        assert main([str(path), *options]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_other_words_for_speeds_are_an_error() -> None:
+    with pytest.raises(UserError, match="speeds"):
+        Pipeline(CONFIG, 2, 4, speeds="fast")
