@@ -163,6 +163,7 @@ def test_the_device_that_is_decided_for(monkeypatch: pytest.MonkeyPatch) -> None
     free = [int(78.9 * GIB), int(78.2 * GIB), 40 * GIB]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
     memory = []
     while free:
         memory.append(steady_memory(DeviceFacts.of(gpu)))
