@@ -30,6 +30,7 @@ def _see(gpus: list[str]) -> list[torch.device]:
     torch.cuda.set_device = chosen.append
     torch.cuda.mem_get_info = lambda device: (1 << 30, 1 << 30)
     torch.cuda.memory_reserved = lambda device: 0
+    torch.cuda.get_device_name = lambda device: "a GPU"
     return chosen
 
 
@@ -51,7 +52,7 @@ def _choose(gpus: list[list[str]], hosts: list[str], choice: list[DeviceChoice])
 #: What `_see` replaces.
 REPLACED = (
     *("is_available", "device_count", "get_device_properties"),
-    *("set_device", "mem_get_info", "memory_reserved"),
+    *("set_device", "mem_get_info", "memory_reserved", "get_device_name"),
 )
 ALL = ["GPU-a", "GPU-b"]
 
