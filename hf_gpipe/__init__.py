@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from hf_gpipe.runtime.loss import Loss, LossInputs, Reads
     from hf_gpipe.training.arguments import PipelineTrainingArguments
     from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
+    from hf_gpipe.training.embedding_loss import EmbeddingLoss
+    from hf_gpipe.training.embeddings import PipelineEmbeddingConfig, PipelineEmbeddingTrainer
     from hf_gpipe.training.reward import PipelineRewardConfig, PipelineRewardTrainer
     from hf_gpipe.training.sft import PipelineSFTTrainer
     from hf_gpipe.training.sft_config import PipelineSFTConfig
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DistillationLoss",
+    "EmbeddingLoss",
     "LogitsLoss",
     "Loss",
     "LossInputs",
@@ -34,6 +37,8 @@ __all__ = [
     "PipelineConfig",
     "PipelineDPOConfig",
     "PipelineDPOTrainer",
+    "PipelineEmbeddingConfig",
+    "PipelineEmbeddingTrainer",
     "PipelineRewardConfig",
     "PipelineRewardTrainer",
     "PipelineSFTConfig",
@@ -48,6 +53,7 @@ __all__ = [
 
 _MODULE_OF = {
     "DistillationLoss": "hf_gpipe.runtime.distillation",
+    "EmbeddingLoss": "hf_gpipe.training.embedding_loss",
     "LogitsLoss": "hf_gpipe.runtime.custom_loss",
     "Loss": "hf_gpipe.runtime.loss",
     "LossInputs": "hf_gpipe.runtime.loss",
@@ -55,6 +61,8 @@ _MODULE_OF = {
     "PipelineConfig": "hf_gpipe.recipe",
     "PipelineDPOConfig": "hf_gpipe.training.dpo",
     "PipelineDPOTrainer": "hf_gpipe.training.dpo",
+    "PipelineEmbeddingConfig": "hf_gpipe.training.embeddings",
+    "PipelineEmbeddingTrainer": "hf_gpipe.training.embeddings",
     "PipelineRewardConfig": "hf_gpipe.training.reward",
     "PipelineRewardTrainer": "hf_gpipe.training.reward",
     "PipelineSFTConfig": "hf_gpipe.training.sft_config",

@@ -160,7 +160,7 @@ def test_the_trainer_learns_classes_and_gives_logits(tmp_path: Path) -> None:
     made.train()
     assert made.evaluate()["eval_accuracy"] == 1
     made.args.predict_with_generate = True
-    with pytest.raises(UserError, match="LlamaForSequenceClassification gives classes or scores, and cannot generate"):
+    with pytest.raises(UserError, match="LlamaForSequenceClassification has no head for tokens, and cannot generate"):
         made.evaluate()
 
 

@@ -98,6 +98,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(40):
             row = {"text": f"{['de', 'en'][number % 2]} {number}", "label": ["negative", "positive"][number % 2]}
             lines.write(json.dumps(row) + "\n")
+    with (folder / "pairs.jsonl").open("w", encoding="utf-8") as lines:
+        for number in range(40):
+            lines.write(json.dumps({"anchor": f"de {number}", "positive": f"en {number}"}) + "\n")
     text = folder / "wikitext"
     text.mkdir()
     for split, count in splits.items():
@@ -144,6 +147,8 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
         ]
     if recipe.data.kind in PAIRED_KINDS:
         return [*overrides, f"data.path={data / 'preferences.jsonl'}"]
+    if recipe.data.kind == "embeddings":
+        return [*overrides, f"data.path={data / 'pairs.jsonl'}"]
     if recipe.data.kind == "classification":
         return [*overrides, f"data.path={data / 'reviews.jsonl'}"]
     if recipe.data.kind == "chat":
@@ -237,7 +242,7 @@ def test_it_trains_once_it_is_small(
         assert 0 <= metrics["accuracy"] <= 1
         logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert "rewards/accuracies" in logged[0]
-    elif recipe.data.kind in CLASSIFIER_KINDS:
+    elif recipe.data.kind in (*CLASSIFIER_KINDS, "embeddings"):
         assert metrics["task"] == recipe.data.kind
         assert 0 <= metrics["accuracy"] <= 1
     elif recipe.data.kind in SEQUENCE_KINDS:

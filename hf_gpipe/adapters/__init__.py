@@ -13,6 +13,7 @@ from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter
 from hf_gpipe.adapters.classifiers import Classifier, check_classifier, is_classifier
 from hf_gpipe.adapters.decoder_only import DecoderOnly
+from hf_gpipe.adapters.embedders import Embedder, is_embedder
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
 from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_VERSIONS
 from hf_gpipe.adapters.quantised import Quantisation, find_quantisation, quantised_layers
@@ -84,6 +85,8 @@ def build_adapter(
     if model_class is not None and is_classifier(model_class):
         check_classifier(config, model_class)
         kind = Classifier
+    elif model_class is not None and is_embedder(model_class):
+        kind = Embedder
     return kind(
         config,
         dtype,

@@ -93,6 +93,12 @@ class Adapter(ABC):
     target_keys: tuple[str, ...] = ()
     #: Whether the model classifies or scores rows: its logits are (B, C), those of one token of each row.
     is_classifier = False
+    #: Whether the labels of a mini-batch are one for each row, and none of tokens.
+    labels_rows = False
+    #: Whether the model makes logits; of one without a head the hidden states stand in their place.
+    has_head = True
+    #: Whether the last hidden states are what goes into the last layer, and not what it gives.
+    ends_with_head = True
     #: Whether the logits are scores of the targets, whatever the loss is: a row has a likelihood.
     scores_targets = True
     #: Whether columns of padding must stay.

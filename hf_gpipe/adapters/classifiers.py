@@ -24,10 +24,10 @@ from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
 ONE_CLASS = "single_label_classification"
 
 
-class Classifier(DecoderOnly):
-    """Embedding, blocks, norm, and a head whose logits are read at the last token of each row."""
+class RowModel(DecoderOnly):
+    """A model whose labels (B, ...) are of rows, and not of tokens."""
 
-    is_classifier = True
+    labels_rows = True
 
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         inputs = dict(micro_batch)
@@ -36,9 +36,15 @@ class Classifier(DecoderOnly):
 
     def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
         raise UserError(
-            f"{type(self.reference).__name__} reads the last token of each row, and packed rows are one; leave packing "
+            f"{type(self.reference).__name__} makes one output of each row, and packed rows are one; leave packing "
             "out, and use a collator that pads"
         )
+
+
+class Classifier(RowModel):
+    """Embedding, blocks, norm, and a head whose logits are read at the last token of each row."""
+
+    is_classifier = True
 
     def _is_used(self, inputs: Tensors) -> torch.Tensor:
         # The model looks for the last token by its id, whatever the mask says.

@@ -21,6 +21,9 @@ from hf_gpipe.errors import DataError
 class DecoderOnly(TextAdapter):
     """Llama and similar models: embedding, blocks, norm, head."""
 
+    #: The entry of what the model's forward returns that the last stage gives.
+    result = "logits"
+
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         inputs = dict(micro_batch)
         if "labels" in inputs and inputs["labels"].shape != inputs["input_ids"].shape:
@@ -96,7 +99,7 @@ class DecoderOnly(TextAdapter):
         output = stage.model(**{"use_cache": False, **forward})
         if stage.is_last:
             loss = {"auxiliary_loss": stage.router_port.loss(stage.model, output)} if has_auxiliary_loss else {}
-            return {"logits": output.logits, **loss}
+            return {"logits": output[self.result], **loss}
         routers = self._routers_before(stage.stop) if has_auxiliary_loss else []
         logits = zip(routers, stage.router_port.logits, strict=True)
         return {"hidden": stage.captured()} | {router.name: tensor for router, tensor in logits}

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from hf_gpipe.errors import UnsupportedModelError, UserError, nearest
@@ -31,6 +32,12 @@ _LARGEST = (
 )
 #: Names of probabilities. Of another number some kernels raise an error in the first step, and others never do.
 _PROBABILITY = re.compile(r"(dropout|pdrop|layerdrop|dropout_(p|prob|rate)|drop(_path)?_rate)$")
+
+
+#: Names of AutoModel's classes that are no language models.
+HEADLESS = frozenset(
+    name for names in MODEL_MAPPING_NAMES.values() for name in ([names] if isinstance(names, str) else names)
+) - frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 def check_sizes(fields: Mapping[str, Any], prefix: str = "") -> None:
@@ -261,11 +268,12 @@ def check_model(model: Any) -> None:
         return
     heads = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
     ours = [c for c in type(model).__mro__ if c.__module__.startswith("transformers.models.")]
-    heads |= set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
+    heads |= set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()) | HEADLESS
     if ours and not any(c.__name__ in heads for c in ours):
         raise UnsupportedModelError(
             f"{model.config.model_type}: {type(model).__name__} is no class of AutoModelForCausalLM, "
-            "AutoModelForSeq2SeqLM or AutoModelForSequenceClassification, which read text; give a model of one of those"
+            "AutoModelForSeq2SeqLM, AutoModelForSequenceClassification or, without a head, AutoModel, which read text; "
+            "give a model of one of those"
         )
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise UserError(

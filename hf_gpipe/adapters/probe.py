@@ -75,7 +75,7 @@ class Observation:
 
     Attributes:
         stacks: one, or the encoder's and the decoder's.
-        head: the module that ran last.
+        head: the module that ran last; None: that was a block, of a model without a head.
         projection: the linear layer in the head that makes the logits, if they can be made in parts.
         embeddings: modules before the blocks whose input is not hidden states.
         idle: modules with weights that a forward on ids alone does not call, such as an image encoder.
@@ -87,7 +87,7 @@ class Observation:
     """
 
     stacks: tuple[ObservedStack, ...]
-    head: str
+    head: str | None
     projection: FoundProjection
     embeddings: frozenset[str]
     idle: tuple[str, ...]
@@ -178,22 +178,29 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
         when = calls.entered[unit][0]
         stack = _stack_of(unit, when, parents, first_block)
         (before if when < first_block[stack] else after)[stack].append(unit)
-    if not after[-1]:
+    has_logits = "logits" in calls.result
+    if not after[-1] and has_logits:
         raise UnsupportedModelError(f"{family}: nothing with weights runs after the blocks; a head is needed")
-    head = after[-1].pop()
+    head = after[-1].pop() if after[-1] else None
     stacks = []
     for i, name in enumerate(lists):
         forms = {calls.forms[f"{name}.{j}"] for j in range(_length(model, name))}
         form = forms.pop()
         if forms or form is None:
             raise UnsupportedModelError(f"{family}: the blocks of {name!r} return hidden states in different forms")
-        stacks.append(ObservedStack(name, form, tuple(before[i]), tuple(after[i]), calls.outputs[parents[i]]))
+        stacks.append(
+            ObservedStack(
+                name, form, tuple(before[i]), tuple(after[i]), calls.outputs.get(parents[i], type(calls.result))
+            )
+        )
     embeddings = {name for units_before in before for name in units_before if calls.forms[name] is None}
     idle = tuple(name for name in units if name not in calls.entered)
     inputs = {name: calls.inputs[name] for name in (*units, *(f"{one}.0" for one in lists)) if name in calls.inputs}
     encoded = getattr(calls.result, "encoder_last_hidden_state", None)
     constants = _constants(model, units, calls.result)
-    if calls.result.logits.dim() == 2:
+    if not has_logits or head is None:
+        projection = FoundProjection((), "there are none")
+    elif calls.result.logits.dim() == 2:
         _check_classifier(model, calls.result.logits, calls.tensors[head][0])
         projection = FoundProjection((), "they are those of one token of each row")
     else:
@@ -341,9 +348,9 @@ def _check_classifier(model: PreTrainedModel, logits: torch.Tensor, of_tokens: t
 
 
 def _constants(model: PreTrainedModel, units: list[str], result: Any) -> frozenset[str]:
-    """Names of the parameters of `units` that are not in the graph of the logits and the auxiliary loss."""
+    """Names of the parameters of `units` that are not in the graph of what the loss reads: logits or hidden states."""
     reached: set[Any] = set()
-    outputs = (getattr(result, name, None) for name in ("logits", "aux_loss"))
+    outputs = (getattr(result, name, None) for name in ("logits", "last_hidden_state", "aux_loss"))
     nodes: set[Any] = {output.grad_fn for output in outputs if isinstance(output, torch.Tensor)} - {None}
     while nodes:
         node = nodes.pop()

@@ -136,7 +136,7 @@ class StageModel:
         """Return the stub that replaces module `name` of layer `index`, a layer of another stage."""
         layer = self.adapter.layers[index]
         port = self.port if index == self.stop and name == layer.modules[0] else None
-        if layer.kind == "head":
+        if layer.kind == "head" and self.adapter.has_head:
             stub: nn.Module = HeadStub(port, has_positions=self.adapter.is_classifier)
         else:
             stub = self.adapter.stub(layer, name, port)

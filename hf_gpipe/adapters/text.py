@@ -38,7 +38,7 @@ class TextAdapter(Adapter):
         quantisation: of linear layers; the configuration then has no `quantization_config`.
     """
 
-    loss_keys = ("labels", "shift_labels", "ref_logps")
+    loss_keys = ("labels", "shift_labels", "ref_logps", "row_gradients", "unit_losses")
 
     def __init__(
         self,
@@ -70,7 +70,8 @@ class TextAdapter(Adapter):
         self.stacks = stacks_of(self.reference, observation)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
         head = observation.head
-        self.layers: tuple[Layer, ...] = (*stack_layers, Layer(head, "head", "decoder", (head,)))
+        last = [] if head is None else [Layer(head, "head", "decoder", (head,))]
+        self.layers: tuple[Layer, ...] = (*stack_layers, *last)
         self.projection = observation.projection
         #: Hidden states that each layer receives, by its first module; the sizes are the tiny clone's.
         self._given = {block: stack.form.hidden for stack in self.stacks for block in stack.blocks} | observation.inputs
@@ -176,7 +177,7 @@ class TextAdapter(Adapter):
         check_keys(batch, self.reference, self.target_keys)
         if (shifted := batch.get("shift_labels")) is None:
             return
-        if self.is_classifier or self.target_keys:
+        if self.labels_rows or self.target_keys:
             raise DataError(
                 f"the batch has 'shift_labels', which {type(self.reference).__name__} does not read; give labels"
             )

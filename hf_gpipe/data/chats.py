@@ -22,7 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "functio
 #: ShareGPT's names of roles.
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
 #: Columns with text or messages.
-_TEXTS = ("messages", "prompt", "completion", "chosen", "rejected", "text")
+_TEXTS = ("messages", "prompt", "completion", "chosen", "rejected", "text", "texts")
 #: What is kept of a row.
 _COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
 
@@ -78,7 +78,7 @@ def chat_corpus(
     two perhaps in .gz; otherwise the Hub id of a data set, or a directory in its form.
 
     Args:
-        data: the section, of the kind "chat", "preferences", "rewards" or "classification".
+        data: the section, of the kind "chat", or another one whose rows have a maximum length.
         read: of a row what is kept; None: `conversation_of`.
         what: the rows, in messages.
         evaluated: the splits to evaluate on. A data set's own others are not read: they may have no labels.
@@ -223,8 +223,10 @@ def num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((number for number, (own, other) in pairs if own != other), min(len(first), len(second)))
 
 
-def text_of_message(message: Mapping[str, Any]) -> str:
-    """The text of a message's content, or an empty string."""
+def text_of_message(message: Mapping[str, Any] | str) -> str:
+    """The text of a message's content, or an empty string; text stands for itself."""
+    if isinstance(message, str):
+        return message
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 

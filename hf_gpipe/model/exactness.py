@@ -28,6 +28,7 @@ from hf_gpipe.partition import partition
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.micro_batch import chunks_of, make_micro_batches, split_rows
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.ties import share_within_process
@@ -282,7 +283,8 @@ def compare(
         raise CloneError(f"{family}: the plain model's gradient norm is {expected.norm} on a tiny clone")
     if untrimmed.difference(expected) > TRIMMING_TOLERANCE:
         adapter.padding_matters, expected = True, untrimmed
-    _check_own_loss(model, batch)
+    if adapter.has_head:
+        _check_own_loss(model, batch)
     differences = {}
     for number in num_stages:
         count = min(number or len(adapter.layers), len(adapter.layers))
@@ -342,6 +344,21 @@ def padded_batch(model: PreTrainedModel) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+class _OfHidden(Loss):
+    """Compares models without a head: of each row a sum over its tokens that reads every hidden state."""
+
+    reads = Reads.HIDDEN
+
+    @staticmethod
+    def of_rows(hidden: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of each row, (B,), from (B, T, D)."""
+        weights = torch.arange(1, 1 + hidden.shape[-1]).to(hidden).sin()
+        return ((hidden * weights).sin().sum(dim=2) * inputs["attention_mask"]).sum(dim=1)
+
+    def of_units(self, read: LossInputs) -> torch.Tensor:
+        return self.of_rows(read.hidden, read.inputs)
+
+
 def plain_step(model: PreTrainedModel, batch: Batch, prepare: Callable[[Batch], Batch] = dict) -> Step:
     """`plain_run` on the micro-batches of a mini-batch.
 
@@ -362,6 +379,7 @@ def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoo
     causal = not model.config.is_encoder_decoder
     labels = [rows["labels"][:, 1:] if causal else rows["labels"] for rows in micro_batches]
     num_tokens = torch.stack([(one != IGNORED_LABEL).sum() for one in labels]).sum()
+    num_rows = sum(len(one) for one in labels)
     total = torch.zeros(())
     for rows in micro_batches:
         # Labels are needed only by an encoder-decoder that makes its decoder's inputs from them.
@@ -370,10 +388,14 @@ def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoo
         output = model(**given, use_cache=False)
         # Each position predicts the next token.
         targets = F.pad(rows["labels"][:, 1:], (0, 1), value=IGNORED_LABEL) if causal else rows["labels"]
-        losses = F.cross_entropy(
-            output.logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=label_smoothing
-        )
-        loss = losses.sum() / num_tokens
+        if "logits" in output:
+            losses = F.cross_entropy(
+                output.logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=label_smoothing
+            )
+            loss = losses.sum() / num_tokens
+        else:
+            losses = _OfHidden.of_rows(output.last_hidden_state, rows)
+            loss = losses.sum() / num_rows
         if getattr(output, "aux_loss", None) is not None:
             auxiliary = auxiliary_loss(model, output)
             loss = loss + auxiliary / len(micro_batches)
@@ -415,11 +437,15 @@ def split_step(
     With `ranks` this is one of several whose layers are divided, and has its part of the gradients.
     """
     cpu, models = torch.device("cpu"), stage_models(model, adapter, num_stages, ranks)
+    loss_of = PLAIN if adapter.has_head else _OfHidden()
     stages = {
-        n: Stage(one, lambda boundary: dict.fromkeys(adapter.sources(boundary), True)) for n, one in models.items()
+        n: Stage(one, lambda boundary: dict.fromkeys(adapter.sources(boundary), True), loss_of)
+        for n, one in models.items()
     }
     edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
-    micro_batches = make_micro_batches(adapter, [batch], MICRO_BATCHES, 0, 0, packing=packing, sequence_chunks=chunks)
+    micro_batches = make_micro_batches(
+        adapter, [batch], MICRO_BATCHES, 0, 0, packing=packing, sequence_chunks=chunks, loss=loss_of
+    )
     for one in models.values() if recomputes_blocks else ():
         one.checkpoint_blocks()
     table = build_schedule(

@@ -16,6 +16,7 @@ from hf_gpipe import strict_json
 from hf_gpipe.adapters import Adapter, Autocast, adapter_for, is_known_exact
 from hf_gpipe.adapters.chain import Chain, is_chain
 from hf_gpipe.adapters.classifiers import classifier_of
+from hf_gpipe.adapters.embedders import embedder_of
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model, check_sizes
 from hf_gpipe.adapters.head import FoundProjection
@@ -88,18 +89,23 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapt
     else:
         assert isinstance(model, str | os.PathLike)
         config = read_config(model, trust_remote_code=spec.trust_remote_code, overrides=spec.config_overrides)
+    names_class = isinstance(model, PreTrainedConfig) or "architectures" in (spec.config_overrides or {})
+    if model_class is None:
+        # A path alone stands for a language model: some of their checkpoints name the class without a head.
+        model_class = classifier_of(config) or (embedder_of(config) if names_class else None)
     weights = weights or read_dtype(getattr(config, "dtype", None), "the configuration's dtype") or torch.float32
     adapter = adapter_for(
         config,
         weights,
         attn_implementation,
-        model_class or classifier_of(config),
+        model_class,
         trust_remote_code=spec.trust_remote_code,
         autocast=None if spec.autocast is None or device is None else Autocast(spec.autocast, device),
         quantization_config=spec.quantization_config,
     )
-    # A language model's checkpoint, read as a classifier.
-    adapter.may_lack_head = adapter.is_classifier and "architectures" in (spec.config_overrides or {})
+    # A language model's checkpoint, read as a classifier, or without its head and with a pooler that nothing reads.
+    is_unlike = adapter.labels_rows and "architectures" in (spec.config_overrides or {})
+    adapter.may_lack_head = is_unlike and adapter.ends_with_head
     if spec.depth_scaled_feed_forward:
         feed_forward_outputs(adapter)  # raises its error before any weight is made
         adapter.depth_scaled_feed_forward = True

@@ -133,6 +133,11 @@ class Decision:
         adapter = open_model(request.model, world.device, example)
         _compare_commit(request.model, adapter)
         loss = loss_of(adapter, request.loss)
+        if loss.compares_units and given.schedule in ASYNCHRONOUS_SCHEDULES:
+            raise UserError(
+                f"schedule {given.schedule!r}: the loss, a {type(loss).__name__}, compares the rows of a mini-batch in "
+                "two passes, between which no stage may update; use a synchronous schedule, such as 1f1b"
+            )
         if inputs.packing:
             verify_packing(adapter)
         if given.cuts_rows:

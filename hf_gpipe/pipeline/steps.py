@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor, StepResult
+from hf_gpipe.runtime.first_pass import gathered_rows, with_comparison
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.gradient_norm import (
     LossAndNorm,
@@ -244,7 +245,7 @@ class Steps:
                 "window: call train_window, or use a synchronous schedule, such as 1f1b"
             )
         self.parameters.replicas.begin()
-        micro_batches = self._micro_batches(batches, self.step)
+        micro_batches = self._compared(self._micro_batches(batches, self.step))
         numbers: list[LossAndNorm] = []
 
         def reduce(result: StepResult) -> None:
@@ -310,6 +311,25 @@ class Steps:
             self._is_packing_verified = True
         return micro_batches
 
+    def _compared(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches with what a first pass finds, if the loss needs one."""
+        loss, last = self.decision.loss, self.decision.config.num_stages - 1
+        if not loss.compares_units:
+            return micro_batches
+        with self._keeping_random_state():
+            own = self._first_pass(micro_batches)
+        if last not in self.stages:
+            return micro_batches
+        rows = gathered_rows(own, micro_batches, partial(self.parameters.replicas.total, last))
+        dtype = next((one.dtype for one in own.values()), rows.dtype)
+        return with_comparison(micro_batches, rows.to(dtype), loss, self.stages[last].device)
+
+    def _first_pass(self, micro_batches: list[MicroBatch]) -> dict[int, torch.Tensor]:
+        """What the loss reads of the rows of each micro-batch, (B, E), by its number, where this process has it."""
+        table = self.decision.schedule(len(micro_batches), "forward_only")
+        outputs = self.executor.run(table, micro_batches, StepOptions(is_first_pass=True)).outputs
+        return {index: one["rows"] for index, one in outputs.items()}
+
     @contextmanager
     def _keeping_random_state(self) -> Iterator[None]:
         """Context manager after which the devices' generators are as before: dropout seeds them."""
@@ -357,6 +377,19 @@ class Steps:
                     disabled.enter_context(without_adapters(stage.model))
             return self._evaluate(self.adapter.as_rows(rows), options).row_nll.neg()
 
+    def embed(self, rows: Batch) -> torch.Tensor:
+        """The embeddings of the rows of a mini-batch that every process already has, by an `EmbeddingLoss`.
+
+        Every process calls it and gets the same result. There is no dropout.
+
+        Returns:
+            (N, D) in float64, on the CPU.
+        """
+        micro_batches = self._in_micro_batches(rows)
+        with self._in_evaluation():
+            own = self._first_pass(micro_batches)
+        return gathered_rows(own if self.world.place == 0 else {}, micro_batches, self.world.all_reduce)
+
     def _with_reference(self, batch: Batch) -> Batch:
         """The mini-batch with the entry "ref_logps", if the loss needs it."""
         if not self.decision.loss.needs_reference or "ref_logps" in batch:
@@ -369,11 +402,12 @@ class Steps:
             )
         return {**batch, "ref_logps": self.log_probs(batch, with_adapters=False)}
 
-    def _evaluate(self, rows: Batch, options: StepOptions) -> Evaluation:
+    def _in_micro_batches(self, rows: Batch) -> list[MicroBatch]:
+        """The micro-batches of a mini-batch in evaluation."""
         self.parameters.ties.refresh_copies()
         # Its number names its mini-batch in metrics; there is no dropout to seed.
         self._num_evaluations += 1
-        micro_batches = make_micro_batches(
+        return make_micro_batches(
             self.adapter,
             [rows],
             self.num_micro_batches,
@@ -381,7 +415,13 @@ class Steps:
             self._num_evaluations,
             loss=self.decision.loss,
         )
+
+    def _evaluate(self, rows: Batch, options: StepOptions) -> Evaluation:
+        micro_batches = self._in_micro_batches(rows)
         with self._in_evaluation():
+            if not options.is_likelihood_only:
+                with torch.no_grad():
+                    micro_batches = self._compared(micro_batches)
             table = self.decision.schedule(len(micro_batches), "forward_only")
             outputs = self.executor.run(table, micro_batches, options).outputs
         outputs = outputs if self.world.place == 0 else {}  # the ranks of a worker have the same

@@ -85,7 +85,11 @@ class ProcessPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction of one step by `Planner.plan`."""
+    """The prediction of one step by `Planner.plan`.
+
+    Attributes:
+        first_pass_seconds: of forwards before the table, for a loss that needs them.
+    """
 
     settings: DecidedConfig
     planner: Planner
@@ -93,6 +97,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     processes: tuple[ProcessPlan, ...]
     timeline: Timeline
+    first_pass_seconds: float = 0.0
 
     def __repr__(self) -> str:
         fits = (
@@ -107,7 +112,7 @@ class Plan:
     @property
     def step_seconds(self) -> float:
         """From the first action to the last update; under an asynchronous schedule the mean of a window's steps."""
-        return float(self.timeline.total_seconds) / self.timeline.schedule.num_steps
+        return self.first_pass_seconds + float(self.timeline.total_seconds) / self.timeline.schedule.num_steps
 
     @property
     def bubble(self) -> float:
@@ -171,6 +176,7 @@ class Planner:
     Attributes:
         lighter: by keys of a recipe that have adapters trained in place of all weights, what plans that.
         chunks: how rows are cut into chunks of tokens, at most one a token.
+        has_first_pass: whether all forwards run once more before each step.
 
     Raises:
         UserError: there is no mini-batch, or the optimizer's state has no known size.
@@ -199,6 +205,7 @@ class Planner:
         self.speeds = speeds
         self.lighter: Mapping[str, Callable[[], Plan]] = {}
         self.chunks = Chunks()
+        self.has_first_pass = False
         self._sums: dict[tuple[int, Chunks], tuple[LayerSums, Sequence[LayerSums]]] = {}
         self._of_teacher: dict[int, LayerSums] = {}
 
@@ -263,10 +270,12 @@ class Planner:
                 return beside().costs(mini_batch.of_rows(rows))
 
         inputs = replace(inputs, example=mini_batch)
-        return cls(
+        planner = cls(
             *(costs_of, inputs, device, memory_bytes, cluster, speeds, tensor_parallel),
             teacher=of_teacher,
         )
+        planner.has_first_pass = loss.compares_units
+        return planner
 
     def within(self, memory_bytes: MemoryLimit) -> Planner:
         """The same planner with another limit; what it has computed is shared."""
@@ -437,7 +446,12 @@ class Planner:
                     busy_seconds=float(timeline.busy_seconds(number)) / table.num_steps,
                 )
             )
-        return Plan(settings, self, costs, tuple(plans), tuple(processes), timeline)
+        first = 0.0
+        if self.has_first_pass:
+            number = self.micro_batches_of_step(settings.num_micro_batches)
+            forwards = self._with_visits(build("forward_only", settings.num_stages, number, placement), settings)
+            first = float(simulate(forwards, self.table_costs(settings, forwards)).total_seconds)
+        return Plan(settings, self, costs, tuple(plans), tuple(processes), timeline, first)
 
 
 def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:

@@ -87,6 +87,7 @@ def report(plan: Plan) -> str:
     lines += mesh_lines(plan)
     lines_after = [
         ("step", _step(plan)),
+        ("first pass", _first_pass(plan)),
         ("memory", memory_why(plan)),
         ("visits", visits_text(plan)),
         ("optimizer", offload_text(plan)),
@@ -116,6 +117,12 @@ def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
             f"here {size_text(plan.peak_bytes)}",
         ),
     ]
+
+
+def _first_pass(plan: Plan) -> str:
+    """What the forwards take that a loss needs before the step; empty where there are none."""
+    seconds = plan.first_pass_seconds
+    return f"{seconds_text(seconds)} of the step: the loss compares all rows of a mini-batch" if seconds else ""
 
 
 def verdict(plan: Plan) -> str:

@@ -105,7 +105,7 @@ class Workload:
         `length_bucketing`.
 
         A decoder-only model reads source and target in one sequence, or a block of text, or a conversation; of
-        preferences each example is two rows.
+        preferences each example is two rows, and of embeddings as many as it has texts.
 
         Args:
             recipe: its batch size, in rows or target tokens, and its longest texts are read.
@@ -126,8 +126,9 @@ class Workload:
         rows = largest_micro_batch(rows, num_micro_batches)
         if recipe.training.packing:
             return cls.packed(rows, (source, source), (target, target))
+        rows *= {**dict.fromkeys(PAIRED_KINDS, 2), "embeddings": recipe.embeddings.num_texts}.get(data.kind, 1)
         # Blocks of text are all equally long.
-        return cls(2 * rows if data.kind in PAIRED_KINDS else rows, source, target, data.kind != "text")
+        return cls(rows, source, target, data.kind != "text")
 
     @classmethod
     def packed(cls, rows: int, source: tuple[int, int], target: tuple[int, int]) -> Workload:
@@ -176,7 +177,7 @@ class Workload:
 
     def within(self, adapter: Adapter) -> Workload:
         """As much of it as the model has positions for; longer rows cannot be trained on."""
-        if adapter.is_classifier:  # its labels are no tokens
+        if adapter.labels_rows:  # its labels are no tokens
             self = replace(self, target_tokens=self.source_tokens)
         reader: StackName = "encoder" if adapter.config.is_encoder_decoder else "decoder"
         stacks: list[tuple[StackName, int]] = [(reader, self.source_tokens), ("decoder", self.target_tokens)]
@@ -201,7 +202,7 @@ class Workload:
         length = self.source_tokens if adapter.config.is_encoder_decoder else self.target_tokens
         ids = torch.full((self.rows, length), _TOKEN)
         labels = torch.full((self.rows, self.target_tokens), _TOKEN)
-        if adapter.is_classifier:
+        if adapter.labels_rows:
             labels = torch.zeros(self.rows, dtype=torch.long)
         inputs = {"input_ids": ids, "labels": labels}
         if self.is_packed and not attends_by_document(adapter.reference):
@@ -213,7 +214,7 @@ class Workload:
             mask = torch.ones_like(ids)
             if length > 1 and self.rows > 1:
                 mask[-1, -1] = 0
-                if not adapter.config.is_encoder_decoder and not adapter.is_classifier:
+                if not adapter.config.is_encoder_decoder and not adapter.labels_rows:
                     labels[-1, -1] = IGNORED_LABEL
             inputs["attention_mask"] = mask
         return adapter.prepare(inputs)

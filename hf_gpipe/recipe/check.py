@@ -229,10 +229,10 @@ def _check_preferences(recipe: Recipe) -> None:
             f"it is for {users}: leave it out."
         )
     for name in ("batch_tokens", "packing", "label_smoothing_factor", "logit_clipping"):
-        if recipe.data.kind in PAIRED_KINDS and (value := getattr(training, name)):
+        if recipe.data.kind in (*PAIRED_KINDS, "embeddings") and (value := getattr(training, name)):
             raise RecipeError(
                 f"training.{name} is {show(value)} and data.kind is {recipe.data.kind}, whose mini-batches and loss "
-                "are of pairs; leave it out."
+                "are of several rows together; leave it out."
             )
 
 

@@ -21,7 +21,7 @@ PAIRED_KINDS = ("preferences", "rewards")
 CLASSIFIER_KINDS = ("classification", "rewards")
 
 #: Kinds whose rows are cut to `max_length` tokens.
-ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "classification")
+ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "classification", "embeddings")
 
 #: Kinds whose rows are one sequence, which decoder-only models learn.
 SEQUENCE_KINDS = ("text", *ROW_LENGTH_KINDS)
@@ -34,6 +34,7 @@ CHAT = Kinds(("chat",))
 PREFERENCES = Kinds(("preferences",))
 REWARDS = Kinds(("rewards",))
 CLASSIFICATION = Kinds(("classification",))
+EMBEDDINGS = Kinds(("embeddings",))
 MESSAGES = Kinds(MESSAGE_KINDS)
 ROW_LENGTHS = Kinds(ROW_LENGTH_KINDS)
 PAIRS = Kinds((*CLDR.names, *ROWS.names))
@@ -55,6 +56,7 @@ Kind = Literal[
     "preferences",
     "rewards",
     "classification",
+    "embeddings",
 ]
 
 
@@ -70,7 +72,9 @@ class DataSection:
     model, or prompts and completions. preferences: prompts with a chosen and a rejected answer, for a decoder-only
     model and the loss of the section `preferences`. rewards: the same rows, for a reward model, a decoder-only model
     with a head of one number. classification: texts with a label, for a decoder-only model with
-    a new head, or the one that its checkpoint has."""
+    a new head, or the one that its checkpoint has. embeddings: rows of two texts or more, the first of which belongs to
+    the second and not to the others, or of two texts and a score, for an encoder or a decoder-only model without its
+    head, and the loss of the section `embeddings`."""
 
     seed: int = 0
     """Seed for generating and sampling the corpus; `training.seed` decides the order of training examples."""
@@ -126,7 +130,8 @@ class DataSection:
 
     path: Annotated[Text | None, READ] = None
     """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
-    gzipped. hub, text, chat, preferences, rewards, classification: id or directory of a data set. Required."""
+    gzipped. hub, text, chat, preferences, rewards, classification, embeddings: id or directory of a data set.
+    Required."""
 
     made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROWS] = None
     """Command that makes the file at `path`; the error says it if the file is not there."""
@@ -168,7 +173,7 @@ class DataSection:
     """Names of the classes, such as [negative, positive]: the model's first output is for the first. Required."""
 
     max_length: Annotated[int, Field(ge=2), ROW_LENGTHS] = 1024
-    """Maximum length of a conversation, of a prompt with its answer, or of a text to classify, in tokens; longer ones
+    """Maximum length of a conversation, of a prompt with its answer, or of a single text, in tokens; longer ones
     are truncated. Those that have no target left are dropped and counted."""
 
     truncation_mode: Annotated[Literal["keep_start", "keep_end"], CHAT] = "keep_start"

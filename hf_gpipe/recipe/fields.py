@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field
 
-from hf_gpipe.recipe.data import OF_TOKENS, PAIRS, PREFERENCES, REWARDS, DataSection
+from hf_gpipe.recipe.data import EMBEDDINGS, OF_TOKENS, PAIRS, PREFERENCES, REWARDS, DataSection
 from hf_gpipe.recipe.pipeline import PipelineConfig
 from hf_gpipe.recipe.section import (
     MAY_CHANGE,
@@ -166,6 +166,49 @@ class RewardsSection:
 
     disable_dropout: Annotated[bool, REWARDS] = True
     """Whether the model has no dropout in training."""
+
+
+EmbeddingLossType = Literal["multiple_negatives", "triplet", "cosine"]
+Pooling = Literal["mean", "cls", "lasttoken"]
+
+
+@section()
+class EmbeddingsSection:
+    """The loss of embeddings, for that kind of data; names are those of sentence-transformers."""
+
+    loss_type: Annotated[EmbeddingLossType, EMBEDDINGS] = "multiple_negatives"
+    """multiple_negatives: the anchor's own text among those of all rows of the mini-batch (InfoNCE); triplet: the
+    negative is further away than the positive; cosine: the cosine of two texts is their score."""
+
+    pooling: Annotated[Pooling, EMBEDDINGS] = "mean"
+    """How hidden states become an embedding: the mean of the tokens; cls: the first one; lasttoken: the last one, for
+    decoder-only models."""
+
+    texts: Annotated[Count | None, EMBEDDINGS] = None
+    """Texts of a row: 2, or more with negatives; null: 2, or 3 of triplet."""
+
+    scale: Annotated[Positive, EMBEDDINGS] = 20.0
+    """Of multiple_negatives, the factor of cosines: the inverse of a temperature."""
+
+    margin: Annotated[Positive, EMBEDDINGS] = 5.0
+    """Of triplet, by how much the negative shall be further away."""
+
+    distance: Annotated[Literal["euclidean", "cosine"], EMBEDDINGS] = "euclidean"
+    """Of triplet, the distance of two embeddings."""
+
+    matryoshka_dims: Annotated[list[Count] | None, EMBEDDINGS] = None
+    """Sizes to which embeddings can be cut, such as [768, 256, 64]: the loss is the sum over them; null: the whole."""
+
+    matryoshka_weights: Annotated[list[Positive] | None, EMBEDDINGS] = None
+    """Factors of the losses of these sizes; null: 1 each."""
+
+    disable_dropout: Annotated[bool, EMBEDDINGS] = False
+    """Whether the model has no dropout in training."""
+
+    @property
+    def num_texts(self) -> int:
+        """Texts of a row."""
+        return self.texts or (3 if self.loss_type == "triplet" else 2)
 
 
 @section()
@@ -392,6 +435,7 @@ class Recipe:
     lora: LoraSection = field(default_factory=LoraSection)
     preferences: PreferencesSection = field(default_factory=PreferencesSection)
     rewards: RewardsSection = field(default_factory=RewardsSection)
+    embeddings: EmbeddingsSection = field(default_factory=EmbeddingsSection)
     distillation: DistillationSection = field(default_factory=DistillationSection)
     data: DataSection
     tokenizer: TokenizerSection = field(default_factory=TokenizerSection)

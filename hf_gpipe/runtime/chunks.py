@@ -47,7 +47,7 @@ def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) ->
         reason = f"{model} does not read text"
     elif adapter.config.is_encoder_decoder:
         reason = f"{model} has an encoder, whose tokens attend to later ones"
-    elif adapter.is_classifier:
+    elif adapter.labels_rows:
         reason = f"{model} scores rows as a whole"
     elif not is_loss_of_tokens:
         reason = "the loss needs whole rows"

@@ -115,6 +115,11 @@ def loss_of(adapter: Adapter, asked: Loss) -> Loss:
 
     Raises UserError where options of the cross-entropy go with that, or a loss reads what are no probabilities.
     """
+    if not adapter.has_head and asked.reads != Reads.HIDDEN:
+        raise UserError(
+            f"{type(adapter.reference).__name__} has no head, and the loss, a {type(asked).__name__}, reads more than "
+            "hidden states; give an EmbeddingLoss, or a model with a head (of AutoModelForCausalLM, say)"
+        )
     problem = problem_of(adapter.config) if adapter.is_classifier else ONE_CLASS
     has_scores = problem != ONE_CLASS or (adapter.is_classifier and adapter.config.num_labels == 1)
     if not asked.is_of_tokens and Reads.TOKENS in asked.reads and has_scores:

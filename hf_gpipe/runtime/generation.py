@@ -85,9 +85,9 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
 def check_generates(adapter: Adapter) -> None:
     """Raise UserError where a model has no head for tokens."""
     check_reads_text(adapter, "generate")
-    if adapter.is_classifier:
+    if adapter.labels_rows:
         raise UserError(
-            f"{type(adapter.reference).__name__} gives classes or scores, and cannot generate; leave "
+            f"{type(adapter.reference).__name__} has no head for tokens, and cannot generate; leave "
             "predict_with_generate out, and use evaluate or predict of the trainer, or eval_step of the Pipeline"
         )
 

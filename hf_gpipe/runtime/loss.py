@@ -28,6 +28,9 @@ from hf_gpipe.runtime import vocabulary_loss
 from hf_gpipe.runtime.additivity import check_independent
 from hf_gpipe.runtime.token_metrics import TokenMetrics
 
+#: Entries of a micro-batch that a first pass adds: the derivative of the loss by what it reads of each row, (B, E), and
+#: the loss of the row's unit, (B,).
+ROW_GRADIENTS, UNIT_LOSSES = "row_gradients", "unit_losses"
 NOT_PACKED = "a {} is computed from rows, and packed rows are one; leave packing out, and use a collator that pads"
 
 
@@ -83,6 +86,9 @@ class Loss:
         counts_tokens: whether the sum is divided by the number of target tokens, and not by that of units of rows.
         needs_reference: whether it reads "ref_logps" (B,) of the inputs, the rows' log-probabilities before training.
             Where a mini-batch has none, a pass without the PEFT adapters computes them before the step.
+        compares_units: whether the units of a mini-batch are compared with each other. Then `embed` gives all that it
+            reads of a row, and `compare` the losses; a first pass of forwards runs before the step
+            (runtime/first_pass.py).
         adds_auxiliary: whether the auxiliary loss of a mixture of experts is added.
         is_checked: whether a unit is known not to depend on the rows of others; set at a first micro-batch.
     """
@@ -91,11 +97,24 @@ class Loss:
     rows_per_unit: int = 1
     counts_tokens: bool = False
     needs_reference: bool = False
+    compares_units: bool = False
     adds_auxiliary: bool = True
     is_checked: bool = False
 
     def of_units(self, read: LossInputs) -> torch.Tensor:
         """The loss of each unit, (B / rows_per_unit,), from its own rows; in training with gradients."""
+        if not self.compares_units:
+            raise NotImplementedError
+        # The value is that of the first pass, and so is the derivative by each row.
+        product = (self.embed(read) * read.inputs[ROW_GRADIENTS]).sum(dim=1).view(-1, self.rows_per_unit).sum(dim=1)
+        return read.inputs[UNIT_LOSSES][:: self.rows_per_unit] + product - product.detach()
+
+    def embed(self, read: LossInputs) -> torch.Tensor:
+        """All that a loss that compares units reads of each row, (B, E)."""
+        raise NotImplementedError
+
+    def compare(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss of each unit of a mini-batch, (N / rows_per_unit,), from (N, E) and the labels (N, ...)."""
         raise NotImplementedError
 
     @property
@@ -111,7 +130,7 @@ class Loss:
     @property
     def planned(self) -> Loss:
         """A loss of the same cost, for the planner, whose tensors have no values."""
-        return _Planned(self.reads)
+        return _Planned(self.reads, self.compares_units)
 
     def of_mini_batch(self, name: tuple[int, int], *, is_training: bool) -> Loss:
         """The same loss, which notes its metrics under the name of a mini-batch; in evaluation without clipping."""
@@ -155,6 +174,7 @@ class _Planned(Loss):
     """Reads what another loss reads, and does little with it."""
 
     reads: Reads
+    compares_units: bool = False
 
     def total(self, read: LossInputs) -> torch.Tensor:
         if Reads.LOGITS in self.reads:

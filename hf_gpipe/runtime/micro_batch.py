@@ -76,12 +76,14 @@ class StepOptions:
     Attributes:
         loss_scale: factor of the loss before backward, and so of the gradients.
         on_logits: called on the last stage in evaluation, for each micro-batch.
+        is_first_pass: whether forwards give what a loss that compares units reads of each row.
         is_likelihood_only: whether an evaluation gives the rows' negative log-likelihood alone, whatever the loss is.
     """
 
     loss_scale: float = 1.0
     on_logits: LogitsCallback | None = None
     is_likelihood_only: bool = False
+    is_first_pass: bool = False
 
 
 PLAIN_STEP = StepOptions()

@@ -181,9 +181,10 @@ class Stage:
         """F of a table without backwards: the tensors for the next stage, on the last stage the losses of the rows.
 
         Returns:
-            On the last stage for each row "nll" (B,), the negative log-likelihood summed over its targets; "loss" (B,),
-            what it adds to the loss before this is divided by the number of units; the number of its units, "num_units"
-            (B,); and, if there is one, the "auxiliary_loss" () of all rows.
+            On the last stage, of a first pass "rows" (B, E). Otherwise for each row "nll" (B,), the negative
+            log-likelihood summed over its targets; "loss" (B,), what it adds to the loss before this is divided by the
+            number of units; the number of its units, "num_units" (B,); and, if there is one, the "auxiliary_loss" () of
+            all rows.
         """
         context, of_teacher = self._beside_teacher(context)
         options, name = context.options, context.micro_batch.mini_batch
@@ -192,6 +193,8 @@ class Stage:
             outputs, deferred, read = self._forward(loss, context, context.carry)
             if not self.is_last:
                 return outputs | of_teacher
+            if options.is_first_pass:
+                return {"rows": loss.embed(read)}
             targets = self.model.adapter.targets(read.inputs)
             # Its own first, which may note metrics, and that of the likelihood unless it is the same.
             wanted = dict.fromkeys((loss.of_tokens, PLAIN))
@@ -293,7 +296,7 @@ class Stage:
         deferred = None if needs_logits or Reads.LOGITS in loss.reads else self.model.deferred_logits()
         found: Tensors = {}
         with ExitStack() as hooks:
-            if self.is_last and Reads.HIDDEN in loss.reads:
+            if self.is_last and Reads.HIDDEN in loss.reads and self.model.adapter.ends_with_head:
                 head = self.model.model.get_submodule(self.model.layers[-1].modules[0])
                 # A view: its gradient is not that of the logits.
                 keep = head.register_forward_pre_hook(lambda _, args: found.update(hidden=args[0].view_as(args[0])))
@@ -302,12 +305,13 @@ class Stage:
             outputs = self.model(inputs, carry, micro_batch.seed, deferred, micro_batch.row_seeds, routers)
         if not loss.adds_auxiliary:
             outputs.pop("auxiliary_loss", None)
+        logits = outputs.pop("logits", None)
         read = LossInputs(
             micro_batch.inputs,
             micro_batch.num_units,
             micro_batch.num_tokens,
-            hidden=found.get("hidden"),
-            logits=outputs.pop("logits", None),
+            hidden=found.get("hidden") if self.model.adapter.ends_with_head else logits,
+            logits=logits,
             teacher=context.teacher,
         )
         return outputs, deferred, read

@@ -17,6 +17,7 @@ from transformers import (
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.classifiers import ONE_CLASS, as_classifier, change
+from hf_gpipe.adapters.embedders import as_embedder
 from hf_gpipe.adapters.guards import check_sizes
 from hf_gpipe.adapters.peft import need_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
@@ -38,6 +39,7 @@ from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.runtime.distillation import DistillationLoss
 from hf_gpipe.runtime.loss import Loss, TokenLoss
 from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.embedding_loss import EmbeddingLoss
 from hf_gpipe.training.preference_loss import PreferenceLoss
 from hf_gpipe.training.reward_loss import RewardLoss
 
@@ -49,6 +51,10 @@ _STARTS_WITH_PADDING = ("marian", "pegasus", "t5", "mt5", "umt5")
 _TOKENS = ("pad_token_id", "eos_token_id", "bos_token_id", "forced_eos_token_id", "decoder_start_token_id")
 #: Of these, the recipe's to choose: which token a decoder starts with, and whether one is forced at the end.
 _FREE_TOKENS = ("forced_eos_token_id", "decoder_start_token_id")
+
+
+#: peft's names of what is not generation.
+_TASK_TYPES = {**dict.fromkeys(CLASSIFIER_KINDS, "SEQ_CLS"), "embeddings": "FEATURE_EXTRACTION"}
 
 
 def check_model(recipe: Recipe) -> None:
@@ -197,7 +203,7 @@ def _peft_config_of(recipe: Recipe, config: PreTrainedConfig) -> Any:
         lora_dropout=lora.lora_dropout,
         target_modules=lora.target_modules or "all-linear",
         modules_to_save=lora.modules_to_save or None,
-        task_type="SEQ_CLS" if recipe.data.kind in CLASSIFIER_KINDS else task_type,
+        task_type=_TASK_TYPES.get(recipe.data.kind, task_type),
     )
 
 
@@ -205,6 +211,8 @@ def loss_of(recipe: Recipe) -> Loss:
     """The loss of training."""
     if recipe.data.kind == "rewards":
         return RewardLoss(recipe.rewards.center_rewards_coefficient)
+    if recipe.data.kind == "embeddings":
+        return EmbeddingLoss.of(recipe.embeddings)
     if recipe.data.kind != "preferences":
         distilled, training = recipe.distillation, recipe.training
         of_tokens = training.label_smoothing_factor, training.logit_clipping
@@ -233,6 +241,8 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
         UserError: an unknown family or field, a value that does not fit, or one that contradicts the tokenizer.
     """
     config = _config_of_language_model(recipe, tokenizer)
+    if recipe.data.kind == "embeddings":
+        change(config, as_embedder(config))
     if recipe.data.kind in CLASSIFIER_KINDS and not config.is_encoder_decoder:
         padding = 0 if tokenizer is None else PairCollator.for_tokenizer(tokenizer).pad_token_id
         change(config, _classifier_fields(recipe, config, padding))
@@ -254,6 +264,8 @@ def _config_overrides_of(recipe: Recipe, config: PreTrainedConfig) -> dict[str, 
     if recipe.model.path is None:
         return None
     given = recipe.model.config
+    if recipe.data.kind == "embeddings":
+        return given | as_embedder(config)
     if recipe.data.kind not in CLASSIFIER_KINDS:
         return given
     found = _classifier_fields(recipe, config)
@@ -356,6 +368,10 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         from hf_gpipe.training.reward import PipelineRewardConfig
 
         made_as, others = PipelineRewardConfig, {**vars(recipe.rewards), "max_length": recipe.data.max_length}
+    if recipe.data.kind == "embeddings":
+        from hf_gpipe.training.embeddings import PipelineEmbeddingConfig
+
+        made_as, others = PipelineEmbeddingConfig, {**vars(recipe.embeddings), "max_length": recipe.data.max_length}
     if training.lr_scheduler_type == "warmup_stable_decay":
         others |= {"lr_scheduler_kwargs": {"num_decay_steps": training.decay_steps}}
     return made_as(

@@ -13,14 +13,17 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from transformers import EvalPrediction
 
 from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.embeddings import EmbeddingCollator
 from hf_gpipe.data.labelled import LabelCollator
 from hf_gpipe.data.preferences import PreferenceCollator
 from hf_gpipe.data.rewards import RewardCollator
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.batches import shared_stream
+from hf_gpipe.training.embedding_loss import EmbeddingLoss
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.predicting import predict
 
@@ -155,6 +158,48 @@ def evaluate_rewards(
     values = {"num_pairs": num_pairs, "accuracy": share, "margin": margin}
     words = f"the chosen answer has the larger reward in {share:.1%}; mean difference {margin:.3f}"
     return HeldOutReport("rewards", values, ("preferences", f"{num_pairs} pairs"), words)
+
+
+def evaluate_embeddings(
+    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
+) -> HeldOutReport:
+    """How cosines of embeddings agree with what belongs together; the rows are those of `EmbeddingExamples`.
+
+    With scores it is Spearman's correlation of cosine and score. Otherwise it is how often an anchor's own positive is
+    the nearest among those of all examples, and the mean of 1 / its rank.
+    """
+    loss = pipe.loss
+    assert isinstance(loss, EmbeddingLoss)
+    # The mask leaves padding out, so any token serves as padding.
+    _, batches = _mini_batches(pipe, make_rows, EmbeddingCollator(0, loss.texts), batch_size, max_rows)
+    found, scores = [], []
+    with pipe.ties.holding_values():
+        for (batch,) in shared_stream(None if batches is None else ([batch] for batch in batches), pipe.world):
+            found.append(F.normalize(pipe.embed(batch), dim=1))
+            scores.append(batch["labels"][:: loss.texts])
+    anchor, positive, *_ = torch.cat(found).view(-1, loss.texts, found[0].shape[1]).unbind(dim=1)
+    score, number = torch.cat(scores).double(), len(anchor)
+    values: dict[str, float] = {"num_examples": number}
+    if loss.loss_type == "cosine":
+        values["spearman"] = float(
+            torch.corrcoef(torch.stack([_ranks((anchor * positive).sum(1)), _ranks(score)]))[0, 1]
+        )
+        words = f"Spearman's correlation of cosine and score {values['spearman']:.4f}"
+    else:
+        blocks = zip(anchor.split(1024), (anchor * positive).sum(1).split(1024), strict=True)
+        ranks = torch.cat([(some @ positive.t() > own[:, None] + 1e-12).sum(1) + 1.0 for some, own in blocks])
+        values |= {"accuracy": float((ranks == 1).double().mean()), "mean_reciprocal_rank": float((1 / ranks).mean())}
+        words = (
+            f"an anchor's own text is the nearest of {number} in {values['accuracy']:.1%}, mean reciprocal rank "
+            f"{values['mean_reciprocal_rank']:.4f}"
+        )
+    return HeldOutReport("embeddings", values, ("examples", f"{number} examples"), words)
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    """The rank of each of several numbers, (N,) in float64; equal numbers have their mean rank."""
+    _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2).double()[inverse]
 
 
 def _mini_batches(

@@ -33,6 +33,7 @@ from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_tra
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
 from hf_gpipe.training.dpo import PipelineDPOTrainer
+from hf_gpipe.training.embeddings import PipelineEmbeddingTrainer
 from hf_gpipe.training.evaluate_translation import PerCharacter, without_logits
 from hf_gpipe.training.from_recipe import (
     AnyCorpus,
@@ -45,8 +46,8 @@ from hf_gpipe.training.from_recipe import (
     tokenizer_of,
 )
 from hf_gpipe.training.held_out import accuracy
-from hf_gpipe.training.pairs import PairArguments
-from hf_gpipe.training.reward import PipelineRewardConfig, PipelineRewardTrainer
+from hf_gpipe.training.pairs import PairArguments, PairTrainer
+from hf_gpipe.training.reward import PipelineRewardTrainer
 from hf_gpipe.training.tasks import Task, task_of
 from hf_gpipe.training.timeline import measure_step
 from hf_gpipe.training.trainer import PipelineTrainer
@@ -58,6 +59,13 @@ TRANSLATIONS_FILE = "translations.jsonl"
 TRACE_FILE, BREAKDOWN_FILE = "trace.json", "breakdown.json"
 #: The copy of a table that the recipe names, which the recipe beside it names in its place.
 TABLE_FILE = "schedule.txt"
+
+
+_PAIR_TRAINERS: dict[str, type[PairTrainer]] = {
+    "preferences": PipelineDPOTrainer,
+    "rewards": PipelineRewardTrainer,
+    "embeddings": PipelineEmbeddingTrainer,
+}
 
 
 class _Prepared(NamedTuple):
@@ -103,7 +111,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
 
     job.note("creating the model")
     pipe = _pipeline(recipe, config, checkpoint, world)
-    if not pipe.adapter.is_classifier:
+    if not pipe.adapter.labels_rows:
         pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     trainer = _trainer(recipe, task, pipe, prepared)
     corpus_text = world.from_reader(lambda: "" if prepared is None else task.size(recipe.data, prepared.corpus))
@@ -322,8 +330,7 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
         metrics = {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
     if isinstance(args, PairArguments):
         tokenizer = None if prepared is None else prepared.tokenizer
-        made_as = PipelineRewardTrainer if isinstance(args, PipelineRewardConfig) else PipelineDPOTrainer
-        return made_as(pipe, args=args, processing_class=tokenizer, **datasets)
+        return _PAIR_TRAINERS[recipe.data.kind](pipe, args=args, processing_class=tokenizer, **datasets)
     if pipe.adapter.is_classifier:
         metrics = {"compute_metrics": accuracy}
     if prepared is None:

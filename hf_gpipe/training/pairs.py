@@ -1,4 +1,4 @@
-"""`PairTrainer`: what the trainers of pairs of answers share.
+"""`PairTrainer`: what the trainers of pairs of answers share, and those of examples of several texts.
 
 A pair of answers is two neighbouring rows of a micro-batch. Stages, tables and the training loop are those of any other
 training.
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import EvalPrediction, PreTrainedTokenizerBase, TrainerCallback
 
+from hf_gpipe.data.embeddings import EmbeddingExamples
 from hf_gpipe.data.preferences import PreferenceExamples
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
@@ -67,7 +68,7 @@ class PairTrainer(PipelineTrainer, ABC):
     args: PairArguments
     #: The class of its arguments, and that of its examples.
     _arguments: ClassVar[type[PairArguments]]
-    _class_of_examples: ClassVar[type[PreferenceExamples]]
+    _class_of_examples: ClassVar[type[PreferenceExamples] | type[EmbeddingExamples]]
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class PairTrainer(PipelineTrainer, ABC):
         assert isinstance(pipe.loss, PairLoss)
         self._loss_of_pairs = pipe.loss
         if pipe.adapter.config.is_encoder_decoder:
-            raise UserError(f"{pipe.adapter.config.model_type} has an encoder; preferences need a decoder-only model")
+            raise UserError(f"{pipe.adapter.config.model_type} is an encoder-decoder; give a decoder-only model")
         self._check_pipeline(pipe)
         if args.disable_dropout:
             for stage in pipe.models.values():
@@ -150,7 +151,7 @@ class PairTrainer(PipelineTrainer, ABC):
         if dataset is None:
             return None
         if not has_index(dataset):
-            raise DataError("preferences need a map-style dataset; take a part of the stream, by list(...) say")
+            raise DataError("this trainer needs a map-style dataset; take a part of the stream, by list(...) say")
         kind = self._class_of_examples
         if isinstance(dataset, kind):
             return dataset
@@ -194,4 +195,4 @@ def _example(dataset: Any, args: PairArguments) -> Workload | None:
     if dataset is None or not hasattr(dataset, "lengths"):
         return None
     longest = max(dataset.lengths)
-    return Workload(2 * args.per_device_train_batch_size, longest, longest)
+    return Workload(args.make_loss().rows_per_unit * args.per_device_train_batch_size, longest, longest)

@@ -29,7 +29,7 @@ _PER_TOKEN = ("ipo", "sigmoid_norm", "simpo", "orpo")
 
 @dataclass(frozen=True)
 class PairLoss(Loss):
-    """A loss of pairs of a chosen row and the rejected row after it, which notes metrics.
+    """A loss of neighbouring rows, such as a chosen one and the rejected one after it, which notes metrics.
 
     Attributes:
         metrics: their names, in the order in which they are summed up.

@@ -16,6 +16,7 @@ from hf_gpipe.data import Corpus, PairStream, StreamedExamples, TokenizedPairs, 
 from hf_gpipe.data.buckets import training_pairs
 from hf_gpipe.data.chat_examples import ChatExamples
 from hf_gpipe.data.chats import ChatCorpus, Read, chat_corpus, preference_of
+from hf_gpipe.data.embeddings import EmbeddingExamples, embedded_of
 from hf_gpipe.data.labelled import LabelledExamples, labelled_of
 from hf_gpipe.data.preferences import PreferenceExamples
 from hf_gpipe.data.rewards import RewardExamples, compared_of
@@ -34,6 +35,7 @@ from hf_gpipe.training.from_recipe import AnyCorpus
 from hf_gpipe.training.held_out import (
     Evaluate,
     evaluate_classes,
+    evaluate_embeddings,
     evaluate_preferences,
     evaluate_rewards,
     evaluate_text,
@@ -230,6 +232,14 @@ TASKS: dict[str, Task] = {
         items="preferences",
         read=lambda recipe: _chats(recipe, "preferences", compared_of),
         size=_pairs_of_answers,
+    ),
+    "embeddings": _of_sequences(
+        evaluate_embeddings,
+        lambda data, split, tokenizer: EmbeddingExamples(split, tokenizer, max_length=data.max_length),
+        evaluating="comparing the texts",
+        items="examples",
+        read=lambda recipe: _chats(recipe, "examples", partial(embedded_of, texts=recipe.embeddings.num_texts)),
+        size=lambda data, corpus: f"{len(corpus.train)} training examples of texts of up to {data.max_length} tokens",
     ),
     "classification": _of_sequences(
         evaluate_classes,

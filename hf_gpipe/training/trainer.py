@@ -534,8 +534,12 @@ class PipelineTrainer:
         return None
 
     def _own_model_to_save(self, directory: Path, world: World) -> PendingWrite:
+        return model_to_save(directory, self.pipe, self._files_beside_model(), world)
+
+    def _files_beside_model(self) -> list[Callable[[Path], Any]]:
+        """Functions that write more small files of the main process into the model's directory."""
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        return model_to_save(directory, self.pipe, tokenizer, world)
+        return [] if tokenizer is None else [tokenizer.save_pretrained]
 
     # ------------------------------------------------------------------ attributes and small methods, as of Trainer
 

@@ -353,7 +353,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="ref_model is given, and loss_type='orpo' reads no reference"):
         PipelineDPOTrainer(config(), config(), args, train_dataset=rows(), processing_class=tokenizer())
     args = arguments(tmp_path, num_micro_batches=1)
-    with pytest.raises(UserError, match="marian has an encoder; preferences need a decoder-only model"):
+    with pytest.raises(UserError, match="marian is an encoder-decoder; give a decoder-only model"):
         PipelineDPOTrainer(tiny_config("marian"), args=args, train_dataset=rows(), processing_class=tokenizer())
     with pytest.raises(UserError, match="processing_class is None; give the tokenizer"):
         PipelineDPOTrainer(config(), args=args, train_dataset=rows())

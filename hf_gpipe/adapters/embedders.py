@@ -1,0 +1,62 @@
+"""Models without a head, transformers' AutoModel, whose hidden states are pooled to one embedding for each row."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from hf_gpipe.adapters.base import Inputs, Tensors
+from hf_gpipe.adapters.classifiers import RowModel
+from hf_gpipe.adapters.guards import HEADLESS
+from hf_gpipe.errors import UnsupportedModelError
+
+
+class Embedder(RowModel):
+    """Embedding, blocks, and what runs last, a norm or a pooler: its "logits" are the last hidden states (B, T, D).
+
+    The weights of a pooler are not trained, because the hidden states are what goes into it.
+    """
+
+    has_head = False
+    scores_targets = False
+    result = "last_hidden_state"
+
+    @cached_property
+    def ends_with_head(self) -> bool:  # type: ignore[override]  # of a pooler, not of a norm
+        return not self.is_trained(self.layers[-1], self.reference)
+
+    def _is_used(self, inputs: Tensors) -> torch.Tensor:
+        return inputs["attention_mask"].bool()
+
+    def targets(self, inputs: Inputs) -> torch.Tensor:
+        """Zeros (B, 1), which count the rows."""
+        return torch.zeros(len(inputs["input_ids"]), 1, dtype=torch.long, device=inputs["input_ids"].device)
+
+
+def is_embedder(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a class is one of AutoModel's, and no language model."""
+    return model_class.__name__ in HEADLESS
+
+
+def as_embedder(config: PreTrainedConfig) -> dict[str, list[str]]:
+    """The field by which a language model's configuration becomes that of a model without a head.
+
+    Raises UnsupportedModelError where its family has none that can be split.
+    """
+    found = MODEL_MAPPING.get(type(config), None)
+    if config.is_encoder_decoder or not isinstance(found, type) or not is_embedder(found):
+        raise UnsupportedModelError(
+            f"{config.model_type} has no model of embeddings that can be split: it is no decoder-only model and no "
+            "encoder; choose another family, such as bert, xlm-roberta or qwen3"
+        )
+    return {"architectures": [found.__name__]}
+
+
+def embedder_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of a model whose configuration says that it has no head; None: it has one."""
+    name = (config.architectures or [""])[0]
+    found = MODEL_MAPPING.get(type(config), None)
+    return found if isinstance(found, type) and is_embedder(found) and found.__name__ == name else None

@@ -1,0 +1,72 @@
+"""The first of two passes of a loss that compares the units of a mini-batch with each other.
+
+Such a loss, as of embeddings with in-batch negatives, is no sum over micro-batches. But all that it reads of a row may
+be a small tensor, its embedding. So a pass of forwards alone gives the embeddings of all rows first. From them come the
+loss and its derivative by each embedding, and the step then carries these derivatives back through the graphs of its
+micro-batches (GradCache, Gao et al. 2021, arXiv 2101.06983). Loss and gradient are those of the whole mini-batch, for
+any number of micro-batches and replicas. Dropout draws the same numbers in both passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+
+from hf_gpipe.runtime.loss import ROW_GRADIENTS, UNIT_LOSSES, Loss
+from hf_gpipe.runtime.micro_batch import MicroBatch
+
+
+def gathered_rows(
+    own: Mapping[int, torch.Tensor],
+    micro_batches: Sequence[MicroBatch],
+    total: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """What the replicas of the last stage have of all rows, (N, E) in float64 on the CPU.
+
+    Args:
+        own: by the micro-batch's number, what this replica has of it, (B, E).
+        micro_batches: of the step.
+        total: sums a tensor on the CPU over the replicas, each of which calls this function.
+    """
+    # A replica may have no micro-batch, and not know E.
+    widths = [one.shape[1] for one in own.values()]
+    width, number = total(torch.tensor([float(sum(widths)), float(len(widths))])).tolist()
+    parts = [
+        own[one.index].double().cpu()
+        if one.index in own
+        else torch.zeros(one.num_rows, int(width / number), dtype=torch.float64)
+        for one in micro_batches
+    ]
+    return total(torch.cat(parts))
+
+
+def with_comparison(
+    micro_batches: Sequence[MicroBatch], rows: torch.Tensor, loss: Loss, device: torch.device
+) -> list[MicroBatch]:
+    """Micro-batches whose inputs have the loss of each unit and its derivative by what was read of each row.
+
+    Args:
+        micro_batches: of a step, or of an evaluation.
+        rows: what `Loss.embed` gave for each row, (N, E), on the CPU, in the type to compare them in.
+        loss: compares the units of each mini-batch; in evaluation, without gradients, only their values are added.
+        device: where they are compared.
+    """
+    parts = iter(rows.split([one.num_rows for one in micro_batches]))
+    compared = []
+    for _, group in groupby(micro_batches, key=lambda one: one.mini_batch):
+        members = list(group)
+        leaf = torch.cat([next(parts) for _ in members]).to(device).requires_grad_(torch.is_grad_enabled())
+        labels = torch.cat([one.inputs["labels"] for one in members]).to(device)
+        losses = loss.of_mini_batch(members[0].mini_batch, is_training=torch.is_grad_enabled()).compare(leaf, labels)
+        gradients = torch.autograd.grad(losses.sum(), leaf)[0] if leaf.requires_grad else torch.zeros_like(leaf)
+        counts = [one.num_rows for one in members]
+        of_units = losses.detach().repeat_interleave(loss.rows_per_unit)
+        for one, gradient, value in zip(
+            members, gradients.cpu().split(counts), of_units.cpu().split(counts), strict=True
+        ):
+            inputs = {**one.inputs, ROW_GRADIENTS: gradient, UNIT_LOSSES: value}
+            compared.append(replace(one, inputs=inputs))
+    return compared

@@ -1,0 +1,133 @@
+"""`PipelineEmbeddingTrainer`: models of embeddings, with the losses and files of sentence-transformers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hf_gpipe.adapters.classifiers import change
+from hf_gpipe.adapters.embedders import as_embedder
+from hf_gpipe.checkpoint.configuration import read_config
+from hf_gpipe.checkpoint.peft import base_of, has_adapters
+from hf_gpipe.data.embeddings import EmbeddingCollator, EmbeddingExamples
+from hf_gpipe.errors import UserError
+from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.training.arguments import argument
+from hf_gpipe.training.embedding_loss import EmbeddingLoss
+from hf_gpipe.training.pairs import PairArguments, PairTrainer
+
+#: sentence-transformers' names of the parts of a model, and of the fields of a pooling.
+_MODULES = ("Transformer", "Pooling")
+_POOLING_FIELDS = {"cls": "cls_token", "mean": "mean_tokens", "lasttoken": "lasttoken"}
+
+
+@dataclass
+class PipelineEmbeddingConfig(PairArguments):
+    """Arguments of `PipelineEmbeddingTrainer`: those of `PipelineTrainer`, and of sentence-transformers' losses.
+
+    `per_device_train_batch_size` is the examples of a mini-batch, of `texts` rows each.
+
+    Raises:
+        UserError: an argument that a pipeline cannot honour.
+    """
+
+    max_length: int | None = argument(512, "Tokens of a text at most; None: any number.")
+    disable_dropout: bool = argument(False, "Whether the model has no dropout in training.")
+    loss_type: str = argument("multiple_negatives", "multiple_negatives, triplet, or cosine, which needs scores.")
+    pooling: str = argument("mean", "How hidden states become an embedding: mean, cls or lasttoken.")
+    texts: int | None = argument(None, "Texts of an example; None: 2, or 3 of a triplet.")
+    scale: float = argument(20.0, "Of multiple_negatives, the factor of cosines: the inverse of a temperature.")
+    margin: float = argument(5.0, "Of triplet, by how much the negative shall be further away.")
+    distance: str = argument("euclidean", "Of triplet: euclidean or cosine.")
+    matryoshka_dims: list[int] | None = argument(None, "Sizes to which embeddings can be cut; None: the whole alone.")
+    matryoshka_weights: list[float] | None = argument(None, "Factors of the losses of these sizes; None: 1 each.")
+
+    def make_loss(self) -> EmbeddingLoss:
+        """The loss that these arguments ask for."""
+        return EmbeddingLoss.of(self)
+
+
+class PipelineEmbeddingTrainer(PairTrainer):
+    """Trains a model of embeddings by pipeline parallelism; the negatives are those of the whole mini-batch.
+
+    Every process makes the same trainer and calls the same methods; only the main process reads data. The saved
+    directory loads in sentence-transformers.
+
+    Args:
+        model: the Hub id or directory of an encoder (bert, xlm-roberta, ...) or a decoder-only model, whose head is
+            left out, or of PEFT adapters; its configuration; a model in memory of AutoModel; or a Pipeline made with
+            `args.make_loss()` as its loss.
+        args: the arguments; None: all defaults.
+        data_collator: rows to a mini-batch; None: `EmbeddingCollator`.
+        train_dataset: map-style: rows that `EmbeddingExamples` takes, or its examples.
+        eval_dataset: the same, or a dict of several by name.
+        processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory.
+        compute_metrics: as for `PipelineTrainer`.
+        callbacks: as for `PipelineTrainer`.
+        optimizers: as for `PipelineTrainer`.
+        quantization_config: as for `Pipeline`.
+        peft_config: as for `Pipeline`.
+
+    Raises:
+        UserError: what cannot be honoured, by name.
+    """
+
+    _collated_columns = ("text_ids", "text_lengths", "score")
+    _arguments, _class_of_examples = PipelineEmbeddingConfig, EmbeddingExamples
+    args: PipelineEmbeddingConfig
+
+    def _as_source(self, model: ModelSource) -> tuple[ModelSource, dict[str, Any]]:
+        if isinstance(model, nn.Module):
+            return model, {}
+        if isinstance(model, PreTrainedConfig):
+            config = copy.deepcopy(model)
+            change(config, as_embedder(config))
+            return config, {}
+        config = read_config(base_of(model) if has_adapters(model) else model)
+        return model, {"config_overrides": as_embedder(config)}
+
+    def _check_pipeline(self, pipe: Pipeline) -> None:
+        if pipe.adapter.has_head:
+            raise UserError(
+                f"the model is a {type(pipe.adapter.reference).__name__}, which has a head; give its path, or a model "
+                "of AutoModel"
+            )
+
+    def _collator(self, pipe: Pipeline) -> EmbeddingCollator:
+        assert isinstance(pipe.loss, EmbeddingLoss)
+        padding = 0 if self._tokenizer is None else EmbeddingCollator.for_tokenizer(self._tokenizer).pad_token_id
+        return EmbeddingCollator(padding, pipe.loss.texts, pipe.loss.loss_type == "cosine")
+
+    def _files_beside_model(self) -> list[Callable[[Path], Any]]:
+        return [*super()._files_beside_model(), self._write_modules]
+
+    def _write_modules(self, folder: Path) -> None:
+        """Write the files by which sentence-transformers knows the parts of the model."""
+        assert isinstance(self.pipe.loss, EmbeddingLoss)
+        width, pooling = self.pipe.adapter.config.get_text_config().hidden_size, self.pipe.loss.pooling
+        fields = {f"pooling_mode_{field}": name == pooling for name, field in _POOLING_FIELDS.items()}
+        modules = [
+            {
+                "idx": number,
+                "name": str(number),
+                "path": f"{number}_{name}" if number else "",
+                "type": f"sentence_transformers.models.{name}",
+            }
+            for number, name in enumerate(_MODULES)
+        ]
+        contents: dict[str, Any] = {
+            "modules.json": modules,
+            "sentence_bert_config.json": {"max_seq_length": self.args.max_length, "do_lower_case": False},
+            "config_sentence_transformers.json": {"prompts": {}, "similarity_fn_name": "cosine"},
+            "1_Pooling/config.json": {"word_embedding_dimension": width, **fields},
+        }
+        for name, content in contents.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
