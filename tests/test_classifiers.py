@@ -176,7 +176,7 @@ def test_refusals() -> None:
     with pytest.raises(UnsupportedModelError, match="and the configuration has none; set it to the tokenizer's"):
         Pipeline(model, 2, 2)
     model.config.pad_token_id = 0
-    with pytest.raises(UserError, match="reads the last token of each row, and packed rows are one"):
+    with pytest.raises(UserError, match="makes one output of each row, and packed rows are one"):
         Pipeline(model, 2, 2, packing=True)
     pipe = Pipeline(model, 2, 2)
     for labels, message in (

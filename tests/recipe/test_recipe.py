@@ -370,9 +370,7 @@ def test_help_of_the_sections_names_every_key_with_its_text() -> None:
     assert "pipeline.num_stages: a whole number of at least 1 or 'auto'; default: null" in section_help("pipeline")
     assert "training.output_dir: a string that is not empty; required" in section_help("training")
     assert "data.max_number: a whole number of at least 1; default: 999; data.kind: cldr\n" in section_help("data")
-    assert "default: 1.0; data.kind: all but text, chat,\n      preferences, rewards, classification\n" in section_help(
-        "data"
-    )
+    assert "default: 1.0; data.kind: cldr, jsonl, csv, parquet,\n      parallel, hub\n" in section_help("data")
     with pytest.raises(UserError, match="'dat' is not a section of a recipe; did you mean 'data'"):
         section_help("dat")
 
