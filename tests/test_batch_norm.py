@@ -95,7 +95,7 @@ def train(pipe: Pipeline, steps: list[list[Batch]]) -> Result:
 STEPS = [[images(9, 1)], [images(8, 2, 3.0), images(7, 3)], [images(9, 4)]]
 
 
-@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("recompute", ["none", "stage", "block"])
 @pytest.mark.parametrize(
     ("num_stages", "num_micro_batches", "schedule"),
     [(1, 1, "gpipe"), (2, 3, "gpipe"), (3, 3, "1f1b"), (5, 2, "1f1b"), (2, 3, "zb_h1"), (4, 2, "zb_h1")],

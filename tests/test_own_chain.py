@@ -35,7 +35,7 @@ IMAGES = nn.Sequential(
 CASES = {"classes": (5, None), "numbers": (2, LogitsLoss(squares))}
 
 
-@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("recompute", ["none", "stage", "block"])
 @pytest.mark.parametrize("num_micro_batches", [1, 3, 4])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)

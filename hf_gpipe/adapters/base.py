@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -101,6 +101,8 @@ class Adapter(ABC):
     ends_with_head = True
     #: Whether the logits are scores of the targets, whatever the loss is: a row has a likelihood.
     scores_targets = True
+    #: What the speed of a training is counted in.
+    counted: Literal["tokens", "rows"] = "tokens"
     #: Whether columns of padding must stay.
     padding_matters = False
     #: Whether padding on the left predicts the same in rows that are cut into chunks; a tiny clone tells.
@@ -134,6 +136,12 @@ class Adapter(ABC):
     def ties(self) -> dict[str, str]:
         """Name of each tied parameter -> name of the parameter that it is tied to."""
         return dict(self.reference.all_tied_weights_keys)
+
+    def num_parameters(self, *, exclude_embeddings: bool = False) -> int:
+        """The number of the model's parameters, as transformers counts them."""
+        if isinstance(self.reference, PreTrainedModel):
+            return self.reference.num_parameters(exclude_embeddings=exclude_embeddings)
+        return sum(parameter.numel() for parameter in self.reference.parameters())
 
     def layer_of(self, parameter: str) -> int:
         """Index of the layer that a parameter or buffer belongs to.
@@ -212,6 +220,15 @@ class Adapter(ABC):
     def is_flattened(self, batch: Tensors) -> bool:
         """Whether the rows of a mini-batch on the CPU are made of documents, so that they are packed."""
         return False
+
+    def main_input(self, batch: Tensors) -> torch.Tensor:
+        """The entry of a mini-batch that the model reads first, such as token ids or pixels."""
+        named = [name for name in batch if name == getattr(self.reference, "main_input_name", None)]
+        return batch[next(iter(named), None) or next(name for name in batch if name not in self.loss_keys)]
+
+    @abstractmethod
+    def size_of(self, batch: Tensors) -> int:
+        """The size of a mini-batch in what `counted` says."""
 
     @abstractmethod
     def row_lengths(self, batch: Tensors) -> torch.Tensor:

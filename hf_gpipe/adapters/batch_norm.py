@@ -56,6 +56,13 @@ def hold_averages(model: nn.Module) -> None:
         module.eval()
 
 
+def follow_averages(model: nn.Module) -> None:
+    """Let forwards in training change the moving averages again, for a model that is not run by stages."""
+    for module in batch_norms_of(model).values():
+        module.track_running_stats = True
+        module.train()
+
+
 class BatchNorms:
     """The layers of a stage that normalise batches, and the statistics of a step's micro-batches.
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
@@ -57,7 +59,7 @@ class Chain(Adapter):
     Args:
         module: the model. Its forward takes the entries of a mini-batch but `labels` by their names, or the only one,
             and returns the logits, or an object whose attribute `logits` they are.
-        example: a mini-batch, by whose shapes the layers are found. An nn.Sequential needs none.
+        example: the shapes of a mini-batch, by which the layers are found. An nn.Sequential needs none.
 
     Raises:
         UserError: an example is needed, or the forward cannot run on the meta device.
@@ -66,10 +68,11 @@ class Chain(Adapter):
 
     projection = FoundProjection((), "the last layer of a chain is not known to be a projection")
     scores_targets = False
+    counted = "rows"
     #: Of the micro-batch whose forward runs now.
     observed: Observed
 
-    def __init__(self, module: nn.Module, example: Tensors | None = None) -> None:
+    def __init__(self, module: nn.Module, example: Shapes = ()) -> None:
         self.reference = _on_meta(module).train()
         hold_averages(self.reference)
         if isinstance(module, PreTrainedModel):
@@ -80,14 +83,15 @@ class Chain(Adapter):
         self.observations = Observations(self._observe)
         if type(module).forward is nn.Sequential.forward:
             self.layers = parts_of_sequential(self.reference)
-        elif example is None:
+        elif not example:
             raise UserError(
                 f"the layers of {type(module).__name__} are found by running it: give example=, a mini-batch, or make "
                 "it an nn.Sequential"
             )
         else:
-            self.check_keys(example)
-            self.layers = find_layers(self.reference, partial(self._forward_on_meta, self._shapes_of(example)))
+            self._check_names([name for name, *_ in example])
+            inputs = tuple(one for one in example if one[0] not in self.loss_keys)
+            self.layers = find_layers(self.reference, partial(self._forward_on_meta, inputs))
         names = {p: name for name, p in reversed(list(self.reference.named_parameters(remove_duplicate=False)))}
         covered = tuple(f"{name}." for layer in self.layers for name in layer.modules)
         if outside := [name for name in names.values() if not name.startswith(covered)]:
@@ -142,7 +146,8 @@ class Chain(Adapter):
         return tuple((n, tuple(t.shape), t.dtype) for n, t in inputs.items() if n not in self.loss_keys)
 
     def _observe(self, shapes: Shapes) -> Observed:
-        return observe(self.reference, self.layers, partial(self._forward_on_meta, shapes))
+        with _disable_current_modes():  # the planner's
+            return observe(self.reference, self.layers, partial(self._forward_on_meta, shapes))
 
     def _forward_on_meta(self, shapes: Shapes) -> Any:
         """The whole model's logits. Raises DataError where it cannot be run with inputs of these shapes."""
@@ -165,14 +170,20 @@ class Chain(Adapter):
     # ------------------------------------------------------------------ its inputs
 
     def check_keys(self, batch: Tensors) -> None:
-        given = [name for name in batch if name not in self.loss_keys]
-        if "labels" not in batch or not given:
-            raise DataError(f"a mini-batch needs labels and what the model reads; found {list(batch)}")
+        self._check_names(list(batch))
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        given = [name for name in names if name not in self.loss_keys]
+        if "labels" not in names or not given:
+            raise DataError(f"a mini-batch needs labels and what the model reads; found {names}")
         if len(given) > 1 and (unknown := [name for name in given if name not in self._takes]):
             raise DataError(
                 f"the batch has {unknown[0]!r}, which {type(self.reference).__name__}.forward does not take; leave it "
                 "out"
             )
+
+    def size_of(self, batch: Tensors) -> int:
+        return len(batch["labels"])
 
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
         """All rows have the same."""

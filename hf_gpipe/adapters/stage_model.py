@@ -48,7 +48,7 @@ class StageModel:
         self._projection: Projection | None = None
         #: Where the stage's linear layers put their weight gradients; None: they are autograd's.
         self.weight_gradients: WeightGradients | None = None
-        self._is_compiled = False
+        self.recomputes_blocks = self._is_compiled = False
         self._noise: RemovableHandle | None = None
         self._pending: dict[str, nn.Module] = {}
         #: The division of the layers among the ranks of the worker; None: each is whole.
@@ -258,18 +258,19 @@ class StageModel:
         return self.weight_gradients
 
     def checkpoint_blocks(self) -> None:
-        """Turn on transformers' gradient checkpointing, which recomputes each block's forward in backward.
+        """Let each block's forward run again in backward: by transformers' gradient checkpointing, or of a chain here.
 
         The model's own method is not called, because it looks for the input embeddings, which may be on another stage.
-
-        Raises UserError for a chain of other modules than transformers'.
         """
-        if not self.adapter.stacks:
-            raise UserError(
-                f"recompute is 'block', which transformers' blocks do, and {type(self.model).__name__} has none; use "
-                "'stage'"
-            )
+        self.recomputes_blocks = True
         function = partial(checkpoint, use_reentrant=False)
+        if not self.adapter.stacks:
+            for layer in self.layers:
+                for name in layer.modules:
+                    module = self.model.get_submodule(name)
+                    own = vars(module).get("forward") or partial(_forward_of_class, module)
+                    module.forward = partial(function, own)
+            return
         for module in self.model.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module._gradient_checkpointing_func = function
@@ -356,3 +357,8 @@ class StageModel:
             last = self.layers[-1].name
             raise RuntimeError(f"the model's forward ended without passing the end of the stage, after layer {last!r}")
         return hidden
+
+
+def _forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the class that a module has now, as layers that defer weight gradients change theirs."""
+    return type(module).forward(module, *args, **kwargs)

@@ -184,6 +184,10 @@ class TextAdapter(Adapter):
         if shifted.shape != (shape := batch["input_ids"].shape):
             raise DataError(f"shift_labels have the shape {tuple(shifted.shape)} and input_ids {tuple(shape)}")
 
+    def size_of(self, batch: Tensors) -> int:
+        """Tokens without padding: of the sources and the targets, which in a decoder-only model are one."""
+        return num_tokens(batch, decoder_only=not self.config.is_encoder_decoder)
+
     def with_known_masks(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         return with_known_masks(inputs)
 
@@ -243,11 +247,18 @@ class TextAdapter(Adapter):
                 )
 
 
+def num_tokens(batch: Tensors, decoder_only: bool) -> int:
+    """Tokens of a mini-batch without padding: of the sources and, unless these are the same, of the targets."""
+    mask = batch.get("attention_mask")
+    # A mask of four dimensions says for each position which others it sees, not which are padding.
+    sources = int(mask.bool().sum()) if mask is not None and mask.dim() == 2 else batch["input_ids"].numel()
+    return sources if decoder_only else sources + int((batch["labels"] != IGNORED_LABEL).sum())
+
+
 def check_reads_text(adapter: Adapter, what: str) -> TextAdapter:
     """The adapter. Raises UserError where `what` is asked of another model than transformers' that reads text."""
     if not isinstance(adapter, TextAdapter):
         raise UserError(
-            f"{what}: {type(adapter.reference).__name__} is no Hugging Face model that reads text; train and evaluate "
-            "it by train_step and eval_step of the Pipeline, with an optimizer of pipe.parameters()"
+            f"{what}: {type(adapter.reference).__name__} is no Hugging Face model that reads text; leave it out"
         )
     return adapter

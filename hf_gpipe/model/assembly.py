@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
@@ -55,6 +56,12 @@ def assemble(
         if peft is not None and has_peft_layers:
             peft.inject(stage.model)
         hub.take(stage, weights, device)
+    elif weights is None and not isinstance(stage.model, PreTrainedModel):
+        # To be timed alone: which values a module begins with is its own affair.
+        with torch.device(device), torch.no_grad():
+            _materialise(stage, device)
+            for parameter in stage.model.parameters():
+                parameter.normal_(std=0.02) if parameter.is_floating_point() else parameter.zero_()
     elif weights is None:
         hub.initialise(stage, device, seed)
     else:

@@ -20,6 +20,7 @@ from hf_gpipe.adapters.embedders import embedder_of
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model, check_sizes
 from hf_gpipe.adapters.head import FoundProjection
+from hf_gpipe.adapters.observations import Shapes
 from hf_gpipe.adapters.patches import find_patches
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.adapters.text import TextAdapter
@@ -31,13 +32,13 @@ from hf_gpipe.model.spec import ModelSource, ModelSpec
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def open_model(spec: ModelSpec, device: torch.device, example: Any = None) -> Adapter:
+def open_model(spec: ModelSpec, device: torch.device, example: Shapes = ()) -> Adapter:
     """Read and check a model, without its weights.
 
     Args:
         spec: of the model.
         device: where this process computes.
-        example: of a mini-batch, by which the layers of a chain are followed.
+        example: the shapes of a mini-batch, by which the layers of a chain are followed.
 
     Raises:
         UserError: the model cannot be split exactly, differs from its configuration, or does not fit the options.

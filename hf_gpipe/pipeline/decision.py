@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_gpipe.adapters import Adapter, is_known_exact
 from hf_gpipe.adapters.chain import is_chain
-from hf_gpipe.adapters.text import TextAdapter, check_reads_text
+from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.model.chunks import verify_chunks
 from hf_gpipe.model.exactness import verify
@@ -107,17 +107,13 @@ class Decision:
     @classmethod
     def of(cls, request: PipelineRequest, world: World) -> Decision:
         """Every process calls it, with the same request. Raises UserError where the request cannot be met."""
-        inputs, source = request.inputs, request.model.model
-        example = inputs.example
+        inputs, shapes = request.inputs, tuple[Any, ...]()
         check_given(request.teacher, request.model, request.loss)
-        if is_chain(source):  # which the planner does not know
-            inputs = replace(inputs, example=None)
+        if is_chain(request.model.model):
+            # Every process finds the layers by it.
+            example = world.from_reader(inputs.of_entries)
+            inputs, shapes = replace(inputs, example=example), () if example is None else example.shapes
         given = settled(request.config, inputs, world)
-        if is_chain(source) and not given.is_decided:
-            raise UserError(
-                f"the planner knows Hugging Face models alone, and the model is a {type(source).__name__}; give "
-                "numbers in place of 'auto', and a partition by count or by numbers of layers"
-            )
         # Read before any weight is made: a table that cannot be run costs no time.
         table = world.from_reader(lambda: given.table(inputs.accumulation, given.workers_among(world.num_processes)))
         if table is not None:
@@ -130,7 +126,7 @@ class Decision:
             inputs = replace(inputs, tables={given.schedule: table})
 
         # The model without its weights.
-        adapter = open_model(request.model, world.device, example)
+        adapter = open_model(request.model, world.device, shapes)
         _compare_commit(request.model, adapter)
         loss = loss_of(adapter, request.loss)
         if loss.compares_units and given.schedule in ASYNCHRONOUS_SCHEDULES:
@@ -236,7 +232,6 @@ class Decision:
         Raises:
             UserError: there is neither, or the size of the optimizer's state is not known.
         """
-        check_reads_text(self.adapter, "plan")
         config, inputs, table = self.config, self.planning.inputs, self.table
         if batch is not None:
             inputs = replace(inputs, example=batch, accumulation=1)

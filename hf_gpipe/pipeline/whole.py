@@ -1,6 +1,6 @@
-"""The whole Hugging Face model with the tensors that a pipeline trains: `Pipeline.model`.
+"""The whole model with the tensors that a pipeline trains: `Pipeline.model`.
 
-It is a model of the library's own class, built on the meta device. The parameters of this process's stages are put into
+It is a model of its own class, built on the meta device. The parameters of this process's stages are put into
 it and not copied, so they are always current. The parameters of other processes stay on meta. Each parameter is real in
 one process, also a tied one.
 """
@@ -18,8 +18,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import scope_of
+from hf_gpipe.adapters.batch_norm import follow_averages
 from hf_gpipe.adapters.stage_model import StageModel
-from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.stage_parameters import StageParameters
 
@@ -102,25 +102,24 @@ _OWN_STATE = ("_weights", "_calls", "_placed", "_names", "generation_config")
 
 
 def whole_model(weights: StageParameters, **calls: Callable[..., Any]) -> PreTrainedModel:
-    """Return the whole model with the tensors of this process's stages; see `Pipeline.model`.
+    """The whole model with the tensors of this process's stages; see `Pipeline.model`.
 
     Args:
         weights: of the pipeline.
         calls: its `generate` and `save_pretrained`.
 
-    Raises:
-        UserError: the pipeline's model is not transformers'.
     """
     adapter = weights.adapter
-    check_reads_text(adapter, "model")
     model = adapter.skeleton()
     if adapter.peft is not None:
         adapter.peft.inject(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(weights.trainable.parameters[name])
     _place_buffers(model, weights.models)
-    # The same object, so that a change to it is saved.
-    model.config = adapter.reference.config
+    follow_averages(model)
+    if isinstance(model, PreTrainedModel):
+        # The same object, so that a change to it is saved.
+        model.config = adapter.reference.config
     cls = type(model)
     methods: dict[str, Any] = {name: _refusal(cls, name) for name in REFUSED if hasattr(cls, name)}
     model.__dict__.pop("generation_config", None)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
-from hf_gpipe.errors import PartitionError, ScheduleError, UserError
+from hf_gpipe.errors import DataError, PartitionError, ScheduleError, UserError
 from hf_gpipe.planner.chunks import ways_to_cut
 from hf_gpipe.planner.cut import cut_plan
 from hf_gpipe.planner.listed import with_table
@@ -39,7 +39,7 @@ MOST_WORK = 60_000
 #: What a plan costs beside the simulation of its actions.
 _WORK_OF_PLAN = 200
 
-Outcome = Plan | PartitionError | ScheduleError
+Outcome = Plan | PartitionError | ScheduleError | DataError
 """Of a configuration: its plan, or why it has none."""
 
 
@@ -186,7 +186,7 @@ def work(planner: Planner, config: PipelineConfig) -> int:
 def _outcome(planner: Planner, config: PipelineConfig) -> Outcome:
     try:
         return cut_plan(planner, config)
-    except (PartitionError, ScheduleError) as error:
+    except (PartitionError, ScheduleError, DataError) as error:
         return error
 
 

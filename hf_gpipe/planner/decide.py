@@ -168,7 +168,7 @@ class Planning:
     def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, Chunks], Sequence[ModelCosts]]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
         world = self.world
-        mini_batch = world.from_reader(lambda: self.inputs.mini_batch(self.adapter.target_keys))
+        mini_batch = world.from_reader(lambda: self.inputs.mini_batch(self.adapter))
 
         def measured(workload: Workload) -> ModelCosts:
             own = profile_layers(self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier)

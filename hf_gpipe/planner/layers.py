@@ -244,8 +244,8 @@ class LayerTracer:
         """Number of the second block of a stack whose first block makes something for all of them, as T5's bias."""
         adapter = self.run.adapter
         layer = adapter.layers[index]
-        stack = next(stack for stack in adapter.stacks if stack.name == layer.stack)
-        if layer.kind != "block" or not adapter.tables[stack.name]:
+        stack = next((stack for stack in adapter.stacks if stack.name == layer.stack), None)
+        if layer.kind != "block" or stack is None or not adapter.tables[stack.name]:
             return None
         return next(i for i, layer in enumerate(adapter.layers) if layer.name == stack.blocks[1])
 
@@ -299,6 +299,8 @@ class LayerTracer:
 
     def _can_recompute_blocks(self) -> bool:
         """Whether the family's blocks know how; others keep what they keep."""
+        if not self.run.adapter.stacks:
+            return True
         try:
             StageModel(self.run.adapter, 1, 2).checkpoint_blocks()
         except (AttributeError, ValueError):

@@ -251,7 +251,7 @@ class Planner:
                 f"tensor_parallel is {tensor_parallel}, and the seconds of divided layers cannot be measured in one "
                 "process; leave --profile out, and give a partition other than profile"
             )
-        mini_batch = inputs.mini_batch(adapter.target_keys)
+        mini_batch = inputs.mini_batch(adapter)
         tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, num_ranks=tensor_parallel))
 
         def costs_of(rows: int, chunks: Chunks) -> Sequence[ModelCosts]:

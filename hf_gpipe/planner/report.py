@@ -60,6 +60,9 @@ def report(plan: Plan) -> str:
     workload, total = costs.workload, costs.total
     is_encoder_decoder = any(layer.stack == "encoder" for layer in costs.layers)
     columns = f"{workload.source_tokens} + {workload.target_tokens}" if is_encoder_decoder else workload.target_tokens
+    rows = f"{columns} tokens"
+    if workload.entries:
+        rows = ", ".join(f"{name} {tuple(shape)}" for name, shape, _ in workload.entries if shape)
     table = plan.timeline.schedule
     num_micro_batches = table.num_micro_batches // (table.num_steps * table.chunks)
     of_rank, times = (" on each rank", f" times {costs.num_ranks}") if costs.num_ranks > 1 else ("", "")
@@ -68,7 +71,7 @@ def report(plan: Plan) -> str:
         ("model", f"{count_text(total.count)} parameters{of_rank} in {len(costs.layers)} layers, {_types(plan)}"),
         (
             "mini-batch",
-            f"{planner.rows} rows of {columns} tokens, as {num_micro_batches} micro-batches of at most {workload.rows}"
+            f"{planner.rows} rows of {rows}, as {num_micro_batches} micro-batches of at most {workload.rows}"
             f"{', packed' if workload.is_packed else ''}{cut if table.chunks > 1 else ''}",
         ),
         ("devices", f"{settings.num_processes}{times} x {planner.device.name}, {_each_process(planner)}"),

@@ -309,8 +309,7 @@ def _forward(stage: Stage, context: Context, tracker: Tracker, first_layer: int)
 
 def _deferred_bytes(stage: Stage, context: Context, gradients: Mapping[str, torch.Tensor]) -> int:
     """The bytes that I keeps: none without a block, and the same for recomputed blocks, which I does not run again."""
-    is_recomputed = any(getattr(module, "gradient_checkpointing", False) for module in stage.model.model.modules())
-    if is_recomputed or all(layer.kind != "block" for layer in stage.model.layers):
+    if stage.model.recomputes_blocks or all(layer.kind != "block" for layer in stage.model.layers):
         return 0
     with _deferring(stage.model):
         stage.forward(context, keep_graph=True)

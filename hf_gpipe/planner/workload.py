@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -12,7 +12,9 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.base import IGNORED_LABEL, Tensors
 from hf_gpipe.adapters.documents import attends_by_document
 from hf_gpipe.adapters.layers import StackName
+from hf_gpipe.adapters.observations import Shapes
 from hf_gpipe.adapters.packing import is_flattened, packed_parts
+from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe, TrainingSection
 from hf_gpipe.recipe.data import PAIRED_KINDS
@@ -75,6 +77,8 @@ class Workload:
         longest_source, longest_target: of packed rows, the tokens of the longest; of others, 0.
         chunks, taper: into how many chunks of tokens its rows are cut, and how much shorter later ones are.
         chunk: the number of the chunk that is run, where there are several.
+        entries: of a model that reads no tokens the entries of a mini-batch: name, shape of a row, and type. Each row
+            then counts as one token.
 
     Raises:
         UserError: a size below 1.
@@ -90,6 +94,7 @@ class Workload:
     chunks: int = 1
     taper: float = 0.0
     chunk: int = 0
+    entries: tuple[tuple[str, tuple[int, ...], str], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("rows", "source_tokens", "target_tokens"):
@@ -142,17 +147,20 @@ class Workload:
         num_micro_batches: int = 1,
         *,
         packing: bool = False,
-        target_keys: Collection[str] = (),
+        adapter: Adapter | None = None,
     ) -> Workload:
-        """The largest micro-batch of a mini-batch, which has input_ids (N, T), labels (N, T') and perhaps a mask.
+        """The largest micro-batch of a mini-batch. Of tokens it has input_ids (N, T), labels (N, T'), perhaps a mask.
 
         Args:
             batch: the mini-batch; a flattened one is always packed.
             num_micro_batches: M.
             packing: whether its rows are packed.
-            target_keys: of the model's adapter.
+            adapter: the model's; None: it is decoder-only.
         """
         on_cpu = {name: tensor.cpu() for name, tensor in tensors_of(batch).items()}
+        if adapter is not None and not isinstance(adapter, TextAdapter):
+            return cls.of_entries(on_cpu).of_rows(largest_micro_batch(len(on_cpu["labels"]), num_micro_batches))
+        target_keys = () if adapter is None else adapter.target_keys
         if packing or is_flattened(on_cpu):
             documents = packed_parts(on_cpu, num_micro_batches, target_keys)[0]
             sources = [len(document["input_ids"]) for document in documents]
@@ -162,6 +170,17 @@ class Workload:
         mask = batch.get("attention_mask")
         rows, has_padding = largest_micro_batch(num_rows, num_micro_batches), mask is not None and not bool(mask.all())
         return cls(rows, source, on_cpu["labels"].shape[-1], has_padding)
+
+    @classmethod
+    def of_entries(cls, batch: Tensors) -> Workload:
+        """A whole mini-batch of a model that reads no tokens."""
+        entries = tuple((n, tuple(t.shape[1:]), str(t.dtype).removeprefix("torch.")) for n, t in batch.items())
+        return cls(max(map(len, batch.values())), 1, 1, has_padding=False, entries=entries)
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes and types of its entries."""
+        return tuple((name, (self.rows, *shape), getattr(torch, dtype)) for name, shape, dtype in self.entries)
 
     @property
     def num_target_tokens(self) -> int:
@@ -177,6 +196,8 @@ class Workload:
 
     def within(self, adapter: Adapter) -> Workload:
         """As much of it as the model has positions for; longer rows cannot be trained on."""
+        if self.entries:
+            return self
         if adapter.labels_rows:  # its labels are no tokens
             self = replace(self, target_tokens=self.source_tokens)
         reader: StackName = "encoder" if adapter.config.is_encoder_decoder else "decoder"
@@ -199,6 +220,8 @@ class Workload:
 
         Attention that runs document by document costs the same for packed rows and for rows of a batch.
         """
+        if self.entries:
+            return adapter.prepare({name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in self.shapes})
         length = self.source_tokens if adapter.config.is_encoder_decoder else self.target_tokens
         ids = torch.full((self.rows, length), _TOKEN)
         labels = torch.full((self.rows, self.target_tokens), _TOKEN)
@@ -277,8 +300,8 @@ class PlanInputs:
             training.memory_save_steps is not None,
         )
 
-    def mini_batch(self, target_keys: Collection[str] = ()) -> Workload:
-        """The shape of `example`; `target_keys` is of the model's adapter. Raises UserError where there is none."""
+    def mini_batch(self, adapter: Adapter | None = None) -> Workload:
+        """The shape of `example`, for the model of this adapter. Raises UserError where there is none."""
         if self.example is None:
             raise UserError(
                 "the planner needs the shape of a mini-batch to choose auto values or to cut the model by cost: give "
@@ -286,7 +309,13 @@ class PlanInputs:
             )
         if isinstance(self.example, Workload):
             return self.example
-        return Workload.of_batch(self.example, packing=self.packing, target_keys=target_keys)
+        return Workload.of_batch(self.example, packing=self.packing, adapter=adapter)
+
+    def of_entries(self) -> Workload | None:
+        """The shape of `example`, of a model that reads no tokens; None: there is none."""
+        if self.example is None or isinstance(self.example, Workload):
+            return self.example
+        return Workload.of_entries(tensors_of(self.example))
 
     @property
     def has_known_optimizer(self) -> bool:

@@ -21,6 +21,8 @@ from transformers import (
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
+from hf_gpipe.adapters.chain import is_chain
+from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE, options_of_groups, read_state
 from hf_gpipe.errors import CheckpointError, UserError
@@ -98,6 +100,13 @@ def pipeline_of(
         UserError: the arguments ask for something else than a given pipeline is.
     """
     pipe = _pipeline(model, args, example, loss, world, options)
+    asked = {
+        "batch_tokens": args.batch_tokens,
+        "neftune_noise_alpha": args.neftune_noise_alpha,
+        "train_sampling_strategy": args.train_sampling_strategy == "group_by_length",
+    }
+    for name in [name for name, value in asked.items() if value]:
+        check_reads_text(pipe.adapter, f"{name}={getattr(args, name)!r}")
     if args.neftune_noise_alpha is not None and pipe.adapter.config.is_encoder_decoder:
         raise UserError(
             f"neftune_noise_alpha={args.neftune_noise_alpha!r}: {pipe.adapter.config.model_type} has an encoder, and "
@@ -210,7 +219,8 @@ def _pipeline(
         saves_in_background=args.save_in_background != "never",
         keeps_in_memory=args.memory_save_steps is not None,
     )
-    if not config.settled(can_plan=inputs.has_known_optimizer).is_decided:
+    # The layers of a chain are found by it.
+    if is_chain(model) or not config.settled(can_plan=inputs.has_known_optimizer).is_decided:
         inputs = replace(inputs, example=world.from_reader(example, takes_long=True))
     if config.num_micro_batches in (None, AUTO):
         before = world.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))

@@ -23,7 +23,7 @@ class Speed:
         num_steps: these updates.
         training_seconds: that they took, without evaluations and checkpoints. A run that was resumed between two lines
             does not know how long its updates from the line to the checkpoint took; they are missing here.
-        tokens_per_second: of sources and targets, without padding; None where there is no line.
+        tokens_per_second: of sources and targets, without padding; None where there is no line, or no token.
         seconds_per_step: the median over the lines of their mean, which a first slow step does not change much; None
             where there is no line.
     """
@@ -36,15 +36,16 @@ class Speed:
     @classmethod
     def of_log(cls, log_history: Sequence[Mapping[str, Any]]) -> Speed:
         """From the history of a trainer's state, which its checkpoints keep."""
-        lines = [line for line in log_history if "tokens_per_second" in line and "training_seconds" in line]
+        lines = [line for line in log_history if "training_seconds" in line]
         ends = [line["step"] for line in lines]
         steps = [end - start for start, end in pairwise([0, *ends])]
         seconds = sum(line["training_seconds"] for line in lines)
         if not seconds or not all(steps):
             return cls(0, 0.0, None, None)
-        tokens = sum(line["tokens_per_second"] * line["training_seconds"] for line in lines)
+        has_tokens = all("tokens_per_second" in line for line in lines)
+        tokens = sum(line.get("tokens_per_second", 0) * line["training_seconds"] for line in lines)
         means = [line["training_seconds"] / count for line, count in zip(lines, steps, strict=True)]
-        return cls(sum(steps), seconds, tokens / seconds, median(means))
+        return cls(sum(steps), seconds, tokens / seconds if has_tokens else None, median(means))
 
 
 class CostMeter:
@@ -76,7 +77,6 @@ class CostMeter:
             batches: that it was measured on, and that the prediction is for.
             first_step: where this start of the command went on; 0: it trained all of it.
         """
-        reference = pipe.adapter.reference
         return {
             **asdict(Speed.of_log(log_history)),
             # Of the step that was measured, on `batches`.
@@ -86,7 +86,7 @@ class CostMeter:
             "resumed_from_step": first_step,
             "wall_seconds": time.perf_counter() - self._start,
             "peak_bytes": list(self._peaks),
-            "num_parameters": reference.num_parameters(),
+            "num_parameters": pipe.adapter.num_parameters(),
             "num_stages": pipe.num_stages,
             "num_processes": pipe.world.num_processes,
             "num_micro_batches": pipe.num_micro_batches,

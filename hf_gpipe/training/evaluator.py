@@ -82,7 +82,8 @@ class Evaluator:
         in_parts = metrics_of is not None and self.args.batch_eval_metrics
         has_predictions = predicts and self.pipe.world.leads(self.pipe.num_stages - 1)
         fill = IGNORED_LABEL if generation is None else generation.pad_token_id
-        columns = _Columns(fill)
+        input_of = self.pipe.adapter.main_input if "inputs" in self.args.include_for_metrics else None
+        columns = _Columns(fill, input_of)
         computed: dict[str, Any] = {}
         losses, num_rows = [], []
         results = predict(
@@ -98,7 +99,7 @@ class Evaluator:
             if has_predictions and (keeps or not in_parts):
                 columns.add(predicted)
             if has_predictions and in_parts:
-                part = _Columns(fill)
+                part = _Columns(fill, input_of)
                 part.add(predicted)
                 computed |= self._computed(part, compute_result=predicted.is_last)
             self.on_batch()
@@ -122,17 +123,17 @@ class Evaluator:
         prediction = EvalPrediction(
             predictions=predictions,
             label_ids=labels,
-            inputs=inputs if "inputs" in wanted else None,
+            inputs=inputs,
             losses=row_losses if "loss" in wanted else None,
         )
         return denumpify_detensorize(self.compute_metrics(prediction, **options)) or {}
 
-    def _arrays(self, columns: _Columns) -> tuple[Any, Any, Any, Any]:
+    def _arrays(self, columns: _Columns) -> tuple[Any, ...]:
         """Predictions, labels, inputs and losses of all rows, in one array each or as lists of mini-batches."""
-        others = (columns.labels, columns.inputs, columns.row_losses)
+        others: list[Any] = [one or None for one in (columns.labels, columns.inputs, columns.row_losses)]
         if not self.args.eval_do_concat_batches:
             return columns.predictions, *others
-        return concatenated(columns.predictions, columns.fill), *(concatenated(parts) for parts in others)
+        return concatenated(columns.predictions, columns.fill), *(one and concatenated(one) for one in others)
 
     def _from_last(self, value: Any) -> Any:
         """The value of the last stage's leader, in every process."""
@@ -146,13 +147,15 @@ class _Columns:
 
     Attributes:
         fill: fills the predictions of shorter rows.
+        input_of: a mini-batch -> what is kept of its inputs.
         predictions: of each mini-batch (rows, ...): logits, or what `preprocess` left of them, or generated tokens.
         labels: (rows, T) of each.
-        inputs: input_ids (rows, S) of each.
+        inputs: of each, where they are wanted, the entry that the model reads first, such as input_ids (rows, S).
         row_losses: mean negative log-likelihood (rows,) of each.
     """
 
     fill: int
+    input_of: Callable[[Batch], Any] | None = None
     predictions: list[Any] = field(default_factory=list)
     labels: list[Any] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
@@ -162,7 +165,8 @@ class _Columns:
         """Add the rows of a mini-batch."""
         self.predictions.append(predicted.logits if predicted.tokens is None else predicted.tokens)
         self.labels.append(predicted.batch["labels"].numpy())
-        self.inputs.append(predicted.batch["input_ids"].numpy())
+        if self.input_of is not None:
+            self.inputs.append(self.input_of(predicted.batch).numpy())
         evaluation = predicted.evaluation
         self.row_losses.append((evaluation.row_nll / evaluation.row_tokens.clamp(min=1)).numpy())
 

@@ -17,6 +17,7 @@ import transformers
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from hf_gpipe.adapters.text import num_tokens
 from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.directory import step_of
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
@@ -36,7 +37,6 @@ from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.loss_scaling import LossScaler
-from hf_gpipe.training.meter import num_tokens
 from hf_gpipe.training.optim import learning_rate, takes_metric
 from hf_gpipe.training.slow_machines import SlowMachines
 from hf_gpipe.training.steps import TrainingLength
@@ -98,7 +98,7 @@ class TrainingLoop:
         self._run, self._checkpoints, self._logs = run, checkpoints, logs
         self._ignored_keys, self._resume_hint = ignored_keys, resume_hint
         self._args, self._pipe, self._world = trainer.args, trainer.pipe, trainer.pipe.world
-        self._num_parameters = self._pipe.adapter.reference.num_parameters(exclude_embeddings=True)
+        self._num_parameters = self._pipe.adapter.num_parameters(exclude_embeddings=True)
         #: Of the last update: the norm of the gradient, and the learning rate.
         self._norm: float | None = None
         self._rate: float | None = None
@@ -307,12 +307,12 @@ class TrainingLoop:
     def _count(self, group: Sequence[Batch]) -> None:
         """Note in the state how much a step has computed and read."""
         for batch in group:
-            ids, mask = batch["input_ids"], batch.get("attention_mask")
-            self._state.total_flos += 6 * ids.numel() * self._num_parameters
-            if self._args.include_num_input_tokens_seen == "non_padding" and mask is not None:
+            size = self._pipe.adapter.main_input(batch).numel()
+            self._state.total_flos += 6 * size * self._num_parameters
+            if self._args.include_num_input_tokens_seen == "non_padding" and "attention_mask" in batch:
                 self._state.num_input_tokens_seen += num_tokens(batch, decoder_only=True)
             elif self._args.include_num_input_tokens_seen != "no":
-                self._state.num_input_tokens_seen += ids.numel()
+                self._state.num_input_tokens_seen += size
         every = self._args.torch_empty_cache_steps
         if every and self._world.device.type == "cuda" and self._state.global_step % every == 0:
             torch.cuda.empty_cache()

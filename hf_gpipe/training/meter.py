@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.training.loader import Batch
@@ -48,10 +47,9 @@ class Meter:
         return self._timed[-1]
 
     def count(self, batches: Sequence[Batch]) -> int:
-        """Note what an update trained on; returns its tokens without padding."""
-        decoder_only = not self._pipe.adapter.config.is_encoder_decoder
-        count = sum(num_tokens(batch, decoder_only) for batch in batches)
-        self._num_tokens += count
+        """Note what an update trained on; returns its tokens without padding, or its rows."""
+        count = sum(map(self._pipe.adapter.size_of, batches))
+        self._count += count
         return count
 
     @contextmanager
@@ -67,7 +65,7 @@ class Meter:
         """The metrics since the last call, the same in every process.
 
         Returns:
-            tokens_per_second: of sources and targets, without padding.
+            tokens_per_second: of sources and targets, without padding; of a model that reads no tokens rows_per_second.
             training_seconds: since the last call, without what was paused for, of the slowest process.
             peak_memory_bytes: the most that one process has used since it started: of its device on CUDA, else of main
                 memory.
@@ -85,7 +83,7 @@ class Meter:
         everyone = self._pipe.world.gather_objects((*mine, timed, self._pipe.stash_bytes))
         seconds = max(seconds for seconds, *_ in everyone)
         metrics: dict[str, float] = {
-            "tokens_per_second": self._num_tokens / seconds,
+            f"{self._pipe.adapter.counted}_per_second": self._count / seconds,
             "training_seconds": seconds,
             "peak_memory_bytes": max(max(peaks.values()) for _, peaks, *_ in everyone),
         }
@@ -104,16 +102,8 @@ class Meter:
 
     def _restart(self) -> None:
         self._since = time.perf_counter()
-        self._num_tokens = 0
+        self._count = 0
         self._timed: list[list[ActionTime]] = []
-
-
-def num_tokens(batch: Batch, decoder_only: bool) -> int:
-    """Tokens of a mini-batch without padding: of the sources and the targets, which in a decoder-only model are one."""
-    mask = batch.get("attention_mask")
-    # A mask of four dimensions says for each position which others it sees, not which are padding.
-    sources = int(mask.bool().sum()) if mask is not None and mask.dim() == 2 else batch["input_ids"].numel()
-    return sources if decoder_only else sources + int((batch["labels"] != IGNORED_LABEL).sum())
 
 
 def peak_memory_bytes(devices: Collection[torch.device]) -> int:

@@ -25,6 +25,7 @@ _SHOWN = {
     "grad_norm": ".3f",
     "learning_rate": ".2e",
     "tokens_per_second": ",.0f",
+    "rows_per_second": ",.0f",
     "bubble": ".1%",
 }
 #: Metrics of every training that are for files only, and the ends of the names of others.

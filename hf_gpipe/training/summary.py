@@ -19,11 +19,10 @@ def say(text: str) -> None:
 
 def start_text(recipe: Recipe, pipe: Pipeline, corpus: str, checkpoint: Path | None) -> str:
     """The model, its stages and the data; `corpus` says in words how much there is."""
-    reference = pipe.adapter.reference
     sizes = ", ".join(str(len(layers)) for layers in pipe.partition)
     processes = pipe.world.num_processes
     lines = [
-        f"model      {reference.config.model_type}, {count_text(reference.num_parameters(), '.2f')} parameters, "
+        f"model      {pipe.adapter.config.model_type}, {count_text(pipe.adapter.num_parameters(), '.2f')} parameters, "
         f"{len(pipe.adapter.layers)} layers",
         f"pipeline   K = {pipe.num_stages} stages of {sizes} layers in {processes} process{'es' * (processes > 1)}, "
         f"M = {pipe.num_micro_batches} micro-batches, schedule {pipe.schedule_name}, recompute {pipe.recompute}",

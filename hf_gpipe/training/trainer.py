@@ -31,12 +31,15 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 
+from hf_gpipe.adapters.chain import is_chain
 from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import loss_of_function
 from hf_gpipe.runtime.loss import Loss, Reads
@@ -63,6 +66,7 @@ from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.loop import TrainingLoop
 from hf_gpipe.training.model_card import write_model_card
 from hf_gpipe.training.optim import check_optimizer, make_optimizer, make_scheduler, shard_optimizer, updated_parameters
+from hf_gpipe.training.pools import has_index
 from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.steps import TrainingLength, data_facts, data_seed
 from hf_gpipe.training.surface import check_assignment, check_class, missing, own_attributes
@@ -143,20 +147,21 @@ class PipelineTrainer:
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         self.model_init = model_init
+        self.processing_class = processing_class
+        self.data_collator = data_collator or default_collator(processing_class)
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        model = self.call_model_init() if model is None else model
         self.pipe = pipeline_of(
-            self.call_model_init() if model is None else model,
+            model,
             self.args,
-            lambda: example_of(train_dataset, self.args),
+            lambda: self._first_rows(model) if is_chain(model) else example_of(train_dataset, self.args),
             loss=loss_of_function(compute_loss_func),
             peft_config=peft_config,
         )
         self.world = self.pipe.world
         self.scaler = loss_scaler(self.pipe)
         self.master_weights = master_weights_of(self.pipe, self.args)
-        self.processing_class = processing_class
-        self.data_collator = data_collator or default_collator(processing_class)
-        self.train_dataset = train_dataset
-        self.eval_dataset = eval_dataset
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer = optimizers[0]
@@ -630,6 +635,13 @@ class PipelineTrainer:
         """The mini-batches of a prediction."""
         return self._eval_batches(_given(test_dataset, "prediction requires a test_dataset"))
 
+    def _first_rows(self, model: Any) -> Workload | None:
+        """The shape of a mini-batch, from the first training row; None where a look at it would use it up."""
+        if not has_index(self.train_dataset) or not len(self.train_dataset):
+            return None
+        row = next(iter(self._batches(self.train_dataset, 1, forward=model.forward)))
+        return Workload.of_entries(tensors_of(row)).of_rows(self.args.per_device_train_batch_size)
+
     def _train_batches(self, dataset: Any) -> MiniBatches:
         args = self.args
         return replace(
@@ -642,11 +654,17 @@ class PipelineTrainer:
     def _eval_batches(self, dataset: Any) -> MiniBatches:
         return self._batches(dataset, self.args.per_device_eval_batch_size)
 
-    def _batches(self, dataset: Any, batch_size: int, order: str = "sequential") -> MiniBatches:
+    def _batches(
+        self,
+        dataset: Any,
+        batch_size: int,
+        order: str = "sequential",
+        forward: Callable[..., Any] | None = None,
+    ) -> MiniBatches:
         columns = None
         if self.args.remove_unused_columns:
             columns = {
-                *inspect.signature(self.pipe.adapter.reference.forward).parameters,
+                *inspect.signature(forward or self.pipe.adapter.reference.forward).parameters,
                 "label",
                 "label_ids",
                 "labels",

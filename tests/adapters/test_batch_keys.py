@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from transformers import GPT2Config, LlamaForSequenceClassification, PreTrainedModel
 
 from hf_gpipe import Pipeline
+from hf_gpipe.adapters.text import num_tokens
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.training.meter import num_tokens
 from tests.oracle import Batch, Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 
 

@@ -60,7 +60,7 @@ def test_packed_rows_count_by_their_tokens() -> None:
     assert Workload.of_batch(batch, packing=True) == Workload.packed(4, (4, 8), (4, 8))
     assert Workload.of_batch(batch, 2, packing=True) == Workload.packed(1, (8, 8), (8, 8))
     pairs = batch | {"labels": torch.tensor([[5, -100, -100], [5, 5, 5], [5, 5, -100], [5, 5, -100]])}
-    found = Workload.of_batch(pairs, packing=True, target_keys=("labels",))
+    found = Workload.of_batch(pairs, packing=True, adapter=adapter_for(tiny_config("marian")))
     assert found == Workload.packed(4, (4, 8), (2, 3))
     flattened = {name: torch.cat([torch.arange(n) for n in (3, 5)])[None] for name in ("input_ids", "position_ids")}
     assert Workload.of_batch(flattened | {"max_length_q": 5}) == Workload.packed(2, (4, 5), (4, 5))

@@ -10,9 +10,10 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_gpipe import Pipeline
+from hf_gpipe.adapters.text import num_tokens
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import Action
-from hf_gpipe.training.meter import Meter, num_tokens, peak_memory_bytes
+from hf_gpipe.training.meter import Meter, peak_memory_bytes
 from hf_gpipe.training.progress import MetricsFile, words
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
