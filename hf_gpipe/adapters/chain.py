@@ -13,15 +13,17 @@ from itertools import chain
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from hf_gpipe.adapters.base import Adapter, Inputs, Stage, Tensors
 from hf_gpipe.adapters.batch_norm import hold_averages
 from hf_gpipe.adapters.chain_layers import find_layers, parts_of_sequential
+from hf_gpipe.adapters.classifiers import ONE_CLASS
 from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.observations import Observations, Shapes
@@ -77,7 +79,8 @@ class Chain(Adapter):
         hold_averages(self.reference)
         if isinstance(module, PreTrainedModel):
             # Its loss is that of its problem_type, and its files have its configuration.
-            self.config, self.is_classifier = self.reference.config, True
+            self.config, self.is_classifier, self.labels_rows = self.reference.config, True, True
+            self.given_config = self.config
         self.dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         self._takes = frozenset(inspect.signature(module.forward).parameters)
         self.observations = Observations(self._observe)
@@ -217,6 +220,32 @@ def is_chain(model: Any) -> bool:
     if isinstance(model, PreTrainedModel):
         return type(model).__name__ in _IMAGE_CLASSIFIERS
     return isinstance(model, nn.Module) and not any(isinstance(part, PreTrainedModel) for part in model.modules())
+
+
+def image_classifier_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of a model whose configuration says that it classifies images; None: it is another model."""
+    name = (config.architectures or [""])[0]
+    found: type[PreTrainedModel] | None = getattr(transformers, name) if name in _IMAGE_CLASSIFIERS else None
+    return found
+
+
+def as_image_classifier(config: PreTrainedConfig, labels: Sequence[str]) -> dict[str, Any]:
+    """The fields by which a configuration becomes that of an image classifier with these classes.
+
+    Raises UnsupportedModelError where transformers has no such class of the family.
+    """
+    names = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    if names is None:
+        raise UnsupportedModelError(
+            f"transformers has no model of the family {config.model_type} for AutoModelForImageClassification; choose "
+            "another family, such as resnet or vit"
+        )
+    return {
+        "architectures": [names if isinstance(names, str) else names[0]],
+        "id2label": dict(enumerate(labels)),
+        "label2id": {name: number for number, name in enumerate(labels)},
+        "problem_type": ONE_CLASS,
+    }
 
 
 def _on_meta(module: nn.Module) -> nn.Module:

@@ -37,6 +37,7 @@ def _check(args: Sequence[str]) -> int:
     import torch
     import transformers
 
+    from hf_gpipe.adapters.chain import image_classifier_of
     from hf_gpipe.adapters.quantised import find_quantisation
     from hf_gpipe.checkpoint.configuration import read_config
     from hf_gpipe.model.exactness import CloneError, compare
@@ -55,6 +56,11 @@ def _check(args: Sequence[str]) -> int:
             raise UserError(f"{unknown[0]!r} is not understood; key=value goes with a recipe, a file named *.yaml")
         source = str(Path(args[0]).parent) if Path(args[0]).name == "config.json" else args[0]
         config = read_config(source, trust_remote_code=trust_remote_code)
+    if image_classifier_of(config) is not None:
+        raise UserError(
+            f"check compares models that read text; {config.architectures[0]} is a chain of layers, whose "
+            "every tensor is followed when a pipeline is made: docs/image_models.md lists the families"
+        )
     print(f"model      {config.model_type}, transformers {transformers.__version__}")
     try:
         find_quantisation(config, None, torch.float32)

@@ -284,7 +284,7 @@ def _planner(
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.speeds import rated_speeds
     from hf_gpipe.planner.workload import PlanInputs
-    from hf_gpipe.training.from_recipe import loss_of, teacher_of
+    from hf_gpipe.training.from_recipe import loss_of, teacher_of, workload_of
 
     adapter = _adapter(recipe)
     if config.cuts_rows:
@@ -298,7 +298,7 @@ def _planner(
         from hf_gpipe.model.teacher import open_teacher
 
         teacher = open_teacher(spec, adapter, _here())
-    inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=adapter.config.is_encoder_decoder)
+    inputs = PlanInputs.of_recipe(recipe, workload_of(recipe, adapter.config))
     if table is not None:
         inputs = replace(inputs, tables={recipe.pipeline.schedule: table})
     try:
@@ -356,7 +356,7 @@ def _check_chunks(recipe: Recipe, config: PipelineConfig, adapter: Adapter) -> N
 def _with_vocabulary(recipe: Recipe) -> Recipe:
     """The recipe with the size of its vocabulary, which a run would take from the tokenizer."""
     model = recipe.model
-    if model.path is not None or "vocab_size" in model.config:
+    if model.path is not None or "vocab_size" in model.config or recipe.data.kind == "images":
         return recipe
     if recipe.tokenizer.path is not None:
         from hf_gpipe.data.tokenizer import read_tokenizer

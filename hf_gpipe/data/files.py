@@ -85,7 +85,7 @@ def check_files(data: DataSection) -> None:
     """Raise DataError if the files or the directory of pairs do not exist; reads none of them."""
     if data.chat_template is not None:
         read_template(data.chat_template)
-    if data.kind in ("cldr", *SEQUENCE_KINDS):
+    if data.kind in ("cldr", "images", *SEQUENCE_KINDS):
         return
     path = check_paths(data)
     if data.kind == "hub":

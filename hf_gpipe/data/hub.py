@@ -72,11 +72,11 @@ def _subset_of(
 
 @functools.lru_cache(maxsize=8)
 def _subsets(path: str, revision: str | None) -> list[str]:
-    return list(_asked(path, None, lambda: datasets.get_dataset_config_names(path, revision=revision)))
+    return list(asked(path, None, lambda: datasets.get_dataset_config_names(path, revision=revision)))
 
 
 def _part(path: str, subset: str | None, language: str | None, revision: str | None, streaming: bool) -> Part:
-    splits = _asked(path, subset, lambda: datasets.load_dataset(path, subset, revision=revision, streaming=streaming))
+    splits = asked(path, subset, lambda: datasets.load_dataset(path, subset, revision=revision, streaming=streaming))
     name = f"{path}, {subset}" if subset else path
     if "train" not in splits:
         raise DataError(f"{name} has no split 'train'; its splits are {', '.join(map(str, splits))}")
@@ -156,7 +156,7 @@ class HubRows:
         self._done, self._state = state["done"], state["rows"]
 
 
-def _asked(path: str, subset: str | None, ask: Callable[[], Any]) -> Any:
+def asked(path: str, subset: str | None, ask: Callable[[], Any]) -> Any:
     """Call the library and return its result; raise DataError in place of any of its errors."""
     name = f"{path}, subset {subset!r}" if subset else path
     were_disabled = datasets.are_progress_bars_disabled()

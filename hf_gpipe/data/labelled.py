@@ -35,12 +35,17 @@ def labelled_of(
     Raises:
         DataError: a field that is missing, a text that is empty, or an unknown label; names the row and the field.
     """
-    text, label = text_in(row, text_field, where), value_in(row, label_field, where)
+    label = class_of(where, value_in(row, label_field, where), labels, label_field)
+    return {"text": text_in(row, text_field, where), "label": label}
+
+
+def class_of(where: str, label: Any, labels: Sequence[str], label_field: str) -> int:
+    """The number of a label; arguments and errors are those of `labelled_of`."""
     if isinstance(label, str) and label in labels:
-        label = labels.index(label)
+        return labels.index(label)
     if label == UNLABELLED:
         raise DataError(
-            f"{where}: field {label_field!r} is {UNLABELLED}, as of a text without a label; evaluate on a split that "
+            f"{where}: field {label_field!r} is {UNLABELLED}, as of a row without a label; evaluate on a split that "
             "has labels (evaluation.split), or leave such rows out"
         )
     if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < len(labels):
@@ -49,7 +54,7 @@ def labelled_of(
             f"{where}: field {label_field!r} is {label!r}{hint}; it must be one of data.labels, "
             f"{listed(list(labels))}, or a number from 0 to {len(labels) - 1}"
         )
-    return {"text": text, "label": label}
+    return label
 
 
 class LabelledExamples(EncodedConversations):

@@ -14,7 +14,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters import Adapter, Autocast, adapter_for, is_known_exact
-from hf_gpipe.adapters.chain import Chain, is_chain
+from hf_gpipe.adapters.chain import Chain, image_classifier_of, is_chain
 from hf_gpipe.adapters.classifiers import classifier_of
 from hf_gpipe.adapters.embedders import embedder_of
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
@@ -23,6 +23,7 @@ from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.observations import Shapes
 from hf_gpipe.adapters.patches import find_patches
 from hf_gpipe.adapters.peft_resolve import resolve_peft
+from hf_gpipe.adapters.skeleton import build_skeleton
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.errors import CheckpointError, UserError
@@ -32,21 +33,55 @@ from hf_gpipe.model.spec import ModelSource, ModelSpec
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def open_model(spec: ModelSpec, device: torch.device, example: Shapes = ()) -> Adapter:
-    """Read and check a model, without its weights.
+def chain_of(spec: ModelSpec) -> nn.Module | None:
+    """The module whose layers form a chain: the given one, or an image classifier on the meta device.
+
+    Raises UserError where an option is for models that read text. None: the model is another one.
+    """
+    model = spec.model
+    if isinstance(model, nn.Module):
+        module = model if is_chain(model) else None
+    else:
+        config = _config_of(spec)
+        model_class = image_classifier_of(config)
+        if model_class is None:
+            return None
+        module = build_skeleton(config, _dtype_of(spec, config), spec.attn_implementation, model_class)
+    if module is not None:
+        _check_chain(spec, module, is_in_memory=module is model)
+    return module
+
+
+def open_chain(spec: ModelSpec, module: nn.Module, example: Shapes) -> Chain:
+    """The adapter of a chain of layers.
+
+    Args:
+        spec: of the model.
+        module: of `chain_of`.
+        example: the shapes of a mini-batch, by which the layers are followed.
+
+    Raises:
+        UserError: the module forms no chain.
+    """
+    chain = Chain(module, example)
+    # The checkpoint of a model without a head, read as a classifier.
+    chain.may_lack_head = "architectures" in (spec.config_overrides or {})
+    return chain
+
+
+def open_model(spec: ModelSpec, device: torch.device) -> Adapter:
+    """Read and check a model that reads text, without its weights.
 
     Args:
         spec: of the model.
         device: where this process computes.
-        example: the shapes of a mini-batch, by which the layers of a chain are followed.
 
     Raises:
         UserError: the model cannot be split exactly, differs from its configuration, or does not fit the options.
     """
     model = spec.model
-    if isinstance(model, nn.Module) and is_chain(model):
-        _check_chain(spec, model)
-        return Chain(model, example)
+    if is_chain(model):
+        raise UserError(f"{type(model).__name__} is no Hugging Face model that reads text; give a model that does")
     check_model(model)
     _check_options(spec)
     adapter = adapter_of(spec, device)
@@ -78,23 +113,20 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapt
     Raises:
         UserError: transformers cannot read the configuration, or the family or an option is not supported.
     """
-    model, weights = spec.model, read_dtype(spec.dtype, "dtype")
+    model = spec.model
     model_class, attn_implementation = None, spec.attn_implementation
     if isinstance(model, PreTrainedModel):
-        if weights not in (None, model.dtype):
-            raise UserError(f"dtype={weights}: the given model is {model.dtype}; convert it before, with model.to")
+        if read_dtype(spec.dtype, "dtype") not in (None, model.dtype):
+            raise UserError(f"dtype={spec.dtype}: the given model is {model.dtype}; convert it before, with model.to")
         config, weights, model_class = model.config, model.dtype, type(model)
         attn_implementation = attn_implementation or config._attn_implementation
-    elif isinstance(model, PreTrainedConfig):
-        config = model
     else:
-        assert isinstance(model, str | os.PathLike)
-        config = read_config(model, trust_remote_code=spec.trust_remote_code, overrides=spec.config_overrides)
+        config = _config_of(spec)
+        weights = _dtype_of(spec, config)
     names_class = isinstance(model, PreTrainedConfig) or "architectures" in (spec.config_overrides or {})
     if model_class is None:
         # A path alone stands for a language model: some of their checkpoints name the class without a head.
         model_class = classifier_of(config) or (embedder_of(config) if names_class else None)
-    weights = weights or read_dtype(getattr(config, "dtype", None), "the configuration's dtype") or torch.float32
     adapter = adapter_for(
         config,
         weights,
@@ -113,6 +145,19 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapt
     if spec.peft_config is not None:
         resolve_peft(adapter, spec.peft_name, spec.peft_config, is_new=not spec.has_peft_layers)
     return adapter
+
+
+def _config_of(spec: ModelSpec) -> PreTrainedConfig:
+    """The configuration of a model that is not in memory."""
+    if isinstance(spec.model, PreTrainedConfig):
+        return spec.model
+    assert isinstance(spec.model, str | os.PathLike)
+    return read_config(spec.model, trust_remote_code=spec.trust_remote_code, overrides=spec.config_overrides)
+
+
+def _dtype_of(spec: ModelSpec, config: PreTrainedConfig) -> torch.dtype:
+    given = read_dtype(spec.dtype, "dtype")
+    return given or read_dtype(getattr(config, "dtype", None), "the configuration's dtype") or torch.float32
 
 
 def read_dtype(given: Any, what: str) -> torch.dtype | None:
@@ -145,15 +190,17 @@ def _check_options(spec: ModelSpec) -> None:
         )
 
 
-def _check_chain(spec: ModelSpec, model: nn.Module) -> None:
-    """Raise UserError where an option is for Hugging Face models."""
-    names = ("attn_implementation", "config_overrides", "peft_config", "quantization_config", "autocast")
-    others = {name: getattr(spec, name) for name in (*names, "depth_scaled_feed_forward")}
-    others["dtype"] = read_dtype(spec.dtype, "dtype")
+def _check_chain(spec: ModelSpec, model: nn.Module, *, is_in_memory: bool) -> None:
+    """Raise UserError where an option is for models that read text, or for those that are not in memory yet."""
+    names = ("peft_config", "quantization_config", "autocast", "depth_scaled_feed_forward")
+    others = {name: getattr(spec, name) for name in names}
+    if is_in_memory:
+        others |= {name: getattr(spec, name) for name in ("attn_implementation", "config_overrides")}
+        others["dtype"] = read_dtype(spec.dtype, "dtype")
     if asked := [name for name, value in others.items() if value]:
         raise UserError(
-            f"{asked[0]} is for Hugging Face models, and the model is a {type(model).__name__}, which is taken as it "
-            "is; leave it out"
+            f"{asked[0]} is for {'models that read text' if asked[0] in names else 'a model that is read'}, and the "
+            f"model is a {type(model).__name__}, which is taken as it is; leave it out"
         )
 
 

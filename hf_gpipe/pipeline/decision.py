@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_gpipe.adapters import Adapter, is_known_exact
-from hf_gpipe.adapters.chain import is_chain
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.model.chunks import verify_chunks
 from hf_gpipe.model.exactness import verify
-from hf_gpipe.model.opening import open_model
+from hf_gpipe.model.opening import chain_of, open_chain, open_model
 from hf_gpipe.model.packing import verify_packing
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.teacher import Teacher, check_given, open_teacher
@@ -109,7 +108,8 @@ class Decision:
         """Every process calls it, with the same request. Raises UserError where the request cannot be met."""
         inputs, shapes = request.inputs, tuple[Any, ...]()
         check_given(request.teacher, request.model, request.loss)
-        if is_chain(request.model.model):
+        chain = chain_of(request.model)
+        if chain is not None:
             # Every process finds the layers by it.
             example = world.from_reader(inputs.of_entries)
             inputs, shapes = replace(inputs, example=example), () if example is None else example.shapes
@@ -126,7 +126,8 @@ class Decision:
             inputs = replace(inputs, tables={given.schedule: table})
 
         # The model without its weights.
-        adapter = open_model(request.model, world.device, shapes)
+        adapter: Adapter
+        adapter = open_model(request.model, world.device) if chain is None else open_chain(request.model, chain, shapes)
         _compare_commit(request.model, adapter)
         loss = loss_of(adapter, request.loss)
         if loss.compares_units and given.schedule in ASYNCHRONOUS_SCHEDULES:

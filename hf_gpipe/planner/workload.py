@@ -285,11 +285,11 @@ class PlanInputs:
     earlier_num_micro_batches: int | None = None
 
     @classmethod
-    def of_recipe(cls, recipe: Recipe, *, is_encoder_decoder: bool) -> PlanInputs:
-        """A recipe's own; `is_encoder_decoder` is of the model's configuration."""
+    def of_recipe(cls, recipe: Recipe, mini_batch: Workload) -> PlanInputs:
+        """A recipe's own, with the shape of its longest mini-batch."""
         training = recipe.training
         return cls(
-            Workload.of_recipe(recipe, num_micro_batches=1, is_encoder_decoder=is_encoder_decoder),
+            mini_batch,
             training.optim,
             training.fp32_master_weights,
             training.offload_optimizer,

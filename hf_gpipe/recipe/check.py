@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_gpipe.errors import RecipeError
-from hf_gpipe.recipe.data import PAIRED_KINDS, ROW_LENGTH_KINDS, DataSection
+from hf_gpipe.recipe.data import LABELLED, PAIRED_KINDS, ROW_LENGTH_KINDS, DataSection
 from hf_gpipe.recipe.fields import (
     DistillationSection,
     LoraSection,
@@ -32,7 +32,12 @@ _PATHS = {
 _FILES = {
     "text": ".txt, .jsonl or .parquet",
     **dict.fromkeys(ROW_LENGTH_KINDS, ".jsonl, .json or .parquet"),
+    "images": "a directory of images, or .parquet",
 }
+
+
+#: Keys of a training that images do not have.
+_OF_TEXT = {"classification": (), "images": ("bf16", "fp16")}
 
 
 def check(recipe: Recipe, locations: Locations | None = None) -> None:
@@ -253,18 +258,18 @@ def _check_distillation(recipe: Recipe) -> None:
 
 def _check_classification(recipe: Recipe) -> None:
     data, training = recipe.data, recipe.training
-    if data.kind != "classification":
+    if data.kind not in LABELLED.names:
         return
     if len(set(data.labels)) < max(2, len(data.labels)):
         raise RecipeError(
-            f"data.kind is classification and data.labels is {show(data.labels)}; name each class once, at least two, "
+            f"data.kind is {data.kind} and data.labels is {show(data.labels)}; name each class once, at least two, "
             "such as [negative, positive]."
         )
-    for name in ("batch_tokens", "packing"):
+    for name in ("batch_tokens", "packing", *_OF_TEXT[data.kind]):
         if value := getattr(training, name):
             raise RecipeError(
-                f"training.{name} is {show(value)} and data.kind is classification, whose rows have one label each and "
-                "are padded; leave it out."
+                f"training.{name} is {show(value)} and data.kind is {data.kind}, whose rows have one label each"
+                f"{'' if name in _OF_TEXT['images'] else ' and are padded'}; leave it out."
             )
 
 

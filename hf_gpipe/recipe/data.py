@@ -18,7 +18,7 @@ MESSAGE_KINDS = ("chat", "preferences", "rewards")
 
 #: Kinds whose examples are pairs of rows, and kinds that a model with a head for classes or a score learns.
 PAIRED_KINDS = ("preferences", "rewards")
-CLASSIFIER_KINDS = ("classification", "rewards")
+CLASSIFIER_KINDS = ("classification", "rewards", "images")
 
 #: Kinds whose rows are cut to `max_length` tokens.
 ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "classification", "embeddings")
@@ -35,13 +35,16 @@ PREFERENCES = Kinds(("preferences",))
 REWARDS = Kinds(("rewards",))
 CLASSIFICATION = Kinds(("classification",))
 EMBEDDINGS = Kinds(("embeddings",))
+IMAGES = Kinds(("images",))
+LABELLED = Kinds((*CLASSIFICATION.names, *IMAGES.names))
 MESSAGES = Kinds(MESSAGE_KINDS)
 ROW_LENGTHS = Kinds(ROW_LENGTH_KINDS)
 PAIRS = Kinds((*CLDR.names, *ROWS.names))
 OF_TOKENS = Kinds((*PAIRS.names, *TEXT.names, *CHAT.names))
+OF_TEXT = Kinds((*PAIRS.names, *SEQUENCE_KINDS))
 BY_TARGETS = Kinds((*PAIRS.names, *TEXT.names))
-READ = Kinds((*ROWS.names, *SEQUENCE_KINDS))
-OF_THE_HUB = Kinds(("hub", *SEQUENCE_KINDS))
+READ = Kinds((*ROWS.names, *SEQUENCE_KINDS, *IMAGES.names))
+OF_THE_HUB = Kinds(("hub", *SEQUENCE_KINDS, *IMAGES.names))
 
 
 Kind = Literal[
@@ -57,6 +60,7 @@ Kind = Literal[
     "rewards",
     "classification",
     "embeddings",
+    "images",
 ]
 
 
@@ -74,7 +78,7 @@ class DataSection:
     with a head of one number. classification: texts with a label, for a decoder-only model with
     a new head, or the one that its checkpoint has. embeddings: rows of two texts or more, the first of which belongs to
     the second and not to the others, or of two texts and a score, for an encoder or a decoder-only model without its
-    head, and the loss of the section `embeddings`."""
+    head, and the loss of the section `embeddings`. images: images with a label, for an image classifier."""
 
     seed: int = 0
     """Seed for generating and sampling the corpus; `training.seed` decides the order of training examples."""
@@ -130,8 +134,8 @@ class DataSection:
 
     path: Annotated[Text | None, READ] = None
     """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
-    gzipped. hub, text, chat, preferences, rewards, classification, embeddings: id or directory of a data set.
-    Required."""
+    gzipped. hub, text, chat, preferences, rewards, classification, embeddings: id or directory of a data set. images: a
+    directory that has one of images for each class, .parquet files, or the id of a data set. Required."""
 
     made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROWS] = None
     """Command that makes the file at `path`; the error says it if the file is not there."""
@@ -166,10 +170,21 @@ class DataSection:
     text_field: Annotated[Text, Kinds((*TEXT.names, *CLASSIFICATION.names))] = "text"
     """Field that holds a document, or the text to classify; in a .txt file each paragraph is a document."""
 
-    label_field: Annotated[Text, CLASSIFICATION] = "label"
-    """Field that holds the label of a text: a name in `labels`, or its number, counted from 0."""
+    image_field: Annotated[Text, IMAGES] = "image"
+    """Field that holds an image."""
 
-    labels: Annotated[list[Text], CLASSIFICATION] = field(default_factory=list)
+    image_size: Annotated[Count | None, IMAGES] = None
+    """Rows and columns of pixels that the model reads; null: as the model's image processor says, or of a new model
+    its configuration."""
+
+    augmentation: Annotated[dict[str, Any], IMAGES] = field(default_factory=dict)
+    """Transforms of training images by torchvision (`torchvision.transforms.v2`), in this order: the arguments of
+    each, by its name, such as {RandomCrop: {size: 32, padding: 4}, RandomHorizontalFlip: {}}."""
+
+    label_field: Annotated[Text, LABELLED] = "label"
+    """Field that holds the label of a row: a name in `labels`, or its number, counted from 0."""
+
+    labels: Annotated[list[Text], LABELLED] = field(default_factory=list)
     """Names of the classes, such as [negative, positive]: the model's first output is for the first. Required."""
 
     max_length: Annotated[int, Field(ge=2), ROW_LENGTHS] = 1024
@@ -196,7 +211,7 @@ class DataSection:
     only."""
 
     max_examples: Annotated[Count | None, READ] = None
-    """Number of pairs, documents or conversations to sample before they are split; null: all."""
+    """Number of pairs, documents, conversations or images to sample before they are split; null: all."""
 
     max_held_out: Annotated[Count | None, ROWS] = None
     """Maximum number of pairs per language in validation, and in test; null: all, or 2000 with `streaming`."""

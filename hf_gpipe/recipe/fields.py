@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field
 
-from hf_gpipe.recipe.data import EMBEDDINGS, OF_TOKENS, PAIRS, PREFERENCES, REWARDS, DataSection
+from hf_gpipe.recipe.data import EMBEDDINGS, OF_TEXT, OF_TOKENS, PAIRS, PREFERENCES, REWARDS, DataSection
 from hf_gpipe.recipe.pipeline import PipelineConfig
 from hf_gpipe.recipe.section import (
     MAY_CHANGE,
@@ -275,7 +275,7 @@ class TrainingSection:
     gradient_accumulation_steps: Count = 1
     """Number of mini-batches whose gradients are accumulated before an update."""
 
-    length_bucketing: bool = True
+    length_bucketing: Annotated[bool, OF_TEXT] = True
     """Whether examples of similar length share a mini-batch, and within it a micro-batch, which saves padding."""
 
     packing: bool = False

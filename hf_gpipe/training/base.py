@@ -21,11 +21,11 @@ from transformers import (
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
-from hf_gpipe.adapters.chain import is_chain
 from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE, options_of_groups, read_state
 from hf_gpipe.errors import CheckpointError, UserError
+from hf_gpipe.model.opening import chain_of
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline, PipelineRequest
 from hf_gpipe.planner.workload import PlanInputs, Workload
@@ -208,7 +208,7 @@ def _pipeline(
         take_seed(model, args)
         return model
     assert model is not None
-    config = args.config
+    spec, config = ModelSpec.of(model, autocast=args.autocast, **options), args.config
     world = world or world_for(config)
     inputs = PlanInputs(
         optim=str(getattr(args.optim, "value", args.optim)),
@@ -220,12 +220,11 @@ def _pipeline(
         keeps_in_memory=args.memory_save_steps is not None,
     )
     # The layers of a chain are found by it.
-    if is_chain(model) or not config.settled(can_plan=inputs.has_known_optimizer).is_decided:
+    if chain_of(spec) is not None or not config.settled(can_plan=inputs.has_known_optimizer).is_decided:
         inputs = replace(inputs, example=world.from_reader(example, takes_long=True))
     if config.num_micro_batches in (None, AUTO):
         before = world.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
         inputs = replace(inputs, earlier_num_micro_batches=before)
-    spec = ModelSpec.of(model, autocast=args.autocast, **options)
     loss = asked_loss(loss, args.label_smoothing_factor, args.logit_clipping, packing=inputs.packing)
     by_length = args.train_sampling_strategy == "group_by_length"
     return Pipeline.of(PipelineRequest(spec, config, inputs, args.seed, loss, by_length), world)

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.chain import as_image_classifier
 from hf_gpipe.adapters.classifiers import ONE_CLASS, as_classifier, change
 from hf_gpipe.adapters.embedders import as_embedder
 from hf_gpipe.adapters.guards import check_sizes
@@ -27,14 +28,16 @@ from hf_gpipe.data import Corpus, StreamedCorpus
 from hf_gpipe.data.chats import ChatCorpus
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.files import read_template
+from hf_gpipe.data.images import image_processor, shape_read
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer, trained_tokenizer
 from hf_gpipe.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError, UserError, nearest
-from hf_gpipe.model.opening import adapter_of
+from hf_gpipe.model.opening import adapter_of, chain_of, open_chain
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.partition import partition as cut
+from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe
-from hf_gpipe.recipe.data import CLASSIFIER_KINDS
+from hf_gpipe.recipe.data import CLASSIFIER_KINDS, OF_TEXT
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.runtime.distillation import DistillationLoss
 from hf_gpipe.runtime.loss import Loss, TokenLoss
@@ -93,6 +96,8 @@ def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapt
         config.decoder_start_token_id = 0
     spec = replace(spec_of(recipe, config), model=config, config_overrides=None)
     try:
+        if (chain := chain_of(spec)) is not None:
+            return open_chain(spec, chain, workload_of(recipe, config).shapes)
         adapter = adapter_of(spec, device)
     except UserError:
         raise
@@ -132,6 +137,21 @@ def _tokenizer(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> Pr
             if is_expected or has_tokenizer(source):
                 raise
     return trained_tokenizer(corpus, recipe.tokenizer)
+
+
+def processor_of(recipe: Recipe, checkpoint: Path | None = None) -> Any:
+    """The image processor: a resumed run's own, that of `model.path`, or the default one of the model's family."""
+    size = recipe.data.image_size if checkpoint is None else None
+    return image_processor(checkpoint or recipe.model.path, model_config(recipe, None), size)
+
+
+def workload_of(recipe: Recipe, config: PreTrainedConfig) -> Workload:
+    """The shape of the recipe's longest mini-batch, for a model of this configuration."""
+    if recipe.data.kind != "images":
+        return Workload.of_recipe(recipe, 1, is_encoder_decoder=bool(config.is_encoder_decoder))
+    pixels = shape_read(processor_of(recipe))
+    entries = {"pixel_values": pixels[None], "labels": torch.zeros(1, dtype=torch.long)}
+    return Workload.of_entries(entries).of_rows(recipe.training.batch_size)
 
 
 def model_dtype(recipe: Recipe) -> torch.dtype:
@@ -254,6 +274,8 @@ def _classifier_fields(recipe: Recipe, config: PreTrainedConfig, pad_token_id: i
     is_reward = recipe.data.kind == "rewards"
     labels, problem = (["LABEL_0"], None) if is_reward else (recipe.data.labels, ONE_CLASS)
     try:
+        if recipe.data.kind == "images":
+            return as_image_classifier(config, labels)
         return as_classifier(config, labels, pad_token_id, problem)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"data.kind is {recipe.data.kind}, and {error}") from error
@@ -291,8 +313,7 @@ def _config_of_language_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase
                 f"model.config.model_type is {model.config['model_type']} and the model at {model.path!r} is a "
                 f"{config.model_type}; leave model.config.model_type out, or give the path of another model"
             )
-        size = config.get_text_config().vocab_size
-        if tokenizer is not None and len(tokenizer) > size:
+        if tokenizer is not None and len(tokenizer) > (size := config.get_text_config().vocab_size):
             raise RecipeError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model at {model.path!r} only {size}; "
                 "set tokenizer.path to the model's own tokenizer"
@@ -310,7 +331,9 @@ def _config_of_language_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase
     for name in given:
         if name not in known:
             raise RecipeError(f"model.config.{name} is not a field of a {family} configuration{nearest(name, known)}")
-    if tokenizer is None:
+    if recipe.data.kind == "images":
+        pass
+    elif tokenizer is None:
         # Any token does that is in the vocabulary, as the family's own defaults may not be.
         given = dict.fromkeys(set(_TOKENS) & known, 0) | given
     else:
@@ -345,6 +368,11 @@ def _with_tokenizer(
             "it out, it is taken from the tokenizer"
         )
     return values
+
+
+def sorts_rows(recipe: Recipe) -> bool:
+    """Whether rows of similar length share a mini-batch; images are all alike."""
+    return recipe.training.length_bucketing and recipe.data.kind in OF_TEXT.names
 
 
 def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
@@ -383,7 +411,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         batch_tokens=training.batch_tokens,
         # A stream draws its pairs by temperature itself.
         sampling_temperature=1.0 if recipe.data.streaming else recipe.data.temperature,
-        train_sampling_strategy="group_by_length" if training.length_bucketing else "random",
+        train_sampling_strategy="group_by_length" if sorts_rows(recipe) else "random",
         logging_first_step=True,
         eval_strategy="steps" if training.eval_steps else "no",
         eval_steps=training.eval_steps,

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 from torch.nn import functional as F
-from transformers import EvalPrediction
+from transformers import EvalPrediction, default_data_collator
 
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.embeddings import EmbeddingCollator
@@ -100,18 +100,43 @@ def evaluate_classes(
 
     The rows are those of `LabelledExamples`.
     """
-    collate = LabelCollator.for_config(pipe.adapter.config)
+    values, words = _classes(pipe, make_rows, LabelCollator.for_config(pipe.adapter.config), batch_size, max_rows)
+    return HeldOutReport("classification", values, ("texts", f"{values['num_rows']} texts"), words)
+
+
+def evaluate_images(
+    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
+) -> HeldOutReport:
+    """As `evaluate_classes`, and how often the right class is among the five most likely ones; of `ImageExamples`."""
+    values, words = _classes(pipe, make_rows, default_data_collator, batch_size, max_rows, top=5)
+    return HeldOutReport("image classification", values, ("images", f"{values['num_rows']} images"), words)
+
+
+def _classes(
+    pipe: Pipeline,
+    make_rows: Callable[[], Dataset],
+    collate: Callable[[list[Any]], Batch],
+    batch_size: int,
+    max_rows: int | None,
+    top: int = 1,
+) -> tuple[dict[str, float], str]:
+    """The metrics of classes, and these in words; `top` is how many of the most likely ones are looked at too."""
     num_rows, batches = _mini_batches(pipe, make_rows, collate, batch_size, max_rows)
-    nll, num_right = 0.0, 0
+    nll, counts = 0.0, np.zeros(top, dtype=int)
     for predicted in predict(pipe, batches, with_logits=True):
         nll += float(predicted.evaluation.row_nll.sum())
         if predicted.logits is not None:  # in the last stage's leader
-            num_right += int((predicted.logits.argmax(-1) == predicted.batch["labels"].numpy()).sum())
-    num_right = pipe.world.broadcast_value(num_right, pipe.world.leader_of(pipe.num_stages - 1))
-    share, loss = num_right / num_rows, nll / num_rows
-    values = {"num_rows": num_rows, "accuracy": share, "loss": loss}
-    words = f"accuracy {share:.1%}, loss {loss:.4f}"
-    return HeldOutReport("classification", values, ("texts", f"{num_rows} texts"), words)
+            likely = np.argsort(-predicted.logits, axis=-1, kind="stable")[:, :top]
+            is_right = likely == predicted.batch["labels"].numpy()[:, None]
+            counts[: is_right.shape[1]] += is_right.sum(axis=0)
+    counts = pipe.world.broadcast_value(counts.cumsum().tolist(), pipe.world.leader_of(pipe.num_stages - 1))
+    shares, loss = [count / num_rows for count in counts], nll / num_rows
+    values = {"num_rows": num_rows, "accuracy": shares[0], "loss": loss}
+    words = f"accuracy {shares[0]:.1%}, loss {loss:.4f}"
+    if top > 1:
+        values[f"top_{top}_accuracy"] = shares[-1]
+        words = f"{words}, among the {top} most likely {shares[-1]:.1%}"
+    return values, words
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:

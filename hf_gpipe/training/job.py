@@ -18,9 +18,7 @@ from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints, newest_checkpoint
 from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.save import make_directory, writing
 from hf_gpipe.checkpoint.state import read_state
-from hf_gpipe.data import PairCollator
 from hf_gpipe.data.files import check_files, digest_of_files
-from hf_gpipe.data.labelled import LabelCollator
 from hf_gpipe.errors import DataError, RecipeError
 from hf_gpipe.pipeline import Pipeline, PipelineRequest, Update, UpdateStage
 from hf_gpipe.planner.workload import PlanInputs
@@ -41,9 +39,10 @@ from hf_gpipe.training.from_recipe import (
     check_model,
     loss_of,
     model_config,
+    sorts_rows,
     spec_of,
     teacher_of,
-    tokenizer_of,
+    workload_of,
 )
 from hf_gpipe.training.held_out import accuracy
 from hf_gpipe.training.pairs import PairArguments, PairTrainer
@@ -72,7 +71,7 @@ class _Prepared(NamedTuple):
     """Everything that the reader makes before the model."""
 
     corpus: AnyCorpus
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
     config: PreTrainedConfig
 
 
@@ -220,8 +219,10 @@ def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | No
     if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
         _check_same_run(recipe, load_saved(output_dir / RECIPE_FILE), checkpoint)
     corpus = task.corpus(recipe)
-    tokenizer = tokenizer_of(recipe, corpus, checkpoint)
-    return _Prepared(corpus, tokenizer, model_config(recipe, tokenizer))
+    tokenizer = task.processor(recipe, corpus, checkpoint)
+    # The configuration has the ids of a tokenizer, of which an image processor has none.
+    ids = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
+    return _Prepared(corpus, tokenizer, model_config(recipe, ids))
 
 
 def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[Path]:
@@ -297,10 +298,10 @@ def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
 
 def _pipeline(recipe: Recipe, config: PreTrainedConfig, checkpoint: Path | None, world: World) -> Pipeline:
     spec, training = spec_of(recipe, config), recipe.training
-    inputs = PlanInputs.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder))
+    inputs = PlanInputs.of_recipe(recipe, workload_of(recipe, config))
     if checkpoint is not None:
         inputs = replace(inputs, earlier_num_micro_batches=read_state(checkpoint).run.num_micro_batches)
-    loss, by_length = loss_of(recipe), training.length_bucketing
+    loss, by_length = loss_of(recipe), sorts_rows(recipe)
     request = PipelineRequest(spec, recipe.pipeline, inputs, training.seed, loss, by_length, teacher_of(recipe))
     return Pipeline.of(request, world)
 
@@ -336,7 +337,6 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
     if prepared is None:
         return PipelineTrainer(pipe, args, **metrics)
     tokenizer = prepared.tokenizer
-    collator = PairCollator.for_tokenizer(tokenizer)
-    if pipe.adapter.is_classifier:
-        collator = LabelCollator.for_config(pipe.adapter.config)
-    return PipelineTrainer(pipe, args, collator, processing_class=tokenizer, **datasets, **metrics)
+    return PipelineTrainer(
+        pipe, args, task.collator(tokenizer, pipe), processing_class=tokenizer, **datasets, **metrics
+    )

@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, default_data_collator
 
 from hf_gpipe.data import Corpus, PairStream, StreamedExamples, TokenizedPairs, build_corpus
 from hf_gpipe.data.buckets import training_pairs
 from hf_gpipe.data.chat_examples import ChatExamples
 from hf_gpipe.data.chats import ChatCorpus, Read, chat_corpus, preference_of
+from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.embeddings import EmbeddingExamples, embedded_of
-from hf_gpipe.data.labelled import LabelledExamples, labelled_of
+from hf_gpipe.data.images import ImageExamples, image_corpus
+from hf_gpipe.data.labelled import LabelCollator, LabelledExamples, labelled_of
 from hf_gpipe.data.preferences import PreferenceExamples
 from hf_gpipe.data.rewards import RewardExamples, compared_of
 from hf_gpipe.data.text import TokenBlocks, text_corpus
@@ -31,11 +34,12 @@ from hf_gpipe.training.evaluate_translation import (
     characters_of,
     evaluate_translation,
 )
-from hf_gpipe.training.from_recipe import AnyCorpus
+from hf_gpipe.training.from_recipe import AnyCorpus, processor_of, tokenizer_of
 from hf_gpipe.training.held_out import (
     Evaluate,
     evaluate_classes,
     evaluate_embeddings,
+    evaluate_images,
     evaluate_preferences,
     evaluate_rewards,
     evaluate_text,
@@ -56,6 +60,12 @@ class Report(Protocol):
         """The report for people."""
 
 
+def _padding(tokenizer: PreTrainedTokenizerBase, pipe: Pipeline) -> PairCollator:
+    if pipe.adapter.is_classifier:
+        return LabelCollator.for_config(pipe.adapter.config)
+    return PairCollator.for_tokenizer(tokenizer)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Everything that depends on the task.
@@ -65,9 +75,11 @@ class Task:
         items: what a corpus consists of, in messages.
         read: the corpus that a recipe names, in three splits. Raises DataError.
         size: how much there is of it, in words.
-        rows: (data, split of a corpus, tokenizer, `decoder_only`) -> a dataset of {"input_ids", "labels"}.
+        rows: (data, split of a corpus, tokenizer, `decoder_only`) -> a dataset of rows to collate.
         evaluate: (recipe, model, and of the main process the tokenizer and the corpus) -> the report.
         num_characters: of the arguments of `rows`, the characters of the references; None: there are no references.
+        processor: (recipe, corpus, checkpoint) -> the tokenizer, or what prepares rows in its place.
+        collator: (that, model) -> rows to a mini-batch.
     """
 
     evaluating: str
@@ -77,6 +89,8 @@ class Task:
     rows: Callable[..., Any]
     evaluate: Callable[[Recipe, Pipeline, PreTrainedTokenizerBase | None, AnyCorpus | None], Report]
     num_characters: Callable[..., int] | None = None
+    processor: Callable[[Recipe, Any, Path | None], Any] = tokenizer_of
+    collator: Callable[[Any, Pipeline], Any] = _padding
 
     def corpus(self, recipe: Recipe) -> Any:
         """The corpus that the recipe names, with something to evaluate on. Raises DataError."""
@@ -165,12 +179,16 @@ def _of_sequences(
 
 
 def _chats(recipe: Recipe, items: str, read: Read | None = None) -> ChatCorpus:
-    evaluated = {recipe.evaluation.split, *(["validation"] if recipe.training.eval_steps else [])}
-    return chat_corpus(recipe.data, read, items, evaluated)
+    return chat_corpus(recipe.data, read, items, _evaluated(recipe))
 
 
 def _pairs_of_answers(data: DataSection, corpus: Any) -> str:
     return f"{len(corpus.train)} training pairs of answers of up to {data.max_length} tokens"
+
+
+def _evaluated(recipe: Recipe) -> set[str]:
+    """The splits that the recipe evaluates on."""
+    return {recipe.evaluation.split, *(["validation"] if recipe.training.eval_steps else [])}
 
 
 def _labelled(recipe: Recipe) -> ChatCorpus:
@@ -252,6 +270,16 @@ TASKS: dict[str, Task] = {
         size=lambda data, corpus: (
             f"{len(corpus.train)} training texts of up to {data.max_length} tokens, {len(data.labels)} classes"
         ),
+    ),
+    "images": _of_sequences(
+        evaluate_images,
+        lambda data, split, processor: ImageExamples(split, processor),
+        evaluating="classifying the images",
+        items="images",
+        read=lambda recipe: image_corpus(recipe.data, _evaluated(recipe)),
+        size=lambda data, corpus: f"{len(corpus.train)} training images, {len(data.labels)} classes",
+        processor=lambda recipe, corpus, checkpoint: processor_of(recipe, checkpoint),
+        collator=lambda processor, pipe: default_data_collator,
     ),
 }
 """The task of each kind of data."""

@@ -31,12 +31,13 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 
-from hf_gpipe.adapters.chain import is_chain
 from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.errors import UserError
+from hf_gpipe.model.opening import chain_of
+from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.batches import tensors_of
@@ -155,7 +156,7 @@ class PipelineTrainer:
         self.pipe = pipeline_of(
             model,
             self.args,
-            lambda: self._first_rows(model) if is_chain(model) else example_of(train_dataset, self.args),
+            lambda: self._example(model, peft_config),
             loss=loss_of_function(compute_loss_func),
             peft_config=peft_config,
         )
@@ -635,11 +636,14 @@ class PipelineTrainer:
         """The mini-batches of a prediction."""
         return self._eval_batches(_given(test_dataset, "prediction requires a test_dataset"))
 
-    def _first_rows(self, model: Any) -> Workload | None:
-        """The shape of a mini-batch, from the first training row; None where a look at it would use it up."""
+    def _example(self, model: Any, peft_config: Any) -> Workload | None:
+        """The shape of a mini-batch: of a model that reads no tokens, from the first training row."""
+        chain = chain_of(ModelSpec.of(model, peft_config=peft_config))
+        if chain is None:
+            return example_of(self.train_dataset, self.args)
         if not has_index(self.train_dataset) or not len(self.train_dataset):
             return None
-        row = next(iter(self._batches(self.train_dataset, 1, forward=model.forward)))
+        row = next(iter(self._batches(self.train_dataset, 1, forward=chain.forward)))
         return Workload.of_entries(tensors_of(row)).of_rows(self.args.per_device_train_batch_size)
 
     def _train_batches(self, dataset: Any) -> MiniBatches:

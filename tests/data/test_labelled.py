@@ -90,7 +90,7 @@ def test_a_recipe_trains_a_new_head_with_the_loss_of_plain_transformers(folder: 
         ({"text": "a", "label": "god"}, "x: field 'label' is 'god'; did you mean 'good'"),
         ({"text": "a", "label": 2}, "x: field 'label' is 2; it must be one of data.labels"),
         ({"text": "a", "label": True}, "x: field 'label' is True"),
-        ({"text": "a", "label": -1}, "x: field 'label' is -1, as of a text without a label; evaluate on a split"),
+        ({"text": "a", "label": -1}, "x: field 'label' is -1, as of a row without a label; evaluate on a split"),
     ],
 )
 def test_what_is_no_row_with_a_label(row: dict[str, Any], message: str) -> None:
@@ -133,7 +133,7 @@ def test_a_split_without_labels_is_not_read(folder: Path) -> None:
     corpus = task_of(evaluated).corpus(evaluated)
     assert [len(corpus.train), len(corpus.validation), len(corpus.test)] == [20, 5, 0]
     unlabelled = recipe(folder, *words, "data.test_fraction=0.0")
-    with pytest.raises(DataError, match=r"split test: field 'label' is -1, as of a text without a label"):
+    with pytest.raises(DataError, match=r"split test: field 'label' is -1, as of a row without a label"):
         task_of(unlabelled).corpus(unlabelled)
 
 

@@ -103,11 +103,9 @@ def test_a_training_is_that_of_transformers(family: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("make", [Own, lambda: classifier("ResNet", EXACT["ResNet"])])
 def test_a_run_goes_on_with_other_stages(make: Any, tmp_path: Path) -> None:
     def run(folder: str, num_stages: int, **values: Any) -> PipelineTrainer:
-        values["recompute"] = "block"
+        values |= {"recompute": "block", "lr_scheduler_type": "constant"}
         torch.manual_seed(0)
-        args = arguments(
-            tmp_path / folder, num_stages=num_stages, recompute="block", lr_scheduler_type="constant", **values
-        )
+        args = arguments(tmp_path / folder, num_stages=num_stages, **values)
         trainer = PipelineTrainer(make().double(), args, train_dataset=Images())
         trainer.train(resume_from_checkpoint=bool(values.get("save_steps")))
         return trainer

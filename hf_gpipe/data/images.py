@@ -1,0 +1,220 @@
+"""Images with a label: directories of classes, Parquet files or a data set of the Hub, as `datasets` reads them."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import transformers
+from transformers import AutoImageProcessor, PreTrainedConfig
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+from hf_gpipe.data.hub import asked
+from hf_gpipe.data.labelled import class_of
+from hf_gpipe.data.pairs import SPLITS, split_of
+from hf_gpipe.data.splits import Splits, drawn
+from hf_gpipe.errors import DataError, UserError, listed, nearest, one_line
+from hf_gpipe.recipe import DataSection
+
+Augment = Callable[[Any], Any]
+
+
+class Images:
+    """A map-style dataset of (image of PIL in RGB, number of its class).
+
+    Args:
+        rows: a `datasets.Dataset`.
+        data: the section, of the kind "images".
+        name: of the split, in messages.
+        augment: changes an image.
+    """
+
+    def __init__(self, rows: Any, data: DataSection, name: str, augment: Augment | None = None) -> None:
+        self._rows, self._data, self._name, self._augment = rows, data, name, augment
+        #: The names of the classes by their numbers in the data, where these have names.
+        self._names: Sequence[str] | None = getattr(rows.features[data.label_field], "names", None)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        where, data = f"{self._name}, row {index}", self._data
+        try:
+            row = self._rows[index]
+            image = row[data.image_field].convert("RGB")
+        except Exception as error:  # whatever a damaged file raises
+            raise DataError(f"{where}: field {data.image_field!r} is no image: {one_line(str(error), 200)}") from error
+        label = row[data.label_field]
+        if self._names is not None and isinstance(label, int) and 0 <= label < len(self._names):
+            label = self._names[label]
+        number = class_of(where, label, data.labels, data.label_field)
+        return image if self._augment is None else self._augment(image), number
+
+
+class ImageExamples:
+    """A map-style dataset of {"pixel_values": (C, H, W), "labels": class}.
+
+    Args:
+        images: of a split of a corpus.
+        processor: transformers' image processor.
+    """
+
+    def __init__(self, images: Images, processor: Any) -> None:
+        self._images, self._processor = images, processor
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image, label = self._images[index]
+        return {"pixel_values": pixels_of(image, self._processor), "labels": label}
+
+
+def pixels_of(image: Any, processor: Any) -> torch.Tensor:
+    """What the model reads of an image, (C, H, W)."""
+    pixels: torch.Tensor = processor(image, return_tensors="pt")["pixel_values"][0]
+    return pixels
+
+
+def shape_read(processor: Any) -> torch.Tensor:
+    """What the model reads of some image, (C, H, W)."""
+    return pixels_of(np.zeros((64, 64, 3), dtype=np.uint8), processor)
+
+
+def image_corpus(data: DataSection, evaluated: Collection[str] = ("validation", "test")) -> Splits[Any]:
+    """The images of `data.path` in three splits.
+
+    A data set's own splits "validation" and "test" are kept. A split that it has not is cut off from the training
+    images by a hash of each, its file's name or its bytes.
+
+    Args:
+        data: the section, of the kind "images".
+        evaluated: the splits to evaluate on; of a data set's own splits the others are left empty.
+
+    Raises:
+        DataError: no such data set, it lacks a field, or there is nothing to train on.
+        UserError: torchvision, which augments, is not installed.
+    """
+    path, augment = str(data.path), augmentation_of(data.augmentation)
+    options: dict[str, Any]
+    if glob.has_magic(path) or path.endswith(".parquet"):
+        source, options = "parquet", {"data_files": sorted(glob.glob(path)) or path}
+    else:
+        source, options = path, {"name": data.subset, "revision": data.revision}
+    splits = asked(path, None, lambda: datasets.load_dataset(source, **options))
+    if "train" not in splits:
+        raise DataError(f"{path} has no split 'train'; its splits are {', '.join(map(str, splits))}")
+    for name in (data.image_field, data.label_field):
+        if name not in (columns := splits["train"].column_names):
+            raise DataError(
+                f"{path} has no field {name!r}; it has {listed(columns)}: set data.image_field and data.label_field"
+            )
+    if not isinstance(splits["train"].features[data.image_field], datasets.Image):
+        # Of Parquet files the names or bytes of images.
+        splits = asked(path, None, lambda: splits.cast_column(data.image_field, datasets.Image()))
+    own = {name: splits[name] for name in ("validation", "test") if name in splits}
+    numbers = drawn(list(range(len(splits["train"]))), data.max_examples, "max_examples", data.seed)
+    cut = _cut(splits["train"], numbers, data, own)
+    if not cut["train"]:
+        raise DataError(
+            f"{path} has no images to train on; give more, or smaller validation_fraction and test_fraction"
+        )
+    parts = {name: splits["train"].select(rows) for name, rows in cut.items()}
+    parts |= {name: rows if name in evaluated else rows.select([]) for name, rows in own.items()}
+    images: list[Any] = [
+        Images(parts[name], data, f"{path}, split {name}", augment if name == "train" else None) for name in SPLITS
+    ]
+    return Splits(*images)
+
+
+def _cut(rows: Any, numbers: Sequence[int], data: DataSection, own: Collection[str]) -> dict[str, list[int]]:
+    """The numbers of the training rows that each split gets."""
+    fractions = (
+        0.0 if "validation" in own else data.validation_fraction,
+        0.0 if "test" in own else data.test_fraction,
+    )
+    found: dict[str, list[int]] = {name: [] for name in SPLITS}
+    if not any(fractions):
+        return found | {"train": list(numbers)}
+    files = rows.select_columns([data.image_field]).cast_column(data.image_field, datasets.Image(decode=False))
+    for number in numbers:
+        file = files[number][data.image_field] or {}
+        path, content = Path(file.get("path") or ""), file.get("bytes")
+        text = f"{path.parent.name}/{path.name}" if content is None else hashlib.blake2b(content).hexdigest()
+        found[split_of(text, *fractions)].append(number)
+    return found
+
+
+def augmentation_of(transforms: Mapping[str, Any]) -> Augment | None:
+    """torchvision's transforms (`torchvision.transforms.v2`), one after the other; None: there are none.
+
+    Args:
+        transforms: the arguments of each class, by its name.
+
+    Raises:
+        UserError: torchvision is not installed, or has no such transform.
+    """
+    if not transforms:
+        return None
+    try:
+        from torchvision.transforms import v2  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"data.augmentation needs torchvision, which cannot be imported ({one_line(str(error), 200)}); install the "
+            "release for this torch, or leave data.augmentation out"
+        ) from error
+    made = []
+    for name, values in transforms.items():
+        try:
+            made.append(getattr(v2, name)(**(values or {})))
+        except (AttributeError, TypeError, ValueError) as error:
+            known = [one for one in dir(v2) if one[0].isupper()]
+            hint = nearest(name, known) if name not in known else f": {error}"
+            raise UserError(f"data.augmentation: torchvision cannot make {name}({values}){hint}; correct it") from error
+
+    def augment(image: Any) -> Any:
+        for transform in made:
+            image = transform(image)
+        return image
+
+    return augment
+
+
+def image_processor(source: str | Path | None, config: PreTrainedConfig, image_size: int | None) -> Any:
+    """transformers' image processor, by PIL, so that a run does not depend on whether torchvision is installed.
+
+    Args:
+        source: a directory or Hub id that has one; None: the default one of the model's family.
+        config: the model's.
+        image_size: rows and columns of the images that the model reads; None: the processor's own.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        if source is not None:
+            read = AutoImageProcessor.from_pretrained(source, backend="pil")
+            return read if image_size is None else type(read)(**{**read.to_dict(), **_sizes(read, image_size)})
+        names = IMAGE_PROCESSOR_MAPPING_NAMES[config.model_type]
+        made_as = getattr(transformers, names["pil"])
+        size = image_size or getattr(config, "image_size", None)
+        return made_as(**_sizes(made_as(), size)) if isinstance(size, int) else made_as()
+    except Exception as error:  # the library raises whatever a broken file, or a missing one, makes it do
+        where = f"at {str(source)!r}" if source is not None else f"of the family {config.model_type}"
+        raise DataError(f"there is no image processor {where}: {one_line(str(error), 300)}") from error
+
+
+def _sizes(processor: Any, size: int) -> dict[str, Any]:
+    square = {"height": size, "width": size}
+    sizes: dict[str, Any] = {"size": {"shortest_edge": size} if "shortest_edge" in dict(processor.size) else square}
+    if getattr(processor, "crop_size", None) is not None:
+        sizes["crop_size"] = square
+    return sizes
