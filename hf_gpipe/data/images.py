@@ -79,13 +79,13 @@ class ImageExamples:
 
 
 def pixels_of(image: Any, processor: Any) -> torch.Tensor:
-    """What the model reads of an image, (C, H, W)."""
+    """The pixels that the model reads of an image, (C, H, W)."""
     pixels: torch.Tensor = processor(image, return_tensors="pt")["pixel_values"][0]
     return pixels
 
 
 def shape_read(processor: Any) -> torch.Tensor:
-    """What the model reads of some image, (C, H, W)."""
+    """The pixels, (C, H, W), that the model reads of an image of any size."""
     return pixels_of(np.zeros((64, 64, 3), dtype=np.uint8), processor)
 
 

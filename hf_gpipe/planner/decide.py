@@ -152,7 +152,7 @@ class Planning:
         is_open = config.speeds is None and not config.is_decided
         if config.speeds != "profile" and not (is_open and len(models) > 1):
             return config.given_speeds
-        mini_batch = self.world.from_reader(lambda: self.inputs.mini_batch(self.adapter.target_keys))
+        mini_batch = self.world.from_reader(lambda: self.inputs.mini_batch(self.adapter))
         count = config.num_micro_batches if isinstance(config.num_micro_batches, int) else 4 * config.processes
         workload = mini_batch.of_rows(largest_micro_batch(mini_batch.rows, min(count, mini_batch.rows)))
         speeds = measure_speeds(self.adapter, workload, self.world, self.loss, ranks_per_worker=config.tensor_parallel)

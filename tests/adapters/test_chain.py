@@ -268,7 +268,7 @@ def test_shapes_and_keys_of_mini_batches() -> None:
         Pipeline(nn.Sequential(nn.Linear(2, 2), InPlace(2, 2)), 2).train_step(rows)
     with pytest.raises(UserError, match=r"give example=, a mini-batch, or make it an nn.Sequential"):
         Pipeline(tagger(), 2)
-    with pytest.raises(UserError, match="peft_config is for Hugging Face models"):
+    with pytest.raises(UserError, match="peft_config is for models that read text"):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, peft_config=object())
     with pytest.raises(UserError, match="packing=True: Sequential is no Hugging Face model"):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, packing=True)

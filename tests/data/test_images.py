@@ -122,7 +122,7 @@ def test_what_is_no_image_with_a_label(folder: Path, tmp_path: Path) -> None:
     given = recipe(folder, f"data.path={tmp_path}", "data.test_fraction=0.0", "data.validation_fraction=0.0")
     with pytest.raises(DataError, match="split train, row 0: field 'image' is no image"):
         list(task_of(given).read(given).train)
-    with pytest.raises(RecipeError, match=r"data.kind is images and data.labels is \[dark\]; name each class once"):
+    with pytest.raises(RecipeError, match=r"data.kind is images and data.labels is .*; name each class once"):
         recipe(folder, "data.labels=[dark]")
     for key in ("bf16", "packing"):
         with pytest.raises(RecipeError, match=f"training.{key} is true .* and data.kind is images"):
