@@ -325,7 +325,7 @@ class Steps:
         return with_comparison(micro_batches, rows.to(dtype), loss, self.stages[last].device)
 
     def _first_pass(self, micro_batches: list[MicroBatch]) -> dict[int, torch.Tensor]:
-        """What the loss reads of the rows of each micro-batch, (B, E), by its number, where this process has it."""
+        """The rows of each micro-batch as the loss reads them, (B, E), by its number, where this process has it."""
         table = self.decision.schedule(len(micro_batches), "forward_only")
         outputs = self.executor.run(table, micro_batches, StepOptions(is_first_pass=True)).outputs
         return {index: one["rows"] for index, one in outputs.items()}

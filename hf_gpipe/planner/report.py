@@ -123,7 +123,7 @@ def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _first_pass(plan: Plan) -> str:
-    """What the forwards take that a loss needs before the step; empty where there are none."""
+    """The time of forwards that a loss needs before the step; empty where there are none."""
     seconds = plan.first_pass_seconds
     return f"{seconds_text(seconds)} of the step: the loss compares all rows of a mini-batch" if seconds else ""
 

@@ -35,7 +35,7 @@ class PipelineEmbeddingConfig(PairArguments):
     `per_device_train_batch_size` is the examples of a mini-batch, of `texts` rows each.
 
     Raises:
-        UserError: an argument that a pipeline cannot honour.
+        UserError: an argument that is not supported.
     """
 
     max_length: int | None = argument(512, "Tokens of a text at most; None: any number.")
@@ -76,7 +76,7 @@ class PipelineEmbeddingTrainer(PairTrainer):
         peft_config: as for `Pipeline`.
 
     Raises:
-        UserError: what cannot be honoured, by name.
+        UserError: what is not supported, by name.
     """
 
     _collated_columns = ("text_ids", "text_lengths", "score")
