@@ -11,7 +11,7 @@ from hf_gpipe.planner.prefix_sums import LayerSums
 
 @dataclass(frozen=True)
 class Beside:
-    """What a teacher's stage adds to a stage, for one micro-batch.
+    """The share that a teacher's stage adds to a stage, for one micro-batch.
 
     Attributes:
         held_bytes: weights and buffers.

@@ -24,7 +24,7 @@ def gathered_rows(
     micro_batches: Sequence[MicroBatch],
     total: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """What the replicas of the last stage have of all rows, (N, E) in float64 on the CPU.
+    """The vectors of all rows that the replicas of the last stage have, (N, E) in float64 on the CPU.
 
     Args:
         own: by the micro-batch's number, what this replica has of it, (B, E).
