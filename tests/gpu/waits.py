@@ -14,7 +14,7 @@ from hf_gpipe import Pipeline
 from tests.emulated_cuda.comparing import config_of
 from tests.oracle import padded_batch, plain_model
 
-#: Of a step of a dense model, in each process (docs/gpu.md).
+#: Of a step of a dense model, in each process (docs/speed.md).
 MOST_SYNCHRONISATIONS = 1
 
 

@@ -160,10 +160,8 @@ def test_list_scheduling_finds_the_shortest_of_all_tables(
 def test_the_page_of_schedules_draws_the_real_tables() -> None:
     page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == set(SCHEDULES) - {"forward_only"}
-    for name, processes, micro_batches in (
-        *(("1f1b", 3, 4), ("zb_h1", 3, 4), ("zb_h2", 3, 5)),
-        *(("zb_v", 2, 4), ("v_half", 4, 4)),
-    ):
+    assert page.count("\nstage 0  ") == 2
+    for name, processes, micro_batches in (("zb_h1", 3, 4), ("zb_v", 2, 4)):
         drawn = draw_text(simulate(table(name, processes, micro_batches), EQUAL))
         assert f"{drawn.strip()}\n" in page
 
