@@ -10,6 +10,7 @@ One micro-batch on a stage of the layers `start` to `stop` (exclusive) needs, ab
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -106,7 +107,7 @@ class LayerSums:
         stages = list(stages)
         held = sum((self._own[stop] - self._own[start] for start, stop in stages), start=Parameters())
         for parameter, users in self._shared:
-            if any(start <= user < stop for start, stop in stages for user in users):
+            if any(bisect_left(users, start) < bisect_left(users, stop) for start, stop in stages):
                 held += parameter.size
         return held
 
@@ -227,7 +228,7 @@ def estimated_stage_seconds(layers: Sequence[LayerCost], device: Device) -> Seco
 
 
 def _users(layers: Sequence[LayerCost]) -> list[tuple[SharedParameter, list[int]]]:
-    """Each shared parameter with the numbers of the layers that use it."""
+    """Each shared parameter with the numbers of the layers that use it, ascending."""
     users: dict[str, tuple[SharedParameter, list[int]]] = {}
     for index, layer in enumerate(layers):
         for parameter in layer.shared:
