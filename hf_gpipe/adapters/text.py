@@ -38,7 +38,16 @@ class TextAdapter(Adapter):
         quantisation: of linear layers; the configuration then has no `quantization_config`.
     """
 
-    loss_keys = ("labels", "shift_labels", "ref_logps", "row_gradients", "unit_losses")
+    loss_keys = (
+        "labels",
+        "shift_labels",
+        "ref_logps",
+        "row_gradients",
+        "unit_losses",
+        "advantages",
+        "old_logps",
+        "ref_token_logps",
+    )
 
     def __init__(
         self,

@@ -230,6 +230,7 @@ class Pipeline:
     eval_step = _of("steps", Steps.eval_step)
     eval_on = _of("steps", Steps.eval_on)
     log_probs = _of("steps", Steps.log_probs)
+    token_log_probs = _of("steps", Steps.token_log_probs)
     embed = _of("steps", Steps.embed)
     generate = by_every_process(_of("steps", Steps.generate))
 

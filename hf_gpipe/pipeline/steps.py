@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from hf_gpipe.adapters.autocast import keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
@@ -317,17 +318,17 @@ class Steps:
         if not loss.compares_units:
             return micro_batches
         with self._keeping_random_state():
-            own = self._first_pass(micro_batches)
+            own = self._rows(micro_batches, StepOptions(is_first_pass=True))
         if last not in self.stages:
             return micro_batches
         rows = gathered_rows(own, micro_batches, partial(self.parameters.replicas.total, last))
         dtype = next((one.dtype for one in own.values()), rows.dtype)
         return with_comparison(micro_batches, rows.to(dtype), loss, self.stages[last].device)
 
-    def _first_pass(self, micro_batches: list[MicroBatch]) -> dict[int, torch.Tensor]:
+    def _rows(self, micro_batches: list[MicroBatch], options: StepOptions) -> dict[int, torch.Tensor]:
         """The rows of each micro-batch as the loss reads them, (B, E), by its number, where this process has it."""
         table = self.decision.schedule(len(micro_batches), "forward_only")
-        outputs = self.executor.run(table, micro_batches, StepOptions(is_first_pass=True)).outputs
+        outputs = self.executor.run(table, micro_batches, options).outputs
         return {index: one["rows"] for index, one in outputs.items()}
 
     @contextmanager
@@ -370,12 +371,8 @@ class Steps:
         Returns:
             (N,) in float64, on the CPU.
         """
-        options = StepOptions(is_likelihood_only=True)
-        with ExitStack() as disabled:
-            if self.adapter.peft is not None and not with_adapters:
-                for stage in self.parameters.models.values():
-                    disabled.enter_context(without_adapters(stage.model))
-            return self._evaluate(self.adapter.as_rows(rows), options).row_nll.neg()
+        with self._adapters_off(not with_adapters):
+            return self._evaluate(self.adapter.as_rows(rows), StepOptions(is_likelihood_only=True)).row_nll.neg()
 
     def embed(self, rows: Batch) -> torch.Tensor:
         """The embeddings of the rows of a mini-batch that every process already has, by an `EmbeddingLoss`.
@@ -387,8 +384,36 @@ class Steps:
         """
         micro_batches = self._in_micro_batches(rows)
         with self._in_evaluation():
-            own = self._first_pass(micro_batches)
+            own = self._rows(micro_batches, StepOptions(is_first_pass=True))
         return gathered_rows(own if self.world.place == 0 else {}, micro_batches, self.world.all_reduce)
+
+    def token_log_probs(self, rows: Batch, *, with_adapters: bool = True) -> torch.Tensor:
+        """The log-probability of the target after each position of a mini-batch that every process already has.
+
+        Every process calls it and gets the same result. There is no dropout.
+
+        Args:
+            rows: the mini-batch, of a decoder-only model.
+            with_adapters: whether the PEFT adapters add to their layers.
+
+        Returns:
+            (N, T) in float64, on the CPU, 0 where there is no target; of logits as the loss sees them.
+        """
+        micro_batches = self._in_micro_batches(rows)
+        with self._adapters_off(not with_adapters), self._in_evaluation():
+            own = self._rows(micro_batches, StepOptions(is_of_tokens=True))
+        length = rows["labels"].shape[1]
+        own = {index: F.pad(one, (0, length - one.shape[1])) for index, one in own.items()}
+        return gathered_rows(own if self.world.place == 0 else {}, micro_batches, self.world.all_reduce)
+
+    @contextmanager
+    def _adapters_off(self, is_off: bool) -> Iterator[None]:
+        """Context manager in which the PEFT adapters, if any, add nothing."""
+        with ExitStack() as disabled:
+            if self.adapter.peft is not None and is_off:
+                for stage in self.parameters.models.values():
+                    disabled.enter_context(without_adapters(stage.model))
+            yield
 
     def _with_reference(self, batch: Batch) -> Batch:
         """The mini-batch with the entry "ref_logps", if the loss needs it."""

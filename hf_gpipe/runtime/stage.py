@@ -181,7 +181,7 @@ class Stage:
         """F of a table without backwards: the tensors for the next stage, on the last stage the losses of the rows.
 
         Returns:
-            On the last stage, of a first pass "rows" (B, E). Otherwise for each row "nll" (B,), the negative
+            On the last stage, of a first pass "rows" (B, E), or the log-probabilities of targets as "rows" (B, T). Otherwise for each row "nll" (B,), the negative
             log-likelihood summed over its targets; "loss" (B,), what it adds to the loss before this is divided by the
             number of units; the number of its units, "num_units" (B,); and, if there is one, the "auxiliary_loss" () of
             all rows.
@@ -204,6 +204,8 @@ class Stage:
                 losses = [one.of_logits(read, targets) for one in wanted]
             else:
                 losses = [torch.full(targets.shape, math.nan, device=targets.device)]
+            if options.is_of_tokens:
+                return {"rows": -losses[0]}
             if deferred is None and options.on_logits is not None:
                 options.on_logits(read.logits, read.inputs)
             outputs |= {"nll": losses[-1].sum(dim=1), "num_units": loss.row_units(targets)}

@@ -41,9 +41,13 @@ class PairLoss(Loss):
 
     rows_per_unit = 2
 
-    def _note(self, *metrics: torch.Tensor) -> None:
-        """Add the metrics of pairs, (B / 2,) each, to the sums; nothing is read from the device."""
-        values = torch.stack([one.detach().double() for one in (*metrics, torch.ones_like(metrics[0]))])
+    def _note(self, *metrics: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+        """Add the metrics of units, (B / rows_per_unit,) each, to the sums; nothing is read from the device.
+
+        With `counts` they are sums over so many tokens of each unit.
+        """
+        counts = torch.ones_like(metrics[0]) if counts is None else counts
+        values = torch.stack([one.detach().double() for one in (*metrics, counts)])
         is_training = torch.is_grad_enabled()
         self._sums[is_training] = self._sums.get(is_training, 0.0) + values.sum(dim=1)
 

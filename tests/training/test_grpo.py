@@ -1,0 +1,107 @@
+"""GRPO: the loss and every gradient of a plain loop for any cut, TRL's formulas, and a reward that rises."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+from hf_gpipe import Pipeline
+from hf_gpipe.training.grpo_loss import GRPOLoss, advantages_of
+from tests.oracle import VOCABULARY, Result, assert_same, run_pipeline, tiny_config
+
+
+def rollouts(count: int = 7) -> dict[str, torch.Tensor]:
+    """Rows of a prompt and a completion of unequal lengths, padded on the right."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCABULARY, (count, 11), generator=generator)
+    prompts = torch.randint(1, 4, (count, 1), generator=generator)
+    ends = prompts + torch.randint(1, 8, (count, 1), generator=generator)
+    place = torch.arange(11)
+    mask = place < ends
+    log_probs = -4 + torch.rand(count, 11, generator=generator, dtype=torch.float64)
+    return {
+        "input_ids": ids * mask,
+        "attention_mask": mask.long(),
+        "labels": ids.masked_fill(~mask | (place < prompts), -100),
+        "advantages": torch.randn(count, generator=generator),
+        "old_logps": log_probs,
+        "ref_token_logps": log_probs.flip(0) + 0.3,
+    }
+
+
+def token_log_probs(model: Any, batch: dict[str, torch.Tensor], temperature: float = 1.0) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits / temperature
+    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    return -F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+
+def plain_loss(model: Any, batch: dict[str, torch.Tensor], loss: GRPOLoss) -> torch.Tensor:
+    """TRL's formulas."""
+    log_probs = token_log_probs(model, batch, loss.temperature)
+    mask = F.pad((batch["labels"][:, 1:] != -100).double(), (0, 1))
+    advantages = batch["advantages"].double()[:, None]
+    log_ratio = log_probs - batch.get("old_logps", log_probs.detach())
+    if loss.importance_sampling_level == "sequence":
+        log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+    ratio = torch.exp(log_ratio)
+    high = loss.epsilon if loss.epsilon_high is None else loss.epsilon_high
+    clipped = torch.clamp(ratio, 1 - loss.epsilon, 1 + high)
+    ratio = ratio if loss.delta is None else torch.clamp(ratio, max=loss.delta)
+    losses = -torch.min(ratio * advantages, clipped * advantages)
+    if loss.beta:
+        difference = batch["ref_token_logps"] - log_probs
+        losses = losses + loss.beta * (torch.exp(difference) - difference - 1)
+    if loss.loss_type == "grpo":
+        return ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+    if loss.loss_type == "dr_grpo":
+        return (losses * mask).sum() / (len(mask) * loss.max_completion_length)
+    return (losses * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+CASES = (
+    (GRPOLoss(0.04, "grpo", epsilon_high=0.28), True),
+    (GRPOLoss(0.0, "dapo", temperature=0.7), False),
+    (GRPOLoss(0.1, "dr_grpo", 9, delta=1.5), True),
+    (GRPOLoss(0.1, "bnpo", importance_sampling_level="sequence", temperature=1.3), True),
+)
+
+
+@pytest.mark.parametrize(("loss", "has_old"), CASES)
+def test_loss_and_every_gradient(loss: GRPOLoss, has_old: bool) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config("llama")).double().train()
+    batch = rollouts()
+    if not has_old:
+        del batch["old_logps"]
+    value = plain_loss(model, batch, loss)
+    value.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected, draw = Result(float(value.detach()), gradients), random.Random(str(loss))
+    for num_stages, count in ((1, 1), (2, 3), (3, 5)):
+        schedule, recompute = draw.choice((("gpipe", "stage"), ("1f1b", "block"), ("zb_h1", "none")))
+        options: Any = {"loss": loss, "length_bucketing": draw.random() < 0.5}
+        pipe = Pipeline(copy.deepcopy(model), num_stages, count, schedule, recompute, **options)
+        pipe.zero_grad()
+        assert_same(run_pipeline(pipe, batch), expected)
+        assert pipe.eval_step(batch).loss == pytest.approx(expected.loss, rel=1e-9)
+        found = pipe.token_log_probs(batch)
+        torch.testing.assert_close(found, token_log_probs(model, batch, loss.temperature).detach(), rtol=0, atol=1e-10)
+
+
+def test_advantages() -> None:
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 2.0, 2.0])
+    groups = rewards.view(-1, 3)
+    centred = groups - groups.mean(1, keepdim=True)
+    torch.testing.assert_close(advantages_of(rewards, 3), (centred / (groups.std(1, keepdim=True) + 1e-4)).flatten())
+    torch.testing.assert_close(advantages_of(rewards, 3, "batch"), (centred / (rewards.std() + 1e-4)).flatten())
+    torch.testing.assert_close(advantages_of(rewards, 3, "none"), centred.flatten())
+    missing = advantages_of(torch.tensor([1.0, torch.nan, 0.0, 1.0, 1.0, 1.0]), 3)
+    assert missing[1] == 0
+    assert missing[0] == -missing[2] > 0
+    assert missing[3:].tolist() == [0, 0, 0]
