@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
     from hf_gpipe.training.embedding_loss import EmbeddingLoss
     from hf_gpipe.training.embeddings import PipelineEmbeddingConfig, PipelineEmbeddingTrainer
+    from hf_gpipe.training.grpo import PipelineGRPOConfig, PipelineGRPOTrainer
     from hf_gpipe.training.reward import PipelineRewardConfig, PipelineRewardTrainer
     from hf_gpipe.training.sft import PipelineSFTTrainer
     from hf_gpipe.training.sft_config import PipelineSFTConfig
@@ -39,6 +40,8 @@ __all__ = [
     "PipelineDPOTrainer",
     "PipelineEmbeddingConfig",
     "PipelineEmbeddingTrainer",
+    "PipelineGRPOConfig",
+    "PipelineGRPOTrainer",
     "PipelineRewardConfig",
     "PipelineRewardTrainer",
     "PipelineSFTConfig",
@@ -63,6 +66,8 @@ _MODULE_OF = {
     "PipelineDPOTrainer": "hf_gpipe.training.dpo",
     "PipelineEmbeddingConfig": "hf_gpipe.training.embeddings",
     "PipelineEmbeddingTrainer": "hf_gpipe.training.embeddings",
+    "PipelineGRPOConfig": "hf_gpipe.training.grpo",
+    "PipelineGRPOTrainer": "hf_gpipe.training.grpo",
     "PipelineRewardConfig": "hf_gpipe.training.reward",
     "PipelineRewardTrainer": "hf_gpipe.training.reward",
     "PipelineSFTConfig": "hf_gpipe.training.sft_config",

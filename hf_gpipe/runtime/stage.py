@@ -181,10 +181,10 @@ class Stage:
         """F of a table without backwards: the tensors for the next stage, on the last stage the losses of the rows.
 
         Returns:
-            On the last stage, of a first pass "rows" (B, E), or the log-probabilities of targets as "rows" (B, T). Otherwise for each row "nll" (B,), the negative
-            log-likelihood summed over its targets; "loss" (B,), what it adds to the loss before this is divided by the
-            number of units; the number of its units, "num_units" (B,); and, if there is one, the "auxiliary_loss" () of
-            all rows.
+            On the last stage, of a first pass "rows" (B, E), or the log-probabilities of targets as "rows" (B, T).
+            Otherwise for each row "nll" (B,), the negative log-likelihood summed over its targets; "loss" (B,), what it
+            adds to the loss before this is divided by the number of units; the number of its units, "num_units" (B,);
+            and, if there is one, the "auxiliary_loss" () of all rows.
         """
         context, of_teacher = self._beside_teacher(context)
         options, name = context.options, context.micro_batch.mini_batch

@@ -52,11 +52,11 @@ class TemperedLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class GRPOLoss(PairLoss):
-    """The clipped loss of completions with advantages; the inputs have "advantages" (B,), and labels of the completions.
+    """The clipped loss of completions with advantages; the inputs have "advantages" (B,), and completions as labels.
 
-    With the ratio r of a token's probability to that at the rollout, and the advantage A of its row, the loss of a token
-    is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta k, where k = exp(d) - d - 1 and d is the reference's
-    log-probability minus the model's (arXiv 2402.03300, equations 3 and 4).
+    With the ratio r of a token's probability to that at the rollout, and the advantage A of its row, the loss of a
+    token is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta k, where k = exp(d) - d - 1 and d is the
+    reference's log-probability minus the model's (arXiv 2402.03300, equations 3 and 4).
 
     Args:
         beta: weight of the divergence from the reference, whose log-probabilities are "ref_token_logps" (B, T).

@@ -66,6 +66,9 @@ class TrainerOfLoop(Protocol):
     def new_state(self) -> TrainerState: ...
     def log(self, logs: dict[str, Any]) -> None: ...
     def evaluate(self, *, ignore_keys: list[str] | None = ...) -> dict[str, float]: ...
+    @property
+    def updates_per_step(self) -> int: ...
+    def prepared(self, group: Sequence[Batch]) -> Sequence[Batch]: ...
     def model_to_save(self, directory: Path, world: World) -> PendingWrite | None: ...
 
 
@@ -160,6 +163,7 @@ class TrainingLoop:
         for window in windows(shared_stream(source, self._world), self._pipe, self._args, self._state):
             job.note(f"training step {self._state.global_step + 1}")
             self._trainer.fire("on_step_begin")
+            window = [self._trainer.prepared(group) for group in window]
             self._step(window)
             asked: set[str] = set()
             for number, group in enumerate(window):
@@ -217,6 +221,9 @@ class TrainingLoop:
         self._slow_machines.count(len(window), times)
 
     def _run_step(self, step: int, group: Sequence[Batch], times: list[ActionTime] | None) -> None:
+        for _ in range(self._trainer.updates_per_step - 1):
+            self._pipe.steps.train_on(group, None, self._update_between)
+            self._pipe.zero_grad()
         if self._waits:
             self._pipe.steps.train_on(group, times, partial(self._update, len(group)))
         else:
@@ -272,6 +279,18 @@ class TrainingLoop:
         self._rate = learning_rate(optimizer)
         if is_applied and not takes_metric(scheduler):
             scheduler.step()
+
+    def _update_between(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """An update of a step that has more of them: the rate stays, and nothing is logged."""
+        optimizer, scaler, limit = self._trainer.optimizer, self._trainer.scaler, self._args.max_grad_norm
+        assert optimizer is not None
+        scale = 1.0 if scaler is None else scaler.scale
+        if scaler is not None:
+            scaler.unscale_(self._pipe.parameters())
+        if limit is not None and limit > 0:
+            self._pipe.clip_grad_norm_(limit, float(norm) / scale)
+        if self._is_applied(self._state.global_step + 1, float(loss), float(norm) / scale):
+            optimizer.step()
 
     def _read_late_numbers(self) -> None:
         """Wait for the loss and the norm of a step whose update did not need them."""

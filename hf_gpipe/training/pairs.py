@@ -17,6 +17,7 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase, TrainerCallbac
 
 from hf_gpipe.data.embeddings import EmbeddingExamples
 from hf_gpipe.data.preferences import PreferenceExamples
+from hf_gpipe.data.prompts import PromptExamples
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
@@ -68,7 +69,7 @@ class PairTrainer(PipelineTrainer, ABC):
     args: PairArguments
     #: The class of its arguments, and that of its examples.
     _arguments: ClassVar[type[PairArguments]]
-    _class_of_examples: ClassVar[type[PreferenceExamples] | type[EmbeddingExamples]]
+    _class_of_examples: ClassVar[type[PreferenceExamples] | type[EmbeddingExamples] | type[PromptExamples]]
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class PairTrainer(PipelineTrainer, ABC):
         if not isinstance(model, Pipeline):
             model, others = self._as_source(model)
             options |= {"loss": args.make_loss(), **others}
-        pipe = pipeline_of(model, args, lambda: _example(datasets.get("train"), args), world=world, **options)
+        pipe = pipeline_of(model, args, lambda: self._workload(datasets.get("train"), args), world=world, **options)
         if pipe.loss != (asked := args.make_loss()):
             raise UserError(
                 f"the given Pipeline has the loss {pipe.loss}, and the arguments ask for {asked}; make it with "
@@ -134,6 +135,13 @@ class PairTrainer(PipelineTrainer, ABC):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+
+    def _workload(self, dataset: Any, args: Any) -> Workload | None:
+        """The shape of the longest mini-batch to come, for the planner."""
+        if dataset is None or not hasattr(dataset, "lengths"):
+            return None
+        longest = max(dataset.lengths)
+        return Workload(args.make_loss().rows_per_unit * args.per_device_train_batch_size, longest, longest)
 
     def _as_source(self, model: ModelSource) -> tuple[ModelSource, dict[str, Any]]:
         """The model to make a Pipeline of, and more options of `ModelSpec` for it."""
@@ -188,11 +196,3 @@ def each(datasets: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(datasets, Mapping):
         return {name: function(dataset) for name, dataset in datasets.items()}
     return function(datasets)
-
-
-def _example(dataset: Any, args: PairArguments) -> Workload | None:
-    """The shape of the longest mini-batch to come, for the planner."""
-    if dataset is None or not hasattr(dataset, "lengths"):
-        return None
-    longest = max(dataset.lengths)
-    return Workload(args.make_loss().rows_per_unit * args.per_device_train_batch_size, longest, longest)

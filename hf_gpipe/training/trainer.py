@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -391,6 +391,15 @@ class PipelineTrainer:
     def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
         """Metrics that the loss has noted since the last call, the same in every process, which calls it; none here."""
         return {}
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates from the mini-batches of a step."""
+        return 1
+
+    def prepared(self, group: Sequence[Batch]) -> Sequence[Batch]:
+        """The mini-batches of a step as they are trained on, from those of the loader; every process calls it."""
+        return group
 
     def fire(self, event: str, **kwargs: Any) -> None:
         """Call an event of the callbacks of this process."""

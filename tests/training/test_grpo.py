@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from hf_gpipe import Pipeline
+from examples.grpo import main, share_of_letter, tokenizer
+from hf_gpipe import Pipeline, PipelineGRPOConfig, PipelineGRPOTrainer
+from hf_gpipe.data.prompts import PromptExamples
+from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.training.grpo_loss import GRPOLoss, advantages_of
 from tests.oracle import VOCABULARY, Result, assert_same, run_pipeline, tiny_config
+from tests.training.toy import Recorder, weights
 
 
 def rollouts(count: int = 7) -> dict[str, torch.Tensor]:
@@ -105,3 +111,91 @@ def test_advantages() -> None:
     assert missing[1] == 0
     assert missing[0] == -missing[2] > 0
     assert missing[3:].tolist() == [0, 0, 0]
+
+
+def trained(folder: Path, model: Any, reward: Any = None, **values: Any) -> tuple[Any, list[dict[str, Any]]]:
+    peft = values.pop("peft_config", None)
+    common: dict[str, Any] = {
+        "num_stages": 2,
+        "num_micro_batches": 3,
+        "schedule": "1f1b",
+        "recompute": "none",
+        "partition": "count",
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "num_generations": 3,
+        "max_completion_length": 4,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+    }
+    recorder = Recorder()
+    made = PipelineGRPOTrainer(
+        model,
+        reward or share_of_letter,
+        PipelineGRPOConfig(output_dir=str(folder), **common | values),
+        train_dataset=[
+            {"prompt": f"{letter}:" + "a" * number, "letter": letter} for number, letter in enumerate("abcd")
+        ],
+        processing_class=tokenizer(),
+        callbacks=[recorder],
+        peft_config=peft,
+    )
+    made.train()
+    return made, [one for one in recorder.logs if "loss" in one]
+
+
+def small() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_config("llama", eos_token_id=0, bos_token_id=None)).double()
+
+
+def test_completions_and_updates_do_not_depend_on_the_stages(tmp_path: Path) -> None:
+    """With several updates a step, a group per prompt, and a reference without its adapters."""
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], lora_alpha=64, init_lora_weights=False)
+    values: dict[str, Any] = {"num_iterations": 2, "beta": 0.05, "loss_type": "grpo", "peft_config": lora}
+    calls: list[Any] = []
+
+    def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any) -> Any:
+        calls.append((prompts, completion_ids))
+        assert [prompt[0] for prompt in prompts] == columns["letter"]
+        assert all(len(ids) <= 4 and 0 not in ids[:-1] for ids in completion_ids)
+        return [None if number == 1 else float(ids[0]) for number, ids in enumerate(completion_ids)]
+
+    one, logs = trained(tmp_path / "1", small(), reward, num_stages=1, num_micro_batches=1, **values)
+    three, others = trained(tmp_path / "3", small(), reward, num_stages=3, num_micro_batches=5, **values)
+    assert calls[: len(calls) // 2] == calls[len(calls) // 2 :]
+    assert [prompt[:2] for prompt in calls[0][0][:3]] == [calls[0][0][0][:2]] * 3
+    for name in ("loss", "reward", "reward_std", "kl", "clip_ratio/region_mean", "completions/mean_length"):
+        assert [log[name] for log in logs] == pytest.approx([log[name] for log in others], rel=1e-6, nan_ok=True), name
+    assert logs[0]["kl"] > 0
+    found = weights(three)
+    for name, parameter in weights(one).items():
+        torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-9)
+
+
+def test_the_reward_rises() -> None:
+    """By the example."""
+    rewards = main(40)
+    assert rewards[-1] > rewards[0] + 0.3
+
+
+def test_what_is_not_supported(tmp_path: Path) -> None:
+    for options, message in (
+        ({"loss_type": "cispo"}, "loss_type='cispo' is not supported; choose one of grpo, bnpo, dr_grpo, dapo"),
+        ({"num_generations": 1}, "num_generations=1: expected at least 2"),
+        ({"scale_rewards": "all"}, "scale_rewards='all' is not supported"),
+        ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, "loss_type='bnpo': it is a mean over the tokens"),
+        ({"temperature": 0.0}, "temperature=0.0: expected a number above 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            PipelineGRPOConfig(output_dir=str(tmp_path), **options).check()  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="the reference is the model without its new PEFT adapters, and there are none"):
+        trained(tmp_path, small(), beta=0.1)
+    with pytest.raises(UserError, match="reward function <lambda> gave 1 rewards for 6 completions"):
+        trained(tmp_path, small(), lambda **columns: [1.0])
+    with pytest.raises(DataError, match="row 0: 'prompt' is None; it must be text, or a list of messages"):
+        PromptExamples([{"text": "a"}], tokenizer())
+    with pytest.raises(DataError, match="row 1: the prompt has 3 tokens, and max_length is 2"):
+        PromptExamples([{"prompt": "a:"}, {"prompt": "a:a"}], tokenizer(), max_length=2)

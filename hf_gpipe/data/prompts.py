@@ -1,0 +1,74 @@
+"""Prompts of rollouts as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_gpipe.data.chat_labels import apply_template
+from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.errors import DataError
+
+
+class PromptExamples:
+    """A dataset of {"prompt_ids": [...], "row": i} of rows with a "prompt", text or messages, and any other columns.
+
+    Args:
+        rows: a list, or a `datasets.Dataset`.
+        tokenizer: its chat template is applied to messages.
+        max_length: the most tokens of a prompt; None: any number.
+
+    Raises:
+        DataError: a row without a prompt, or with a prompt that is too long.
+    """
+
+    #: A column that rows of text have not.
+    known_by = "prompt_ids"
+
+    def __init__(
+        self, rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None
+    ) -> None:
+        self.rows = list(rows)
+        self._ids = [self._ids_of(f"row {number}", row, tokenizer) for number, row in enumerate(self.rows)]
+        for number, length in enumerate(self.lengths):
+            if max_length is not None and length > max_length:
+                raise DataError(f"row {number}: the prompt has {length} tokens, and max_length is {max_length}")
+
+    @staticmethod
+    def _ids_of(where: str, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        prompt = row.get("prompt")
+        if isinstance(prompt, list):
+            prompt = apply_template(tokenizer, where, row, prompt, tokenize=False, add_generation_prompt=True)
+            ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        elif isinstance(prompt, str):
+            ids = list(tokenizer(prompt)["input_ids"])
+        else:
+            raise DataError(f"{where}: 'prompt' is {prompt!r}; it must be text, or a list of messages")
+        if not ids:
+            raise DataError(f"{where}: the tokenizer leaves no tokens of the prompt")
+        return ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"prompt_ids": self._ids[index], "row": index}
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each prompt."""
+        return [len(ids) for ids in self._ids]
+
+
+@dataclass(frozen=True)
+class PromptCollator(PairCollator):
+    """Mini-batches of {"prompt_ids", "row"}: input_ids and attention_mask (N, T), padded on the left, and row (N,)."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        flipped = super().__call__([{"input_ids": row["prompt_ids"][::-1]} for row in rows])
+        batch = {name: tensor.flip(1) for name, tensor in flipped.items()}
+        return batch | {"row": torch.tensor([row["row"] for row in rows])}
