@@ -15,6 +15,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.custom_loss import LogitsLoss, RowLoss
+from scripts.bench.models import quantisation
 from tests.gloo import run_gloo
 from tests.oracle import Batch, Result, assert_same, padded_batch, plain_model, run_plain, tiny_config
 
@@ -141,14 +142,34 @@ def in_half(size: int) -> tuple[Result, float]:
     return step(Pipeline(model, 2, 3, "zb_h1", "none", **options), padded_batch(config))
 
 
+def of_adapters(size: int, *, quantised: bool) -> tuple[Result, float]:
+    """A step of LoRA, with dropout, on a table, linear layers and a copy of the head, and with weights of 4 bits."""
+    peft = pytest.importorskip("peft")
+    config, dtype, options = config_of("llama", dropout=0.2), torch.float64, {}
+    targets = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
+    if quantised:
+        config.hidden_size, config.head_dim, config.intermediate_size, dtype = 128, 32, 128, torch.float32
+        options["quantization_config"] = quantisation("nf4+", "float32")
+    else:
+        targets.append("embed_tokens")
+    lora = peft.LoraConfig(r=4, lora_dropout=0.3, use_rslora=True, target_modules=targets, modules_to_save=["lm_head"])
+    lora.init_lora_weights = False  # then both factors have gradients
+    options |= {"attn_implementation": "eager", "dtype": dtype, "peft_config": lora}
+    pipe = Pipeline(config, 2, 3, "zb_h1", "none", tensor_parallel=size, seed=3, **options)
+    return step(pipe, padded_batch(config))
+
+
 def all_beside(size: int) -> dict[str, Any]:
-    return {name: beside(name, size) for name in BESIDE} | {"classes": of_classes(size), "half": in_half(size)}
+    return {name: beside(name, size) for name in BESIDE} | {"classes": of_classes(size), "half": in_half(size)} | {
+        "adapters": of_adapters(size, quantised=False),
+        "quantised": of_adapters(size, quantised=True),
+    }
 
 
 def test_beside_everything_else_the_numbers_are_those_of_one_process() -> None:
     one, processes = all_beside(1), run_gloo(all_beside, 4, 2)
     for of_process in processes:
-        for name, tolerance in (("classes", 1e-10), ("half", 0.02)):
+        for name, tolerance in (("classes", 1e-10), ("half", 0.02), ("adapters", 1e-10), ("quantised", 1e-5)):
             assert_same(of_process.pop(name)[0], one[name][0], tolerance)
         for name, (steps, loss, log_probs, tokens) in of_process.items():
             expected_steps, expected_loss, expected_log_probs, expected_tokens = one[name]
@@ -167,6 +188,15 @@ def save(folder: str, source: str) -> None:
         pipe.save_pretrained(Path(folder, name))
         pipe.load_pretrained(source)
         pipe.save_pretrained(Path(folder, f"{name}, loaded again"))
+    pipe = adapted(2, seed=7)
+    pipe.load_pretrained(Path(source, "adapters"))
+    pipe.save_pretrained(Path(folder, "adapters"))
+
+
+def adapted(size: int, seed: int) -> Pipeline:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj", "o_proj", "embed_tokens"], modules_to_save=["lm_head"])
+    return Pipeline(config_of("llama"), 2, 2, tensor_parallel=size, seed=seed, peft_config=lora)
 
 
 def test_files_are_bit_equal_to_those_of_one_process(tmp_path: Path) -> None:
@@ -174,7 +204,12 @@ def test_files_are_bit_equal_to_those_of_one_process(tmp_path: Path) -> None:
     source = str(tmp_path / "source")
     new = Pipeline(config_of("llama"), 2, 2, seed=5, dtype=torch.bfloat16)
     new.save_pretrained(source)
+    adapted(1, seed=5).save_pretrained(Path(source, "adapters"))
     run_gloo(save, 4, str(tmp_path), source)
+    expected = tensors_of(Path(source, "adapters"))
+    found = tensors_of(tmp_path / "adapters")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     expected = tensors_of(Path(source))
     for name in ("loaded", "new", "loaded, loaded again", "new, loaded again"):
         found = tensors_of(tmp_path / name)

@@ -190,8 +190,8 @@ class PeftAdapter:
                 f"peft cannot merge adapters of {self.config.peft_type.value}: {error or 'it has no merging for them'}"
             ) from error
 
-    def tensors(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """The adapter's tensors in a model or a stage of it, under the names of PEFT's saved format.
+    def saved_names(self, model: PreTrainedModel) -> dict[str, str]:
+        """Of the adapter's tensors in a model or a stage of it, by the names of PEFT's saved format, the model's own.
 
         A tensor that is tied has several names, as in PEFT's own files.
         """
@@ -202,7 +202,12 @@ class PeftAdapter:
             found = get_peft_model_state_dict(
                 model, state_dict=state, adapter_name=self.name, save_embedding_layers=self.saves_embeddings
             )
-        return {f"base_model.model.{name}": tensor for name, tensor in found.items()}
+        names = {id(tensor): name for name, tensor in state.items()}
+        return {f"base_model.model.{name}": names[id(tensor)] for name, tensor in found.items()}
+
+    def tensors(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """The adapter's tensors in a model or a stage of it, under the names of PEFT's saved format."""
+        return {saved: model.get_parameter(name).detach() for saved, name in self.saved_names(model).items()}
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import is_bitsandbytes_available
 
+from hf_gpipe.adapters.tensor_parallel.cuts import Cut
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
 #: Options of BitsAndBytesConfig that are refused if set -> the reason.
@@ -209,6 +210,46 @@ def quantised_layers(model: nn.Module) -> Iterator[Any]:
 
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     yield from (module for module in model.modules() if isinstance(module, kinds))
+
+
+def is_4bit(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has weights of 4 bits."""
+    return getattr(parameter, "quant_state", None) is not None
+
+
+def part_of_4bit(parameter: Any, cut: Cut, place: int) -> nn.Parameter:
+    """A rank's part of a quantised weight, whole blocks of it, with the same values.
+
+    Its scales are in float32, for scales of a scale lie in several parts.
+
+    Args:
+        parameter: of which `check_blocks` has seen the cut.
+        cut: of the weight (outputs, inputs).
+        place: of the rank.
+    """
+    import bitsandbytes as bnb
+
+    state = parameter.quant_state
+    scales = state.absmax
+    if state.nested:
+        scales = bnb.functional.dequantize_blockwise(scales, state.state2) + state.offset
+
+    def part_of(grid: torch.Tensor, size: int) -> torch.Tensor:
+        """The part of what each `size` inputs have one of."""
+        of_grid = cut if cut.dim == 0 else cut.of_groups(size)
+        return of_grid.part(grid.reshape(state.shape[0], -1), place).contiguous()
+
+    packed = part_of(parameter.data.view(torch.uint8), 2).view(-1, 1).view(parameter.dtype)
+    part: Any = torch.Tensor._make_subclass(type(parameter), packed, False)  # noqa: FBT003
+    vars(part).update(vars(parameter))
+    part.quant_state = copy.copy(state)
+    part.quant_state.absmax = part_of(scales, state.blocksize).flatten()
+    part.quant_state.shape = cut.shape_of_part(state.shape, place)
+    part.quant_state.nested, part.quant_state.state2, part.quant_state.offset = False, None, None
+    if getattr(part, "module", None) is not None:
+        part.module.quant_state = part.quant_state
+    found: nn.Parameter = part
+    return found
 
 
 def size_of_quantised(parameter: torch.Tensor) -> tuple[int, int]:

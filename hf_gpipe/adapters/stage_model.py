@@ -23,8 +23,8 @@ from hf_gpipe.adapters.linear import hand_over
 from hf_gpipe.adapters.position_tables import hollow, lend_tables
 from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
+from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.masks import draws_masks
-from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.tensor_parallel.split import Division
 from hf_gpipe.adapters.weight_gradients import WeightGradients
@@ -149,9 +149,10 @@ class StageModel:
         Raises UserError where the model cannot be divided so.
         """
         blocks = frozenset(block for stack in self.adapter.stacks for block in stack.blocks)
-        has_dropout = draws_masks(self.adapter.config)
-        self.division = Division(SplitPlan.of(self.adapter, ranks.size), ranks, has_dropout=has_dropout)
-        self.division.apply(self.model, self.adapter.ties, blocks)
+        peft = self.adapter.peft
+        has_dropout = draws_masks(self.adapter.config) or (peft is not None and peft.config.lora_dropout > 0)
+        self.division = Division(plan_of(self.adapter, ranks.size), ranks, has_dropout=has_dropout)
+        self.division.apply(self.model, self.model.all_tied_weights_keys, blocks)
 
     def seal(self, device: torch.device) -> None:
         """Complete the stage once its weights are in memory: insert the last stubs, the dropout seeds and the input."""
@@ -294,6 +295,10 @@ class StageModel:
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole that `part` takes a part of. With a division every rank calls it."""
         return part if self.division is None else self.division.whole(name, part)
+
+    def whole_shape(self, name: str, part: torch.Tensor) -> torch.Size:
+        """The shape of the whole that `part` takes a part of."""
+        return part.shape if self.division is None else self.division.whole_shape(name, part)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:

@@ -104,7 +104,12 @@ def pending_adapters(
             write_model_configuration(adapter, folder)
 
     write_once(directory, world, lambda: prepare_files(directory, write_configuration, write_more))
-    files: Files = {stage: peft.tensors(model.model) for stage, model in models.items() if world.leads(stage)}
+    files: Files = {}
+    for stage, model in models.items():
+        if world.is_in_first_replica(stage):
+            tensors = {saved: model.whole(own, tensor) for saved, own, tensor in _tensors(model, peft)}
+            if world.leads(stage):
+                files[stage] = tensors
 
     def write(files: Files) -> dict[str, Entry]:
         parts = world.gather_objects({name: t for own in files.values() for name, t in on_cpu(own).items()})
@@ -134,24 +139,30 @@ def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftA
     Raises CheckpointError if the file is missing or damaged, or lacks one of a stage's tensors.
     """
     file = directory / WEIGHTS_NAME
-    own = [peft.tensors(model.model) for model in models.values()]
-    names = {name for tensors in own for name in tensors}
+    own = [list(_tensors(model, peft)) for model in models.values()]
+    names = {name for tensors in own for name, _, _ in tensors}
     with digests.advising():
         if (written := Digests.read(directory)) is not None:
             written.check(written.parts(WEIGHTS_NAME, names.__contains__))
     with _opened(file) as saved:
-        for tensors in own:
-            _check_fit(saved, file, tensors)
-            # The tensors under PEFT's names share memory with the stage's, so copying into them fills the stage.
-            for name, tensor in tensors.items():
-                tensor.copy_(saved.get_tensor(name))
+        for model, tensors in zip(models.values(), own, strict=True):
+            _check_fit(saved, file, {name: model.whole_shape(own, tensor) for name, own, tensor in tensors})
+            for name, own, tensor in tensors:
+                tensor.copy_(model.part(own, saved.get_tensor(name)))
+
+
+def _tensors(model: StageModel, peft: PeftAdapter) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Of each tensor of a stage's adapters its name in PEFT's files, its own name, and this rank's part of it."""
+    ties = model.model.all_tied_weights_keys
+    for saved, own in peft.saved_names(model.model).items():
+        yield saved, ties.get(own, own), model.model.get_parameter(own).detach()
 
 
 def check_adapters(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise CheckpointError unless saved adapters have exactly these tensors, those of all adapters of a model."""
     file = directory / WEIGHTS_NAME
     with _opened(file) as saved:
-        _check_fit(saved, file, tensors)
+        _check_fit(saved, file, {name: tensor.shape for name, tensor in tensors.items()})
         if unknown := sorted(set(saved.keys()) - tensors.keys()):
             raise CheckpointError(
                 f"{file} has {unknown[0]!r}, which is no adapter of the model that {CONFIG_NAME} describes; give the "
@@ -176,12 +187,10 @@ def _opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"cannot read the adapters in {file}: {error}") from error
 
 
-def _check_fit(saved: Any, file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_fit(saved: Any, file: Path, shapes: Mapping[str, torch.Size]) -> None:
     names = set(saved.keys())
-    for name, tensor in tensors.items():
+    for name, own in shapes.items():
         if name not in names:
             raise CheckpointError(f"{file} lacks {name!r}, which the model's adapter has")
-        if (shape := tuple(saved.get_slice(name).get_shape())) != tensor.shape:
-            raise CheckpointError(
-                f"{file}: {name!r} has the shape {shape}, the model's adapter has {tuple(tensor.shape)}"
-            )
+        if (shape := tuple(saved.get_slice(name).get_shape())) != own:
+            raise CheckpointError(f"{file}: {name!r} has the shape {shape}, the model's adapter has {tuple(own)}")

@@ -434,7 +434,7 @@ def split_step(
 ) -> Step:
     """Run the same step in stages, all of them in this process, with recomputation, of stages or of blocks.
 
-    With `ranks` this is one of several whose layers are divided, and has its part of the gradients.
+    With `ranks` this is one of several whose layers are divided.
     """
     cpu, models = torch.device("cpu"), stage_models(model, adapter, num_stages, ranks)
     loss_of = PLAIN if adapter.has_head else _OfHidden()
@@ -460,8 +460,9 @@ def split_step(
         table = _with_weights_last(table)
     loss = Executor(stages, edges, 0).run(table, micro_batches).loss
     assert loss is not None
-    parameters = {name: p for one in models.values() for name, p in one.parameters.items()}
-    return Step(float(loss), {name: p.grad for name, p in parameters.items() if p.grad is not None}, adapter.dtype)
+    parts = {name: (one, p.grad) for one in models.values() for name, p in one.parameters.items() if p.grad is not None}
+    gradients = {name: one.whole(name, gradient) for name, (one, gradient) in parts.items()}
+    return Step(float(loss), gradients, adapter.dtype)
 
 
 def stage_models(

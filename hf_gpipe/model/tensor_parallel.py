@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter, build_adapter
 from hf_gpipe.adapters.tensor_parallel.masks import draws_masks, masks_of
-from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
+from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, UserError, one_line
@@ -28,8 +27,6 @@ def check_division(adapter: Adapter, size: int, loss: Loss) -> None:
     """Raise UserError where the layers of a model cannot be divided among so many ranks, or its loss not computed."""
     others = {
         "the model is no Hugging Face model that reads text": not isinstance(adapter, TextAdapter),
-        "peft_config (lora) adds adapters to its layers": adapter.peft is not None,
-        "quantization_config quantises its layers": adapter.quantisation is not None,
         "functions of its modules were replaced": bool(adapter.patches),
         "the loss reads hidden states": Reads.HIDDEN in loss.reads,
         "the loss reads what a teacher computes": Reads.TEACHER in loss.reads,
@@ -55,7 +52,7 @@ def verify_division(adapter: TextAdapter, size: int) -> None:
         UnsupportedModelError: loss or gradients differ, or no rule divides a layer of the family.
         UserError: the model cannot be divided by T.
     """
-    plan = SplitPlan.of(adapter, size)
+    plan = plan_of(adapter, size)
     of_clone = 4 if any(cut.is_shared for cut in plan.cuts.values()) else 2
     masks = draws_masks(adapter.config)
     what = f"divided {of_clone} {attention_of(adapter)} {masks}"
@@ -72,14 +69,14 @@ def _difference(adapter: TextAdapter, size: int) -> float:
         for name, probability in masks_of(adapter.config).items():
             setattr(model.config, name, probability)
         clone = build_adapter(model.config, torch.float64, attention_of(adapter), type(model))
-        expected = divided_step(model, clone, 1)
-        step = divided_step(model, clone, size)
+        (expected,) = divided_steps(model, clone, 1)
+        steps = divided_steps(model, clone, size)
     except Exception as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         reason = one_line(str(error), 300)
         raise UnsupportedModelError(f"{family}: tensor_parallel fails on a tiny clone: {reason}") from error
-    difference = step.difference(expected)
+    difference = max(step.difference(expected) for step in steps)
     if not difference <= _TOLERANCE:
         raise UnsupportedModelError(
             f"{family}: with tensor_parallel a tiny clone has other gradients, by {difference:.0e} of their norm; "
@@ -88,24 +85,11 @@ def _difference(adapter: TextAdapter, size: int) -> float:
     return difference
 
 
-def divided_step(model: PreTrainedModel, adapter: TextAdapter, size: int, num_stages: int = _STAGES) -> Step:
-    """A step of a clone in stages whose layers are divided among ranks, with whole gradients."""
+def divided_steps(model: PreTrainedModel, adapter: TextAdapter, size: int, num_stages: int = _STAGES) -> list[Step]:
+    """A step of a clone in stages whose layers are divided among ranks, as each rank has it, with whole gradients."""
     batch, num_stages = padded_batch(model), min(num_stages, len(adapter.layers))
-    if size == 1:
-        return split_step(copy.deepcopy(model), adapter, batch, num_stages)
 
-    def run(ranks: Ranks) -> Step:
+    def run(ranks: Ranks | None = None) -> Step:
         return split_step(copy.deepcopy(model), adapter, batch, num_stages, ranks=ranks)
 
-    steps = emulate(size, partial(run))
-    cuts = SplitPlan.of(adapter, size).cuts
-    gradients = {}
-    for name, part in steps[0].gradients.items():
-        cut = cuts.get(name)
-        if cut is None:
-            gradients[name] = part
-            continue
-        parts = [step.gradients[name] for step in steps]
-        spread = [cut.spread(one, place) for place, one in enumerate(parts) if cut.counts(place)]
-        gradients[name] = torch.stack(spread).sum(0)
-    return Step(steps[0].loss, gradients, steps[0].dtype)
+    return [run()] if size == 1 else emulate(size, run)

@@ -22,7 +22,8 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.quantised import size_of_quantised
-from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
+from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
+from hf_gpipe.adapters.tensor_parallel.split import part_of
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.planner.by_rows import ByRows, Numbers
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
@@ -70,9 +71,9 @@ class ModelLayers:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         if num_ranks > 1:
             # The last part is the longest, where parts differ.
-            cuts = SplitPlan.of(adapter, num_ranks).cuts
+            cuts = plan_of(adapter, num_ranks).cuts
             divided = cuts.keys() & parameters.keys()
-            parameters |= {name: cuts[name].part(parameters[name], num_ranks - 1) for name in divided}
+            parameters |= {name: part_of(parameters[name], cuts[name], num_ranks - 1) for name in divided}
         used = _used_parameters(adapter, parameters, model.all_tied_weights_keys)
         users: dict[str, int] = {}
         for names in used:

@@ -49,6 +49,10 @@ class Cut:
             parts.append(tuple(runs))
         return cls(dim, tuple(parts))
 
+    def of_groups(self, size: int) -> Cut:
+        """The cut of a tensor with an entry for each `size` indices."""
+        return Cut(self.dim, tuple(tuple((start // size, stop // size) for start, stop in runs) for runs in self.parts))
+
     def part(self, whole: torch.Tensor, place: int) -> torch.Tensor:
         """A rank's part of a whole tensor; a view where it is one run."""
         found = [whole.narrow(self.dim, start, stop - start) for start, stop in self.parts[place]]
@@ -63,11 +67,21 @@ class Cut:
         """Whether ranks have the same part."""
         return len(set(self.parts)) < len(self.parts)
 
-    def spread(self, part: torch.Tensor, place: int) -> torch.Tensor:
-        """A whole tensor with a rank's part in it, and zeros elsewhere."""
+    def shape_of_part(self, whole: Sequence[int], place: int) -> torch.Size:
+        """The shape of a rank's part of a tensor of a shape."""
+        shape = list(whole)
+        shape[self.dim] = sum(stop - start for start, stop in self.parts[place])
+        return torch.Size(shape)
+
+    def whole_shape(self, part: torch.Tensor) -> torch.Size:
+        """The shape of the whole tensor."""
         shape = list(part.shape)
         shape[self.dim] = max(stop for runs in self.parts for _, stop in runs)
-        whole = part.new_zeros(shape)
+        return torch.Size(shape)
+
+    def spread(self, part: torch.Tensor, place: int) -> torch.Tensor:
+        """A whole tensor with a rank's part in it, and zeros elsewhere."""
+        whole = part.new_zeros(self.whole_shape(part))
         sizes = [stop - start for start, stop in self.parts[place]]
         for (start, stop), values in zip(self.parts[place], part.split(sizes, self.dim), strict=True):
             whole.narrow(self.dim, start, stop - start).copy_(values)

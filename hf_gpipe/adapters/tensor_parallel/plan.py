@@ -6,6 +6,7 @@ Another family is an entry of the tables below. A tiny clone then says whether i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -72,7 +73,7 @@ class SplitPlan:
         columns, rows: linear layers of blocks.
         experts: modules with the matrices of experts, of which each rank has a part of every expert.
         tables: embeddings of tokens that have a part of the vocabulary, each with the name of its weight.
-        head: the linear layer that makes the logits, where it has a part of the vocabulary, with that of its weight.
+        heads: the linear layers that make the logits, where they have a part of the vocabulary, with that of the weight.
         attributes: of each attention the values of a rank's part, for those of these attributes that it has.
         shared: parameters that several ranks have alike and use for their own heads: their gradients are summed.
     """
@@ -83,7 +84,7 @@ class SplitPlan:
     rows: set[str] = field(default_factory=set)
     experts: set[str] = field(default_factory=set)
     tables: dict[str, str] = field(default_factory=dict)
-    head: tuple[str, str] | None = None
+    heads: dict[str, str] = field(default_factory=dict)
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
 
@@ -206,10 +207,11 @@ class SplitPlan:
         modules = dict(model.named_modules(remove_duplicate=False))
         weights = {name: ties.get(f"{name}.weight", f"{name}.weight") for name in modules}
         divided = {next(weights[name] for name, one in modules.items() if one is model.get_input_embeddings())}
-        if len(adapter.projection.names) == 1 and not adapter.is_classifier:
-            (name,) = adapter.projection.names
-            self.head = name, weights[name]
-            divided.add(weights[name])
+        # Adapters may have put a copy beside the head.
+        heads = {re.sub(r"\.(original_module|modules_to_save\.\w+)", "", name) for name in adapter.projection.names}
+        if len(heads) == 1 and not adapter.is_classifier:
+            self.heads = {name: weights[name] for name in heads}
+            divided |= set(self.heads.values())
         elif divided & {weights[name] for name in modules if name.startswith(adapter.layers[-1].name)}:
             return  # the head reads the whole table
         for name, module in modules.items():
@@ -218,15 +220,14 @@ class SplitPlan:
             self.cuts[weights[name]] = Cut.of_packs(0, [module.weight.shape[0]], self.size)
             if isinstance(module, nn.Embedding):
                 self.tables[name] = weights[name]
-            elif self.head is None or name != self.head[0]:
+            elif name not in self.heads:
                 raise _not_covered(model, f"{name!r} has a part of the vocabulary and is no embedding")
-        if self.head is None:
-            return
-        if (head := modules[self.head[0]]).bias is not None:
-            bias = f"{self.head[0]}.bias"
-            self.cuts[ties.get(bias, bias)] = Cut.of_packs(0, [head.out_features], self.size)
+        for name in self.heads:
+            if (head := modules[name]).bias is not None:
+                bias = f"{name}.bias"
+                self.cuts[ties.get(bias, bias)] = Cut.of_packs(0, [head.out_features], self.size)
         for name, buffer in model.named_buffers():
-            if name.endswith(_OF_VOCABULARY):
+            if self.heads and name.endswith(_OF_VOCABULARY):
                 self.cuts[name] = Cut.of_packs(buffer.dim() - 1, [buffer.shape[-1]], self.size)
 
 

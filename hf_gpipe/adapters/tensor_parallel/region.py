@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, leave
 
@@ -27,16 +29,26 @@ class Region:
     def reset(self) -> None:
         """Begin outside."""
         self.is_inside = False
-        self._last: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
+        self._entered = WeakIdKeyDictionary()
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that a column layer reads. Layers that read the same tensor share its gradient's sum."""
         self.is_inside = True
-        if self._last is None or self._last[0]() is not tensor:
-            self._last = weakref.ref(tensor), enter(tensor, self.ranks)
-        return self._last[1]
+        if tensor not in self._entered:
+            self._entered[tensor] = enter(tensor, self.ranks)
+        entered: torch.Tensor = self._entered[tensor]
+        return entered
 
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of what the row layers of all ranks make."""
         self.reset()
         return leave(tensor, self.ranks)
+
+    @contextmanager
+    def being(self, *, inside: bool) -> Iterator[None]:
+        """Context manager in which the tensors at hand are parts, or whole."""
+        before, self.is_inside = self.is_inside, inside
+        try:
+            yield
+        finally:
+            self.is_inside = before

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from hf_gpipe.adapters.intercept import extend_class
+from hf_gpipe.adapters.quantised import is_4bit, part_of_4bit
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut
 from hf_gpipe.adapters.tensor_parallel.masks import WholeMasks
 from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
@@ -46,13 +47,17 @@ class Division:
         cut = self.plan.cuts.get(name)
         if cut is None:
             return whole
-        # Optimizers' kernels need the layout of the parameter, and the whole must not be kept.
-        return cut.part(whole, self.ranks.place).clone(memory_format=torch.contiguous_format)
+        return part_of(whole, cut, self.ranks.place)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter, or of a tensor of its shape, from all ranks, which all call it."""
         cut = self.plan.cuts.get(name)
         return part if cut is None else cut.gathered(part, self.ranks)
+
+    def whole_shape(self, name: str, part: torch.Tensor) -> torch.Size:
+        """The shape of the whole that a part is of."""
+        cut = self.plan.cuts.get(name)
+        return part.shape if cut is None else cut.whole_shape(part)
 
     def counts(self, name: str) -> bool:
         """Whether this rank's part of a parameter counts in sums over ranks, and no equal one before it."""
@@ -61,9 +66,10 @@ class Division:
 
     def logits(self, part: torch.Tensor) -> torch.Tensor:
         """Logits of the whole vocabulary (..., V) from those of a part."""
-        if self.plan.head is None:
+        weight = next(iter(self.plan.heads.values()), None)
+        if weight is None:
             return part
-        cut = replace(self.plan.cuts[self.plan.head[1]], dim=part.dim() - 1)
+        cut = replace(self.plan.cuts[weight], dim=part.dim() - 1)
         whole: torch.Tensor = _Gather.apply(part, cut, self.ranks)
         return whole
 
@@ -79,7 +85,9 @@ class Division:
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             own = ties.get(name, name)
             if own in self.plan.cuts and parameter not in parts:
-                parts[parameter] = nn.Parameter(self.part(own, parameter.detach()), parameter.requires_grad)
+                part = self.part(own, parameter)
+                is_one = isinstance(part, nn.Parameter)
+                parts[parameter] = part if is_one else nn.Parameter(part, parameter.requires_grad)
             if own in self.plan.shared:
                 self._sum_gradient(own, parts.get(parameter, parameter))
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -108,13 +116,13 @@ class Division:
     def _extend(self, name: str, module: Any, *, is_block: bool) -> None:
         """Change the class and the attributes of one module of the model."""
         plan, place = self.plan, self.ranks.place
-        is_head = plan.head is not None and name == plan.head[0]
-        if name in plan.columns | plan.rows or is_head:
-            outputs, inputs = reversed(module.weight.shape) if isinstance(module, Conv1D) else module.weight.shape
+        if name in plan.columns | plan.rows or name in plan.heads:
+            shape = module.weight.quant_state.shape if is_4bit(module.weight) else module.weight.shape
+            outputs, inputs = reversed(shape) if isinstance(module, Conv1D) else shape
             names = ("nf", "nx") if isinstance(module, Conv1D) else ("out_features", "in_features")
             vars(module).update(zip(names, (outputs, inputs), strict=True))
-            if plan.head is not None and is_head:
-                cut = plan.cuts[plan.head[1]]
+            if name in plan.heads:
+                cut = plan.cuts[plan.heads[name]]
                 module.vocabulary = VocabularyPart(cut.parts[place][0][0], cut.parts[-1][0][1], self.ranks)
             _extended(module, _Column if name in plan.columns else _Row if name in plan.rows else _Head, self._region)
         elif name in plan.tables:
@@ -124,6 +132,12 @@ class Division:
                 own = module.padding_idx - module.first
                 module.padding_idx = own if 0 <= own < len(module.weight) else None
             _extended(module, _Table, self._region)
+        elif f"{name}.base_layer" in plan.tables:
+            _extended(module, _AdaptedTable, self._region)
+        elif hasattr(module, "lora_dropout"):
+            for dropout in module.lora_dropout.values():
+                dropout.is_of_part = f"{name}.base_layer" in plan.rows
+                _extended(dropout, _AdapterDropout, self._region)
         elif name in plan.experts:
             _extended(module, _Experts, self._region)
         elif name in plan.attributes:
@@ -147,6 +161,14 @@ class Division:
 def _extended(module: Any, mixin: type, region: Region) -> None:
     module._region = region
     extend_class(module, mixin)
+
+
+def part_of(whole: torch.Tensor, cut: Cut, place: int) -> torch.Tensor:
+    """A rank's part of a parameter, in memory of its own."""
+    if is_4bit(whole):
+        return part_of_4bit(whole, cut, place)
+    # Optimizers' kernels need the layout of the parameter, and the whole must not be kept.
+    return cut.part(whole.detach(), place).clone(memory_format=torch.contiguous_format)
 
 
 class _Divided:
@@ -197,10 +219,34 @@ class _Table(_Divided):
     num_embeddings: int
 
     def __call__(self, ids: torch.Tensor) -> Any:
+        return self.of_all(ids, super().__call__)  # type: ignore[misc]
+
+    def of_all(self, ids: torch.Tensor, embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The embeddings of tokens (..., D), of which `embed` gives those of this part."""
         own = ids - self.first
         is_foreign = (own < 0) | (own >= self.num_embeddings)
-        embedded = super().__call__(own.masked_fill(is_foreign, 0))  # type: ignore[misc]
+        embedded = embed(own.masked_fill(is_foreign, 0))
         return leave(embedded.masked_fill(is_foreign[..., None], 0), self._region.ranks)
+
+
+class _AdaptedTable(_Divided):
+    """LoRA beside an embedding: its first factor has a part of the vocabulary."""
+
+    base_layer: _Table
+
+    def _embed(self, ids: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        embed = super()._embed  # type: ignore[misc]
+        return self.base_layer.of_all(ids, lambda own: embed(own, weight, *args, **kwargs))
+
+
+class _AdapterDropout(_Divided):
+    """The dropout of what enters LoRA, which may run after the layer beside it has entered or left the divided part."""
+
+    is_of_part: bool
+
+    def __call__(self, input: torch.Tensor) -> Any:
+        with self._region.being(inside=self.is_of_part):
+            return super().__call__(input)  # type: ignore[misc]
 
 
 class _Head(_Divided):

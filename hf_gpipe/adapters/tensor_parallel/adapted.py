@@ -1,0 +1,140 @@
+"""How the layers that peft adds are divided: from the layers of the plain model that they stand beside.
+
+Of LoRA (Hu et al. 2021, arXiv 2106.09685) beside a column layer the first factor is whole, and the second is a column
+layer. Beside a row layer the first factor is a row layer, and the second is whole. So beside the sums of a layer there
+is another one of the width of LoRA's rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_gpipe.adapters.base import Adapter
+from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.adapters.quantised import quantised_layers
+from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
+from hf_gpipe.errors import UserError
+
+
+def plan_of(adapter: Adapter, size: int) -> SplitPlan:
+    """The plan for T ranks of a model with its adapters, if it has some.
+
+    Raises:
+        UnsupportedModelError: the blocks have a layer of which no table says how it is divided.
+        UserError: the model's heads or widths cannot be divided by T, or its adapters are no plain LoRA.
+    """
+    plan = SplitPlan.of(adapter, size)
+    if adapter.quantisation is not None:
+        _check_quantised(plan, adapter.reference)
+    if adapter.peft is None:
+        return plan
+    whole = adapter.skeleton()
+    adapter.lay_out(whole)
+    return _Adapted(plan, adapter.peft, whole).plan
+
+
+def _check_quantised(plan: SplitPlan, model: PreTrainedModel) -> None:
+    """Raise UserError where a cut of quantised weights goes through a block of them."""
+    layers = {id(module) for module in quantised_layers(model)}
+    for name in sorted(plan.columns | plan.rows):
+        module: Any = model.get_submodule(name)
+        if id(module) not in layers:
+            continue
+        if not hasattr(module.weight, "blocksize"):
+            raise UserError(
+                f"tensor_parallel is {plan.size} and quantization_config has 8 bits, whose layers quantise the inputs "
+                "of whole rows; use 4 bits, or leave tensor_parallel out"
+            )
+        runs = [(0, module.in_features)]
+        if name in plan.rows:
+            runs += [run for part in plan.cuts[f"{name}.weight"].parts for run in part]
+        size = module.weight.blocksize
+        if any(end % size for run in runs for end in run):
+            raise UserError(
+                f"tensor_parallel is {plan.size} and {name!r} has {module.in_features} inputs, whose weights of 4 bits "
+                f"are quantised {size} at a time; each rank needs whole blocks, so use a smaller tensor_parallel, or "
+                "leave quantization_config out"
+            )
+
+
+class _Adapted:
+    """The plan of a model with adapters, from that of the plain model and the whole model with its adapters."""
+
+    def __init__(self, plain: SplitPlan, peft: PeftAdapter, whole: PreTrainedModel) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self._plain, self._peft = plain, peft
+        layers: dict[str, Any] = {n: m for n, m in whole.named_modules() if isinstance(m, BaseTunerLayer)}
+        #: Of a module of the plain model where it is now.
+        self._places = {name: (f"{name}.base_layer",) for name in layers}
+        for one in peft.wrapped:
+            copies = (f"{one.module}.original_module", f"{one.module}.modules_to_save.{peft.name}")
+            if one.tokens is None:
+                self._places[one.module] = copies
+            elif one.module in plain.tables or one.module in plain.heads:
+                raise self._error("trainable_token_indices, the rows of a table that is divided")
+        self.plan = replace(
+            plain,
+            cuts={self._tied(now): cut for name, cut in plain.cuts.items() for now in self._now(name)},
+            columns={now for name in plain.columns for now in self._now(name)},
+            rows={now for name in plain.rows for now in self._now(name)},
+            experts={now for name in plain.experts for now in self._now(name)},
+            tables=self._of_vocabulary(plain.tables),
+            heads=self._of_vocabulary(plain.heads),
+            attributes={now: values for name, values in plain.attributes.items() for now in self._now(name)},
+            shared={now for name in plain.shared for now in self._now(name)},
+        )
+        for tables in (plain.tables, plain.heads):
+            for name, weight in tables.items():
+                self.plan.cuts |= {self._tied(f"{now}.weight"): plain.cuts[weight] for now in self._now(name)}
+        for name, layer in layers.items():
+            self._divide(name, layer)
+
+    def _now(self, name: str) -> tuple[str, ...]:
+        """The names that a module or a parameter of the plain model has now."""
+        for end in range(name.count(".") + 1):
+            module = name.rsplit(".", end)[0]
+            if (places := self._places.get(module)) is not None:
+                return tuple(place + name.removeprefix(module) for place in places)
+        return (name,)
+
+    def _tied(self, name: str) -> str:
+        return self._peft.ties.get(name, name)
+
+    def _of_vocabulary(self, tables: dict[str, str]) -> dict[str, str]:
+        return {now: self._tied(f"{now}.weight") for name in tables for now in self._now(name)}
+
+    def _divide(self, name: str, layer: Any) -> None:
+        """Plan for the adapter of a layer."""
+        from peft.tuners.lora import Embedding, LoraLayer
+
+        plan, own = self.plan, self._peft.name
+        if not isinstance(layer, LoraLayer):
+            raise self._error(f"peft_type {self._peft.config.peft_type.value}")
+        if layer.lora_variant:
+            raise self._error(f"{type(layer.lora_variant[own]).__name__.removesuffix('Variant')}, a form of LoRA")
+        if name in self._plain.columns | self._plain.rows:
+            cut = self._plain.cuts[f"{name}.weight"]
+            if name in self._plain.rows:
+                plan.rows.add(first := f"{name}.lora_A.{own}")
+                plan.cuts[f"{first}.weight"] = replace(cut, dim=1)
+                return
+            plan.columns.add(second := f"{name}.lora_B.{own}")
+            added = {f"{second}.{one}": replace(cut, dim=0) for one, _ in layer.lora_B[own].named_parameters()}
+            plan.cuts |= added
+            if cut.is_shared:
+                plan.shared |= added.keys()
+        elif name in self._plain.tables and isinstance(layer, Embedding):
+            cut = self._plain.cuts[self._plain.tables[name]]
+            plan.cuts[f"{name}.lora_embedding_A.{own}"] = replace(cut, dim=1)
+        elif name in self._plain.experts:
+            raise self._error("target_parameters, matrices of experts")
+
+    def _error(self, what: str) -> UserError:
+        return UserError(
+            f"tensor_parallel is {self._plain.size} and peft_config has {what}, which no rule divides; use plain LoRA "
+            "on linear layers and embeddings, or leave tensor_parallel out"
+        )
