@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig
 
-from hf_gpipe import Pipeline
+from hf_gpipe import DistillationLoss, Pipeline
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.custom_loss import LogitsLoss, RowLoss
 from scripts.bench.models import quantisation
 from tests.gloo import run_gloo
 from tests.oracle import Batch, Result, assert_same, padded_batch, plain_model, run_plain, tiny_config
+from tests.test_own_loss import Contrast
 
 
 def _squares(log_probs: torch.Tensor, inputs: Any) -> torch.Tensor:
@@ -55,6 +56,10 @@ BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
     "rows": ("llama", 0.0, {"num_stages": 2, "loss": RowLoss(_squares)}),
     "logits": ("llama", 0.0, {"num_stages": 2, "loss": LogitsLoss(_of_logits)}),
     "experts": ("qwen3_moe", 0.0, {"num_stages": 2, "schedule": "zb_h1", "recompute": "stage"}),
+    "hidden states": ("llama", 0.0, {"num_stages": 2, "loss": Contrast()}),
+    "teacher": ("llama", 0.1, {"num_stages": 2, "loss": DistillationLoss(cross_entropy_share=0.3)}),
+    "visiting": ("llama", 0.0, {"num_stages": 6, "num_processes": 2, "offload_weights": "all"}),
+    "compiled": ("llama", 0.1, {"num_stages": 2, "torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "rounded": ("llama", 0.0, {"num_stages": 2, "boundary_dtype": "float32"}),
 }
 
@@ -115,6 +120,8 @@ def beside(name: str, size: int) -> tuple[Any, ...]:
     """Two steps without a `zero_grad`, an evaluation, log-probabilities and generation."""
     family, dropout, options = BESIDE[name]
     config = config_of(family, dropout=dropout)
+    if name == "teacher":
+        options = options | {"teacher": plain_model(config, seed=7)}
     meshes = {"tensor_parallel": size} if size > 1 else {"replicas": 1, "num_processes": 1}
     pipe = Pipeline(plain_model(config), num_micro_batches=4, seed=3, **options | meshes)
     batch = padded_batch(config)
@@ -160,10 +167,14 @@ def of_adapters(size: int, *, quantised: bool) -> tuple[Result, float]:
 
 
 def all_beside(size: int) -> dict[str, Any]:
-    return {name: beside(name, size) for name in BESIDE} | {"classes": of_classes(size), "half": in_half(size)} | {
-        "adapters": of_adapters(size, quantised=False),
-        "quantised": of_adapters(size, quantised=True),
-    }
+    return (
+        {name: beside(name, size) for name in BESIDE}
+        | {"classes": of_classes(size), "half": in_half(size)}
+        | {
+            "adapters": of_adapters(size, quantised=False),
+            "quantised": of_adapters(size, quantised=True),
+        }
+    )
 
 
 def test_beside_everything_else_the_numbers_are_those_of_one_process() -> None:
@@ -242,8 +253,6 @@ def test_the_planner_counts_what_a_rank_has() -> None:
 def test_what_does_not_go_together_is_an_error() -> None:
     for options in (
         {"schedule": "pipedream"},
-        {"offload_weights": "all"},
-        {"torch_compile": True},
         {"partition": "profile"},
     ):
         (name,) = options

@@ -240,7 +240,7 @@ def part_of_4bit(parameter: Any, cut: Cut, place: int) -> nn.Parameter:
         return of_grid.part(grid.reshape(state.shape[0], -1), place).contiguous()
 
     packed = part_of(parameter.data.view(torch.uint8), 2).view(-1, 1).view(parameter.dtype)
-    part: Any = torch.Tensor._make_subclass(type(parameter), packed, False)  # noqa: FBT003
+    part: Any = torch.Tensor._make_subclass(type(parameter), packed, False)
     vars(part).update(vars(parameter))
     part.quant_state = copy.copy(state)
     part.quant_state.absmax = part_of(scales, state.blocksize).flatten()

@@ -139,13 +139,13 @@ def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftA
     Raises CheckpointError if the file is missing or damaged, or lacks one of a stage's tensors.
     """
     file = directory / WEIGHTS_NAME
-    own = [list(_tensors(model, peft)) for model in models.values()]
-    names = {name for tensors in own for name, _, _ in tensors}
+    of_stages = [list(_tensors(model, peft)) for model in models.values()]
+    names = {name for tensors in of_stages for name, _, _ in tensors}
     with digests.advising():
         if (written := Digests.read(directory)) is not None:
             written.check(written.parts(WEIGHTS_NAME, names.__contains__))
     with _opened(file) as saved:
-        for model, tensors in zip(models.values(), own, strict=True):
+        for model, tensors in zip(models.values(), of_stages, strict=True):
             _check_fit(saved, file, {name: model.whole_shape(own, tensor) for name, own, tensor in tensors})
             for name, own, tensor in tensors:
                 tensor.copy_(model.part(own, saved.get_tensor(name)))

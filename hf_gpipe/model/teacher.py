@@ -11,10 +11,12 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.decoder_only import DecoderOnly
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
+from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.loss import Loss, Reads
@@ -40,7 +42,6 @@ class Teacher:
     def of(cls, spec: ModelSpec, adapter: Adapter, config: DecidedConfig) -> Teacher:
         """Cut a teacher that `open_teacher` has opened. Raises UserError where the pipeline can have none."""
         unsupported = {
-            "tensor_parallel": config.tensor_parallel > 1,
             "sequence_chunks": config.sequence_chunks > 1,
             "offload_weights": config.offload_weights is not None,
             "schedule": config.schedule in ASYNCHRONOUS_SCHEDULES,
@@ -48,14 +49,21 @@ class Teacher:
         for name, is_asked in unsupported.items():
             if is_asked:
                 raise UserError(f"teacher: {name} is {getattr(config, name)}, which is not supported beside a teacher")
+        if config.tensor_parallel > 1:
+            check_division(adapter, config.tensor_parallel)
         return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
 
-    def stages(self, devices: Mapping[int, torch.device]) -> dict[int, StageTeacher]:
-        """The stages that a process holds, with their weights, by number; `devices` has the device of each."""
+    def stages(self, devices: Mapping[int, torch.device], ranks: Ranks | None) -> dict[int, StageTeacher]:
+        """The stages that a process holds, with their weights, by number.
+
+        Args:
+            devices: of each of them.
+            ranks: among which the layers are divided; None: they are whole.
+        """
         found = {}
         for number, device in devices.items():
             assert not isinstance(self.spec.model, PreTrainedConfig)
-            model = assemble(self.adapter, self.partition[number], self.spec.model, device)
+            model = assemble(self.adapter, self.partition[number], self.spec.model, device, ranks=ranks)
             model.model.eval()
             found[number] = StageTeacher(model)
         return found

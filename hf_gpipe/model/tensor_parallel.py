@@ -8,14 +8,13 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter, build_adapter
-from hf_gpipe.adapters.tensor_parallel.masks import draws_masks, masks_of
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
+from hf_gpipe.adapters.tensor_parallel.masks import draws_masks, masks_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, UserError, one_line
 from hf_gpipe.model.exactness import Step, attention_of, compared_once, exact_clone, padded_batch, split_step
 from hf_gpipe.runtime.emulated_ranks import emulate
-from hf_gpipe.runtime.loss import Loss, Reads
 
 _STAGES = 3
 #: The largest difference of a clone, of the gradient norm. Parts that the library computes in float32 round in another
@@ -23,13 +22,11 @@ _STAGES = 3
 _TOLERANCE = 1e-6
 
 
-def check_division(adapter: Adapter, size: int, loss: Loss) -> None:
-    """Raise UserError where the layers of a model cannot be divided among so many ranks, or its loss not computed."""
+def check_division(adapter: Adapter, size: int) -> None:
+    """Raise UserError where the layers of a model cannot be divided among so many ranks."""
     others = {
         "the model is no Hugging Face model that reads text": not isinstance(adapter, TextAdapter),
         "functions of its modules were replaced": bool(adapter.patches),
-        "the loss reads hidden states": Reads.HIDDEN in loss.reads,
-        "the loss reads what a teacher computes": Reads.TEACHER in loss.reads,
     }
     for what, is_so in others.items():
         if is_so:

@@ -56,7 +56,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     visits = _visits(decision, models)
     parameters.ties.leave_out({one for one in visits.parameters if not one.requires_grad})
     teacher = decision.teacher
-    teachers = {} if teacher is None else teacher.stages(world.stage_devices)
+    teachers = {} if teacher is None else teacher.stages(world.stage_devices, ranks)
     stages = parameters.trainable.stages(models, decision.loss, teachers)
     if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
         logger.warning(f"training makes the logits of a micro-batch whole: {reason}")

@@ -145,7 +145,7 @@ class Decision:
             of_teacher = open_teacher(request.teacher, adapter, world.device)
             _compare_commit(request.teacher, of_teacher)
         if given.tensor_parallel > 1:
-            check_division(adapter, given.tensor_parallel, loss)
+            check_division(adapter, given.tensor_parallel)
 
         # What the planner decides, and whether the machines can do it.
         planning = Planning(inputs, adapter, loss.planned, world, of_teacher)

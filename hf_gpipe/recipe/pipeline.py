@@ -228,17 +228,11 @@ class PipelineConfig:
     def _check_tensor_parallel(self) -> None:
         """Raise UserError for what divided layers do not go with, and for what the planner would choose."""
         size = self.tensor_parallel
-        others = {
-            "schedule": self.schedule if self.schedule in ASYNCHRONOUS_SCHEDULES else None,
-            "offload_weights": self.offload_weights,
-            "torch_compile": self.torch_compile or None,
-        }
-        for name, value in others.items():
-            if value is not None:
-                raise UserError(
-                    f"tensor_parallel is {size} and {name} is {str(value).lower()}, which do not go together; leave "
-                    "one of them out."
-                )
+        if self.schedule in ASYNCHRONOUS_SCHEDULES:
+            raise UserError(
+                f"tensor_parallel is {size} and schedule is {self.schedule}, which do not go together; leave one of "
+                "them out."
+            )
         if self.partition == "profile":
             raise UserError(
                 f"tensor_parallel is {size} and partition is profile, which measures layers that are whole; use flops, "

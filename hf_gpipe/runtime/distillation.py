@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime import vocabulary_loss
 from hf_gpipe.runtime.loss import LossInputs, Reads, TokenLoss
 
 #: Into how many parts the positions of a chunk are cut.
@@ -61,7 +63,7 @@ class DistillationLoss(TokenLoss):
     def of_logits(self, read: LossInputs, targets: torch.Tensor) -> torch.Tensor:
         length = targets.shape[1]
         parts = [
-            self.beside_teacher(logits, own, read.teacher.of(slice(row * length, (row + 1) * length)))[0]
+            self.beside_teacher(logits, own, read.teacher.whole(slice(row * length, (row + 1) * length)))[0]
             for row, (logits, own) in enumerate(zip(read.logits, targets, strict=True))
         ]
         return torch.stack(parts)
@@ -72,25 +74,31 @@ class DistillationLoss(TokenLoss):
         return _Planned(**values | {"metrics": None})
 
     def beside_teacher(
-        self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor, *, overwrite: bool = False
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        teacher: torch.Tensor,
+        *,
+        overwrite: bool = False,
+        part: VocabularyPart | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         gradient = logits if overwrite and logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         losses = logits.new_empty(len(logits), dtype=dtype)
         # A few positions at a time: what is made of their logits on the way takes less memory than a chunk.
         for some in torch.arange(len(logits)).chunk(_BLOCKS):
-            part = slice(int(some[0]), int(some[-1]) + 1)
-            losses[part], gradient[part] = self._of_block(logits[part], targets[part], teacher[part])
+            rows = slice(int(some[0]), int(some[-1]) + 1)
+            losses[rows], gradient[rows] = self._of_block(logits[rows], targets[rows], teacher[rows], part)
         return losses, gradient
 
     def _of_block(
-        self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor
+        self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor, part: VocabularyPart | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype, share, beta = torch.promote_types(logits.dtype, torch.float32), self.cross_entropy_share, self.beta
-        student = torch.log_softmax(logits.to(dtype) / self.temperature, dim=-1)
-        teacher = torch.log_softmax(teacher.to(dtype) / self.temperature, dim=-1)
+        student = vocabulary_loss.log_softmax(logits.to(dtype) / self.temperature, part)
+        teacher = vocabulary_loss.log_softmax(teacher.to(dtype) / self.temperature, part)
         if beta == 0:
-            losses = (teacher.exp() * (teacher - student)).sum(-1)
+            losses = vocabulary_loss.total(teacher.exp() * (teacher - student), part)
             gradient = student.exp_().sub_(teacher.exp_())
         else:
             reference, weight = teacher, 1.0
@@ -99,15 +107,15 @@ class DistillationLoss(TokenLoss):
                 reference, weight = torch.logaddexp(*parts), 1 - beta
             # The derivative by the student's probability q is the logarithm of q / m, but for a constant.
             ratio, probability = student - reference, student.exp()
-            mean = (probability * ratio).sum(-1, keepdim=True)
-            losses = weight * mean.squeeze(-1)
+            mean = vocabulary_loss.total(probability * ratio, part)
+            losses = weight * mean
             if beta < 1:
-                losses = losses + beta * (teacher.exp() * (teacher - reference)).sum(-1)
-            gradient = ratio.sub_(mean).mul_(probability).mul_(weight)
+                losses = losses + beta * vocabulary_loss.total(teacher.exp() * (teacher - reference), part)
+            gradient = ratio.sub_(mean[:, None]).mul_(probability).mul_(weight)
         gradient.mul_((1 - share) / self.temperature)
         losses = (1 - share) * losses.masked_fill(~self.units(targets), 0)
         if share:
-            of_targets, by_logits = TokenLoss.with_gradient(self, logits, targets)
+            of_targets, by_logits = TokenLoss.with_gradient(self, logits, targets, part=part)
             losses, gradient = losses + share * of_targets, gradient.add_(by_logits, alpha=share)
         return losses, gradient
 
@@ -116,6 +124,6 @@ class _Planned(DistillationLoss):
     """The same loss without a teacher, whose logits are the student's own."""
 
     def with_gradient(
-        self, logits: torch.Tensor, targets: torch.Tensor, *, overwrite: bool = False, **options: Any
+        self, logits: torch.Tensor, targets: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.beside_teacher(logits, targets, logits.clone(), overwrite=overwrite)
+        return self.beside_teacher(logits, targets, logits.clone(), **options)

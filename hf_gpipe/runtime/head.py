@@ -270,4 +270,5 @@ class _Chunks:
         targets = self._targets[rows]
         if self._teacher is None:
             return self._of_tokens.with_gradient(logits, targets, overwrite=overwrite, part=self._part)
-        return self._of_tokens.beside_teacher(logits, targets, self._teacher.of(rows), overwrite=overwrite)
+        teacher = self._teacher.of(rows)
+        return self._of_tokens.beside_teacher(logits, targets, teacher, overwrite=overwrite, part=self._part)

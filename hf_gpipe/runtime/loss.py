@@ -237,7 +237,13 @@ class TokenLoss(Loss):
         return self(read.logits, targets).view(targets.shape)
 
     def beside_teacher(
-        self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor, *, overwrite: bool = False
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        teacher: torch.Tensor,
+        *,
+        overwrite: bool = False,
+        part: VocabularyPart | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`with_gradient` of a loss that reads TEACHER: the teacher's logits (N, V) are of the same positions."""
         raise NotImplementedError

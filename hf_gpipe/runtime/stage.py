@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -300,9 +301,12 @@ class Stage:
         with ExitStack() as hooks:
             if self.is_last and Reads.HIDDEN in loss.reads and self.model.adapter.ends_with_head:
                 head = self.model.model.get_submodule(self.model.layers[-1].modules[0])
-                # A view: its gradient is not that of the logits.
-                keep = head.register_forward_pre_hook(lambda _, args: found.update(hidden=args[0].view_as(args[0])))
-                hooks.enter_context(keep)
+
+                def keep(_: Any, args: Any) -> None:
+                    found["hidden"] = args[0].view_as(args[0])  # a view: its gradient is not that of the logits
+
+                # Before the hook by which they enter a head that is divided.
+                hooks.enter_context(head.register_forward_pre_hook(keep, prepend=True))
             inputs, routers = self._with_past(micro_batch)
             outputs = self.model(inputs, carry, micro_batch.seed, deferred, micro_batch.row_seeds, routers)
         if not loss.adds_auxiliary:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.base import Inputs
 from hf_gpipe.adapters.head import DeferredLogits
+from hf_gpipe.adapters.tensor_parallel.split import Division
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.runtime.channel import Shapes
 
@@ -23,14 +24,21 @@ class TeacherLogits:
 
     Args:
         deferred: of a forward that has ended.
+        division: of the stage that has the head.
     """
 
-    def __init__(self, deferred: DeferredLogits) -> None:
+    def __init__(self, deferred: DeferredLogits, division: Division | None) -> None:
         self._deferred, self._hidden = deferred, deferred.take_hidden().flatten(0, -2)
+        self._division = division
+
+    def whole(self, rows: slice) -> torch.Tensor:
+        """Those of these positions and all tokens, (N, V)."""
+        own = self.of(rows)
+        return own if self._division is None else self._division.logits(own)
 
     @torch.no_grad()
     def of(self, rows: slice) -> torch.Tensor:
-        """Those of these positions, (N, V)."""
+        """Those of these positions, (N, V), or of a part of the vocabulary where the head is divided."""
         linear, dtype = self._deferred.projection, self._deferred.autocast_dtype or self._hidden.dtype
         bias = None if linear.bias is None else linear.bias.to(dtype)
         with torch.autocast(self._hidden.device.type, enabled=False):
@@ -83,7 +91,7 @@ class StageTeacher:
         deferred = model.deferred_logits() if model.is_last else None
         outputs = model(own, received, deferred=deferred)
         if deferred is not None:
-            return {}, TeacherLogits(deferred)
+            return {}, TeacherLogits(deferred, model.division)
         return {f"{PREFIX}{name}": tensor for name, tensor in outputs.items()}, None
 
     def _own(self, inputs: Inputs) -> Inputs:

@@ -12,6 +12,20 @@ from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 from hf_gpipe.runtime.token_metrics import TokenMetrics
 
 
+def log_softmax(logits: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:
+    """The logarithms of the probabilities (N, V') of the tokens of a part, or of all."""
+    if part is None:
+        return torch.log_softmax(logits, dim=-1)
+    shifted = logits - part.ranks.largest(logits.amax(-1))[:, None]
+    return shifted.sub_(part.ranks.total(shifted.exp().sum(-1)).log_()[:, None])
+
+
+def total(values: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:
+    """The sums (N,) over all tokens of values (N, V') of a part, or of all."""
+    own = values.sum(-1)
+    return own if part is None else part.ranks.total(own)
+
+
 def with_gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -49,9 +63,9 @@ def with_gradient(
     of_target = seen.gather(1, columns).squeeze(1).masked_fill(is_foreign, 0)
     of_all = seen.sum(-1)
     gradient = (seen.sub_(largest[:, None]) if overwrite or seen is not logits else seen - largest[:, None]).exp_()
-    total, of_target, of_all = ranks.total(torch.stack([gradient.sum(-1), of_target, of_all]))
-    gradient.div_(total[:, None])
-    losses = largest + total.log() + (smoothing - 1) * of_target - smoothing * of_all / part.size
+    sums, of_target, of_all = ranks.total(torch.stack([gradient.sum(-1), of_target, of_all]))
+    gradient.div_(sums[:, None])
+    losses = largest + sums.log() + (smoothing - 1) * of_target - smoothing * of_all / part.size
     if metrics is not None:
         # The first of the largest logits, as `max` finds it in whole ones.
         first = torch.where(own == largest, first + part.first, part.size)

@@ -139,12 +139,6 @@ def master_weights_of(pipe: Pipeline, args: PipelineTrainingArguments) -> Master
     """The copies of the weights that the arguments ask for. Raises UserError where there can be none."""
     if not (args.fp32_master_weights or args.offload_optimizer):
         return None
-    size = pipe.config.tensor_parallel
-    if args.offload_optimizer and size > 1:
-        raise UserError(
-            f"offload_optimizer: tensor_parallel is {size}, whose checkpoints gather the optimizer's state on devices; "
-            "leave one of them out"
-        )
     parameters = dict(pipe.named_parameters())
     return MasterWeights(parameters, in_float32=args.fp32_master_weights, on_host=args.offload_optimizer)
 

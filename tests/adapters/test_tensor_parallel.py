@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_gpipe.adapters import adapter_for, build_adapter
+from hf_gpipe.adapters import StageModel, adapter_for, build_adapter
+from hf_gpipe.adapters.peft_resolve import resolve_peft
+from hf_gpipe.adapters.quantised import is_4bit, size_of_quantised
 from hf_gpipe.adapters.tensor_parallel import plan as plans
+from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model import tensor_parallel
+from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.exactness import exact_clone
 from hf_gpipe.model.tensor_parallel import check_division, divided_steps, verify_division
+from hf_gpipe.planner.layers import ModelLayers
 from hf_gpipe.runtime.emulated_ranks import EmulatedRanks, emulate
 from hf_gpipe.runtime.loss import Reads, TokenLoss
 from hf_gpipe.runtime.token_metrics import TokenMetrics
+from scripts.bench.models import quantisation
 
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "opt", "bloom", "gpt_neox"),
@@ -50,6 +58,88 @@ def test_with_four_ranks_and_with_shared_heads(family: str, heads: int | None, s
     assert difference(CONFIG_MAPPING[family](**given), size) < 1e-10
 
 
+def adapted(config: PreTrainedConfig, lora: Any) -> tuple[Any, TextAdapter]:
+    """A clone with adapters that change its results."""
+    peft = pytest.importorskip("peft")
+    plain = exact_clone(config, torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(plain, lora).get_base_model().double()
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+    adapter = build_adapter(model.config, torch.float64, "eager", type(plain))
+    resolve_peft(adapter, "default", lora, is_new=False)
+    return model, adapter
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens", "norm"]}),
+        ("gpt2", {"target_modules": ["c_attn", "c_proj", "wte"], "fan_in_fan_out": True}),
+        ("gpt2", {"target_modules": ["c_fc"], "fan_in_fan_out": True, "modules_to_save": ["wte"]}),
+        ("bart", {"target_modules": "all-linear", "lora_bias": True, "exclude_modules": ["lm_head"]}),
+        ("qwen2_moe", {"target_modules": ["k_proj", "gate_proj"]}),
+        ("qwen3", {"target_modules": ["v_proj"], "modules_to_save": ["q_norm", "o_proj"]}),
+    ],
+)
+def test_adapters_of_a_divided_clone_have_every_gradient(family: str, options: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    shared = {"num_key_value_heads": 1} if family == "llama" else {}
+    model, adapter = adapted(CONFIG_MAPPING[family](**shared), peft.LoraConfig(r=4, **options))
+    (expected,) = divided_steps(model, adapter, 1)
+    assert any("lora_" in name for name in expected.gradients)
+    assert max(step.difference(expected) for step in divided_steps(model, adapter, 2)) < 1e-10
+
+
+def test_adapters_and_quantised_weights_that_cannot_be_divided_are_errors() -> None:
+    peft, _ = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
+    config = CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=2, hidden_size=32, num_attention_heads=4, head_dim=8)
+    config._experts_implementation, linear = "eager", ["q_proj"]
+    for given, message in (
+        (peft.LoraConfig(target_modules=linear, use_dora=True), "peft_config has DoraLinear, a form of LoRA"),
+        (peft.LoraConfig(target_modules=linear, trainable_token_indices=[3]), "has trainable_token_indices"),
+        (peft.LoraConfig(target_modules=linear, target_parameters=["mlp.experts.down_proj"]), "target_parameters"),
+        (peft.LoHaConfig(target_modules=linear), "peft_config has peft_type LOHA"),
+    ):
+        adapter = adapter_of(config)
+        resolve_peft(adapter, "default", given)
+        with pytest.raises(UserError, match=rf"^tensor_parallel is 2 and .*{message}"):
+            check_division(adapter, 2)
+    small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    for kind, message in (("int8", "8 bits"), ("nf4", r"'model.layers.0.self_attn.o_proj' has 64 inputs.* 64 at a")):
+        adapter = adapter_for(small, torch.float32, quantization_config=quantisation(kind))
+        with pytest.raises(UserError, match=rf"^tensor_parallel is 2 and .*{message}"):
+            check_division(adapter, 2)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4+"])
+def test_parts_of_weights_of_4_bits_have_their_values(kind: str) -> None:
+    """Also as the planner sees them, without values."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    config = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4)
+    adapter = adapter_for(config, torch.float32, quantization_config=quantisation(kind))
+    layers, cpu = range(len(adapter.layers)), torch.device("cpu")
+    whole, plan = assemble(adapter, layers, None, cpu), plan_of(adapter, 2)
+    expected = ModelLayers(adapter, 2).sizes
+    for place in range(2):
+
+        def of_rank(ranks: EmulatedRanks) -> StageModel:
+            return assemble(adapter, layers, None, cpu, ranks=ranks)
+
+        stage = emulate(2, of_rank)[place]
+        for name, part in stage.parameters.items():
+            assert place == 0 or size_of_quantised(part) == (expected[name].count, expected[name].num_bytes)
+            if not is_4bit(part):
+                continue
+            weight = whole.parameters[name]
+            values = functional.dequantize_4bit(weight.data, weight.quant_state)
+            found = functional.dequantize_4bit(part.data, part.quant_state)
+            assert torch.equal(found, plan.cuts[name].part(values, place)), name
+
+
 def adapter_of(config: PreTrainedConfig) -> TextAdapter:
     return adapter_for(config, torch.float32, "eager")
 
@@ -74,7 +164,7 @@ class _OfTeacher(TokenLoss):
 
 def test_a_loss_that_parts_of_the_vocabulary_cannot_give_is_an_error() -> None:
     config = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
-    check_division(adapter_of(config), 2, TokenLoss())
+    check_division(adapter_of(config), 2)
     with pytest.raises(UserError, match="tensor_parallel is 2 and the loss reads what a teacher computes"):
         check_division(adapter_of(config), 2, _OfTeacher())
 

@@ -69,7 +69,7 @@ class _Adapted:
         self._plain, self._peft = plain, peft
         layers: dict[str, Any] = {n: m for n, m in whole.named_modules() if isinstance(m, BaseTunerLayer)}
         #: Of a module of the plain model where it is now.
-        self._places = {name: (f"{name}.base_layer",) for name in layers}
+        self._places: dict[str, tuple[str, ...]] = {name: (f"{name}.base_layer",) for name in layers}
         for one in peft.wrapped:
             copies = (f"{one.module}.original_module", f"{one.module}.modules_to_save.{peft.name}")
             if one.tokens is None:

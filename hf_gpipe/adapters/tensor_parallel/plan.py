@@ -73,7 +73,7 @@ class SplitPlan:
         columns, rows: linear layers of blocks.
         experts: modules with the matrices of experts, of which each rank has a part of every expert.
         tables: embeddings of tokens that have a part of the vocabulary, each with the name of its weight.
-        heads: the linear layers that make the logits, where they have a part of the vocabulary, with that of the weight.
+        heads: linear layers that make the logits of a part of the vocabulary, each with the name of its weight.
         attributes: of each attention the values of a rank's part, for those of these attributes that it has.
         shared: parameters that several ranks have alike and use for their own heads: their gradients are summed.
     """

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -81,13 +81,13 @@ class Division:
             ties: alias -> name of the parameter that it is tied to.
             blocks: names of all blocks.
         """
-        parts: dict[torch.Tensor, nn.Parameter] = {}
+        parts: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             own = ties.get(name, name)
             if own in self.plan.cuts and parameter not in parts:
                 part = self.part(own, parameter)
-                is_one = isinstance(part, nn.Parameter)
-                parts[parameter] = part if is_one else nn.Parameter(part, parameter.requires_grad)
+                is_one = isinstance(part, nn.Parameter)  # of quantised weights, which are no plain ones
+                parts[parameter] = cast(nn.Parameter, part) if is_one else nn.Parameter(part, parameter.requires_grad)
             if own in self.plan.shared:
                 self._sum_gradient(own, parts.get(parameter, parameter))
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -124,7 +124,10 @@ class Division:
             if name in plan.heads:
                 cut = plan.cuts[plan.heads[name]]
                 module.vocabulary = VocabularyPart(cut.parts[place][0][0], cut.parts[-1][0][1], self.ranks)
-            _extended(module, _Column if name in plan.columns else _Row if name in plan.rows else _Head, self._region)
+                # A hook: those before it, such as of a loss that reads hidden states, see them outside.
+                module.register_forward_pre_hook(lambda _, args: enter(args[0], self.ranks))
+            else:
+                _extended(module, _Column if name in plan.columns else _Row, self._region)
         elif name in plan.tables:
             module.first = plan.cuts[plan.tables[name]].parts[place][0][0]
             module.num_embeddings = len(module.weight)
@@ -247,13 +250,6 @@ class _AdapterDropout(_Divided):
     def __call__(self, input: torch.Tensor) -> Any:
         with self._region.being(inside=self.is_of_part):
             return super().__call__(input)  # type: ignore[misc]
-
-
-class _Head(_Divided):
-    """The linear layer that makes the logits of a part of the vocabulary."""
-
-    def __call__(self, hidden: torch.Tensor) -> Any:
-        return super().__call__(enter(hidden, self._region.ranks))  # type: ignore[misc]
 
 
 class _WithBiases(_Divided):
