@@ -38,6 +38,7 @@ from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model.chunks import verify_chunks
 from hf_gpipe.model.exactness import CloneError, compare, turn_randomness_off
 from hf_gpipe.model.tensor_parallel import verify_division
+from hf_gpipe.planner.layers import ModelLayers
 from hf_gpipe.runtime.chunks import check_chunks
 
 REPORT = Path(__file__).parents[1] / "docs" / "families.md"
@@ -126,15 +127,21 @@ def examine(name: str, model_class: str) -> Row:
         return Row(name, model_class, "not built", f"the default configuration fails: {_one_line(error, '')}")
 
 
-def _verified(check: Callable[[TextAdapter], None], config: PreTrainedConfig) -> str:
+def _verified(check: Callable[[TextAdapter], str | None], config: PreTrainedConfig) -> str:
     """The word of the report on a family and an option; nothing where a tiny clone is not exact with it."""
     tiny = tiny_config(config)
     turn_randomness_off(tiny)
     try:
-        check(adapter_for(tiny))
+        return check(adapter_for(tiny)) or "yes"
     except UserError:
         return ""
-    return "yes"
+
+
+def _divided(adapter: TextAdapter) -> str:
+    """The share of the parameters that each of two ranks has."""
+    verify_division(adapter, 2)
+    whole, part = (sum(one.count for one in ModelLayers(adapter, size).sizes.values()) for size in (1, 2))
+    return f"{part / whole:.2f}"
 
 
 def _in_chunks(adapter: TextAdapter, *, packing: bool = False) -> None:
@@ -143,10 +150,10 @@ def _in_chunks(adapter: TextAdapter, *, packing: bool = False) -> None:
 
 
 #: The options that not every exact family has, and what compares a tiny clone with and without.
-_OPTIONS: dict[str, Callable[[TextAdapter], None]] = {
+_OPTIONS: dict[str, Callable[[TextAdapter], str | None]] = {
     "in chunks": _in_chunks,
     "packed, in chunks": partial(_in_chunks, packing=True),
-    "divided": partial(verify_division, size=2),
+    "divided": _divided,
 }
 
 
@@ -187,8 +194,8 @@ gives the reason if it is not exact. `python -m hf_gpipe check` does this for a 
 "in chunks" says that rows can be cut into chunks of tokens ([long rows](long_rows.md)), and "packed, in chunks"
 that packed rows can: loss and gradients of the tiny model with 3 chunks are within 1e-5 of those of whole rows,
 since parts that the library computes in float32 round in another way when shapes change. "divided" says that
-the layers can be divided among 2 ranks ([tensor parallelism](tensor_parallel.md)). Each is compared again for
-your own configuration before it is used."""
+the layers can be divided among 2 ranks ([tensor parallelism](tensor_parallel.md)), and which share of the tiny
+model's parameters each of them has. Each is compared again for your own configuration before it is used."""
 _TITLES = {
     "exact": ("Exact", "largest difference"),
     "not supported": ("Not supported", "reason"),

@@ -135,8 +135,9 @@ class DeferredLogits(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        before = sum(one._version for one in tensors)
+        result = func(*args, **kwargs)
         others = [one for one in tensors if id(one) not in self._slots]
         if len(others) == len(tensors):
             return result
@@ -146,7 +147,9 @@ class DeferredLogits(TorchFunctionMode):
                 raise _NotByPositionError(f"it calls {name} on its logits")
             return result  # such as a type or a device
         if id(result) in self._slots:
-            raise _NotByPositionError(f"it changes its logits in place, by {name}")
+            if sum(one._version for one in tensors) != before:
+                raise _NotByPositionError(f"it changes its logits in place, by {name}")
+            return result  # as `contiguous` does
         if "dropout" in name:
             raise _NotByPositionError(f"it calls {name} on its logits")
         if any(one.requires_grad for one in others):

@@ -24,7 +24,7 @@ from hf_gpipe.adapters.position_tables import hollow, lend_tables
 from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
-from hf_gpipe.adapters.tensor_parallel.masks import draws_masks
+from hf_gpipe.adapters.tensor_parallel.masks import masks_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.tensor_parallel.split import Division
 from hf_gpipe.adapters.weight_gradients import WeightGradients
@@ -150,7 +150,7 @@ class StageModel:
         """
         blocks = frozenset(block for stack in self.adapter.stacks for block in stack.blocks)
         peft = self.adapter.peft
-        has_dropout = draws_masks(self.adapter.config) or (peft is not None and peft.config.lora_dropout > 0)
+        has_dropout = bool(masks_of(self.adapter.config)) or (peft is not None and peft.config.lora_dropout > 0)
         self.division = Division(plan_of(self.adapter, ranks.size), ranks, has_dropout=has_dropout)
         self.division.apply(self.model, self.model.all_tied_weights_keys, blocks)
 

@@ -51,14 +51,14 @@ def _plan(options: argparse.Namespace) -> int:
     from hf_gpipe.planner.listed import TABLE_FILE
     from hf_gpipe.planner.picture import draw_plan
     from hf_gpipe.planner.report import as_dict, overrides, report, search_report
-    from hf_gpipe.planner.search import search
+    from hf_gpipe.planner.search import search_all
 
     if options.longest and request.planner.memory_bytes is None:
         raise UserError("--longest: no limit of memory is known; give --memory or --device.")
     # JSON and a table are data, and are alone on the standard output.
     words = sys.stderr if options.json or options.table else sys.stdout
     if options.search:
-        outcome = search(request.planner, request.config)
+        outcome = search_all((one.planner, one.config) for one in (request, *request.divided(options)))
         best = outcome.fastest[0] if outcome.fastest else outcome.leanest
         if options.json:
             plans = {"fastest": [as_dict(plan) for plan in outcome.fastest], "leanest": as_dict(outcome.leanest)}
@@ -129,7 +129,7 @@ def _parser() -> Parser:
     parser.add_argument("--link", help=f"the link between devices: {', '.join(LINKS)}, or a rate, such as 25GB/s")
     parser.add_argument("--profile", action="store_true", help="measure the layers on this machine's device")
     parser.add_argument(
-        "--search", action="store_true", help="try other K, replicas, M, schedules, recomputation and splits"
+        "--search", action="store_true", help="try other T, K, replicas, M, schedules, recomputation and splits"
     )
     parser.add_argument(
         "--longest",

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,14 @@ class PlanRequest:
         planner.lighter = {keys: partial(plan_with, keys) for keys in _lighter(recipe)}
         return cls(recipe, config, (device, *others), cluster, table, planner)
 
+    def divided(self, options: argparse.Namespace) -> Iterator[PlanRequest]:
+        """The same with layers divided among 2, 4 and 8 devices, where devices are given and the model allows it."""
+        is_given = any(text.replace(" ", "").startswith("pipeline.tensor_parallel=") for text in options.overrides)
+        for size in (2, 4, 8) if options.devices and self.config.tensor_parallel == 1 and not is_given else ():
+            overrides = [*options.overrides, f"pipeline.tensor_parallel={size}"]
+            with suppress(UserError):
+                yield PlanRequest.of(argparse.Namespace(**{**vars(options), "overrides": overrides}))
+
     @property
     def can_cut_rows(self) -> bool:
         """Whether the rows of the model can be cut into chunks; a tiny clone is compared."""
@@ -191,7 +200,7 @@ def _unlimited(planner: Planner, config: PipelineConfig) -> Plan:
 
 def _lighter(recipe: Recipe) -> list[str]:
     """The keys with which adapters are trained in place of all weights of a pretrained model, or beside fewer bits."""
-    if recipe.model.path is None or recipe.model.quantization is not None or recipe.pipeline.tensor_parallel > 1:
+    if recipe.model.path is None or recipe.model.quantization is not None:
         return []
     adapters = [] if recipe.lora.is_on else ["lora.r=16"]
     return [*adapters, " ".join([*adapters, "model.quantization=nf4"])]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import reduce
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter, build_adapter
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
-from hf_gpipe.adapters.tensor_parallel.masks import draws_masks, masks_of
+from hf_gpipe.adapters.tensor_parallel.masks import masks_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, UserError, one_line
@@ -51,8 +52,7 @@ def verify_division(adapter: TextAdapter, size: int) -> None:
     """
     plan = plan_of(adapter, size)
     of_clone = 4 if any(cut.is_shared for cut in plan.cuts.values()) else 2
-    masks = draws_masks(adapter.config)
-    what = f"divided {of_clone} {attention_of(adapter)} {masks}"
+    what = f"divided {of_clone} {attention_of(adapter)} {masks_of(adapter.config)}"
     compared_once(adapter, what, lambda: _difference(adapter, of_clone))
 
 
@@ -63,8 +63,9 @@ def _difference(adapter: TextAdapter, size: int) -> float:
         options = {"trust_remote_code": adapter.trust_remote_code}
         model = exact_clone(adapter.given_config, torch.float64, adapter.compared_class, **options)
         model.set_attn_implementation(attention_of(adapter))
-        for name, probability in masks_of(adapter.config).items():
-            setattr(model.config, name, probability)
+        for path, probability in masks_of(adapter.config).items():
+            *configs, name = path.split(".")
+            setattr(reduce(getattr, configs, model.config), name, probability)
         clone = build_adapter(model.config, torch.float64, attention_of(adapter), type(model))
         (expected,) = divided_steps(model, clone, 1)
         steps = divided_steps(model, clone, size)

@@ -47,11 +47,11 @@ _ITEMS = {
 }
 
 _SEARCH_HEADER = (
-    *("step", "bubble", "memory", "sent a row", "K", "M"),
+    *("step", "bubble", "memory", "sent a row", "K", "M", "T"),
     *("replicas", "schedule", "recompute", "layers"),
 )
 #: The first columns of these, which have numbers.
-_NUMBERS = 6
+_NUMBERS = 7
 
 
 def report(plan: Plan) -> str:
@@ -174,9 +174,11 @@ def search_report(result: SearchResult) -> str:
     header, *lines, leanest = table_text(rows, left=range(_NUMBERS, len(_SEARCH_HEADER))).split("\n")
     parts = [f"tried {result.num_tried} ways", ""]
     if shown:
-        parts += ["fastest that fit, the best of each K, replicas and order:", header, *lines]
+        parts += ["fastest that fit, the best of each T, K, replicas and order:", header, *lines]
         parts += ["", "as overrides: " + overrides(shown[0])]
         parts += [f"{name:12}  {text}" for name, text in mesh_lines(shown[0])]
+        if result.least_size is not None:
+            parts.append(f"smaller values do not fit: pipeline.tensor_parallel must be {result.least_size} at least")
     else:
         parts.append("none of them fits")
     return "\n".join([*parts, "", "least memory:", header, leanest])
@@ -274,7 +276,7 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
 def _settings(plan: Plan) -> dict[str, Any]:
     names = (
         *("num_stages", "replicas", "placement", "num_micro_batches", "sequence_chunks", "chunk_taper"),
-        *("schedule", "recompute", "partition", "num_processes", "offload_weights"),
+        *("tensor_parallel", "schedule", "recompute", "partition", "num_processes", "offload_weights"),
     )
     inputs = plan.planner.inputs
     names_of_inputs = ("fp32_master_weights", "offload_optimizer")
@@ -334,6 +336,7 @@ def _search_row(plan: Plan) -> tuple[str, ...]:
         bytes_text(sent.total),
         str(settings.num_stages),
         str(settings.num_micro_batches),
+        str(settings.tensor_parallel),
         runs_text(plan.timeline.schedule.placement.replicas),
         settings.schedule,
         _recompute(plan),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.planner.choose import allowed_plans, first_micro_batches
 from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.plan import Plan, Planner
@@ -22,11 +22,34 @@ class SearchResult:
             made for it.
         leanest: the plan that needs the least memory.
         num_tried: how many plans there were.
+        least_size: the smallest value of `tensor_parallel` that has a plan which fits, if smaller ones have none.
     """
 
     fastest: tuple[Plan, ...]
     leanest: Plan
     num_tried: int
+    least_size: int | None = None
+
+
+def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
+    """The results of `search` together, of planners for one `tensor_parallel` after another, the smallest first.
+
+    Raises:
+        PartitionError: of the first, where there is no split at all.
+    """
+    results, errors = [], []
+    for planner, config in asked:
+        try:
+            results.append(search(planner, config))
+        except PartitionError as error:
+            errors.append(error)
+    if not results:
+        raise errors[0]
+    fastest = sorted((plan for one in results for plan in one.fastest), key=_speed)
+    least = min((plan.settings.tensor_parallel for plan in fastest), default=None)
+    is_first = not errors and bool(results[0].fastest)
+    leanest = min((one.leanest for one in results), key=_leanness)
+    return SearchResult(tuple(fastest), leanest, sum(one.num_tried for one in results), None if is_first else least)
 
 
 def search(planner: Planner, config: PipelineConfig) -> SearchResult:
@@ -52,10 +75,17 @@ def search(planner: Planner, config: PipelineConfig) -> SearchResult:
     for plan in sorted(plans, key=attrgetter("sort_key")):
         if plan.fits:
             best.setdefault(_mesh_of(plan), plan)
-    leanest = min(plans, key=lambda plan: (plan.fullness, plan.step_seconds))
-    fastest = sorted(best.values(), key=lambda plan: (plan.step_seconds, plan.peak_bytes))
+    fastest = sorted(best.values(), key=_speed)
     fastest[:1] = [with_table(plan, free) for plan in fastest[:1]]
-    return SearchResult(tuple(fastest), leanest, len(plans))
+    return SearchResult(tuple(fastest), min(plans, key=_leanness), len(plans))
+
+
+def _speed(plan: Plan) -> tuple[float, float]:
+    return plan.step_seconds, plan.peak_bytes
+
+
+def _leanness(plan: Plan) -> tuple[float, float]:
+    return plan.fullness, plan.step_seconds
 
 
 def _mesh_of(plan: Plan) -> object:

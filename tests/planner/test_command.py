@@ -145,6 +145,15 @@ def test_a_search(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "least memory:" in out
 
 
+def test_a_search_says_where_layers_must_be_divided(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The state of an embedding of 400,000 tokens is larger than the memory of a device, and half of it is not."""
+    asked = [recipe, "tokenizer.vocab_size=400000", "training.batch_size=2", "--devices", "2", "--search"]
+    assert main([*asked, "--memory", "350MiB"]) == 0
+    out = capsys.readouterr().out
+    assert "smaller values do not fit: pipeline.tensor_parallel must be 2 at least" in out
+    assert "pipeline.tensor_parallel=2" in out
+
+
 def test_a_table_that_is_printed_can_be_run(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["pipeline.num_micro_batches=4", "pipeline.recompute=none"]
     assert main([recipe, "--table", "pipeline.schedule=1f1b", *asked]) == 0

@@ -48,13 +48,12 @@ class WholeMasks(TorchFunctionMode):
         return input * mask.chunk(ranks.size, dim)[ranks.place]
 
 
-def draws_masks(config: Any) -> bool:
-    """Whether a configuration, or one in it, has a dropout above 0."""
-    return bool(masks_of(config)) or any(
-        draws_masks(value) for value in vars(config).values() if isinstance(value, PreTrainedConfig)
-    )
-
-
 def masks_of(config: Any) -> dict[str, float]:
-    """The probabilities of dropout above 0 in a configuration, by their names."""
-    return {n: value for n, value in vars(config).items() if "drop" in n and isinstance(value, float) and value}
+    """The probabilities of dropout above 0 in a configuration and those in it, by their paths."""
+    found: dict[str, float] = {}
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            found |= {f"{name}.{path}": probability for path, probability in masks_of(value).items()}
+        elif "drop" in name and isinstance(value, float) and value:
+            found[name] = value
+    return found

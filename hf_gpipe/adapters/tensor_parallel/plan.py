@@ -39,7 +39,7 @@ KINDS: Mapping[str, Kind] = {
     **_names("row", "down_proj", "fc2", "fc_out", "wo", "dense_4h_to_h"),
 }
 #: Layers that stay whole: routers of experts, and the gate of a shared one.
-_WHOLE = ("gate", "router", "shared_expert_gate")
+_WHOLE = ("gate", "router", "shared_expert_gate", "classifier")
 #: Matrices of experts, (E, rows, columns): the packs of the rows or columns that are cut, and their dimension.
 _OF_EXPERTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}
 #: Embeddings with a column for each head, in an attention.
@@ -50,7 +50,7 @@ _OF_VOCABULARY = ("final_logits_bias",)
 _HEAD_WIDTHS = ("head_dim", "head_size", "key_value_proj_dim")
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
-_ALL_WIDTHS = ("inner_dim", "split_size")
+_ALL_WIDTHS = ("inner_dim", "split_size", "embed_dim")
 _GROUPS = "num_key_value_groups"
 
 

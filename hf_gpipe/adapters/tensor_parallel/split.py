@@ -12,9 +12,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
@@ -27,6 +28,7 @@ from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, leave
 from hf_gpipe.adapters.tensor_parallel.region import Region
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
+from hf_gpipe.errors import CheckpointError
 
 
 class Division:
@@ -50,9 +52,25 @@ class Division:
         return part_of(whole, cut, self.ranks.place)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole of a parameter, or of a tensor of its shape, from all ranks, which all call it."""
-        cut = self.plan.cuts.get(name)
-        return part if cut is None else cut.gathered(part, self.ranks)
+        """The whole of a parameter, or of a tensor of its shape, from all ranks, which all call it.
+
+        Raises CheckpointError where this rank has other values than the first one of those that have the same: each
+        updates its own from equal gradients, and nothing else would notice a device that computes wrong ones.
+        """
+        cut, ranks = self.plan.cuts.get(name), self.ranks
+        if cut is None:
+            whole, own = part, torch.tensor(_digest(part))
+            is_same = torch.equal(own, ranks.total(own if ranks.place == 0 else torch.zeros_like(own)))
+        else:
+            whole = cut.gathered(part, ranks)
+            is_same = not cut.is_shared or _digest(cut.part(whole, ranks.place)) == _digest(part)
+        if not is_same:
+            raise CheckpointError(
+                f"tensor_parallel: rank {ranks.place} of the {ranks.size} that share a stage has another {name} than "
+                "the first rank, and both were computed alike; begin again from an older checkpoint, and on other "
+                "devices if it happens again"
+            )
+        return whole
 
     def whole_shape(self, name: str, part: torch.Tensor) -> torch.Size:
         """The shape of the whole that a part is of."""
@@ -74,26 +92,27 @@ class Division:
         return whole
 
     def apply(self, model: nn.Module, ties: Mapping[str, str], blocks: frozenset[str]) -> None:
-        """Divide a model with weights, whole or a stage's.
+        """Divide a model with weights, whole or a stage's. It shares no parameter with another model any more.
 
         Args:
             model: the model.
             ties: alias -> name of the parameter that it is tied to.
             blocks: names of all blocks.
         """
-        parts: dict[nn.Parameter, nn.Parameter] = {}
+        parts: dict[nn.Parameter, Any] = {}
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             own = ties.get(name, name)
-            if own in self.plan.cuts and parameter not in parts:
+            if parameter not in parts:
                 part = self.part(own, parameter)
-                is_one = isinstance(part, nn.Parameter)  # of quantised weights, which are no plain ones
-                parts[parameter] = cast(nn.Parameter, part) if is_one else nn.Parameter(part, parameter.requires_grad)
+                if part is parameter and not is_4bit(part):
+                    part = parameter.detach().clone()
+                # Quantised ones are no plain parameters.
+                parts[parameter] = part if is_4bit(part) else nn.Parameter(part, parameter.requires_grad)
             if own in self.plan.shared:
-                self._sum_gradient(own, parts.get(parameter, parameter))
+                self._sum_gradient(own, parts[parameter])
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-            if parameter in parts:
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, parts[parameter])
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, parts[parameter])
         for name, buffer in list(model.named_buffers()):
             if name in self.plan.cuts:
                 parent, _, leaf = name.rpartition(".")
@@ -164,6 +183,11 @@ class Division:
 def _extended(module: Any, mixin: type, region: Region) -> None:
     module._region = region
     extend_class(module, mixin)
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """A hash of the bytes of a tensor."""
+    return xxhash.xxh3_64_intdigest(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()) >> 1
 
 
 def part_of(whole: torch.Tensor, cut: Cut, place: int) -> torch.Tensor:
