@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,20 +21,20 @@ from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 from hf_gpipe.adapters.text import TextAdapter
-from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
 from hf_gpipe.model import tensor_parallel
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.exactness import exact_clone
 from hf_gpipe.model.tensor_parallel import check_division, divided_steps, verify_division
 from hf_gpipe.planner.layers import ModelLayers
 from hf_gpipe.runtime.emulated_ranks import EmulatedRanks, emulate
-from hf_gpipe.runtime.loss import Reads, TokenLoss
+from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.token_metrics import TokenMetrics
 from scripts.bench.models import quantisation
 
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "opt", "bloom", "gpt_neox"),
-    *("t5", "marian", "bart", "m2m_100", "pegasus", "mbart"),
+    *("t5", "marian", "bart", "m2m_100", "pegasus", "mbart", "mvp", "nllb-moe", "switch_transformers"),
     *("qwen2_moe", "qwen3_moe"),
 )
 #: Fewer key-value heads than ranks.
@@ -52,10 +53,34 @@ def test_a_divided_clone_has_the_loss_and_every_gradient(family: str) -> None:
     assert difference(CONFIG_MAPPING[family](), 2) < 1e-10
 
 
+@pytest.mark.parametrize("family", ["opt", "gpt2", "bart", "gemma2"])
+def test_the_head_is_divided(family: str) -> None:
+    assert plan_of(adapter_of(CONFIG_MAPPING[family](num_hidden_layers=2)), 2).heads
+
+
 @pytest.mark.parametrize(("family", "heads", "size"), [("t5", None, 4), ("gpt2", None, 4), *SHARED])
 def test_with_four_ranks_and_with_shared_heads(family: str, heads: int | None, size: int) -> None:
     given = {} if heads is None else {"num_key_value_heads": heads}
     assert difference(CONFIG_MAPPING[family](**given), size) < 1e-10
+
+
+def test_a_given_model_stays_as_it_is_and_ranks_that_differ_are_found() -> None:
+    """It shared with the stages what is whole; and whole weights that differ were saved as the first rank had them."""
+    model = exact_clone(Qwen3Config(), torch.float64)
+    adapter = build_adapter(model.config, torch.float64, "eager", type(model))
+    given = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def of_rank(ranks: EmulatedRanks, *, differs: bool) -> None:
+        stage = assemble(adapter, range(len(adapter.layers)), model, torch.device("cpu"), ranks=ranks)
+        assert given.isdisjoint(parameter.data_ptr() for parameter in stage.parameters.values())
+        name = "model.norm.weight"
+        stage.parameters[name].data[3] += ranks.place * differs * 1e-15
+        stage.whole(name, stage.parameters[name])
+
+    emulate(2, partial(of_rank, differs=False))
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    with pytest.raises(CheckpointError, match=r"rank 1 of the 2 that share a stage has another model.norm.weight"):
+        emulate(2, partial(of_rank, differs=True))
 
 
 def adapted(config: PreTrainedConfig, lora: Any) -> tuple[Any, TextAdapter]:
@@ -157,18 +182,6 @@ def test_what_cannot_be_divided_is_an_error_with_the_name() -> None:
         verify_division(adapter_of(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=2)), 2)
 
 
-@dataclass(frozen=True)
-class _OfTeacher(TokenLoss):
-    reads = Reads.TOKENS | Reads.TEACHER
-
-
-def test_a_loss_that_parts_of_the_vocabulary_cannot_give_is_an_error() -> None:
-    config = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
-    check_division(adapter_of(config), 2)
-    with pytest.raises(UserError, match="tensor_parallel is 2 and the loss reads what a teacher computes"):
-        check_division(adapter_of(config), 2, _OfTeacher())
-
-
 def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of norms of heads, which each rank computes from its own heads, are summed; without that they
     would be wrong and nothing would fail."""
@@ -185,9 +198,15 @@ def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -
         verify_division(adapter_of(config), 2)
 
 
-def test_masks_are_compared_and_the_dropout_of_sdpa_is_refused() -> None:
+def test_masks_are_compared_and_the_dropout_of_sdpa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
-    config.attention_dropout = 0.2
+    compared: list[str] = []
+    monkeypatch.setattr(tensor_parallel, "compared_once", lambda adapter, what, compare: compared.append(what))
+    for probability in (0.1, 0.2):
+        config.attention_dropout = probability
+        verify_division(adapter_for(config, torch.float32, "eager"), 2)
+    assert len(set(compared)) == 2, "another probability is another comparison"
+    monkeypatch.undo()
     verify_division(adapter_for(config, torch.float32, "eager"), 2)
     with pytest.raises(UserError, match="use attn_implementation eager"):
         verify_division(adapter_for(config, torch.float32, "sdpa"), 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
@@ -18,14 +19,24 @@ from hf_gpipe.adapters.quantised import quantised_layers
 from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
 from hf_gpipe.errors import UserError
 
+#: By the number of ranks and whether there are adapters: every stage needs the plan of the whole model.
+_plans: WeakKeyDictionary[Adapter, dict[tuple[int, bool], SplitPlan]] = WeakKeyDictionary()
+
 
 def plan_of(adapter: Adapter, size: int) -> SplitPlan:
-    """The plan for T ranks of a model with its adapters, if it has some.
+    """The plan for T ranks of a model with its adapters, if it has some; it is made once.
 
     Raises:
         UnsupportedModelError: the blocks have a layer of which no table says how it is divided.
         UserError: the model's heads or widths cannot be divided by T, or its adapters are no plain LoRA.
     """
+    plans, key = _plans.setdefault(adapter, {}), (size, adapter.peft is None)
+    if key not in plans:
+        plans[key] = _plan_of(adapter, size)
+    return plans[key]
+
+
+def _plan_of(adapter: Adapter, size: int) -> SplitPlan:
     plan = SplitPlan.of(adapter, size)
     if adapter.quantisation is not None:
         _check_quantised(plan, adapter.reference)
