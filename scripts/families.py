@@ -195,7 +195,8 @@ gives the reason if it is not exact. `python -m hf_gpipe check` does this for a 
 that packed rows can: loss and gradients of the tiny model with 3 chunks are within 1e-5 of those of whole rows,
 since parts that the library computes in float32 round in another way when shapes change. "divided" says that
 the layers can be divided among 2 ranks ([tensor parallelism](tensor_parallel.md)), and which share of the tiny
-model's parameters each of them has. Each is compared again for your own configuration before it is used."""
+model's parameters each of them has; parts that read images or sounds are whole. Each is compared again for your
+own configuration before it is used."""
 _TITLES = {
     "exact": ("Exact", "largest difference"),
     "not supported": ("Not supported", "reason"),

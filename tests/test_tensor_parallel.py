@@ -42,6 +42,8 @@ PLAIN: dict[int, list[tuple[int, dict[str, Any]]]] = {
         (4, {"num_stages": 1, "schedule": "gpipe", "recompute": "stage"}),
     ],
 }
+VISITING = {"num_stages": 6, "num_processes": 2, "offload_weights": "all"}
+COMPILED = {"num_stages": 2, "torch_compile": True, "torch_compile_backend": "aot_eager"}
 #: Beside others: the family, its dropout, and the pipeline. What is compared is the same in one process.
 BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
     "smoothed and clipped": ("llama", 0.0, {"num_stages": 2, "label_smoothing": 0.1, "logit_clipping": 0.3}),
@@ -56,10 +58,8 @@ BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
     "rows": ("llama", 0.0, {"num_stages": 2, "loss": RowLoss(_squares)}),
     "logits": ("llama", 0.0, {"num_stages": 2, "loss": LogitsLoss(_of_logits)}),
     "experts": ("qwen3_moe", 0.0, {"num_stages": 2, "schedule": "zb_h1", "recompute": "stage"}),
-    "hidden states": ("llama", 0.0, {"num_stages": 2, "loss": Contrast()}),
-    "teacher": ("llama", 0.1, {"num_stages": 2, "loss": DistillationLoss(cross_entropy_share=0.3)}),
-    "visiting": ("llama", 0.0, {"num_stages": 6, "num_processes": 2, "offload_weights": "all"}),
-    "compiled": ("llama", 0.1, {"num_stages": 2, "torch_compile": True, "torch_compile_backend": "aot_eager"}),
+    "hidden states": ("llama", 0.0, VISITING | {"loss": Contrast()}),
+    "teacher": ("llama", 0.1, COMPILED | {"loss": DistillationLoss(cross_entropy_share=0.3)}),
     "rounded": ("llama", 0.0, {"num_stages": 2, "boundary_dtype": "float32"}),
 }
 

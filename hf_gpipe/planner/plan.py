@@ -264,7 +264,7 @@ class Planner:
 
         of_teacher = None
         if teacher is not None:
-            beside = cache(lambda: LayerTracer(teacher, as_on_gpu=as_on_gpu))
+            beside = cache(lambda: LayerTracer(teacher, as_on_gpu=as_on_gpu, num_ranks=tensor_parallel))
 
             def of_teacher(rows: int) -> ModelCosts:
                 return beside().costs(mini_batch.of_rows(rows))
