@@ -33,7 +33,7 @@ from hf_gpipe.runtime.token_metrics import TokenMetrics
 from scripts.bench.models import quantisation
 
 FAMILIES = (
-    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "opt", "bloom", "gpt_neox"),
+    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "opt", "bloom", "gpt_neox", "bert"),
     *("t5", "marian", "bart", "m2m_100", "pegasus", "mbart", "mvp", "nllb-moe", "switch_transformers"),
     *("qwen2_moe", "qwen3_moe"),
 )

@@ -25,8 +25,8 @@ def _names(kind: Kind, *names: str) -> dict[str, Kind]:
     return dict.fromkeys(names, kind)
 
 
-#: The linear layers of blocks by the last part of their names. A column layer has a part of the outputs, in whole heads
-#: or not. A row layer, which reads what column layers have made, has a part of the inputs.
+#: The linear layers of blocks by the last part of their names, or the last two. A column layer has a part of the
+#: outputs, in whole heads or not. A row layer, which reads what column layers have made, has a part of the inputs.
 KINDS: Mapping[str, Kind] = {
     **_names("query", "q_proj", "q", "query"),
     **_names("key or value", "k_proj", "v_proj", "k", "v", "key", "value"),
@@ -34,6 +34,7 @@ KINDS: Mapping[str, Kind] = {
     **_names("query, key and value", "c_attn", "qkv_proj"),
     **_names("heads of three", "query_key_value"),
     **_names("width", "gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "wi", "wi_0", "wi_1", "dense_h_to_4h"),
+    **_names("width", "intermediate.dense"),
     **_names("two widths", "gate_up_proj"),
     **_names("row", "o_proj", "out_proj", "o", "dense", "c_proj"),
     **_names("row", "down_proj", "fc2", "fc_out", "wo", "dense_4h_to_h"),
@@ -47,10 +48,10 @@ _OF_HEADS = ("relative_attention_bias",)
 #: Buffers with a column for each token of the vocabulary.
 _OF_VOCABULARY = ("final_logits_bias",)
 #: Attributes of an attention: the width of a head; the numbers of heads and of key-value heads; the width of all heads.
-_HEAD_WIDTHS = ("head_dim", "head_size", "key_value_proj_dim")
+_HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
-_ALL_WIDTHS = ("inner_dim", "split_size", "embed_dim")
+_ALL_WIDTHS = ("inner_dim", "split_size", "embed_dim", "all_head_size")
 _GROUPS = "num_key_value_groups"
 
 
@@ -121,7 +122,7 @@ class SplitPlan:
         parent, _, own = name.rpartition(".")
         if own in _WHOLE:
             return
-        kind = KINDS.get(own)
+        kind = KINDS.get(f"{parent.rpartition('.')[2]}.{own}") or KINDS.get(own)
         if kind is None:
             raise _not_covered(model, f"no rule divides its layer {name!r}")
         outputs, inputs = (1, 0) if isinstance(module, Conv1D) else (0, 1)
