@@ -84,7 +84,7 @@ def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tens
     if int(lengths.min()) == 0 or not bool(is_target.any(dim=1).all()):
         raise DataError(
             "predict_with_generate: a row of a decoder-only model needs a prompt, whose labels are -100, and targets "
-            "after it; a row without the one or the other was found"
+            "after it; a row lacks a prompt or targets"
         )
     width = int(lengths.max())
     prompts = torch.full((len(ids), width), pad_token_id, dtype=ids.dtype)
