@@ -1,0 +1,41 @@
+"""AmoebaNet-D of the examples: GPipe's numbers of parameters, and the plain network's loss and gradients in stages."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from hf_gpipe import Pipeline
+from hf_gpipe.runtime.micro_batch import split_rows
+from tests.oracle import Result, assert_same, run_pipeline
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from amoebanet import PAPER, amoebanet_d
+
+
+def test_parameters_are_those_of_the_paper() -> None:
+    """Of 1.8B the paper prints two digits, and 1.845B has the same two."""
+    for sizes, printed in PAPER.items():
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in amoebanet_d(*sizes).parameters())
+        assert abs(count / printed - 1) < 0.02 or f"{count / 1e9:.1f}" == f"{printed / 1e9:.1f}" == "1.8"
+
+
+def test_stages_have_the_plain_network_s_gradients() -> None:
+    torch.manual_seed(0)
+    model = amoebanet_d(3, 16, num_classes=5).double()
+    batch = {"pixels": torch.randn(4, 3, 64, 64, dtype=torch.float64), "labels": torch.tensor([0, 3, 2, 4])}
+    plain, value = copy.deepcopy(model), 0.0
+    for rows in split_rows(batch, 2):
+        loss = F.cross_entropy(plain(rows["pixels"]), rows["labels"], reduction="sum") / 4
+        loss.backward()
+        value += loss.item()
+    expected = Result(value, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
+    for num_stages, recompute in ((3, "stage"), (4, "block")):
+        pipe = Pipeline(copy.deepcopy(model), num_stages, 2, "1f1b", recompute=recompute)
+        assert_same(run_pipeline(pipe, batch), expected)
