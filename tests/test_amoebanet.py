@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
+from dataclasses import replace
 
+import pytest
 import torch
 from torch.nn import functional as F
 
+from examples.amoebanet import PAPER, amoebanet_d
 from hf_gpipe import Pipeline
+from hf_gpipe.adapters.chain import Chain
+from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.runtime.micro_batch import split_rows
+from scripts import amoebanet_tables
 from tests.oracle import Result, assert_same, run_pipeline
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from amoebanet import PAPER, amoebanet_d
 
 
 def test_parameters_are_those_of_the_paper() -> None:
@@ -39,3 +39,19 @@ def test_stages_have_the_plain_network_s_gradients() -> None:
     for num_stages, recompute in ((3, "stage"), (4, "block")):
         pipe = Pipeline(copy.deepcopy(model), num_stages, 2, "1f1b", recompute=recompute)
         assert_same(run_pipeline(pipe, batch), expected)
+
+
+def test_costs_of_more_cells_are_those_of_the_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amoebanet_tables, "SIZE", 64)
+    for cached in (amoebanet_tables.tracer, amoebanet_tables.costs):
+        cached.cache_clear()
+    found = amoebanet_tables.costs(12, 16, 2)
+    with torch.device("meta"):
+        network = amoebanet_d(12, 16)
+    images = amoebanet_tables.images(2)
+    expected = LayerTracer(Chain(network, images.shapes), as_on_gpu=True).costs(images)
+    # A stage also calls a stub for each layer before it.
+    layers, others = ([replace(one, name="", stage_calls=0) for one in each.layers] for each in (found, expected))
+    assert layers == others
+    for cached in (amoebanet_tables.tracer, amoebanet_tables.costs):
+        cached.cache_clear()
