@@ -79,17 +79,17 @@ def costs(num_layers: int, num_filters: int, rows: int) -> ModelCosts:
     return replace(few, layers=tuple(named))
 
 
-def planner(sizes: tuple[int, int], rows: int, memory: int | None) -> Planner:
-    """The planner of a mini-batch of so many images."""
-    made = Planner(lambda own, _: [costs(*sizes, own)], PlanInputs(images(rows), "rmsprop"), device("tpu-v3"), memory)
-    return made if memory is not None else made.within(None)
+def planner(sizes: tuple[int, int], rows: int) -> Planner:
+    """The planner of a mini-batch of so many images, without a limit of memory."""
+    made = Planner(lambda own, _: [costs(*sizes, own)], PlanInputs(images(rows), "rmsprop"), device("tpu-v3"))
+    return made.within(None)
 
 
 def plan(name: str, num_stages: int, sizes: tuple[int, int], micro_batches: int) -> Plan:
     """The plan of a row of Table 1, whether it fits or not."""
     count, recompute = (1, "none") if name.startswith("Naive") else (micro_batches, "stage")
     config = PipelineConfig(num_stages, count, "gpipe", recompute, "auto")
-    return best_plan(planner(sizes, ROWS, None), config)
+    return best_plan(planner(sizes, ROWS), config)
 
 
 def table1(micro_batches: Sequence[int]) -> None:
@@ -115,7 +115,7 @@ def naive_rows() -> int:
     """How many images of a mini-batch fit with Naive-1 into 8 GB, in fours."""
     _, num_stages, sizes, *_ = TABLE1[0]
     config = PipelineConfig(num_stages, 1, "gpipe", "none")
-    fits = [rows for rows in range(4, 33, 4) if best_plan(planner(sizes, rows, 8 * GB), config).fits]
+    fits = [rows for rows in range(4, 33, 4) if best_plan(planner(sizes, rows), config).peak_bytes <= 8 * GB]
     return max(fits, default=0)
 
 
@@ -130,7 +130,7 @@ def step_seconds(num_stages: int, micro_batches: int, rows: int, partition: str)
     """Of a step of AmoebaNet-D (18, 256), each micro-batch of so many images."""
     split = by_parameters(num_stages, rows) if partition == "parameters" else partition
     config = PipelineConfig(num_stages, micro_batches, "gpipe", "stage", split)
-    return best_plan(planner((18, 256), rows * micro_batches, None), config).step_seconds
+    return best_plan(planner((18, 256), rows * micro_batches), config).step_seconds
 
 
 def table2(rows: int) -> None:
