@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
@@ -33,6 +33,7 @@ def test_the_text_of_a_table() -> None:
     assert with_visits(table) is table
 
 
+@settings(deadline=None)
 @given(schedules(tuple(SCHEDULES)))
 def test_any_table_can_have_visits(case: tuple[Schedule, Recompute]) -> None:
     plain, _ = case
@@ -53,6 +54,7 @@ def test_any_table_can_have_visits(case: tuple[Schedule, Recompute]) -> None:
     assert simulate(table, slow).total_seconds >= simulate(table, costs).total_seconds
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3), st.integers(3, 5), st.integers(1, 4))
 def test_breadth_first_has_two_stages_on_a_device_and_each_visits_twice(
     num_processes: int, stages_each: int, num_micro_batches: int
