@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerCallback
 
 from examples.grpo import main, share_of_letter, tokenizer
 from hf_gpipe import Pipeline, PipelineGRPOConfig, PipelineGRPOTrainer
@@ -113,8 +113,21 @@ def test_advantages() -> None:
     assert missing[3:].tolist() == [0, 0, 0]
 
 
+class StopAt(TrainerCallback):
+    """Ends a training after so many steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
 def trained(folder: Path, model: Any, reward: Any = None, **values: Any) -> tuple[Any, list[dict[str, Any]]]:
-    peft = values.pop("peft_config", None)
+    letters = [{"prompt": f"{letter}:" + "a" * number, "letter": letter} for number, letter in enumerate("abcd")]
+    given = {"train_dataset": letters, "processing_class": tokenizer(), "peft_config": None}
+    given |= {name: values.pop(name) for name in given if name in values}
+    stop_at, resumes = values.pop("stop_at", None), values.pop("resumes", None)
     common: dict[str, Any] = {
         "num_stages": 2,
         "num_micro_batches": 3,
@@ -135,14 +148,10 @@ def trained(folder: Path, model: Any, reward: Any = None, **values: Any) -> tupl
         model,
         reward or share_of_letter,
         PipelineGRPOConfig(output_dir=str(folder), **common | values),
-        train_dataset=[
-            {"prompt": f"{letter}:" + "a" * number, "letter": letter} for number, letter in enumerate("abcd")
-        ],
-        processing_class=tokenizer(),
-        callbacks=[recorder],
-        peft_config=peft,
+        callbacks=[recorder, *([StopAt(stop_at)] if stop_at else [])],
+        **given,
     )
-    made.train()
+    made.train(resume_from_checkpoint=resumes)
     return made, [one for one in recorder.logs if "loss" in one]
 
 
@@ -173,6 +182,34 @@ def test_completions_and_updates_do_not_depend_on_the_stages(tmp_path: Path) -> 
     found = weights(three)
     for name, parameter in weights(one).items():
         torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-9)
+
+
+def test_a_resumed_run_generates_the_same_completions(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"num_iterations": 2, "loss_type": "dr_grpo", "save_steps": 2}
+    whole, logs = trained(tmp_path / "whole", small(), max_steps=4, **values)
+    trained(tmp_path / "parts", small(), max_steps=4, save_strategy="steps", stop_at=2, **values)
+    resumed, others = trained(tmp_path / "parts", small(), max_steps=4, resumes=True, **values)
+    assert [log["reward"] for log in logs[2:]] == [log["reward"] for log in others]
+    found = weights(resumed)
+    for name, parameter in weights(whole).items():
+        torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-12)
+
+
+def test_prompts_of_messages_get_completions_of_messages(tmp_path: Path) -> None:
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m['content'] }}:{% endfor %}"
+    rows = [{"prompt": [{"role": "user", "content": letter}]} for letter in "ab"]
+    assert PromptExamples(rows, words)[1]["prompt_ids"] == words("b:")["input_ids"]
+    seen: list[Any] = []
+
+    def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        seen.append((prompts[0], completions[0]))
+        return [float(number) for number in range(len(completions))]
+
+    trained(tmp_path, small(), reward, max_steps=1, train_dataset=rows, processing_class=words)
+    ((prompt, completion),) = seen
+    assert prompt[0]["role"] == "user"
+    assert [message["role"] for message in completion] == ["assistant"]
 
 
 def test_the_reward_rises() -> None:
