@@ -98,6 +98,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(40):
             row = {"text": f"{['de', 'en'][number % 2]} {number}", "label": ["negative", "positive"][number % 2]}
             lines.write(json.dumps(row) + "\n")
+    with (folder / "prompts.jsonl").open("w", encoding="utf-8") as lines:
+        for number in range(40):
+            lines.write(json.dumps({"prompt": f"de {number}", "answer": f"en {number}"}) + "\n")
     with (folder / "pairs.jsonl").open("w", encoding="utf-8") as lines:
         for number in range(40):
             lines.write(json.dumps({"anchor": f"de {number}", "positive": f"en {number}"}) + "\n")
@@ -149,6 +152,8 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
         return [*overrides, f"data.path={data / 'preferences.jsonl'}"]
     if recipe.data.kind == "embeddings":
         return [*overrides, f"data.path={data / 'pairs.jsonl'}"]
+    if recipe.data.kind == "prompts":
+        return [*overrides, f"data.path={data / 'prompts.jsonl'}", "grpo.max_completion_length=2"]
     if recipe.data.kind == "classification":
         return [*overrides, f"data.path={data / 'reviews.jsonl'}"]
     if recipe.data.kind == "chat":
@@ -242,6 +247,8 @@ def test_it_trains_once_it_is_small(
         assert 0 <= metrics["accuracy"] <= 1
         logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert "rewards/accuracies" in logged[0]
+    elif recipe.data.kind == "prompts":
+        assert 0 <= metrics["reward"] <= 1
     elif recipe.data.kind in (*CLASSIFIER_KINDS, "embeddings"):
         assert metrics["task"] == recipe.data.kind
         assert 0 <= metrics["accuracy"] <= 1

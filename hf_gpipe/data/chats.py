@@ -22,7 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "functio
 #: ShareGPT's names of roles.
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
 #: Columns with text or messages.
-_TEXTS = ("messages", "prompt", "completion", "chosen", "rejected", "text", "texts")
+_TEXTS = ("messages", "prompt", "completion", "chosen", "rejected", "text", "texts", "answer")
 #: What is kept of a row.
 _COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
 

@@ -14,6 +14,16 @@ from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.errors import DataError
 
 
+def prompted_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's {"prompt", "answer"}: text or messages, and text. Raises DataError for another form, by the row."""
+    prompt, answer = row.get("prompt"), row.get("answer")
+    if not (isinstance(prompt, str | list) and prompt):
+        raise DataError(f"{where}: 'prompt' is {prompt!r}; it must be text, or a list of messages")
+    if not isinstance(answer, str) or not answer.strip():
+        raise DataError(f"{where}: 'answer' is {answer!r}; it must be text, which completions are compared with")
+    return {"prompt": prompt, "answer": answer}
+
+
 class PromptExamples:
     """A dataset of {"prompt_ids": [...], "row": i} of rows with a "prompt", text or messages, and any other columns.
 

@@ -131,7 +131,10 @@ class Workload:
         rows = largest_micro_batch(rows, num_micro_batches)
         if recipe.training.packing:
             return cls.packed(rows, (source, source), (target, target))
-        rows *= {**dict.fromkeys(PAIRED_KINDS, 2), "embeddings": recipe.embeddings.num_texts}.get(data.kind, 1)
+        several = {"embeddings": recipe.embeddings.num_texts, "prompts": recipe.grpo.num_generations}
+        rows *= {**dict.fromkeys(PAIRED_KINDS, 2), **several}.get(data.kind, 1)
+        if data.kind == "prompts":
+            source = target = target + recipe.grpo.max_completion_length
         # Blocks of text are all equally long.
         return cls(rows, source, target, data.kind != "text")
 

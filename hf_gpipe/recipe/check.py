@@ -78,6 +78,7 @@ def _check_fields(recipe: Recipe) -> None:
     _check_streaming(recipe)
     _check_preferences(recipe)
     _check_distillation(recipe)
+    _check_grpo(recipe)
     _check_classification(recipe)
     _check_precision(recipe)
     _check_quantization(recipe)
@@ -234,11 +235,24 @@ def _check_preferences(recipe: Recipe) -> None:
             f"it is for {users}: leave it out."
         )
     for name in ("batch_tokens", "packing", "label_smoothing_factor", "logit_clipping"):
-        if recipe.data.kind in (*PAIRED_KINDS, "embeddings") and (value := getattr(training, name)):
+        if recipe.data.kind in (*PAIRED_KINDS, "embeddings", "prompts") and (value := getattr(training, name)):
             raise RecipeError(
                 f"training.{name} is {show(value)} and data.kind is {recipe.data.kind}, whose mini-batches and loss "
                 "are of several rows together; leave it out."
             )
+
+
+def _check_grpo(recipe: Recipe) -> None:
+    if recipe.data.kind == "prompts" and recipe.training.eval_steps:
+        raise RecipeError(
+            f"training.eval_steps is {recipe.training.eval_steps} and data.kind is prompts, whose rewards are measured "
+            "at the end; leave it out."
+        )
+    if recipe.grpo.beta and recipe.lora.r is None:
+        raise RecipeError(
+            f"grpo.beta is {recipe.grpo.beta} and lora.r is null: the reference is the model without its new adapters; "
+            "set lora.r, or leave grpo.beta out."
+        )
 
 
 def _check_distillation(recipe: Recipe) -> None:

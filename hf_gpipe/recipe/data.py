@@ -14,7 +14,7 @@ LOCAL_KINDS = ("jsonl", "csv", "parquet", "parallel")
 ROW_KINDS = (*LOCAL_KINDS, "hub")
 
 #: Kinds whose rows are messages, or text in their place.
-MESSAGE_KINDS = ("chat", "preferences", "rewards")
+MESSAGE_KINDS = ("chat", "preferences", "rewards", "prompts")
 
 #: Kinds whose examples are pairs of rows, and kinds that a model with a head for classes or a score learns.
 PAIRED_KINDS = ("preferences", "rewards")
@@ -35,6 +35,7 @@ PREFERENCES = Kinds(("preferences",))
 REWARDS = Kinds(("rewards",))
 CLASSIFICATION = Kinds(("classification",))
 EMBEDDINGS = Kinds(("embeddings",))
+PROMPTS = Kinds(("prompts",))
 IMAGES = Kinds(("images",))
 LABELLED = Kinds((*CLASSIFICATION.names, *IMAGES.names))
 MESSAGES = Kinds(MESSAGE_KINDS)
@@ -60,6 +61,7 @@ Kind = Literal[
     "rewards",
     "classification",
     "embeddings",
+    "prompts",
     "images",
 ]
 
@@ -78,7 +80,9 @@ class DataSection:
     with a head of one number. classification: texts with a label, for a decoder-only model with
     a new head, or the one that its checkpoint has. embeddings: rows of two texts or more, the first of which belongs to
     the second and not to the others, or of two texts and a score, for an encoder or a decoder-only model without its
-    head, and the loss of the section `embeddings`. images: images with a label, for an image classifier."""
+    head, and the loss of the section `embeddings`. prompts: prompts with an answer, for a decoder-only
+    model that learns from rewards of its own completions, by the section `grpo`. images: images with a label, for an
+    image classifier."""
 
     seed: int = 0
     """Seed for generating and sampling the corpus; `training.seed` decides the order of training examples."""
@@ -134,8 +138,8 @@ class DataSection:
 
     path: Annotated[Text | None, READ] = None
     """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
-    gzipped. hub, text, chat, preferences, rewards, classification, embeddings: id or directory of a data set. images: a
-    directory that has one of images for each class, .parquet files, or the id of a data set. Required."""
+    gzipped. hub, text, chat, preferences, rewards, classification, embeddings, prompts: id or directory of a data set.
+    images: a directory that has one of images for each class, .parquet files, or the id of a data set. Required."""
 
     made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROWS] = None
     """Command that makes the file at `path`; the error says it if the file is not there."""
@@ -189,7 +193,7 @@ class DataSection:
 
     max_length: Annotated[int, Field(ge=2), ROW_LENGTHS] = 1024
     """Maximum length of a conversation, of a prompt with its answer, or of a single text, in tokens; longer ones
-    are truncated. Those that have no target left are dropped and counted."""
+    are truncated. Those that have no target left are dropped and counted. prompts: longer ones are an error."""
 
     truncation_mode: Annotated[Literal["keep_start", "keep_end"], CHAT] = "keep_start"
     """Which end of a conversation that is too long is kept."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field
 
-from hf_gpipe.recipe.data import EMBEDDINGS, OF_TEXT, OF_TOKENS, PAIRS, PREFERENCES, REWARDS, DataSection
+from hf_gpipe.recipe.data import EMBEDDINGS, OF_TEXT, OF_TOKENS, PAIRS, PREFERENCES, PROMPTS, REWARDS, DataSection
 from hf_gpipe.recipe.pipeline import PipelineConfig
 from hf_gpipe.recipe.section import (
     MAY_CHANGE,
@@ -209,6 +209,46 @@ class EmbeddingsSection:
     def num_texts(self) -> int:
         """Texts of a row."""
         return self.texts or (3 if self.loss_type == "triplet" else 2)
+
+
+@section()
+class GRPOSection:
+    """Rewards of a model's own completions (GRPO), for data of prompts; keys as in TRL's GRPOConfig."""
+
+    reward: Annotated[Literal["exact", "contains", "characters"], PROMPTS] = "exact"
+    """Reward of a completion, from 0 to 1: exact, whether it is the row's `answer`; contains, whether the answer is in
+    it; characters, the share of characters that are the answer's at the same place."""
+
+    num_generations: Annotated[int, Field(ge=2), PROMPTS] = 8
+    """Completions of each prompt in a step."""
+
+    max_completion_length: Annotated[Count, PROMPTS] = 512
+    """Tokens of a completion at most."""
+
+    temperature: Annotated[Positive, PROMPTS] = 1.0
+    """Of sampling; the loss divides the logits by it too."""
+
+    beta: Annotated[NotNegative, PROMPTS] = 0.0
+    """Weight of the divergence from the model without its new adapters; it needs `lora.r`."""
+
+    num_iterations: Annotated[Count, PROMPTS] = 1
+    """Updates from the same completions."""
+
+    epsilon: Annotated[NotNegative, PROMPTS] = 0.2
+    """How far below 1 the ratio of a token's probabilities counts, and above it unless `epsilon_high` says more."""
+
+    epsilon_high: Annotated[NotNegative | None, PROMPTS] = None
+    """How far above 1 it counts; null: `epsilon`."""
+
+    loss_type: Annotated[Literal["grpo", "bnpo", "dr_grpo", "dapo"], PROMPTS] = "dapo"
+    """How tokens are averaged. grpo: over each row, then over rows; dapo, bnpo: over all tokens of the step; dr_grpo:
+    their sum by the longest completion."""
+
+    scale_rewards: Annotated[Literal["group", "batch", "none"], PROMPTS] = "group"
+    """By whose standard deviation advantages are divided."""
+
+    disable_dropout: Annotated[bool, PROMPTS] = False
+    """Whether the model has no dropout in training."""
 
 
 @section()
@@ -436,6 +476,7 @@ class Recipe:
     preferences: PreferencesSection = field(default_factory=PreferencesSection)
     rewards: RewardsSection = field(default_factory=RewardsSection)
     embeddings: EmbeddingsSection = field(default_factory=EmbeddingsSection)
+    grpo: GRPOSection = field(default_factory=GRPOSection)
     distillation: DistillationSection = field(default_factory=DistillationSection)
     data: DataSection
     tokenizer: TokenizerSection = field(default_factory=TokenizerSection)

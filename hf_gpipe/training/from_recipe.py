@@ -43,6 +43,7 @@ from hf_gpipe.runtime.distillation import DistillationLoss
 from hf_gpipe.runtime.loss import Loss, TokenLoss
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.embedding_loss import EmbeddingLoss
+from hf_gpipe.training.grpo_loss import GRPOLoss
 from hf_gpipe.training.preference_loss import PreferenceLoss
 from hf_gpipe.training.reward_loss import RewardLoss
 
@@ -233,6 +234,8 @@ def loss_of(recipe: Recipe) -> Loss:
         return RewardLoss(recipe.rewards.center_rewards_coefficient)
     if recipe.data.kind == "embeddings":
         return EmbeddingLoss.of(recipe.embeddings)
+    if recipe.data.kind == "prompts":
+        return GRPOLoss.of(recipe.grpo)
     if recipe.data.kind != "preferences":
         distilled, training = recipe.distillation, recipe.training
         of_tokens = training.label_smoothing_factor, training.logit_clipping
@@ -400,6 +403,11 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         from hf_gpipe.training.embeddings import PipelineEmbeddingConfig
 
         made_as, others = PipelineEmbeddingConfig, {**vars(recipe.embeddings), "max_length": recipe.data.max_length}
+    if recipe.data.kind == "prompts":
+        from hf_gpipe.training.grpo import PipelineGRPOConfig
+
+        values = {name: value for name, value in vars(recipe.grpo).items() if name != "reward"}
+        made_as, others = PipelineGRPOConfig, {**values, "max_length": recipe.data.max_length}
     if training.lr_scheduler_type == "warmup_stable_decay":
         others |= {"lr_scheduler_kwargs": {"num_decay_steps": training.decay_steps}}
     return made_as(

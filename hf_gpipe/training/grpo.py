@@ -75,9 +75,7 @@ class PipelineGRPOConfig(PairArguments):
 
     def make_loss(self) -> GRPOLoss:
         """The loss that these arguments ask for."""
-        names = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "temperature")
-        options = {name: getattr(self, name) for name in names}
-        return GRPOLoss(self.beta, self.loss_type, self.max_completion_length, **options)
+        return GRPOLoss.of(self)
 
 
 class PipelineGRPOTrainer(PairTrainer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -102,6 +103,13 @@ class GRPOLoss(PairLoss):
                 raise UserError(f"{name}={getattr(self, name)!r}: expected a number of at least 0")
         if not self.temperature > 0:
             raise UserError(f"temperature={self.temperature!r}: expected a number above 0")
+
+    @classmethod
+    def of(cls, options: Any) -> GRPOLoss:
+        """The loss that the arguments of a trainer, or the section of a recipe, ask for by these names."""
+        names = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "temperature")
+        values = {name: getattr(options, name) for name in names if hasattr(options, name)}
+        return cls(options.beta, options.loss_type, options.max_completion_length, **values)
 
     @property
     def of_tokens(self) -> TokenLoss:

@@ -14,15 +14,17 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 from torch.nn import functional as F
-from transformers import EvalPrediction, default_data_collator
+from transformers import EvalPrediction, PreTrainedTokenizerBase, default_data_collator
 
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.embeddings import EmbeddingCollator
 from hf_gpipe.data.labelled import LabelCollator
 from hf_gpipe.data.preferences import PreferenceCollator
+from hf_gpipe.data.prompts import PromptCollator
 from hf_gpipe.data.rewards import RewardCollator
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.batches import shared_stream
+from hf_gpipe.training.checkable import checked_by
 from hf_gpipe.training.embedding_loss import EmbeddingLoss
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.predicting import predict
@@ -219,6 +221,42 @@ def evaluate_embeddings(
             f"{values['mean_reciprocal_rank']:.4f}"
         )
     return HeldOutReport("embeddings", values, ("examples", f"{number} examples"), words)
+
+
+def evaluate_completions(
+    pipe: Pipeline,
+    make_rows: Callable[[], Dataset],
+    batch_size: int,
+    max_rows: int | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    reward: str,
+    max_completion_length: int,
+) -> HeldOutReport:
+    """The mean of a checkable reward over the most likely completions of held-out prompts, and how many have 1."""
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(make_rows())
+        return made[0]
+
+    world = pipe.world
+    end = world.from_reader(lambda: None if tokenizer is None else tokenizer.eos_token_id)
+    number, batches = _mini_batches(pipe, make, PromptCollator(end or 0), batch_size, max_rows)
+    rewards: list[float] = []
+    for (batch,) in shared_stream(None if batches is None else ([one] for one in batches), world):
+        ids = batch["input_ids"]
+        options = {"max_new_tokens": max_completion_length, "do_sample": False, "eos_token_id": end, "num_beams": 1}
+        found = pipe.generate(input_ids=ids, attention_mask=batch["attention_mask"], pad_token_id=end or 0, **options)
+
+        def of_batch(batch: Batch = batch, found: torch.Tensor = found[:, ids.shape[1] :]) -> list[float]:
+            assert tokenizer is not None, "the reader has the tokenizer"
+            answers = [made[0].rows[row]["answer"] for row in batch["row"].tolist()]
+            return checked_by(reward)(tokenizer.batch_decode(found, skip_special_tokens=True), answers)
+
+        rewards += world.from_reader(of_batch)
+    mean, share = sum(rewards) / number, sum(one == 1 for one in rewards) / number
+    values = {"num_prompts": number, "reward": mean, "share_right": share}
+    return HeldOutReport("prompts", values, ("prompts", f"{number} prompts"), f"reward {mean:.3f}, right {share:.1%}")
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:

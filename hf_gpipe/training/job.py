@@ -29,6 +29,7 @@ from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
+from hf_gpipe.training.checkable import checked_by
 from hf_gpipe.training.cost import CostMeter
 from hf_gpipe.training.dpo import PipelineDPOTrainer
 from hf_gpipe.training.embeddings import PipelineEmbeddingTrainer
@@ -44,6 +45,7 @@ from hf_gpipe.training.from_recipe import (
     teacher_of,
     workload_of,
 )
+from hf_gpipe.training.grpo import PipelineGRPOConfig, PipelineGRPOTrainer
 from hf_gpipe.training.held_out import accuracy
 from hf_gpipe.training.pairs import PairArguments, PairTrainer
 from hf_gpipe.training.reward import PipelineRewardTrainer
@@ -133,7 +135,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     report = task.evaluate(recipe, pipe, tokenizer, corpus)
     job.note("measuring a step")
     batches = trainer.train_batches()
-    batch = share([next(batches.epoch(0))] if batches is not None else None, world)
+    batch = trainer.prepared(share([next(batches.epoch(0))] if batches is not None else None, world))
     measured, predicted = measure_step(pipe, batch, update=_update_of(trainer))
     if world.is_writer:
         cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
@@ -329,6 +331,9 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
     metrics: dict[str, Any] = {}
     if characters is not None:
         metrics = {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
+    if isinstance(args, PipelineGRPOConfig):
+        tokenizer, reward = None if prepared is None else prepared.tokenizer, checked_by(recipe.grpo.reward)
+        return PipelineGRPOTrainer(pipe, reward, args=args, processing_class=tokenizer, **datasets)
     if isinstance(args, PairArguments):
         tokenizer = None if prepared is None else prepared.tokenizer
         return _PAIR_TRAINERS[recipe.data.kind](pipe, args=args, processing_class=tokenizer, **datasets)

@@ -22,6 +22,7 @@ from hf_gpipe.data.embeddings import EmbeddingExamples, embedded_of
 from hf_gpipe.data.images import ImageExamples, image_corpus
 from hf_gpipe.data.labelled import LabelCollator, LabelledExamples, labelled_of
 from hf_gpipe.data.preferences import PreferenceExamples
+from hf_gpipe.data.prompts import PromptExamples, prompted_of
 from hf_gpipe.data.rewards import RewardExamples, compared_of
 from hf_gpipe.data.text import TokenBlocks, text_corpus
 from hf_gpipe.errors import DataError
@@ -38,6 +39,7 @@ from hf_gpipe.training.from_recipe import AnyCorpus, processor_of, tokenizer_of
 from hf_gpipe.training.held_out import (
     Evaluate,
     evaluate_classes,
+    evaluate_completions,
     evaluate_embeddings,
     evaluate_images,
     evaluate_preferences,
@@ -191,6 +193,20 @@ def _evaluated(recipe: Recipe) -> set[str]:
     return {recipe.evaluation.split, *(["validation"] if recipe.training.eval_steps else [])}
 
 
+def _prompts(data: DataSection, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> Any:
+    return PromptExamples([one.row for one in split], tokenizer, max_length=data.max_length)
+
+
+def _complete(recipe: Recipe, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> Report:
+    def make_rows() -> Any:
+        assert tokenizer is not None, "the reader has prepared the data"
+        return _prompts(recipe.data, getattr(corpus, recipe.evaluation.split), tokenizer, decoder_only=True)
+
+    evaluation, grpo = recipe.evaluation, recipe.grpo
+    options = evaluation.batch_size, evaluation.max_examples
+    return evaluate_completions(pipe, make_rows, *options, tokenizer, grpo.reward, grpo.max_completion_length)
+
+
 def _labelled(recipe: Recipe) -> ChatCorpus:
     data = recipe.data
     read = partial(labelled_of, labels=data.labels, text_field=data.text_field, label_field=data.label_field)
@@ -258,6 +274,14 @@ TASKS: dict[str, Task] = {
         items="examples",
         read=lambda recipe: _chats(recipe, "examples", partial(embedded_of, texts=recipe.embeddings.num_texts)),
         size=lambda data, corpus: f"{len(corpus.train)} training examples of texts of up to {data.max_length} tokens",
+    ),
+    "prompts": Task(
+        evaluating="completing the prompts",
+        items="prompts",
+        read=lambda recipe: _chats(recipe, "prompts", prompted_of),
+        size=lambda data, corpus: f"{len(corpus.train)} training prompts of up to {data.max_length} tokens",
+        rows=_prompts,
+        evaluate=_complete,
     ),
     "classification": _of_sequences(
         evaluate_classes,

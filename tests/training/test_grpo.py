@@ -15,8 +15,9 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from examples.grpo import main, share_of_letter, tokenizer
 from hf_gpipe import Pipeline, PipelineGRPOConfig, PipelineGRPOTrainer
-from hf_gpipe.data.prompts import PromptExamples
+from hf_gpipe.data.prompts import PromptExamples, prompted_of
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.training.checkable import checked_by
 from hf_gpipe.training.grpo_loss import GRPOLoss, advantages_of
 from tests.oracle import VOCABULARY, Result, assert_same, run_pipeline, tiny_config
 from tests.training.toy import Recorder, weights
@@ -236,3 +237,12 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
         PromptExamples([{"text": "a"}], tokenizer())
     with pytest.raises(DataError, match="row 1: the prompt has 3 tokens, and max_length is 2"):
         PromptExamples([{"prompt": "a:"}, {"prompt": "a:a"}], tokenizer(), max_length=2)
+
+
+def test_checkable_rewards() -> None:
+    for name, expected in (("exact", [1, 0, 0]), ("contains", [1, 1, 0]), ("characters", [0, 0, 0.25])):
+        assert checked_by(name)(completions=[" 42 ", "is 42", "1"], answer=["42", "42", "1  2"]) == expected
+    assert checked_by("characters")(completions=[[{"role": "assistant", "content": "abx"}]], answer=["abcd"]) == [0.5]
+    assert prompted_of("row 1", {"prompt": "a", "answer": "b", "other": 1}) == {"prompt": "a", "answer": "b"}
+    with pytest.raises(DataError, match="row 1: 'answer' is None"):
+        prompted_of("row 1", {"prompt": "a"})
