@@ -118,7 +118,7 @@ class Result:
         """Bytes that each process holds."""
         ranges = [(stage.layers.start, stage.layers.stop) for stage in self.plan.stages]
         own = [[ranges[stage] for stage in process.stages] for process in self.plan.processes]
-        sums = self.plan.planner.sums(self.case.num_micro_batches)
+        sums = self.plan.planner.sums(self.plan.settings)
         return [sums.held_by(stages).num_bytes for stages in own]
 
     @property

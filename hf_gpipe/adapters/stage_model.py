@@ -24,6 +24,7 @@ from hf_gpipe.adapters.position_tables import hollow, lend_tables
 from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
+from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, replace_tensor
 from hf_gpipe.adapters.tensor_parallel.masks import masks_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.tensor_parallel.split import Division
@@ -52,7 +53,9 @@ class StageModel:
         self._noise: RemovableHandle | None = None
         self._pending: dict[str, nn.Module] = {}
         #: The division of the layers among the ranks of the worker; None: each is whole.
-        self.division: Division | None = None
+        self.division: Division | HeadDivision | None = None
+        #: The head, of which the stage has a part beside its layers; None: it is a layer of the last stage.
+        self.head: StageModel | None = None
         self._strip()
 
     @property
@@ -281,24 +284,46 @@ class StageModel:
 
     def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Replace a parameter by another tensor, wherever this stage uses it."""
-        old = self._parameters[name]
-        for path, candidate in list(self.model.named_parameters(remove_duplicate=False)):
-            if candidate is old:
-                parent, _, leaf = path.rpartition(".")
-                setattr(self.model.get_submodule(parent), leaf, parameter)
+        for model in self.models:
+            replace_tensor(model, self._parameters[name], parameter)
         self._parameters[name] = parameter
+
+    def adopt(self, head: StageModel, division: HeadDivision, *, is_first: bool) -> None:
+        """Take a part of the head beside the stage's layers.
+
+        Args:
+            head: the layer, with this part.
+            division: of the head among processes.
+            is_first: whether this is the first stage of its process, which has the tensors that are no layer's.
+        """
+        self.head, self.division = head, division
+        if is_first:
+            self._parameters = {**head.parameters, **self._parameters}
+            self._buffers = {**head.buffers, **self._buffers}
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The Hugging Face models with this stage's layers: one, and the head's where the stage has a part of it."""
+        return (self.model,) if self.head is None else (self.model, self.head.model)
+
+    @property
+    def projection(self) -> nn.Linear:
+        """Of the head: the linear layer that makes the logits."""
+        found: nn.Linear = self.model.get_submodule(self.adapter.projection.names[0])
+        return found
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a parameter or buffer, or of a tensor of its shape; without a division all of it."""
         return whole if self.division is None else self.division.part(name, whole)
 
-    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole that `part` takes a part of. With a division every rank calls it."""
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
+        """The whole that `part` takes a part of; None where another process writes it. With a division every rank calls
+        it."""
         return part if self.division is None else self.division.whole(name, part)
 
     def whole_shape(self, name: str, part: torch.Tensor) -> torch.Size:
         """The shape of the whole that `part` takes a part of."""
-        return part.shape if self.division is None else self.division.whole_shape(name, part)
+        return self.division.whole_shape(name, part) if isinstance(self.division, Division) else part.shape
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -347,7 +372,7 @@ class StageModel:
             with scope_of(self.adapter.autocast):
                 if deferred is None or self._projection is None:
                     outputs = self.adapter.run(self, inputs, carry)
-                    if self.division is not None and "logits" in outputs:
+                    if isinstance(self.division, Division) and "logits" in outputs:
                         outputs["logits"] = self.division.logits(outputs["logits"])
                     return outputs
                 return self._projection.run(lambda: self.adapter.run(self, inputs, carry), deferred)

@@ -162,10 +162,13 @@ def reload(stage: StageModel, path: str | os.PathLike[str], seed: int) -> None:
     """
     current = {**stage.parameters, **stage.buffers}
     if isinstance(stage.model, PreTrainedModel):
-        mapped = StageModel(stage.adapter, stage.start, stage.stop)
-        _read(mapped, path, torch.device("cpu"), seed)
-        mapped.seal(torch.device("cpu"))
-        tensors: Mapping[str, torch.Tensor] = {**mapped.parameters, **mapped.buffers}
+        tensors: dict[str, torch.Tensor] = {}
+        for own in (stage,) if stage.head is None else (stage.head, stage):
+            mapped = StageModel(stage.adapter, own.start, own.stop)
+            _read(mapped, path, torch.device("cpu"), seed)
+            mapped.seal(torch.device("cpu"))
+            read = {**mapped.parameters, **mapped.buffers}
+            tensors |= {name: tensor for name, tensor in read.items() if name in current}
     else:
         tensors = _mapped(path, current)
     with torch.no_grad():
@@ -296,11 +299,12 @@ def _own_keys(model: PreTrainedModel, quantizer: Any = None) -> Callable[[str], 
 def saved_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Tensor]:
     """The tensors that a stage writes, those it owns, under the model's own names.
 
-    Divided ones are gathered; then every rank of the worker calls it.
+    Divided ones are gathered; then every rank of the worker calls it, or every process where the head is divided.
     """
     ignored = set(getattr(stage.model, "_keys_to_ignore_on_save", None) or ())
     tensors = {**stage.parameters, **stage.buffers}
-    return {name: stage.whole(name, tensors[name].detach()) for name in owned if name not in ignored}
+    found = {name: stage.whole(name, tensors[name].detach()) for name in owned if name not in ignored}
+    return {name: whole for name, whole in found.items() if whole is not None}
 
 
 def in_hub_form(stage: StageModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -46,6 +46,8 @@ Scheduler = torch.optim.lr_scheduler.LRScheduler
 Parameters = Mapping[str, torch.nn.Parameter]
 OfParameter = Callable[[str, torch.Tensor], torch.Tensor]
 """From a parameter's name and a tensor of its optimizer's state to another form of it."""
+WholeOf = Callable[[str, torch.Tensor], torch.Tensor | None]
+"""The same; None where another process writes it."""
 
 
 Values = dict[str, Any]
@@ -121,7 +123,7 @@ def pending_state(
     run: RunState,
     world: World,
     shards: Shards | None = None,
-    whole_of: OfParameter = _as_it_is,
+    whole_of: WholeOf = _as_it_is,
 ) -> PendingWrite:
     """The state of a training, to be written into a checkpoint's directory. Every process must call it.
 
@@ -154,7 +156,7 @@ def pending_state(
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor):
                 whole = whole_of(name, value)
-                if world.leads(stage_of[name]):
+                if whole is not None and world.leads(stage_of[name]):
                     tensors[stage_of[name]][f"{name}/{slot}"] = whole
             elif world.leads(stage_of[name]):
                 values.setdefault(name, {})[slot] = _json(value, f"optimizer state {slot!r} of {name}")

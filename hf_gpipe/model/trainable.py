@@ -36,9 +36,10 @@ class TrainableLayers:
         """Every process must call it, with its own stages."""
         own = {name: p.requires_grad for model in models.values() for name, p in model.parameters.items()}
         own_layers = {
-            number: adapter.is_trained(adapter.layers[number], model.model)
+            number: adapter.is_trained(adapter.layers[number], own.model)
             for model in models.values()
-            for number in range(model.start, model.stop)
+            for own in ((model,) if model.head is None else (model, model.head))
+            for number in range(own.start, own.stop)
         }
         parameters: dict[str, bool] = {}
         layers: dict[int, bool] = {}

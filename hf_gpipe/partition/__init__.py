@@ -20,20 +20,24 @@ COST_STRATEGIES = ("parameters", "flops", "profile")
 """Strategies that need the model's costs; the planner turns them into lists with `by_cost`."""
 
 
-def partition(num_layers: int, num_stages: int, strategy: str | Sequence[int] = "count") -> tuple[range, ...]:
+def partition(
+    num_layers: int, num_stages: int, strategy: str | Sequence[int] = "count", *, divides_head: bool = False
+) -> tuple[range, ...]:
     """The layers of each stage, as consecutive ranges that hold every layer exactly once and in order.
 
     Args:
         num_layers: the length of the adapter's list: embeddings, blocks, norms and heads, not blocks alone.
         num_stages: K, between 1 and `num_layers`.
         strategy: one of `STRATEGIES`, or the number of layers of each stage, for example [3, 4, 2].
+        divides_head: whether every stage has a part of the last layer. It is counted to the last stage, which then has
+            another layer as well.
 
     Raises:
         PartitionError: more stages than layers, an unknown strategy, or counts that do not fit; names both numbers.
     """
     if num_stages < 1:
         raise PartitionError(f"num_stages is {num_stages}; use at least 1.")
-    if num_stages > num_layers:
+    if num_stages > num_layers - (divides_head and isinstance(strategy, str)):
         raise PartitionError(
             f"num_stages is {num_stages}, but the model has {num_layers} layers and every stage needs at least one; "
             f"use num_stages of at most {num_layers}, or a deeper model."
@@ -51,7 +55,8 @@ def partition(num_layers: int, num_stages: int, strategy: str | Sequence[int] = 
             f"partition {strategy!r} is unknown; use one of {', '.join(names)}, or a list with the number of "
             f"layers of each stage{nearest(strategy, names)}"
         )
-    return _ranges(STRATEGIES[strategy](num_layers, num_stages))
+    counts = STRATEGIES[strategy](num_layers - divides_head, num_stages)
+    return _ranges((*counts[:-1], counts[-1] + divides_head))
 
 
 def _checked(counts: Sequence[int], num_layers: int, num_stages: int) -> Sequence[int]:

@@ -12,12 +12,14 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.batch_norm import batch_norms_of
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.assembly import assemble
+from hf_gpipe.model.divided_head import divide_head
 from hf_gpipe.model.opening import read_dtype
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision, PipelineRequest
 from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.recipe import TrainingSection
-from hf_gpipe.runtime.edges import connect
+from hf_gpipe.runtime.divided_head import HeadPart
+from hf_gpipe.runtime.edges import connect, connect_head
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.loss import whole_logits
 from hf_gpipe.runtime.teacher import PREFIX
@@ -36,9 +38,12 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     sent = _boundary_dtype(config.boundary_dtype, adapter)
     seed = TrainingSection.seed if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
-    models, ranks = {}, world.worker_ranks()
+    models, ranks, divides_head = {}, world.worker_ranks(), decision.full_table.divides_head
+    num_layers = len(adapter.layers)
     for stage, device in world.stage_devices.items():
         layers = decision.partition[stage]
+        if divides_head:
+            layers = range(layers.start, min(layers.stop, num_layers - 1))
         maps_files = config.offload_weights is not None
         models[stage] = assemble(adapter, layers, weights, device, seed, maps_files=maps_files, ranks=ranks)
         if config.offload_weights is not None:
@@ -49,6 +54,12 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
             model.checkpoint_blocks()
         if config.torch_compile:
             model.compile_blocks(config.torch_compile_backend)
+    parts: dict[int, HeadPart] = {}
+    if divides_head:
+        head = range(num_layers - 1, num_layers)
+        heads = {n: assemble(adapter, head, weights, device, seed) for n, device in world.stage_devices.items()}
+        for number, rows in divide_head(heads, models, world).items():
+            parts[number] = HeadPart(heads[number], rows, number, config.num_stages, decision.loss)
     parameters = StageParameters(adapter, models, world, config.zero, seed)
     if decision.is_asynchronous:
         _check_no_batch_norm(decision)
@@ -58,6 +69,8 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     teacher = decision.teacher
     teachers = {} if teacher is None else teacher.stages(world.stage_devices, ranks)
     stages = parameters.trainable.stages(models, decision.loss, teachers)
+    for number, part in parts.items():
+        stages[number].head = part
     if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
         logger.warning(f"training makes the logits of a micro-batch whole: {reason}")
 
@@ -67,7 +80,8 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         return adapter.carry_dtype(decision.partition[stage][0], name)
 
     edges = connect(world, dtype_of, sent)
-    executor = Executor(stages, edges, world.worker, parameters.replicas, visits)
+    head_edges = connect_head(world, next(iter(parts.values())).dtype_of) if parts else {}
+    executor = Executor(stages, edges, world.worker, parameters.replicas, visits, head_edges)
     executor.prepare(decision.full_table)
     if request.model.saved_adapters is not None:
         parameters.load_pretrained(request.model.saved_adapters)

@@ -11,6 +11,7 @@ from hf_gpipe.adapters import Adapter, is_known_exact
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.model.chunks import verify_chunks
+from hf_gpipe.model.divided_head import check_divides_head, check_stages
 from hf_gpipe.model.exactness import verify
 from hf_gpipe.model.opening import chain_of, open_chain, open_model
 from hf_gpipe.model.packing import verify_packing
@@ -173,6 +174,9 @@ class Decision:
                     "offload_weights is all and stages have replicas, whose gradients would be on the host when they "
                     "are summed; use offload_weights frozen, or one replica"
                 )
+        if decision.full_table.divides_head:
+            check_divides_head(adapter, loss, config, has_teacher=teacher is not None)
+            check_stages(config.schedule, partition, world.placement)
         if config.sequence_chunks > 1:
             decision.verify_chunks(packing=inputs.packing)
         return decision

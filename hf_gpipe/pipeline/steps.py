@@ -447,7 +447,8 @@ class Steps:
             if not options.is_likelihood_only:
                 with torch.no_grad():
                     micro_batches = self._compared(micro_batches)
-            table = self.decision.schedule(len(micro_batches), "forward_only")
+            name = "vocab_forward_only" if self.decision.full_table.divides_head else "forward_only"
+            table = self.decision.schedule(len(micro_batches), name)
             outputs = self.executor.run(table, micro_batches, options).outputs
         outputs = outputs if self.world.place == 0 else {}  # the ranks of a worker have the same
         return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.world)

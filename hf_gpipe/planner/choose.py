@@ -21,9 +21,9 @@ from hf_gpipe.planner.meshes import Meshes, with_mesh
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.workload import Chunks
 from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.schedule import SPLIT_SCHEDULES, V_SHAPED, Placement, replicas_of
+from hf_gpipe.schedule import DIVIDED_HEAD, SPLIT_SCHEDULES, V_SHAPED, Placement, replicas_of
 
-AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES)
+AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES, *DIVIDED_HEAD)
 """The schedules that "auto" chooses from. Of equally good ones the first is chosen."""
 
 #: Those under which meshes are compared at first: of each mesh the first that it can have.
@@ -233,6 +233,10 @@ def _is_worth_a_try(planner: Planner, asked: PipelineConfig, config: PipelineCon
         return True
     if schedule == "interleaved_1f1b":
         return config.processes < config.places
+    if schedule in DIVIDED_HEAD:
+        others = config.cuts_rows or config.boundary_dtype is not None or config.tensor_parallel > 1
+        is_one_each = config.places == config.processes and num_stages > 1
+        return is_one_each and not others and planner.costs(int(config.num_micro_batches)).can_divide_head
     if schedule not in SPLIT_SCHEDULES:
         return True
     # A compiled block has one backward, and in one process no other waits for I.

@@ -39,6 +39,10 @@ class Parameters:
             self.trainable_bytes + other.trainable_bytes,
         )
 
+    def divided(self, number: int) -> Parameters:
+        """One of so many equal parts, rounded up."""
+        return Parameters(*(-(-value // number) for value in vars(self).values()))
+
     def __sub__(self, other: Parameters) -> Parameters:
         return Parameters(
             self.count - other.count,
@@ -199,6 +203,29 @@ class LayerCost:
         return self.plain if inner == "none" else self.block
 
 
+@dataclass(frozen=True)
+class HeadPart:
+    """What each stage holds and does of a head that is divided over them, for one micro-batch.
+
+    Attributes:
+        held: its part of the head's parameters.
+        tie: the name of the tied embedding: a stage that uses it has the part already, and its owner the optimizer's
+            state; empty: the head is a layer of its own.
+        logits_seconds, gradient_seconds: of S and T.
+        hidden_bytes: of the hidden states, and as many of their gradient.
+        logits_bytes: what is kept from S to T beside them.
+        working_bytes: of S or T.
+    """
+
+    held: Parameters
+    tie: str
+    logits_seconds: float
+    gradient_seconds: float
+    hidden_bytes: int
+    logits_bytes: int
+    working_bytes: int
+
+
 @sendable
 @dataclass(frozen=True)
 class ModelCosts:
@@ -214,6 +241,7 @@ class ModelCosts:
         stage_seconds: what a stage spends on a micro-batch beyond its layers; None where nothing was measured.
         update_seconds_per_parameter: measured time of the optimizer, clipping included; None where nothing was.
         num_ranks: T, among which layers are divided; the costs are those of one rank.
+        can_divide_head: whether a schedule can divide the last layer over the stages.
     """
 
     layers: tuple[LayerCost, ...]
@@ -225,6 +253,30 @@ class ModelCosts:
     stage_seconds: Seconds | None = None
     update_seconds_per_parameter: float | None = None
     num_ranks: int = 1
+    can_divide_head: bool = False
+
+    @property
+    def without_head(self) -> ModelCosts:
+        """The same costs with a last layer that holds and costs nothing."""
+        nothing = GraphCost(0, 0, 0, 0)
+        head = replace(
+            self.layers[-1],
+            parameters=Parameters(),
+            shared=(),
+            buffer_bytes=0,
+            forward_flops=0,
+            backward_flops=0,
+            forward_working_bytes=0,
+            forward_only_working_bytes=0,
+            plain=nothing,
+            block=nothing,
+            seconds=None if self.layers[-1].seconds is None else Seconds(0.0, 0.0, 0.0),
+            forward_calls=0,
+            backward_calls=0,
+            forward_sums=NO_SUMS,
+            backward_sums=NO_SUMS,
+        )
+        return replace(self, layers=(*self.layers[:-1], head))
 
     @property
     def is_measured(self) -> bool:

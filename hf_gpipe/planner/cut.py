@@ -26,7 +26,7 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
     """
     is_auto = config.recompute == AUTO
     num_stages, _ = config.mesh
-    even = tuple(map(len, cut(planner.num_layers, num_stages)))
+    even = tuple(map(len, cut(planner.num_layers, num_stages, divides_head=config.divides_head)))
     settings = config.decided(partition=even, recompute="none" if is_auto else config.recompute)
     if not is_auto:
         return planner.plan(replace(settings, partition=choose_partition(planner, settings, config.partition)))
@@ -71,9 +71,10 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     num_micro_batches = settings.num_micro_batches
     costs = planner.costs(num_micro_batches)
     if strategy not in (*COST_STRATEGIES, AUTO):
-        return tuple(len(stage) for stage in cut(len(costs.layers), settings.num_stages, strategy))
-    cut(len(costs.layers), settings.num_stages)
-    sums = planner.sums(num_micro_batches)
+        found = cut(len(costs.layers), settings.num_stages, strategy, divides_head=settings.divides_head)
+        return tuple(map(len, found))
+    cut(len(costs.layers), settings.num_stages, divides_head=settings.divides_head)
+    sums = planner.sums(settings)
     if strategy == "profile" and not costs.is_measured:
         raise PartitionError(
             "partition 'profile' needs measured layers, and none were measured; plan with --profile, or use flops."
@@ -112,8 +113,9 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     dip = 2 * planner.micro_batches_of_step(num_micro_batches) * (max(boundaries) - min(boundaries[1:], default=0))
     dip_bytes = dip * (1 + planner.device.reserved_share) * (largest / min(caps) if caps else 1.0)
     try:
-        return by_cost(
-            planner.num_layers,
+        # A divided head is counted to the last stage, which has another layer as well.
+        *sizes, last = by_cost(
+            planner.num_layers - settings.divides_head,
             settings.num_stages,
             cost,
             memory_bytes,
@@ -132,6 +134,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
             "micro-batches.",
             error.fullness,
         ) from None
+    return (*sizes, last + settings.divides_head)
 
 
 def _caps(planner: Planner, placement: Placement) -> list[float]:

@@ -81,7 +81,7 @@ class Planning:
         config = replace(config, speeds=self._speeds(config))
         if config.is_decided:
             num_stages, _ = config.mesh
-            stages = cut(len(self.adapter.layers), num_stages, config.partition)
+            stages = cut(len(self.adapter.layers), num_stages, config.partition, divides_head=config.divides_head)
             return config.decided(partition=tuple(map(len, stages))), None, self.inputs.tables.get(config.schedule)
         if self.world.has_several_machines:
             measure_machines(self.world)

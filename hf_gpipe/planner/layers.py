@@ -25,6 +25,7 @@ from hf_gpipe.adapters.quantised import size_of_quantised
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.split import part_of
 from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.model.divided_head import why_not_divided
 from hf_gpipe.planner.by_rows import ByRows, Numbers
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
 from hf_gpipe.planner.tracing import StageTracer, Trace
@@ -189,6 +190,7 @@ class LayerTracer:
             compute_dtype=_name(compute),
             whole_logits=whole_logits(adapter, self.loss),
             num_ranks=layers.num_ranks,
+            can_divide_head=layers.num_ranks == 1 and not why_not_divided(adapter, self.loss),
         )
 
     def _traced(self, index: int, workload: Workload, inputs: Inputs) -> _Traced:

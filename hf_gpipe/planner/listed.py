@@ -50,6 +50,7 @@ def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
     placement = table.placement
     is_given = settings.placement is not None
     is_plain = placement.num_processes > 1 and placement.chunks == 1 and not (placement.has_replicas or is_given)
+    is_plain = is_plain and not table.divides_head
     if not (is_open and is_whole and is_plain and plan.fits):
         return plan
     if asked.recompute == AUTO:
@@ -101,7 +102,7 @@ def _listed_plans(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomput
 
 
 def _work(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomputes: bool) -> Work:
-    sums = plan.planner.sums(settings.num_micro_batches)
+    sums = plan.planner.sums(settings)
     amounts = [stage_amounts(sums, stage, 0, 0) for stage in plan.planner.stage_layers(settings)]
     received, graph, deferred = (
         [sum(own[held].values()) for own in amounts] for held in (Held.INPUT, Held.GRAPH, Held.DEFERRED)

@@ -143,6 +143,20 @@ def stage_amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float, vi
         Held.VISITING_GRADIENTS: {"gradients": visiting_bytes},
         Held.ROW: {"activations": sums.row_bytes(*run)},
         Held.ROW_GRADIENTS: {"activations": sums.row_bytes(*run)},
+        **_head_amounts(sums, stage),
+    }
+
+
+def _head_amounts(sums: LayerSums, stage: StageLayers) -> Amounts:
+    """The same of a divided head."""
+    if (part := sums.part) is None:
+        return {}
+    is_last = stage.stop == len(sums.costs.layers)
+    return {
+        # The last stage has the hidden states from its own F.
+        Held.HEAD_INPUT: {"boundaries": 0 if is_last else part.hidden_bytes},
+        Held.LOGITS: {"logits": part.logits_bytes + part.hidden_bytes},
+        Held.HEAD: {"working": part.working_bytes},
     }
 
 
@@ -154,6 +168,8 @@ def _received_bytes(sums: LayerSums, stage: StageLayers) -> int:
 def _gradient_bytes(sums: LayerSums, stage: StageLayers) -> int:
     """The bytes that come back across the boundary after a stage."""
     layers = sums.costs.layers
+    if sums.part is not None and stage.stop == len(layers):
+        return layers[-1].gradient_input_bytes
     return layers[stage.stop].gradient_input_bytes if stage.stop < len(layers) else 0
 
 
@@ -198,7 +214,11 @@ class MemoryBound:
         coming += (most[Held.ROW] + most[Held.ROW_GRADIENTS]) * sums.row_bytes(*run)
         coming += most[Held.INPUT] * (_received_bytes(sums, stage) + beside.kept_bytes)
         coming += most[Held.GRADIENT] * _gradient_bytes(sums, stage)
+        if (part := sums.part) is not None:
+            coming += most[Held.HEAD_INPUT] * part.hidden_bytes
+            coming += most[Held.LOGITS] * (part.logits_bytes + part.hidden_bytes)
         working = max(
+            0 if part is None else part.working_bytes,
             beside.forward_peak(graphs.forward_peak_bytes(*run)) - graph,
             graphs.backward_peak_bytes(*run) - graph,
             beside.forward_peak(sums.forward_only_peak_bytes(*run)),

@@ -40,7 +40,7 @@ from hf_gpipe.schedule import (
     recompute_under,
     simulate,
 )
-from hf_gpipe.schedule.kinds import DROP, LOAD
+from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT
 from hf_gpipe.schedule.visits import check_visits, with_visits
 from hf_gpipe.text import seconds_text, size_text
 
@@ -206,7 +206,7 @@ class Planner:
         self.lighter: Mapping[str, Callable[[], Plan]] = {}
         self.chunks = Chunks()
         self.has_first_pass = False
-        self._sums: dict[tuple[int, Chunks], tuple[LayerSums, Sequence[LayerSums]]] = {}
+        self._sums: dict[tuple[int, Chunks, int], tuple[LayerSums, Sequence[LayerSums]]] = {}
         self._of_teacher: dict[int, LayerSums] = {}
 
     @classmethod
@@ -315,19 +315,26 @@ class Planner:
 
     def costs(self, num_micro_batches: int) -> ModelCosts:
         """The costs of the layers for one of M micro-batches, or for the typical one of its chunks."""
-        return self.sums(num_micro_batches).costs
+        return self._all_sums(num_micro_batches)[0].costs
 
-    def sums(self, num_micro_batches: int) -> LayerSums:
-        """Bytes and seconds of runs of layers for one of M micro-batches, or for the typical one of its chunks."""
-        return self._all_sums(num_micro_batches)[0]
+    def sums(self, settings: DecidedConfig) -> LayerSums:
+        """Bytes and seconds of runs of layers for a micro-batch of a configuration, or for the typical one of its
+        chunks. Its partition is not read."""
+        return self._sums_of(settings)[0]
 
-    def _all_sums(self, num_micro_batches: int) -> tuple[LayerSums, Sequence[LayerSums]]:
-        """Those of the typical chunk, and those of each chunk."""
-        key = self.micro_batch_rows(num_micro_batches), self.chunks
+    def _sums_of(self, settings: DecidedConfig) -> tuple[LayerSums, Sequence[LayerSums]]:
+        given = self.inputs.tables.get(settings.schedule)
+        divides_head = settings.divides_head if given is None else given.divides_head
+        return self._all_sums(settings.num_micro_batches, settings.num_stages if divides_head else 0)
+
+    def _all_sums(self, num_micro_batches: int, num_parts: int = 0) -> tuple[LayerSums, Sequence[LayerSums]]:
+        """Those of the typical chunk, and those of each chunk; the head may be divided into parts."""
+        size = self.micro_batch_rows(num_micro_batches), self.chunks
+        key = *size, num_parts
         if key not in self._sums:
-            of_chunks = self._costs_of(*key)
-            each = [LayerSums(costs, self.device, self._link) for costs in of_chunks]
-            whole = each[0] if len(each) == 1 else LayerSums(typical(of_chunks), self.device, self._link)
+            of_chunks = self._costs_of(*size)
+            each = [LayerSums(costs, self.device, self._link, num_parts) for costs in of_chunks]
+            whole = each[0] if len(each) == 1 else LayerSums(typical(of_chunks), self.device, self._link, num_parts)
             self._sums[key] = whole, each
         return self._sums[key]
 
@@ -349,7 +356,7 @@ class Planner:
 
     def memory_bound(self, settings: DecidedConfig) -> MemoryBound:
         """The bound on the memory of any stage. The partition of the settings is not read."""
-        sums = self.sums(settings.num_micro_batches)
+        sums = self.sums(settings)
         table = self.table(settings)
         return MemoryBound(sums, table, self._state_shares(settings, table))
 
@@ -394,7 +401,7 @@ class Planner:
 
     def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
         """The seconds of the actions and messages of a table that runs with these settings."""
-        sums, placement = self._all_sums(settings.num_micro_batches), table.placement
+        sums, placement = self._sums_of(settings), table.placement
         network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
         speeds = speeds_of(self.speeds, placement)
         return _table_costs(*sums, self.stage_layers(settings), table, speeds, self.inputs, settings, network)
@@ -412,7 +419,7 @@ class Planner:
             )
         if self.chunks != (other := self.with_chunks(Chunks(settings.sequence_chunks, settings.chunk_taper))).chunks:
             return other.plan(settings)
-        costs, sums = self.costs(settings.num_micro_batches), self.sums(settings.num_micro_batches)
+        costs, sums = self.costs(settings.num_micro_batches), self.sums(settings)
         cut(len(costs.layers), settings.num_stages, settings.partition)
         table = self.table(settings)
         placement = table.placement
@@ -511,6 +518,17 @@ def _table_costs(
     boundaries = [
         share * (sums.costs.layers[stage.start].input_bytes + stage.beside.input_bytes) for stage in stages[1:]
     ]
+    others: dict[str, list[float]] = {
+        LOAD: [sums.copy_seconds(own.num_bytes) for own in hosted],
+        DROP: [sums.copy_seconds(own.trainable_bytes) for own in hosted],
+    }
+    head_transfer = 0.0
+    if (part := sums.part) is not None:
+        others[LOGITS] = [part.logits_seconds / speed for speed in speeds]
+        others[LOGITS_GRADIENT] = [part.gradient_seconds / speed for speed in speeds]
+        # The last stage's link carries the hidden states to every other stage.
+        slowest = max(network.transfer_seconds([part.hidden_bytes] * len(boundaries)).values(), default=0.0)
+        head_transfer = len(boundaries) * slowest
     return Costs(
         forward_seconds=each(lambda own, _, share: own.first_forward(share), attrgetter("forward_seconds")),
         recompute_seconds=each(lambda own, *_: own.forward),
@@ -525,8 +543,6 @@ def _table_costs(
             network.reduce_seconds(number, sums.held(stage.start, stage.stop).trainable_bytes)
             for number, stage in enumerate(stages)
         ],
-        others={
-            LOAD: [sums.copy_seconds(own.num_bytes) for own in hosted],
-            DROP: [sums.copy_seconds(own.trainable_bytes) for own in hosted],
-        },
+        head_transfer_seconds=head_transfer,
+        others=others,
     )

@@ -15,7 +15,15 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from hf_gpipe.partition.cluster import Level
-from hf_gpipe.planner.costs import InnerRecompute, LayerCost, ModelCosts, Parameters, Seconds, SharedParameter
+from hf_gpipe.planner.costs import (
+    HeadPart,
+    InnerRecompute,
+    LayerCost,
+    ModelCosts,
+    Parameters,
+    Seconds,
+    SharedParameter,
+)
 from hf_gpipe.planner.devices import LINKS, Device
 from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs
 from hf_gpipe.recipe.pipeline import Visitors
@@ -65,9 +73,15 @@ class LayerSums:
         costs: of the model.
         device: its rates stand in for seconds that were not measured.
         link: between the ranks of a worker; None: the device's.
+        num_parts: K, where the head is divided over so many stages; 0: it is a layer of the last one.
+
+    Attributes:
+        part: of a divided head, what each stage has of it; None: it is not divided.
     """
 
-    def __init__(self, costs: ModelCosts, device: Device, link: Level | None = None) -> None:
+    def __init__(self, costs: ModelCosts, device: Device, link: Level | None = None, num_parts: int = 0) -> None:
+        self.part = _part_of_head(costs, device, num_parts) if num_parts else None
+        costs = costs.without_head if num_parts else costs
         self.costs = costs
         self.device = device
         layers = costs.layers
@@ -106,9 +120,13 @@ class LayerSums:
         """The parameters of a process with these stages, (start, stop) each, on one device; a tie counts once."""
         stages = list(stages)
         held = sum((self._own[stop] - self._own[start] for start, stop in stages), start=Parameters())
+        uses_tie = False
         for parameter, users in self._shared:
             if any(bisect_left(users, start) < bisect_left(users, stop) for start, stop in stages):
                 held += parameter.size
+                uses_tie = uses_tie or (self.part is not None and parameter.name == self.part.tie)
+        if self.part is not None and not uses_tie:
+            held = sum([self.part.held] * len(stages), start=held)
         return held
 
     def hosted(self, start: int, stop: int, visitors: Visitors | None) -> Parameters:
@@ -132,6 +150,8 @@ class LayerSums:
     def owned(self, start: int, stop: int) -> Parameters:
         """The part of `held` that the stage owns: the optimizer's state of it is here."""
         own = self._own[stop] - self._own[start]
+        if self.part is not None and not self.part.tie:
+            own += self.part.held
         return sum((p.size for p, _ in self._shared if start <= p.first_layer < stop), start=own)
 
     def seconds(self, start: int, stop: int, inner: InnerRecompute) -> Seconds:
@@ -225,6 +245,27 @@ def estimated_stage_seconds(layers: Sequence[LayerCost], device: Device) -> Seco
     action = device.seconds(0.0, 0, _CALLS_OF_ACTION)
     forward = action + device.seconds(0.0, 0, max(layer.stage_calls for layer in layers))
     return Seconds(forward, forward, action)
+
+
+def _part_of_head(costs: ModelCosts, device: Device, num_stages: int) -> HeadPart:
+    """What each of K stages has of the head."""
+    head = costs.layers[-1]
+    seconds = head.seconds or estimated_seconds(head, costs.compute_dtype, device)
+    # Three products of the same size, the first of them in S.
+    third = (seconds.forward + seconds.backward) / 3 / num_stages
+    whole = sum((shared.size for shared in head.shared), start=head.parameters)
+    num_positions = costs.workload.num_target_tokens
+    width = head.input_bytes // (num_positions * (whole.num_bytes // max(whole.count, 1)) or 1) or 1
+    hidden = head.input_bytes
+    return HeadPart(
+        held=whole.divided(num_stages),
+        tie=head.shared[0].name if head.shared else "",
+        logits_seconds=third,
+        gradient_seconds=2 * third,
+        hidden_bytes=hidden,
+        logits_bytes=whole.num_bytes // width * num_positions // num_stages,
+        working_bytes=head.plain.backward_working_bytes // num_stages + 2 * hidden,
+    )
 
 
 def _users(layers: Sequence[LayerCost]) -> list[tuple[SharedParameter, list[int]]]:

@@ -151,7 +151,7 @@ def time_why(plan: Plan) -> str:
     """The slowest stage, and what makes it so."""
     slowest = plan.slowest_stage
     mean = sum(stage.busy_seconds for stage in plan.stages) / len(plan.stages)
-    sums = plan.planner.sums(plan.settings.num_micro_batches)
+    sums = plan.planner.sums(plan.settings)
     seconds = {index: sums.seconds(index, index + 1, "none").of_micro_batch() for index in slowest.layers}
     dearest = max(seconds, key=lambda index: seconds[index])
     share = seconds[dearest] / (sum(seconds.values()) or 1)

@@ -71,7 +71,7 @@ def hosted_bytes(plan: Plan) -> list[int]:
     Trained ones have their gradients and the optimizer's state there.
     """
     settings, placement, inputs = plan.settings, plan.timeline.schedule.placement, plan.planner.inputs
-    sums, sizes = plan.planner.sums(settings.num_micro_batches), [0] * len(plan.processes)
+    sums, sizes = plan.planner.sums(settings), [0] * len(plan.processes)
     trained = 1 + inputs.state_share(plan.costs.dtype)
     for stage in plan.stages:
         hosted = sums.hosted(stage.layers.start, stage.layers.stop, settings.offload_weights)
@@ -82,7 +82,7 @@ def hosted_bytes(plan: Plan) -> list[int]:
 
 def _owned(plan: Plan) -> Iterator[tuple[StagePlan, Parameters]]:
     """Each stage with the parameters that it owns."""
-    sums = plan.planner.sums(plan.settings.num_micro_batches)
+    sums = plan.planner.sums(plan.settings)
     for stage in plan.stages:
         yield stage, sums.owned(stage.layers.start, stage.layers.stop)
 

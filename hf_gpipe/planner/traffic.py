@@ -35,7 +35,7 @@ class Traffic:
 def traffic(plan: Plan) -> Traffic:
     """The bytes of one step of a plan, divided by its rows."""
     layers, table = plan.costs.layers, plan.timeline.schedule
-    sums, placement = plan.planner.sums(plan.settings.num_micro_batches), table.placement
+    sums, placement = plan.planner.sums(plan.settings), table.placement
     gradients = boundaries = in_layers = 0.0
     size, shares = plan.settings.tensor_parallel, recompute_shares(table)
     share = sent_share(plan.settings.boundary_dtype, plan.costs.dtype)

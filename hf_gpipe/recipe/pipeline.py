@@ -14,6 +14,7 @@ from hf_gpipe.recipe.section import OR_NULL, Count, NotNegative, OneOf, Positive
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
+    DIVIDED_HEAD,
     SCHEDULES,
     TABLE_SUFFIX,
     Placement,
@@ -27,7 +28,7 @@ from hf_gpipe.schedule import (
 from hf_gpipe.schedule.actions import parse_number
 
 AUTO = "auto"
-SYNCHRONOUS_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward_only")
+SYNCHRONOUS_SCHEDULES = tuple(name for name in SCHEDULES if not name.endswith("forward_only"))
 TRAINING_SCHEDULES = (*SYNCHRONOUS_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
 CHUNK_UNIT = " tokens"
 PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, AUTO)
@@ -217,11 +218,11 @@ class PipelineConfig:
                 "chunk_taper is auto and partition is profile, which measures chunks of one length; give a number, "
                 "such as 0, or partition auto."
             )
-        if self.cuts_rows and self.schedule in ASYNCHRONOUS_SCHEDULES:
+        if self.cuts_rows and self.schedule in (*ASYNCHRONOUS_SCHEDULES, *DIVIDED_HEAD):
+            others = [name for name in SYNCHRONOUS_SCHEDULES if name not in DIVIDED_HEAD]
             raise UserError(
                 f"sequence_chunks is {self.sequence_chunks} and schedule is {self.schedule}, which has no order for "
-                f"rows that are cut into chunks; use one of {', '.join(SYNCHRONOUS_SCHEDULES)}, or leave "
-                "sequence_chunks out."
+                f"rows that are cut into chunks; use one of {', '.join(others)}, or leave sequence_chunks out."
             )
         self.memory_bytes  # noqa: B018  # raises for a text that is no size
 
@@ -365,6 +366,11 @@ class PipelineConfig:
         open_values = AUTO in (self.num_micro_batches, self.schedule, self.recompute, self.chunk_taper)
         open_values = open_values or isinstance(self.sequence_chunks, str)
         return not (open_values or self.not_given or self.is_cut_by_cost or self.is_mesh_open)
+
+    @property
+    def divides_head(self) -> bool:
+        """Whether the schedule divides the head over the stages."""
+        return self.schedule in DIVIDED_HEAD
 
     @property
     def cuts_rows(self) -> bool:

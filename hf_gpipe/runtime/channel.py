@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,21 +17,23 @@ from hf_gpipe.errors import HfGpipeError
 
 Shapes = Mapping[str, tuple[int, ...]]
 Tensors = Mapping[str, torch.Tensor]
+Key = Hashable
+"""The name of a message, such as the number of its micro-batch: no two on their way have the same."""
 
 
 class Channel(ABC):
     """Messages of named tensors from one stage to its neighbour; they arrive in the order in which they were sent."""
 
     @abstractmethod
-    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
+    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         """Send without waiting. Raises an error if the tensors have not `shapes`, which the receiver expects."""
 
     @abstractmethod
-    def expect(self, micro_batch: int, shapes: Shapes) -> None:
+    def expect(self, key: Key, shapes: Shapes) -> None:
         """Announce the next message, so that it can arrive while this process computes."""
 
     @abstractmethod
-    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
+    def receive(self, key: Key) -> dict[str, torch.Tensor]:
         """Wait for a message that was announced."""
 
     @abstractmethod
@@ -56,17 +58,17 @@ class LocalChannel(Channel):
 
     def __init__(self, target: torch.device) -> None:
         self._target = target
-        self._messages: dict[int, dict[str, torch.Tensor]] = {}
+        self._messages: dict[Key, dict[str, torch.Tensor]] = {}
 
-    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
+    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         check_shapes(tensors, shapes)
-        self._messages[micro_batch] = {name: tensor.to(self._target) for name, tensor in tensors.items()}
+        self._messages[key] = {name: tensor.to(self._target) for name, tensor in tensors.items()}
 
-    def expect(self, micro_batch: int, shapes: Shapes) -> None:
+    def expect(self, key: Key, shapes: Shapes) -> None:
         pass
 
-    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        return self._messages.pop(micro_batch)
+    def receive(self, key: Key) -> dict[str, torch.Tensor]:
+        return self._messages.pop(key)
 
     def flush(self) -> None:
         pass
@@ -88,9 +90,9 @@ class DeviceChannel(Channel):
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self._source, self._target = source, target
         self._streams = torch.cuda.Stream(source), torch.cuda.Stream(target)
-        self._messages: dict[int, tuple[dict[str, torch.Tensor], torch.cuda.Event]] = {}
+        self._messages: dict[Key, tuple[dict[str, torch.Tensor], torch.cuda.Event]] = {}
 
-    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
+    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         check_shapes(tensors, shapes)
         leaving, arriving = self._streams
         leaving.wait_stream(torch.cuda.current_stream(self._source))
@@ -99,13 +101,13 @@ class DeviceChannel(Channel):
         for tensor in tensors.values():
             # Its memory must not be reused before the copy is done.
             tensor.record_stream(leaving)
-        self._messages[micro_batch] = copies, arriving.record_event()
+        self._messages[key] = copies, arriving.record_event()
 
-    def expect(self, micro_batch: int, shapes: Shapes) -> None:
+    def expect(self, key: Key, shapes: Shapes) -> None:
         pass
 
-    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        copies, arrived = self._messages.pop(micro_batch)
+    def receive(self, key: Key) -> dict[str, torch.Tensor]:
+        copies, arrived = self._messages.pop(key)
         stream = torch.cuda.current_stream(self._target)
         stream.wait_event(arrived)
         for copy in copies.values():
@@ -144,10 +146,10 @@ class RemoteChannel(Channel):
         self._peer, self._tag, self._group = peer, tag, group
         self._device, self._dtype_of = device, dtype_of
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._expected: dict[int, list[tuple[str, torch.Tensor, dist.Work]]] = {}
+        self._expected: dict[Key, list[tuple[str, torch.Tensor, dist.Work]]] = {}
         self._has_failed = False
 
-    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
+    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         check_shapes(tensors, shapes)
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
@@ -160,17 +162,17 @@ class RemoteChannel(Channel):
             # Keep the tensor until it was sent.
             self._sent.append((work, tensor))
 
-    def expect(self, micro_batch: int, shapes: Shapes) -> None:
+    def expect(self, key: Key, shapes: Shapes) -> None:
         message = []
         for name, shape in shapes.items():
             buffer = torch.empty(shape, dtype=self._dtype_of(name), device=self._device)
             work = dist.irecv(buffer, self._peer, group=self._group, tag=self._tag)
             assert work is not None, "this process is neither sender nor receiver"
             message.append((name, buffer, work))
-        self._expected[micro_batch] = message
+        self._expected[key] = message
 
-    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        message = self._expected.pop(micro_batch)
+    def receive(self, key: Key) -> dict[str, torch.Tensor]:
+        message = self._expected.pop(key)
         for _, _, work in message:
             work.wait()
         return {name: buffer for name, buffer, _ in message}
@@ -198,14 +200,14 @@ class WrappedChannel(Channel):
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
-        self._channel.send(micro_batch, tensors, shapes)
+    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
+        self._channel.send(key, tensors, shapes)
 
-    def expect(self, micro_batch: int, shapes: Shapes) -> None:
-        self._channel.expect(micro_batch, shapes)
+    def expect(self, key: Key, shapes: Shapes) -> None:
+        self._channel.expect(key, shapes)
 
-    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        return self._channel.receive(micro_batch)
+    def receive(self, key: Key) -> dict[str, torch.Tensor]:
+        return self._channel.receive(key)
 
     def flush(self) -> None:
         self._channel.flush()
@@ -230,12 +232,12 @@ class NarrowChannel(WrappedChannel):
         super().__init__(channel)
         self._sent, self._dtype_of = sent, dtype_of
 
-    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
+    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         narrow = {name: tensor.to(narrowed(tensor.dtype, self._sent)) for name, tensor in tensors.items()}
-        self._channel.send(micro_batch, narrow, shapes)
+        self._channel.send(key, narrow, shapes)
 
-    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        received = self._channel.receive(micro_batch)
+    def receive(self, key: Key) -> dict[str, torch.Tensor]:
+        received = self._channel.receive(key)
         return {name: tensor.to(self._dtype_of(name)) for name, tensor in received.items()}
 
 

@@ -19,7 +19,7 @@ from hf_gpipe.runtime.channel import (
     narrowed,
 )
 from hf_gpipe.runtime.world import World
-from hf_gpipe.schedule.messages import Link, communicators, links_between
+from hf_gpipe.schedule.messages import Link, communicators, head_communicators, links_between
 
 
 @dataclass(frozen=True)
@@ -61,25 +61,57 @@ def connect(
     links = {link: _communicator(world, link) for link in communicators(world.placement)}
     edges: dict[tuple[int, int, int], Edge] = {}
     for stage, worker, following in world.placement.edges:
-        if world.worker not in (worker, following):
-            continue
-        if worker == following:
-            devices = world.stage_devices[stage], world.stage_devices[stage + 1]
-            edge = Edge(_within(*devices), _within(*devices[::-1]))
-            edges[stage, worker, following] = edge.narrow(sent, partial(dtype_of, stage + 1))
-            continue
-        down, up = links_between(world.placement, stage, worker, following)
-        is_sender = world.worker == worker
-        peer = world.peer(following if is_sender else worker)
-        device = world.stage_devices[stage if is_sender else stage + 1]
-        dtypes = partial(dtype_of, stage + 1)
-        sent_dtypes = partial(_sent_dtype, dtypes, sent)
-        edge = Edge(
-            RemoteChannel(peer, 2 * stage, links[down], device, sent_dtypes),
-            RemoteChannel(peer, 2 * stage + 1, links[up], device, sent_dtypes),
-        )
-        edges[stage, worker, following] = edge.narrow(sent, dtypes)
+        if world.worker in (worker, following):
+            dtypes, tags = partial(dtype_of, stage + 1), (2 * stage, 2 * stage + 1)
+            edge = _edge(
+                world, links, (stage, stage + 1), (worker, following), tags, partial(_sent_dtype, dtypes, sent)
+            )
+            edges[stage, worker, following] = edge.narrow(sent, dtypes)
     return edges
+
+
+def connect_head(world: World, dtype_of: Callable[[str], torch.dtype]) -> dict[tuple[int, int, int], Edge]:
+    """Create the edges between this process's stages and the last one, over which the parts of a divided head are.
+
+    Every process must call it.
+
+    Args:
+        world: the processes and which stages they hold.
+        dtype_of: type of a tensor by its name.
+    """
+    placement = world.placement
+    last = placement.num_stages - 1
+    links = {link: _communicator(world, link) for link in head_communicators(placement)}
+    return {
+        (stage, worker, end): _edge(
+            world, links, (stage, last), (worker, end), (2 * (last + stage), 2 * (last + stage) + 1), dtype_of
+        )
+        for stage, worker, end in placement.head_edges
+        if world.worker in (worker, end)
+    }
+
+
+def _edge(
+    world: World,
+    links: Mapping[Link, dist.ProcessGroup],
+    stages: tuple[int, int],
+    workers: tuple[int, int],
+    tags: tuple[int, int],
+    dtype_of: Callable[[str], torch.dtype],
+) -> Edge:
+    """The edge between two stages, on one worker of each."""
+    (lower, upper), (worker, following) = stages, workers
+    if worker == following:
+        devices = world.stage_devices[lower], world.stage_devices[upper]
+        return Edge(_within(*devices), _within(*devices[::-1]))
+    down, up = links_between(world.placement, lower, worker, following, upper)
+    is_sender = world.worker == worker
+    peer = world.peer(following if is_sender else worker)
+    device = world.stage_devices[lower if is_sender else upper]
+    return Edge(
+        RemoteChannel(peer, tags[0], links[down], device, dtype_of),
+        RemoteChannel(peer, tags[1], links[up], device, dtype_of),
+    )
 
 
 def _sent_dtype(dtype_of: Callable[[str], torch.dtype], sent: torch.dtype | None, name: str) -> torch.dtype:

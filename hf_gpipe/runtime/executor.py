@@ -17,7 +17,6 @@ from functools import partial
 import torch
 
 from hf_gpipe.errors import StageError
-from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.micro_batch import PLAIN_STEP, MicroBatch, StepOptions, on_devices
 from hf_gpipe.runtime.performing import Message, Planned, Step, StepResult, UpdateStage, performed, reading, visiting
@@ -44,6 +43,8 @@ class Executor:
         worker: whose row of a table this process runs.
         replicas: those that these stages have in other processes, if any.
         visits: of the stages' weights, for tables with L and D.
+        head_edges: between these stages and the last one, by stage, its worker and that of the last stage, where the
+            head is divided.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class Executor:
         worker: int,
         replicas: Replicas | None = None,
         visits: VisitingWeights | None = None,
+        head_edges: Edges | None = None,
     ) -> None:
         self._stages = stages
-        self._edges = edges
+        self._edges, self._head_edges = edges, head_edges or {}
+        self._every_edge = (*edges.values(), *self._head_edges.values())
         self._replicas = replicas
         self._worker = worker
         self._visits = VisitingWeights({}) if visits is None else visits
@@ -97,7 +100,7 @@ class Executor:
                 one process can run the next step after it; one of several cannot.
             HfGpipeError: a step failed before, in a pipeline of several processes.
         """
-        for edge in self._edges.values():
+        for edge in self._every_edge:
             edge.check()
         result = StepResult()
         # Those of other replicas stay on the host.
@@ -137,21 +140,20 @@ class Executor:
                 action, device = planned.action, planned.device
                 mark(action, device)
                 for one in planned.expected:
-                    one.channel.expect(one.index, one.shapes(micro_batches[one.index]))
+                    one.channel.expect(one.key, one.shapes(micro_batches[one.key[0]]))
                 received: dict[str, torch.Tensor] = {}
-                if planned.received is not None:
-                    received = planned.received.receive(planned.index)
-                elif planned.wait is not None:
+                for one in planned.received:
+                    received |= one.channel.receive(one.key)
+                if planned.wait is not None and not planned.received:
                     planned.wait(step, planned)
                 # 2. Compute.
                 mark(action, device)
                 message = planned.run(step, planned, received)
                 # 3. Send.
                 mark(action, device)
-                if message and planned.sent is not None:
-                    one = planned.sent
-                    one.channel.send(one.index, message, one.shapes(micro_batches[one.index]))
-                elif message:
+                for one in planned.sent if message else ():
+                    one.channel.send(one.key, message, one.shapes(micro_batches[one.key[0]]))
+                if message and not planned.sent:
                     result.outputs[planned.index] = message
                 mark(action, device)
                 # Free the tensors before the process waits for its next message.
@@ -189,11 +191,11 @@ class Executor:
         if reduce is not None:
             reduce(result)
 
-    def _reads_message(self, action: Action) -> bool:
-        stage = self._stages[action.stage]
-        if action.kind.takes_gradient:
-            return any(stage.trainable_outputs.values())
-        return action.kind.sends and not stage.is_first
+    def _is_read(self, source: Action, consumer: Action) -> bool:
+        """Whether a message is sent: gradients that no earlier stage needs are not."""
+        if source.kind.takes_gradient:
+            return any(self._stages[consumer.stage].trainable_outputs.values())
+        return True
 
     def prepare(self, schedule: Schedule) -> None:
         """Derive from a table, once, the receives and the last backwards of this process.
@@ -204,8 +206,8 @@ class Executor:
             return
         expected = defaultdict(list)
         for message in messages(schedule):
-            if message.receiver == self._worker and self._reads_message(message.consumer):
-                expected[message.before].append(self._arriving(schedule, message.consumer))
+            if message.receiver == self._worker and self._is_read(message.source, message.consumer):
+                expected[message.before].append(self._message(schedule, message.source, message.consumer))
         for number in {number for number, _ in schedule.split} & self._stages.keys():
             self._stages[number].model.defer_weight_gradients()
         self._planned = []
@@ -230,39 +232,45 @@ class Executor:
                 run=run if use is None or not action.kind.reads_weights else reading(run),
                 wait=wait,
                 expected=tuple(expected[place]),
-                received=self._arriving(schedule, action).channel if self._reads_message(action) else None,
-                sent=self._leaving(schedule, action),
+                received=tuple(
+                    self._message(schedule, source, action)
+                    for source in schedule.sources(action)
+                    if self._is_read(source, action)
+                ),
+                sent=tuple(self._message(schedule, action, other) for other in schedule.consumers(action)),
                 use=use,
                 is_last=action in last,
             )
             self._planned.append(planned)
         self._table = schedule
 
-    def _arriving(self, schedule: Schedule, action: Action) -> Message:
-        """The message that an action reads."""
-        stage, source = self._stages[action.stage], schedule.source(action)
-        assert source is not None, f"{action} reads no message"
-        shapes = stage.output_gradient_shapes if action.kind.takes_gradient else stage.input_shapes
-        return Message(self._channel(schedule, source, action), _index(action), shapes)
-
-    def _leaving(self, schedule: Schedule, action: Action) -> Message | None:
-        """The message that an action may send; None for those that never do."""
-        stage, consumer = self._stages[action.stage], schedule.consumer(action)
-        if consumer is None:
-            return None
-        shapes = stage.input_gradient_shapes if action.kind.takes_gradient else stage.output_shapes
-        return Message(self._channel(schedule, action, consumer), _index(action), shapes)
-
-    def _channel(self, schedule: Schedule, source: Action, consumer: Action) -> Channel:
-        """Between the workers in whose rows the two actions stand."""
+    def _message(self, schedule: Schedule, source: Action, consumer: Action) -> Message:
+        """The message of an action to another one, between the workers in whose rows they stand."""
         sender, receiver = schedule.worker_of(source), schedule.worker_of(consumer)
+        key = _index(source), source.kind.turn
+        if source.kind.turn or consumer.kind.turn:
+            head = self._stages[source.stage if sender == self._worker else consumer.stage].head
+            assert head is not None, "the stage has no part of the head"
+            if source.stage < consumer.stage:
+                return Message(self._head_edges[source.stage, sender, receiver].down, key, partial(head.shapes, source))
+            return Message(self._head_edges[consumer.stage, receiver, sender].up, key, partial(head.shapes, source))
+        # The shapes are those at the boundary between the two stages, whichever end asks for them.
+        lower, upper = sorted((source.stage, consumer.stage))
         if source.kind.takes_gradient:
-            return self._edges[consumer.stage, receiver, sender].up
-        return self._edges[source.stage, sender, receiver].down
+            channel = self._edges[lower, receiver, sender].up
+            shapes = (
+                self._stages[upper].input_gradient_shapes
+                if sender == self._worker
+                else self._stages[lower].output_gradient_shapes
+            )
+        else:
+            channel = self._edges[lower, sender, receiver].down
+            shapes = self._stages[lower].output_shapes if sender == self._worker else self._stages[upper].input_shapes
+        return Message(channel, key, shapes)
 
     def _flush(self) -> None:
         """Wait until all messages have been sent."""
-        for edge in self._edges.values():
+        for edge in self._every_edge:
             edge.down.flush()
             edge.up.flush()
 
@@ -273,7 +281,7 @@ class Executor:
         for stage in self._stages.values():
             stage.reset()
         self._visits.reset()
-        for edge in self._edges.values():
+        for edge in self._every_edge:
             edge.down.reset()
             edge.up.reset()
 

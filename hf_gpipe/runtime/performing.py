@@ -13,6 +13,7 @@ import torch
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.channel import Channel, Shapes
+from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.stage import Stage
@@ -57,8 +58,8 @@ class Message:
     """A message of one action, as far as the table tells it."""
 
     channel: Channel
-    index: int
-    """Number of the micro-batch."""
+    key: tuple[int, int]
+    """The number of the micro-batch, and the turn of the action that sends it: of an edge's messages at one time."""
     shapes: Callable[[MicroBatch], Shapes]
 
 
@@ -110,10 +111,10 @@ class Planned:
     wait: Callable[[Step, Planned], None] | None
     expected: tuple[Message, ...]
     """Those whose receive starts before the action."""
-    received: Channel | None
-    """Where the action's own message arrives."""
-    sent: Message | None
-    """The message that its result is, unless the result is empty."""
+    received: tuple[Message, ...]
+    """Its own messages."""
+    sent: tuple[Message, ...]
+    """The messages that its result is, unless the result is empty."""
     use: Use | None
     """The version of the weights that it reads or replaces; None of a reduction, and in a synchronous table."""
     is_last: bool
@@ -150,6 +151,24 @@ def _weight(step: Step, planned: Planned, received: Tensors) -> Tensors:
         before = step.replicas.before_last_weights(planned.action.stage, stage.deferred(planned.index))
     stage.weight_backward(planned.index, before)
     return {}
+
+
+def _context(step: Step, planned: Planned, received: Tensors) -> tuple[HeadPart, Context]:
+    assert planned.stage.head is not None, "the stage has no part of the head"
+    return planned.stage.head, Context(step.shares[planned.device][planned.index], received, step.options)
+
+
+def _logits(step: Step, planned: Planned, received: Tensors) -> Tensors:
+    head, context = _context(step, planned, received)
+    message, outputs = head.score(context, is_training=step.schedule.is_training)
+    if outputs:
+        step.result.outputs[planned.index] = outputs
+    return message
+
+
+def _logits_gradient(step: Step, planned: Planned, received: Tensors) -> Tensors:
+    head, context = _context(step, planned, received)
+    return head.add_gradient(context)
 
 
 def _reduce(step: Step, planned: Planned, received: Tensors) -> Tensors:
@@ -218,6 +237,8 @@ PERFORMED: dict[str, Performed] = {
     kinds.BACKWARD: Performed(_backward),
     kinds.INPUT: Performed(_input),
     kinds.WEIGHT: Performed(_weight),
+    kinds.LOGITS: Performed(_logits),
+    kinds.LOGITS_GRADIENT: Performed(_logits_gradient),
     kinds.REDUCE: Performed(_reduce),
     kinds.UPDATE: Performed(_update, _await_update),
     kinds.LOAD: Performed(_load),

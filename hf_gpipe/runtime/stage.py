@@ -19,6 +19,7 @@ from hf_gpipe.adapters.head import DeferredLogits
 from hf_gpipe.adapters.routers import ChunkRouters
 from hf_gpipe.adapters.weight_gradients import Product, kept_bytes
 from hf_gpipe.runtime.channel import Shapes
+from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
 from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
@@ -81,6 +82,8 @@ class Stage:
         #: Of each micro-batch between its I and W the parts of its weight gradients.
         self._kept: dict[int, list[Product]] = {}
         self.row_caches: dict[int, RowCache] = {}
+        #: The stage's part of the head, where it is divided over the stages.
+        self.head: HeadPart | None = None
 
     @property
     def is_first(self) -> bool:
@@ -109,7 +112,13 @@ class Stage:
         graph = self._graph(inputs, outputs) if keep_graph else None
         results = {name: tensor.detach() for name, tensor in outputs.items()}
         self._live[context.micro_batch.index] = _Live(context, graph, results.get("loss"))
+        self._hand_to_head(context, results)
         return results | of_teacher
+
+    def _hand_to_head(self, context: Context, results: Tensors) -> None:
+        """Of the last stage: keep what its part of the head reads."""
+        if self.head is not None and self.head.is_at_end:
+            self.head.take(context.micro_batch.index, results)
 
     def recompute(self, micro_batch: int) -> None:
         """R: run the stage's forward again from the inputs that F kept, now with a graph. It receives no message."""
@@ -120,6 +129,8 @@ class Stage:
     def backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> Tensors:
         """B: from gradients of the outputs return those of the received tensors; parameters add theirs to `.grad`."""
         live = self._live.pop(micro_batch)
+        if self.head is not None and self.head.is_at_end:
+            gradients = self.head.gradient(live.context, gradients)
         graph, scale = live.graph, live.context.options.loss_scale
         assert graph is not None, "backward of a micro-batch without a graph"
         if graph.loss is not None:
@@ -193,6 +204,7 @@ class Stage:
         with torch.no_grad():
             outputs, deferred, read = self._forward(loss, context, context.carry)
             if not self.is_last:
+                self._hand_to_head(context, outputs)
                 return outputs | of_teacher
             if options.is_first_pass:
                 return {"rows": loss.embed(read)}
@@ -240,6 +252,8 @@ class Stage:
         self._live.clear()
         self._kept.clear()
         self.row_caches.clear()
+        if self.head is not None:
+            self.head.reset()
         self.model.batch_norms.reset()
         self.end_step()
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision
 from hf_gpipe.runtime.world import World
 
 
@@ -27,6 +28,21 @@ class _Tie:
     owners: tuple[int, ...]
     """The processes of the lowest stage, its leader first."""
     group: dist.ProcessGroup
+    runs: tuple[tuple[int, int], ...] = ()
+    """Where processes have a part of the head alone, all runs of rows; else none."""
+    own: tuple[int, int] | None = None
+    """That of this process; None: it has the whole tensor."""
+
+    def pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What travels of a tensor of the parameter's shape, one after the other: views of it, and zeros in place of
+        the rows that this process does not have."""
+        if not self.runs:
+            return [tensor]
+        if self.own is None:
+            return [tensor[start:stop] for start, stop in self.runs]
+        return [
+            tensor if run == self.own else tensor.new_zeros((run[1] - run[0], *tensor.shape[1:])) for run in self.runs
+        ]
 
 
 @dataclass(frozen=True)
@@ -49,15 +65,25 @@ class Ties:
         self._local_ties = [_LocalTie(*pair) for pair in share_within_process(models)]
         self._rank = world.rank
         self._holds_values = self._copies_are_fresh = False
-        mine = {stage: (str(model.device), tuple(model.parameters)) for stage, model in models.items()}
+        mine = {
+            stage: (str(model.device), {name: _rows_of(model, name) for name in model.parameters})
+            for stage, model in models.items()
+        }
         found = world.gather_objects(mine)
         replicas = [world.replicas_of(stage) for stage in range(world.placement.num_stages)]
         holders: dict[str, list[int]] = {}
+        runs: dict[str, dict[int, tuple[int, int]]] = {}
         for stage, own in enumerate(replicas):
-            for name in found[own[0]][stage][1]:
+            for name, run in found[own[0]][stage][1].items():
                 holders.setdefault(name, []).append(stage)
-        #: Stage that owns each parameter of the whole model.
+                if run is not None:
+                    runs.setdefault(name, {})[stage] = run
+        #: Stage that owns each parameter of the whole model, or this process's part of it.
         self.owner_stage = {name: stages[0] for name, stages in holders.items()}
+        for name, of_stages in runs.items():
+            if len(of_stages) == len(holders[name]):  # nobody has the whole
+                self.owner_stage[name] = next(stage for stage in of_stages if stage in models)
+                del holders[name]
         #: Names of the parameters whose gradients this object sums over processes.
         self.names: set[str] = set()
         self._ties: list[_Tie] = []
@@ -75,7 +101,13 @@ class Ties:
                 groups[places] = world.new_group(ranks, torch.device(places[0][1]))
             if world.rank in lowest:
                 owners = replicas[self.owner_stage[name]]
-                self._ties.append(_Tie(models[lowest[world.rank]].parameters[name], owners, groups[places]))
+                stage, of_stages = lowest[world.rank], runs.get(name, {})
+                parameter, own_run = models[stage].parameters[name], of_stages.get(stage)
+                division = models[stage].division
+                of_all: tuple[tuple[int, int], ...] = ()
+                if of_stages and isinstance(division, HeadDivision):
+                    of_all = tuple(one for (one,) in division.cut.parts)
+                self._ties.append(_Tie(parameter, owners, groups[places], of_all, own_run))
 
     def leave_out(self, parameters: Set[torch.nn.Parameter]) -> None:
         """Take out parameters that never change: their copies stay right. Every process must call it alike."""
@@ -94,10 +126,11 @@ class Ties:
                 continue
             if tie.parameter.grad is None:
                 tie.parameter.grad = torch.zeros_like(tie.parameter)
-            if len(tie.owners) == 1:
-                dist.reduce(tie.parameter.grad, dst=tie.owners[0], group=tie.group)
-            else:
-                dist.all_reduce(tie.parameter.grad, group=tie.group)
+            for piece in tie.pieces(tie.parameter.grad):
+                if len(tie.owners) == 1:
+                    dist.reduce(piece, dst=tie.owners[0], group=tie.group)
+                else:
+                    dist.all_reduce(piece, group=tie.group)
             if self._rank not in tie.owners:
                 tie.parameter.grad = None
 
@@ -116,9 +149,15 @@ class Ties:
             return
         self._copies_are_fresh = True
         for tie in self._ties:
-            dist.broadcast(tie.parameter.data, src=tie.owners[0], group=tie.group)
+            for piece in tie.pieces(tie.parameter.data):
+                dist.broadcast(piece, src=tie.owners[0], group=tie.group)
         for pair in self._local_ties:
             pair.copy.data.copy_(pair.parameter.data)
+
+
+def _rows_of(model: StageModel, name: str) -> tuple[int, int] | None:
+    """The rows of a parameter that a process has, where it has a part of the head; None: it has the whole."""
+    return model.division.rows_of(name) if isinstance(model.division, HeadDivision) else None
 
 
 def trained_by_several(models: Mapping[int, StageModel], world: World) -> dict[str, list[int]]:

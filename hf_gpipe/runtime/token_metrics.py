@@ -53,8 +53,12 @@ class TokenMetrics:
             return
         rows = max(1, _PART // probabilities.shape[1])
         entropies = torch.cat([torch.special.entr(part).sum(-1) for part in probabilities.split(rows)])
-        if total is not None:
-            entropies = total(entropies)
+        self.add_entropies(is_unit, is_first, entropies if total is None else total(entropies))
+
+    def add_entropies(self, is_unit: torch.Tensor, is_first: torch.Tensor, entropies: torch.Tensor) -> None:
+        """`add`, from the entropy of each token's distribution, (N,)."""
+        if self.mini_batch is None:
+            return
         columns = torch.stack([torch.ones_like(entropies), is_first.to(entropies), entropies])
         sums = columns.masked_fill(~is_unit, 0).sum(1, dtype=torch.float64)
         self._sums[self.mini_batch] = self._sums.get(self.mini_batch, 0) + sums

@@ -1,10 +1,14 @@
-"""The cross-entropy of tokens where each rank of a worker has the logits of a part of the vocabulary.
+"""The cross-entropy of tokens where each rank of a worker, or each stage, has the logits of a part of the vocabulary.
 
-Two messages of a number or three for each token take the place of the whole logits (Shoeybi et al. 2019,
-arXiv 1909.08053, section 3): the largest logit; and the sum of exponentials, the target's logit and the sum of logits.
+A few numbers for each token take the place of the whole logits (Shoeybi et al. 2019, arXiv 1909.08053, section 3): the
+largest logit; the sum of exponentials, the target's logit and the sum of logits. Ranks sum them at once, in
+`with_gradient`. Stages send them to the last one (arXiv 2411.05288, section 4): `sums_of_part`, `joined`, and later
+`gradient_of_part`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -51,10 +55,8 @@ def with_gradient(
     Returns:
         The losses (N,), the same on every rank, and the gradient of the part's logits (N, V').
     """
-    ranks, is_ignored = part.ranks, ~is_unit
-    columns = targets.masked_fill(is_ignored, 0) - part.first
-    is_foreign = (columns < 0) | (columns >= logits.shape[1])
-    columns = columns.masked_fill(is_foreign, 0)[:, None]
+    ranks = part.ranks
+    columns, is_foreign = _columns(logits, targets, is_unit, part.first)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     seen = wide if bound is None else wide.clamp(-bound, bound)
     is_clipped = None if bound is None else seen != wide
@@ -63,20 +65,123 @@ def with_gradient(
     of_target = seen.gather(1, columns).squeeze(1).masked_fill(is_foreign, 0)
     of_all = seen.sum(-1)
     gradient = (seen.sub_(largest[:, None]) if overwrite or seen is not logits else seen - largest[:, None]).exp_()
-    sums, of_target, of_all = ranks.total(torch.stack([gradient.sum(-1), of_target, of_all]))
-    gradient.div_(sums[:, None])
-    losses = largest + sums.log() + (smoothing - 1) * of_target - smoothing * of_all / part.size
+    sums = ranks.total(torch.stack([gradient.sum(-1), of_target, of_all]))
+    gradient.div_(sums[0, :, None])
+    losses = losses_of([largest, *sums], part.size, smoothing)
     if metrics is not None:
         # The first of the largest logits, as `max` finds it in whole ones.
         first = torch.where(own == largest, first + part.first, part.size)
         is_first = -ranks.largest(-first) == targets
         metrics.add(is_unit, is_first, gradient, ranks.total)
-    if smoothing:
-        gradient.sub_(smoothing / part.size)
-    gradient.scatter_add_(1, columns, (smoothing - 1) * (~is_foreign).to(gradient)[:, None])
-    if is_clipped is not None:
-        gradient.masked_fill_(is_clipped, 0)
+    _less_target(gradient, columns, is_foreign, is_clipped, part.size, smoothing)
     if is_dynamic:
         probability = losses.neg().exp()
         losses, gradient = losses * probability, gradient.mul_(probability[:, None])
-    return losses.masked_fill(is_ignored, 0), gradient
+    return losses.masked_fill(~is_unit, 0), gradient
+
+
+def sums_of_part(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    is_unit: torch.Tensor,
+    first: int,
+    *,
+    bound: float | None,
+    has_metrics: bool,
+) -> torch.Tensor:
+    """What the losses need of a part of the columns, where the other parts follow later (`joined`).
+
+    Args:
+        logits: (N, V'), without a graph.
+        targets: (N,), tokens of the whole vocabulary.
+        is_unit: which of them are targets, (N,).
+        first: the token of the first column.
+        bound: `logit_clipping` of the loss.
+        has_metrics: whether the two rows for metrics are there.
+
+    Returns:
+        (4, N) or (6, N): the largest logit; the sum of exponentials relative to it; the target's logit, or 0; the sum
+        of logits. For metrics the first token with the largest logit, and the sum of logits weighted by exponentials.
+    """
+    columns, is_foreign = _columns(logits, targets, is_unit, first)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    seen = wide if bound is None else wide.clamp(-bound, bound)
+    largest, place = seen.max(-1)
+    exponentials = (seen - largest[:, None]).exp_()
+    of_target = seen.gather(1, columns).squeeze(1).masked_fill(is_foreign, 0)
+    rows = [largest, exponentials.sum(-1), of_target, seen.sum(-1)]
+    if has_metrics:
+        rows += [(place + first).to(seen), exponentials.mul_(seen).sum(-1)]
+    return torch.stack(rows)
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sums of the whole vocabulary, in the form of those of its parts; they are added in the order of the parts."""
+    every = torch.stack(tuple(parts))
+    largest = every[:, 0].amax(0)
+    shares = (every[:, 0] - largest).exp()
+    rows = [largest, (every[:, 1] * shares).sum(0), every[:, 2].sum(0), every[:, 3].sum(0)]
+    if every.shape[1] > len(rows):
+        firsts = every[:, 4].masked_fill(every[:, 0] < largest, float("inf"))
+        rows += [firsts.amin(0), (every[:, 5] * shares).sum(0)]
+    return torch.stack(rows)
+
+
+def losses_of(sums: Sequence[torch.Tensor] | torch.Tensor, size: int, smoothing: float) -> torch.Tensor:
+    """The losses (N,) from the first four sums (N,) of the whole vocabulary of V tokens, those of `sums_of_part`."""
+    largest, total, of_target, of_all = sums
+    return largest + total.log() + (smoothing - 1) * of_target - smoothing * of_all / size
+
+
+def gradient_of_part(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    is_unit: torch.Tensor,
+    first: int,
+    size: int,
+    largest: torch.Tensor,
+    total: torch.Tensor,
+    *,
+    smoothing: float,
+    bound: float | None,
+) -> torch.Tensor:
+    """The gradient of the losses by a part of the columns, (N, V').
+
+    Args:
+        logits, targets, is_unit, first, bound: as of `sums_of_part`.
+        size: V.
+        largest, total: the first two sums of the whole vocabulary, (N,).
+        smoothing: `label_smoothing`.
+    """
+    columns, is_foreign = _columns(logits, targets, is_unit, first)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    seen = wide if bound is None else wide.clamp(-bound, bound)
+    is_clipped = None if bound is None else seen != wide
+    gradient = (seen - largest[:, None]).exp_().div_(total[:, None])
+    _less_target(gradient, columns, is_foreign, is_clipped, size, smoothing)
+    return gradient
+
+
+def _columns(
+    logits: torch.Tensor, targets: torch.Tensor, is_unit: torch.Tensor, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column (N, 1) of each target, and whether it is in another part, (N,); the column is 0 then."""
+    columns = targets.masked_fill(~is_unit, 0) - first
+    is_foreign = (columns < 0) | (columns >= logits.shape[1])
+    return columns.masked_fill(is_foreign, 0)[:, None], is_foreign
+
+
+def _less_target(
+    probabilities: torch.Tensor,
+    columns: torch.Tensor,
+    is_foreign: torch.Tensor,
+    is_clipped: torch.Tensor | None,
+    size: int,
+    smoothing: float,
+) -> None:
+    """Turn the probabilities of a part of the columns into the gradient of the losses, in place."""
+    if smoothing:
+        probabilities.sub_(smoothing / size)
+    probabilities.scatter_add_(1, columns, (smoothing - 1) * (~is_foreign).to(probabilities)[:, None])
+    if is_clipped is not None:
+        probabilities.masked_fill_(is_clipped, 0)

@@ -17,12 +17,22 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.kinds import BACKWARD, INPUT, KINDS, REDUCE, ActionKind, kind_of
+from hf_gpipe.schedule.kinds import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    KINDS,
+    LOGITS,
+    LOGITS_GRADIENT,
+    REDUCE,
+    ActionKind,
+    kind_of,
+)
 
-TEXT_VERSION = 6
+TEXT_VERSION = 7
 """Version of the text of a table and its actions. It changes with a new kind of action or a new meaning of a word.
 Version 2 has G and several workers per stage, version 3 I and W, version 4 several steps and the versions of weights,
-version 5 chunks of rows, version 6 L and D; a text of an earlier version means the same in it."""
+version 5 chunks of rows, version 6 L and D, version 7 S and T; a text of an earlier version means the same in it."""
 
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _ACTION_TEXT = re.compile(rf"({_NUMBER})([A-Z])({_NUMBER})?")
@@ -118,6 +128,30 @@ def _letters(*, is_of_mini_batch: bool) -> str:
 
 Split: TypeAlias = AbstractSet[tuple[int, int | None]]
 """The (stage, micro-batch) pairs that have I and W in place of B."""
+
+
+def head_sources(action: Action, num_stages: int) -> tuple[Action, ...]:
+    """Where the head is divided, the actions of other stages whose messages about it an action receives."""
+    last, m = num_stages - 1, action.micro_batch
+    if m is None:
+        return ()
+    if action.stage < last:
+        source = {LOGITS: FORWARD, LOGITS_GRADIENT: LOGITS}.get(action.kind)
+        return () if source is None else (Action(source, last, m),)
+    of_all = LOGITS if action.kind == LOGITS else LOGITS_GRADIENT if action.kind.takes_gradient else None
+    return () if of_all is None else tuple(Action(of_all, stage, m) for stage in range(last))
+
+
+def head_consumers(action: Action, num_stages: int, split: Split) -> tuple[Action, ...]:
+    """Where the head is divided, the actions of other stages that receive an action's message about it."""
+    last, m = num_stages - 1, action.micro_batch
+    if m is None:
+        return ()
+    if action.stage < last:
+        into = Action(LOGITS, last, m) if action.kind == LOGITS else gradient_action(last, m, split)
+        return (into,) if action.kind.turn else ()
+    to_all = {FORWARD: LOGITS, LOGITS: LOGITS_GRADIENT}.get(action.kind)
+    return () if to_all is None else tuple(Action(to_all, stage, m) for stage in range(last))
 
 
 def gradient_action(stage: int, micro_batch: int | None, split: Split) -> Action:

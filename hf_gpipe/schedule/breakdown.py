@@ -135,7 +135,7 @@ def _waits(spans: Sequence[Span], schedule: Schedule) -> list[Seconds]:
         of_several = placement.has_replicas or placement.devices is not None
         awaited = awaited_by(action.kind)
         is_late = any(of_several if other.is_collective else other in schedule.kinds for other in awaited)
-        receives = is_late or action.source(placement.num_stages) is not None
+        receives = is_late or bool(schedule.sources(action))
         waits.append(span.waiting + (span.start - spans[index - 1].end if index > 0 and receives else 0))
     return waits
 

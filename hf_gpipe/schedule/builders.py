@@ -24,7 +24,7 @@ from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, asynchronous
 from hf_gpipe.schedule.breadth_first import breadth_first_orders
 from hf_gpipe.schedule.file import TABLE_SUFFIX
 from hf_gpipe.schedule.interleaved import interleaved_orders
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, REDUCE, UPDATE
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, LOGITS, LOGITS_GRADIENT, REDUCE, UPDATE
 from hf_gpipe.schedule.placement import Placement, replicas_of
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
 from hf_gpipe.schedule.table import MOST_ACTIONS, Schedule
@@ -137,13 +137,18 @@ def one_forward_one_backward(
         ahead = forwards_ahead(placement, s)
         order: list[Action] = []
         for process in workers:
-            own = placement.micro_batches_of(s, process, num_micro_batches)
-            order += [_forward(s, m) for m in own[:ahead]]
-            for index, m in enumerate(placement.backward_order(own)):
-                order += [_forward(s, later) for later in own[index + ahead : index + ahead + 1]]
-                order.append(_backward(s, m))
+            order += _alternating(s, placement.micro_batches_of(s, process, num_micro_batches), ahead, placement)
         orders.append(order)
     return merge_with_recomputations(orders, placement, fused_last(limits))
+
+
+def _alternating(stage: int, own: Sequence[int], ahead: int, placement: Placement) -> list[Action]:
+    """The order of a replica with these micro-batches: so many forwards ahead, then one with each backward."""
+    order = [_forward(stage, m) for m in own[:ahead]]
+    for index, m in enumerate(placement.backward_order(own)):
+        order += [_forward(stage, later) for later in own[index + ahead : index + ahead + 1]]
+        order.append(_backward(stage, m))
+    return order
 
 
 def interleaved_1f1b(
@@ -212,11 +217,78 @@ def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, 
     return merge_with_recomputations(orders, placement, limits)
 
 
+def vocab_gpipe(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """GPipe with the head divided over the stages (vocabulary parallelism, arXiv 2411.05288): `_with_divided_head`.
+
+    The backwards are in the order of the forwards: the last stage has the gradients in the order in which it has the
+    hidden states.
+
+    K = 3, M = 3, without recomputation; S takes one tick, T two:
+
+    """
+    micro_batches = range(num_micro_batches)
+    orders = [[Action(kind, s, m) for kind in (FORWARD, BACKWARD) for m in micro_batches] for s in range(num_stages)]
+    return _with_divided_head(orders, num_micro_batches, placement, limits)
+
+
+def vocab_1f1b(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """1F1B with the head divided over the stages (vocabulary parallelism, arXiv 2411.05288): `_with_divided_head`.
+
+    Between F and B of the last stage all stages run S, and then all run T. So a stage has two micro-batches more under
+    way than in 1f1b, however many stages there are.
+
+    K = 3, M = 4, without recomputation; S takes one tick, T two:
+
+    """
+    orders: list[list[Action]] = []
+    for s, workers in enumerate(placement.workers):
+        ahead = forwards_ahead(placement, s) + 2
+        order: list[Action] = []
+        for process in workers:
+            order += _alternating(s, placement.micro_batches_of(s, process, num_micro_batches), ahead, placement)
+        orders.append(order)
+    return _with_divided_head(orders, num_micro_batches, placement, limits)
+
+
+def vocab_forward_only(
+    num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
+) -> list[list[Action]]:
+    """Evaluation with the head divided over the stages.
+
+    K = 3, M = 3:
+
+    """
+    orders = [[_forward(s, m) for m in range(num_micro_batches)] for s in range(num_stages)]
+    return _with_divided_head(orders, num_micro_batches, placement, limits)
+
+
+def _with_divided_head(
+    orders: list[list[Action]], num_micro_batches: int, placement: Placement, limits: Limits
+) -> list[list[Action]]:
+    """The order of each process, from that of each stage, with S and in training T in the gaps.
+
+    A part of the head is like one more stage of the process, so `clock.merge` puts its actions where they can run. Each
+    replica runs S of one micro-batch before T of the one before it, so that it does not wait for the other stages; then
+    it has the logits of two.
+    """
+    is_training = any(action.kind.takes_gradient for action in orders[0])
+    heads: list[list[Action]] = []
+    for s, ahead in enumerate(placement.replicas):
+        heads.append([])
+        for m in range(num_micro_batches + ahead):
+            heads[-1] += [Action(LOGITS, s, m)] if m < num_micro_batches else []
+            heads[-1] += [Action(LOGITS_GRADIENT, s, m - ahead)] if is_training and m >= ahead else []
+    return merge_with_recomputations([*orders, *heads], placement, limits)
+
+
 SPLIT_SCHEDULES: dict[str, Builder] = {"zb_h1": zb_h1, "zb_h2": zb_h2, "zb_v": zb_v, "v_half": v_half}
 """Those whose backward is split into I and W."""
 
 V_SHAPED = ("zb_v", "v_half")
 """Those whose stages are placed in the shape of a V."""
+
+DIVIDED_HEAD = ("vocab_1f1b", "vocab_gpipe")
+"""Those that divide the head over the stages."""
 
 IN_TURN = ("interleaved_1f1b", "breadth_first")
 """Those whose stages are assigned to the processes in turn."""
@@ -230,7 +302,10 @@ SCHEDULES: dict[str, Builder] = {
     "interleaved_1f1b": interleaved_1f1b,
     "breadth_first": breadth_first,
     **SPLIT_SCHEDULES,
+    "vocab_gpipe": vocab_gpipe,
+    "vocab_1f1b": vocab_1f1b,
     "forward_only": forward_only,
+    "vocab_forward_only": vocab_forward_only,
 }
 
 
@@ -322,10 +397,11 @@ def build(
         )
     placement = placement or Placement.one_stage_each(num_stages, 1 if replicas is None else replicas)
     if chunks > 1:
-        if is_asynchronous:
+        if is_asynchronous or name in DIVIDED_HEAD:
+            others = [one for one in SCHEDULES if not one.startswith("vocab")]
             raise ScheduleError(
                 f"schedule {name!r} has no order for rows that are cut into chunks (chunks is {chunks}); use one of "
-                f"{', '.join(SCHEDULES)}, or let chunks be 1."
+                f"{', '.join(others)}, or let chunks be 1."
             )
         if num_micro_batches % chunks:
             raise ScheduleError(

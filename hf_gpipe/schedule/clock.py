@@ -22,15 +22,16 @@ not wait. A stage's own order is kept, so messages still arrive in the order in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import Action, gradient_action
-from hf_gpipe.schedule.kinds import INPUT
+from hf_gpipe.schedule.actions import Action, gradient_action, head_sources
+from hf_gpipe.schedule.kinds import INPUT, LOGITS, needs_of
 from hf_gpipe.schedule.placement import Placement
 
 
 def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> list[list[Action]]:
-    """The order of each process, from the order of each stage (F, R, B, I and W).
+    """The order of each process, from the order of each stage (F, R, B, I and W; S and T are two orders more).
 
     Of a stage with replicas only the order within each replica counts.
 
@@ -39,21 +40,25 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
     """
     queues = [queue for order in stage_orders for queue in by_worker(order, placement)]
     process_orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
-    if len(placement.places) == placement.num_processes:
+    kinds = {action.kind for queue in queues for action in queue}
+    is_divided = LOGITS in kinds
+    if len(placement.places) == placement.num_processes and not is_divided:
         for queue in queues:
             process_orders[_worker_of(queue[0], placement)] = queue
         return process_orders
 
     num_stages = placement.num_stages
     split = {(a.stage, a.micro_batch) for queue in queues for a in queue if a.kind == INPUT}
+    #: Of each kind those that it needs of its own stage, in another order.
+    needs = {kind: [one for one in needs_of(kind) if one in kinds and (one.turn or kind.turn)] for kind in kinds}
     next_index = [0] * len(queues)
     of_process: dict[int, list[int]] = {}
     for number, queue in enumerate(queues):
         of_process.setdefault(_worker_of(queue[0], placement), []).append(number)
-    free_at: dict[tuple[int, str | None], int] = {}
-    finished_at: dict[Action, int] = {}
+    free_at: dict[tuple[int, str | None], Fraction | int] = {}
+    finished_at: dict[Action, Fraction | int] = {}
     #: By queue, its next action where that can start: (start, fills idle time, rank, action, queue).
-    choices: dict[int, tuple[int, bool, int, Action, int]] = {}
+    choices: dict[int, tuple[Fraction | int, bool, int, Action, int]] = {}
     #: By action, the queues whose next action depends on when it ends.
     watching: dict[Action, list[int]] = {}
 
@@ -63,13 +68,15 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
         if next_index[number] == len(queues[number]):
             return
         action = queues[number][next_index[number]]
-        source = action.source(num_stages, split)
-        if source is not None and source not in finished_at:
-            watching.setdefault(source, []).append(number)
+        awaited = [Action(kind, action.stage, action.micro_batch) for kind in needs[action.kind]]
+        awaited += [source] if (source := action.source(num_stages, split)) else []
+        awaited += head_sources(action, num_stages) if is_divided else ()
+        if missing := [one for one in awaited if one not in finished_at]:
+            watching.setdefault(missing[0], []).append(number)
             return
         place = placement.place_of(_worker_of(action, placement), action.stage)
-        start = max(free_at.get(place, 0), finished_at[source] if source else 0)
-        fills, rank = False, -way(action, num_stages)
+        start = max(free_at.get(place, 0), *(finished_at[one] for one in awaited), 0)
+        fills, rank = False, way(action, num_stages) * (1 if is_divided else -1)
         if action.kind.fills_idle:
             gradient = gradient_action(action.stage, action.micro_batch, split).source(num_stages, split)
             if gradient is not None and gradient not in finished_at:
@@ -111,6 +118,8 @@ def _worker_of(action: Action, placement: Placement) -> int:
 
 def way(action: Action, num_stages: int) -> int:
     """How far a micro-batch has come when it is at this action: down the stages, then up again. W is beside its way."""
+    if action.kind.turn:
+        return num_stages - 1 + action.kind.turn
     if not action.kind.way:
         return -1
-    return action.stage if action.kind.way > 0 else 2 * num_stages - 1 - action.stage
+    return action.stage if action.kind.way > 0 else 2 * num_stages + 1 - action.stage

@@ -15,6 +15,11 @@ For stage s and micro-batch m:
     U  updates the stage's weights at the end of a step; one on each replica
     L  loads the stage's weights from the host to the device, for a visit: a run of the stage's actions, up to D
     D  drops them again, where they have not changed. A stage has L and D only where its weights visit
+    S  makes the logits of the stage's part of the vocabulary, where the head is divided over the stages (vocabulary
+       parallelism, arXiv 2411.05288, section 4). The last stage sends the hidden states to all others, and each sends
+       the few sums back that the loss needs of its part. S of the last stage has them all, and the loss
+    T  takes the sums over the whole vocabulary from it, adds to the gradients of the stage's part of the head, and
+       sends what this part adds to the gradient of the hidden states to the last stage, whose B begins from that
 
 `add_kind` adds another kind; `hf_gpipe.runtime.performing.add_kind` also says how the executor performs it.
 """
@@ -76,6 +81,13 @@ class Held(StrEnum):
     ROW_GRADIENTS = "gradients of a row"
     """Those of its keys and values: from its first B or I on."""
 
+    HEAD_INPUT = "head input"
+    """The hidden states that S receives."""
+    LOGITS = "logits"
+    """Of a part of the vocabulary, with these hidden states: from the end of S to the end of T."""
+    HEAD = "head"
+    """Working memory of S or T."""
+
     __hash__ = str.__hash__
 
 
@@ -106,6 +118,8 @@ class ActionKind(str):
     """1 for an action on the way of its micro-batch down the stages, -1 on the way up again, 0 beside it."""
     sends: bool = False
     """Whether it waits for the message that the stage before it on that way sends, and sends one on."""
+    turn: int = 0
+    """Where the head is divided, the number of its step between the way down and the way up: 1 of S, 2 of T."""
     fills_idle: bool = False
     """Whether it may run while the gradient of its micro-batch is still on its way."""
     is_of_mini_batch: bool = False
@@ -116,11 +130,13 @@ class ActionKind(str):
     """Whether all replicas of the stage do it together; a stage without replicas has none."""
     rule: str | None = None
     """Of a kind that a table must have: what to say where it is missing."""
+    is_optional: bool = False
+    """Whether a table may do without it. Where a table has one of the kinds that are optional, it has all of them."""
     in_training_only: bool = True
     part_of: ActionKind | None = None
     """The kind in place of which it stands, together with the others that name the same one."""
     resource: Resource = Resource.COMPUTE
-    ticks: int = 0
+    ticks: Fraction | int = 0
     """How long it takes on a clock with equal stages."""
     receives: Held | None = None
     """The thing that its message is while it waits, until the action begins or another action frees it."""
@@ -191,6 +207,7 @@ def awaited_by(kind: ActionKind) -> tuple[ActionKind, ...]:
 _ONCE, _PARTS = "it must occur exactly once.", "a backward is one B, or one I and one W."
 _REDUCED = "every replica of a stage reduces its gradients once in a step."
 _UPDATED = "a training step updates each stage once."
+_DIVIDED = "where the head is divided, each stage has S and in training T of each micro-batch."
 _HALF, _USED = ("backward_seconds", Fraction(1, 2)), (Held.INPUT, Held.GRAPH)
 
 # The records as a table. F frees its input unless a backward comes, which needs it longer.
@@ -230,4 +247,12 @@ LOAD = add_kind(ActionKind(
     "L", "load", colour="#d9cbb2", resource=Resource.COPY_IN,
     needs=(DROP,), needed_by=(FORWARD, RECOMPUTE, BACKWARD, INPUT, WEIGHT), way=0, is_of_mini_batch=True,
     is_of_visit=True, in_training_only=False, reads_weights=False))
+LOGITS = add_kind(ActionKind(
+    "S", "logits", (), "forward", "#7d8fd1", ticks=Fraction(1, 4),
+    needs=(FORWARD,), way=0, turn=1, rule=_DIVIDED, is_optional=True, in_training_only=False,
+    receives=Held.HEAD_INPUT, makes=Held.LOGITS, frees=(Held.HEAD_INPUT,), working=Held.HEAD))
+LOGITS_GRADIENT = add_kind(ActionKind(
+    "T", "gradient of logits", (), "backward", "#3d5a9e", "white", ticks=Fraction(1, 2),
+    needs=(LOGITS,), needed_by=(BACKWARD, INPUT), after_update=True, way=0, turn=2, rule=_DIVIDED, is_optional=True,
+    frees=(Held.LOGITS,), working=Held.HEAD))
 # fmt: on

@@ -21,6 +21,7 @@ of its micro-batch's way (down the stages, then up again) comes first, for its r
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -61,12 +62,10 @@ def messages(schedule: Schedule) -> tuple[Message, ...]:
     found = []
     for process, action in _clock_order(schedule):
         passed[process] += 1
-        consumer = schedule.consumer(action)
-        if consumer is None:
-            continue
-        receiver = schedule.worker_of(consumer)
-        if receiver != process:
-            found.append(Message(action, consumer, process, receiver, passed[receiver]))
+        for consumer in schedule.consumers(action):
+            receiver = schedule.worker_of(consumer)
+            if receiver != process:
+                found.append(Message(action, consumer, process, receiver, passed[receiver]))
     return tuple(found)
 
 
@@ -84,9 +83,9 @@ class Link(NamedTuple):
     receiver_device: str | None
 
 
-def links_between(placement: Placement, stage: int, worker: int, following: int) -> tuple[Link, Link]:
-    """The links from a stage on one of its workers to the next stage on one of its workers, and back for gradients."""
-    devices = placement.device_of(stage, worker), placement.device_of(stage + 1, following)
+def links_between(placement: Placement, stage: int, worker: int, following: int, upper: int) -> tuple[Link, Link]:
+    """The links from a stage on one of its workers to a later stage on one of its workers, and back for gradients."""
+    devices = placement.device_of(stage, worker), placement.device_of(upper, following)
     return Link(worker, following, *devices), Link(following, worker, *devices[::-1])
 
 
@@ -95,7 +94,16 @@ def communicators(placement: Placement) -> tuple[Link, ...]:
 
     On NCCL a process has a two-rank communicator for each link that it is an end of.
     """
-    links = [link for edge in placement.edges for link in links_between(placement, *edge)]
+    return _links(placement, ((*edge, edge[0] + 1) for edge in placement.edges))
+
+
+def head_communicators(placement: Placement) -> tuple[Link, ...]:
+    """The same of the messages about a divided head, which have communicators of their own."""
+    return _links(placement, ((*edge, placement.num_stages - 1) for edge in placement.head_edges))
+
+
+def _links(placement: Placement, edges: Iterable[tuple[int, int, int, int]]) -> tuple[Link, ...]:
+    links = [link for edge in edges for link in links_between(placement, *edge)]
     return tuple(dict.fromkeys(link for link in links if link.sender != link.receiver))
 
 
@@ -126,8 +134,7 @@ def executable_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
         for other in schedule.concerned(process, action, schedule.awaited_by(action.kind)):
             if other.kind.is_collective and len(workers[action.stage]) not in (1, num_reached[other]):
                 return other
-        source = schedule.source(action)
-        return None if source is None or source in done else source
+        return next((source for source in schedule.sources(action) if source not in done), None)
 
     progress = True
     while progress:
@@ -168,13 +175,12 @@ def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
     order: list[tuple[int, int, int, Action]] = []
     for process, action in executable_order(schedule):
         place = schedule.placement.place_of(process, action.stage)
-        source = schedule.source(action)
-        start = max(started[process] + 1, free_at.get(place, 0), ends[source] if source else 0)
+        start = max(started[process] + 1, free_at.get(place, 0), *(ends[one] for one in schedule.sources(action)))
         for other in schedule.concerned(process, action, schedule.awaited_by(action.kind)):
             start = max(start, reached_at.get(other, 0))
         if action.kind.is_collective:
             reached_at[action] = max(reached_at.get(action, 0), start + 1)
         started[process] = start
-        ends[action] = free_at[place] = start + _FINE * action.kind.ticks
+        ends[action] = free_at[place] = start + int(_FINE * action.kind.ticks)
         order.append((start, way(action, schedule.num_stages), process, action))
     return [(process, action) for _, _, process, action in sorted(order)]

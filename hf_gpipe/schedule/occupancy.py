@@ -33,11 +33,10 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
         maker = {span.action.kind.makes: span for span in spans}
         for span in spans:
             kind = span.action.kind
-            neighbour = stage - kind.way
-            if kind.receives is not None and 0 <= neighbour < len(ran):
-                sent = (one for one in ran[neighbour][micro_batch] if one.action.kind.sends)
-                for source in (one for one in sent if one.action.kind.way == kind.way):
-                    yield kind.receives, source.end, frees_at.get(kind.receives, span.computes)
+            if (received := kind.receives) is not None:
+                for source in schedule.sources(span.action):
+                    sent_at = timeline.ends[schedule.worker_of(source), source]
+                    yield received, sent_at, frees_at.get(received, span.computes)
             makes = kind.makes if maker[kind.makes] is span and kind.makes in frees_at else None
             working = kind.working if makes or kind.working_alone is None else kind.working_alone
             if working is not None:
@@ -114,5 +113,6 @@ def most_held(timeline: Timeline, stage: int) -> dict[Held, int]:
 @lru_cache(maxsize=256)
 def most_of_equal_stages(table: Schedule) -> tuple[dict[Held, int], ...]:
     """The most of each thing that each stage holds at once, if all stages are equally fast."""
-    timeline = simulate(table, Costs(forward_seconds=1, backward_seconds=2, input_seconds=1, weight_seconds=1))
+    others: dict[str, Seconds] = {kind: kind.ticks for kind in table.kinds if not kind.price}
+    timeline = simulate(table, Costs(1, 2, input_seconds=1, weight_seconds=1, others=others))
     return tuple(most_held(timeline, stage) for stage in range(table.num_stages))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -255,17 +255,27 @@ class Placement:
 
         A worker that holds both stages is in it too: its edge is within the process.
         """
-        found = set()
-        for stage, (own, following) in enumerate(pairwise(self.workers)):
-            # The replicas of both stages are the same again after so many micro-batches.
-            for micro_batch in range(math.lcm(len(own), len(following))):
-                found.add((stage, own[micro_batch % len(own)], following[micro_batch % len(following)]))
-        return tuple(sorted(found))
+        return _edges(pairwise(self.workers))
+
+    @property
+    def head_edges(self) -> tuple[tuple[int, int, int], ...]:
+        """The same where the head is divided: (stage, its worker, the worker of the last stage)."""
+        return _edges((own, self.workers[-1]) for own in self.workers[:-1])
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The workers that reduce gradients together: of each stage with replicas, each group once."""
         return tuple(dict.fromkeys(own for own in self.workers if len(own) > 1))
+
+
+def _edges(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[tuple[int, int, int], ...]:
+    """Of each stage with the workers of the stage that it exchanges a micro-batch with."""
+    found = set()
+    for stage, (own, others) in enumerate(pairs):
+        # The replicas of both stages are the same again after so many micro-batches.
+        for micro_batch in range(math.lcm(len(own), len(others))):
+            found.add((stage, own[micro_batch % len(own)], others[micro_batch % len(others)]))
+    return tuple(sorted(found))
 
 
 def replicas_of(num_stages: int, replicas: int | Sequence[int]) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
@@ -58,6 +58,8 @@ class Costs:
     transfer_seconds: Seconds | Sequence[Seconds] | Mapping[tuple[int, int, int], Seconds] = 0
     """Of each boundary (K-1 values, boundary s lies between stages s and s+1), or of each of `Placement.edges`, in
     either direction."""
+    head_transfer_seconds: Seconds = 0
+    """Where the head is divided, of the hidden states from the last stage to all others, or of their gradients back."""
     reduce_seconds: Seconds | Sequence[Seconds] = 0
     """Of each stage, for the reduction of its gradients over its replicas; a stage without replicas has none."""
     input_seconds: OfStages | None = None
@@ -77,7 +79,7 @@ class Costs:
     @classmethod
     def of_kinds(cls, seconds: Mapping[ActionKind, Sequence[Seconds]]) -> Costs:
         """The costs of kinds whose actions compute, one sequence for each; messages take no time."""
-        named = {kind.price[0][0]: value for kind, value in seconds.items() if kind.price}
+        named: dict[str, Any] = {kind.price[0][0]: value for kind, value in seconds.items() if kind.price}
         return cls(**named, others={kind: value for kind, value in seconds.items() if not kind.price})
 
 
@@ -223,18 +225,19 @@ class _Clock:
             _check_count(stages, num_stages, name, "stages")
             self._seconds[kind] = [_each_chunk(one, schedule.chunks, name, share) for one in stages]
         self._transfer_seconds = _of_edges(costs.transfer_seconds, schedule)
+        self._head_seconds = costs.head_transfer_seconds
         self._schedule = schedule
         self._order = executable_order(schedule)
         self._free_at: dict[_Lane, Seconds] = {}
         self._started: list[Seconds] = [0] * schedule.placement.num_processes
-        self._edge_free_at: dict[tuple[bool, int, int, int], Seconds] = {}
+        self._edge_free_at: dict[tuple[bool, bool, int, int, int], Seconds] = {}
 
     def step(self) -> list[Span]:
         """The next step; all times are from the start of the first one."""
         schedule, placement, seconds = self._schedule, self._schedule.placement, self._seconds
         free_at, started, edge_free_at = self._free_at, self._started, self._edge_free_at
         spans: list[Span] = []
-        arrives_at: dict[Action, Seconds] = {}
+        arrives_at: dict[tuple[Action, Action], Seconds] = {}
         reached_at: defaultdict[Action, list[Seconds]] = defaultdict(list)
         #: By process, when what goes on beside its actions ends.
         ends_at: dict[tuple[int, Action], Seconds] = {}
@@ -263,8 +266,8 @@ class _Clock:
             if kind.is_collective:
                 reached_at[action].append(start)
                 continue
-            source = schedule.source(action)  # of an action that concerns a step None
-            start = max(start, free_at.get(lane, 0), arrives_at[source] if source else 0)
+            arrivals = (arrives_at[source, action] for source in schedule.sources(action))
+            start = max(start, free_at.get(lane, 0), *arrivals)
             if awaited := schedule.awaited_by(kind):
                 collect()
                 for other in schedule.concerned(process, action, awaited):
@@ -277,17 +280,23 @@ class _Clock:
                 started[process] = start
             else:
                 ends_at[process, action] = end
-            if consumer := schedule.consumer(action):
-                arrives_at[action] = end
+            for consumer in schedule.consumers(action):
+                arrives_at[action, consumer] = end
                 target = schedule.worker_of(consumer)
                 if placement.place_of(process, action.stage) != placement.place_of(target, consumer.stage):
-                    edge = (action.kind.takes_gradient, action.stage, process, target)
-                    lower, upper = (process, target) if action.stage < consumer.stage else (target, process)
+                    is_of_head = bool(action.kind.turn or consumer.kind.turn)
+                    edge = (is_of_head, action.stage > consumer.stage, action.stage, process, target)
                     travels_from = max(end, edge_free_at.get(edge, 0))
-                    seconds_of_edge = self._transfer_seconds[min(action.stage, consumer.stage), lower, upper]
-                    edge_free_at[edge] = travels_from + seconds_of_edge
-                    arrives_at[action] = edge_free_at[edge]
+                    edge_free_at[edge] = travels_from + self._seconds_of_message(action, process, consumer, target)
+                    arrives_at[action, consumer] = edge_free_at[edge]
         return spans
+
+    def _seconds_of_message(self, action: Action, process: int, consumer: Action, target: int) -> Seconds:
+        if action.kind.turn or consumer.kind.turn:
+            # Between S and T there are a few numbers for each token.
+            return 0 if action.kind.turn == 1 else self._head_seconds
+        lower, upper = (process, target) if action.stage < consumer.stage else (target, process)
+        return self._transfer_seconds[min(action.stage, consumer.stage), lower, upper]
 
 
 def _lane_of(placement: Placement, process: int, action: Action) -> _Lane:

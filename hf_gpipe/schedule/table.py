@@ -41,8 +41,15 @@ from functools import cached_property
 from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError, nearest
-from hf_gpipe.schedule.actions import TEXT_VERSION, Action, gradient_action, parse_number
-from hf_gpipe.schedule.kinds import DROP, FORWARD, INPUT, LOAD, RECOMPUTE, ActionKind, Held, awaited_by
+from hf_gpipe.schedule.actions import (
+    TEXT_VERSION,
+    Action,
+    gradient_action,
+    head_consumers,
+    head_sources,
+    parse_number,
+)
+from hf_gpipe.schedule.kinds import DROP, FORWARD, INPUT, LOAD, LOGITS, RECOMPUTE, ActionKind, Held, awaited_by
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.visit import Visit, visits_of
 
@@ -156,19 +163,29 @@ class Schedule:
         number of updates that made it."""
         return {**self.newest_version, **{(stage, m): version for stage, m, version in self.versions}}
 
-    def source(self, action: Action) -> Action | None:
-        """The neighbouring stage's action whose message this one receives; None if it receives none."""
+    @cached_property
+    def divides_head(self) -> bool:
+        """Whether each stage has a part of the head (S)."""
+        return LOGITS in self.kinds
+
+    def sources(self, action: Action) -> tuple[Action, ...]:
+        """The actions of other stages whose messages this one receives."""
         if action not in self._sources:
-            self._sources[action] = action.source(self.num_stages, self.split)
+            source = action.source(self.num_stages, self.split)
+            of_head = head_sources(action, self.num_stages) if self.divides_head else ()
+            self._sources[action] = (*of_head, *(() if source is None else (source,)))
         return self._sources[action]
 
     @cached_property
-    def _sources(self) -> dict[Action, Action | None]:
+    def _sources(self) -> dict[Action, tuple[Action, ...]]:
         return {}
 
-    def consumer(self, action: Action) -> Action | None:
-        """The neighbouring stage's action that receives this one's message; None if it sends none."""
-        return action.consumer(self.num_stages, self.split)
+    def consumers(self, action: Action) -> tuple[Action, ...]:
+        """The actions of other stages that receive this one's message."""
+        consumer = action.consumer(self.num_stages, self.split)
+        of_head = head_consumers(action, self.num_stages, self.split) if self.divides_head else ()
+        # In evaluation there is no T.
+        return (*(one for one in of_head if one.kind in self.kinds), *(() if consumer is None else (consumer,)))
 
     def concerned(self, process: int, action: Action, kinds: Iterable[ActionKind]) -> Iterator[Action]:
         """Yield the actions of some kinds on the stage and micro-batch of an action that a worker runs; and on its step

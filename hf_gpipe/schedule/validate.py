@@ -163,7 +163,9 @@ def _check_complete(schedule: Schedule, positions: list[dict[Action, int]]) -> N
                 _fail(schedule, f"{action} is missing from process {home}; {action.kind.rule}", home)
 
     placed = {action for own in positions for action in own}
-    required = [kind for kind in KINDS.values() if kind.rule and (schedule.is_training or not kind.in_training_only)]
+    is_training, has_optional = schedule.is_training, any(kind.is_optional for kind in schedule.kinds)
+    every = [kind for kind in KINDS.values() if kind.rule and (has_optional or not kind.is_optional)]
+    required = [kind for kind in every if is_training or not kind.in_training_only]
     for kind in required:
         parts = [part for part in required if part.part_of == kind]
         for action in () if kind.part_of else _all_of(schedule, kind):
@@ -282,17 +284,26 @@ def _check_order_of_reductions(schedule: Schedule) -> None:
 
 def _check_order_on_edges(schedule: Schedule) -> None:
     """Messages of one kind from a stage on one process to a stage on another are received in the order of sending."""
-    sent: dict[tuple[bool, int, int, int], list[Action]] = {}
-    received: dict[tuple[bool, int, int, int], list[Action]] = {}
-    for process, actions in enumerate(schedule.actions):
+    sent: dict[tuple[str, int, int, int, int], list[Action]] = {}
+    received: dict[tuple[str, int, int, int, int], list[Action]] = {}
+
+    def note(
+        messages: dict[tuple[str, int, int, int, int], list[Action]], one: Action, source: Action, to: Action
+    ) -> None:
+        sender, receiver = schedule.worker_of(source), schedule.worker_of(to)
+        if sender != receiver:
+            kind = "" if source.kind.takes_gradient else source.kind
+            messages.setdefault((kind, source.stage, to.stage, sender, receiver), []).append(one)
+
+    for actions in schedule.actions:
         for action in actions:
-            if (consumer := schedule.consumer(action)) and (other := schedule.worker_of(consumer)) != process:
-                sent.setdefault((action.kind.takes_gradient, action.stage, process, other), []).append(action)
-            if (source := schedule.source(action)) and (other := schedule.worker_of(source)) != process:
-                received.setdefault((source.kind.takes_gradient, source.stage, other, process), []).append(action)
+            for consumer in schedule.consumers(action):
+                note(sent, action, action, consumer)
+            for source in schedule.sources(action):
+                note(received, action, source, action)
     for edge, messages in sent.items():
         for sender, receiver in zip(messages, received[edge], strict=True):
-            if schedule.source(receiver) != sender:
+            if sender not in schedule.sources(receiver):
                 _fail(
                     schedule,
                     f"{receiver} takes the message of {sender}: stage {receiver.stage} must receive in the order in "

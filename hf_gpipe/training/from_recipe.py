@@ -73,7 +73,8 @@ def check_model(recipe: Recipe) -> None:
     pipeline = recipe.pipeline
     if isinstance(pipeline.num_stages, int):
         # By cost the planner cuts; whether there are enough layers is seen by any cut.
-        cut(len(adapter.layers), pipeline.num_stages, "count" if pipeline.is_cut_by_cost else pipeline.partition)
+        strategy = "count" if pipeline.is_cut_by_cost else pipeline.partition
+        cut(len(adapter.layers), pipeline.num_stages, strategy, divides_head=pipeline.divides_head)
 
 
 def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapter:

@@ -31,7 +31,7 @@ def _field(name: str) -> Values:
 
 def _partition(pipe: Pipeline) -> tuple[Any, ...]:
     sizes = tuple(map(len, pipe.partition))
-    counted = cut(sum(sizes), pipe.num_stages, "count")
+    counted = cut(sum(sizes), pipe.num_stages, "count", divides_head=pipe.config.divides_head)
     return sizes, pipe.given.partition, *(["count"] if tuple(map(len, counted)) == sizes else [])
 
 

@@ -43,7 +43,7 @@ def make_optimizer(
     get_decayed = get_decayed or partial(Trainer.get_decay_parameter_names, None)
     # Asked of the models themselves, for the kind of a module decides as well as its parameter's name, and a stage's
     # model has the modules that PEFT has put there.
-    models = [stage.model for stage in pipe.models.values()]
+    models = [model for stage in pipe.models.values() for model in stage.models]
     decays = {name for model in models for name in get_decayed(model)}
     named = pipe.named_parameters() if master_weights is None else master_weights.copies.items()
     trainable = [(name, p) for name, p in named if p.requires_grad]

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, build, check_table, placement_for, simulate
-from hf_gpipe.schedule.kinds import UPDATE
+from hf_gpipe.schedule.kinds import LOGITS, LOGITS_GRADIENT, UPDATE
 from hf_gpipe.schedule.messages import executable_order, messages
 from tests.schedule.cases import Recompute, schedules
 from tests.schedule.test_replicas import tables as replicated_tables
 
-Operations = list[list[tuple[str, Action]]]
-"""For each process: ("run", action), ("send", source of a message), ("receive", source of a message)."""
+Operations = list[list[tuple[str, Action, Action]]]
+"""For each process: ("run", action, action), ("send", ...) and ("receive", source and consumer of a message)."""
 
 
 def operations(table: Schedule) -> Operations:
@@ -23,30 +23,29 @@ def operations(table: Schedule) -> Operations:
         receives = defaultdict(list)
         for message in messages(table):
             if message.receiver == process:
-                receives[message.before].append(message.source)
-        sent = {message.source for message in messages(table) if message.sender == process}
+                receives[message.before].append((message.source, message.consumer))
         found.append([])
         for index, action in enumerate(actions):
-            found[-1] += [("receive", source) for source in receives[index]]
-            found[-1].append(("run", action))
-            found[-1] += [("send", action)] * (action in sent)
+            found[-1] += [("receive", *pair) for pair in receives[index]]
+            found[-1].append(("run", action, action))
+            consumers = [one for one in table.consumers(action) if table.worker_of(one) != process]
+            found[-1] += [("send", action, consumer) for consumer in consumers]
     return found
 
 
 def runs_with_blocking_messages(table: Schedule, ahead: Operations) -> bool:
     """Whether every process gets to its end if a send and a receive last until the other one has begun too."""
     reached = [0] * len(ahead)
-    at: dict[tuple[str, Action], int] = {}
+    at: dict[tuple[str, Action, Action], int] = {}
     done: Counter[Action] = Counter()
     progress = True
     while progress:
         progress = False
         for process, own in enumerate(ahead):
             while reached[process] < len(own):
-                what, action = own[reached[process]]
+                what, action, consumer = own[reached[process]]
                 if what == "run":
-                    source = table.source(action)
-                    if source is not None and source not in done:
+                    if not all(source in done for source in table.sources(action)):
                         break
                     if action.kind == UPDATE:
                         workers = table.placement.workers[action.stage]
@@ -54,8 +53,8 @@ def runs_with_blocking_messages(table: Schedule, ahead: Operations) -> bool:
                             break
                     done[action] += 1
                 else:
-                    at[what, action] = process
-                    if ("receive" if what == "send" else "send", action) not in at:
+                    at[what, action, consumer] = process
+                    if ("receive" if what == "send" else "send", action, consumer) not in at:
                         break
                 reached[process] += 1
                 progress = True
@@ -68,7 +67,7 @@ def last_own_needs(table: Schedule) -> dict[Action, list[int]]:
     needs: dict[Action, list[int]] = {}
     for process, action in executable_order(table):
         now = list(latest[process])
-        if source := table.source(action):
+        for source in table.sources(action):
             now = [max(pair) for pair in zip(now, needs[source], strict=True)]
         now[process] = latest[process][process] + 1
         needs[action] = latest[process] = now
@@ -100,7 +99,8 @@ def test_there_is_one_message_for_each_pair_of_actions_on_two_processes(case: tu
     expected = {
         (action, consumer, process, home[consumer])
         for action, process in home.items()
-        if (consumer := table.consumer(action)) and home[consumer] != process
+        for consumer in table.consumers(action)
+        if home[consumer] != process
     }
     found = [message[:4] for message in messages(table)]
     assert set(found) == expected
@@ -113,10 +113,10 @@ def test_two_processes_send_and_receive_in_one_order(case: tuple[Schedule, Recom
     """So the messages of all stages can share one first-in-first-out communicator per direction."""
     table, _ = case
     done = operations(table)
-    ends = {message.source: (message.sender, message.receiver) for message in messages(table)}
+    ends = {message[:2]: (message.sender, message.receiver) for message in messages(table)}
 
-    def order(process: int, what: str, pair: tuple[int, int]) -> list[Action]:
-        return [action for kind, action in done[process] if kind == what and ends[action] == pair]
+    def order(process: int, what: str, pair: tuple[int, int]) -> list[tuple[Action, Action]]:
+        return [(source, to) for kind, source, to in done[process] if kind == what and ends[source, to] == pair]
 
     for pair in set(ends.values()):
         assert order(pair[0], "send", pair) == order(pair[1], "receive", pair)
@@ -127,7 +127,8 @@ def test_two_processes_send_and_receive_in_one_order(case: tuple[Schedule, Recom
 def test_a_receive_is_started_when_its_source_starts(case: tuple[Schedule, Recompute]) -> None:
     """With equal stages. So of each other process at most one message is announced and not yet sent."""
     table, _ = case
-    spans = {span.action: span for span in simulate(table, Costs(1, 2)).spans}
+    ticks = {kind: kind.ticks for kind in (LOGITS, LOGITS_GRADIENT)}
+    spans = {span.action: span for span in simulate(table, Costs(1, 2, others=ticks)).spans}
     for message in messages(table):
         own = table.actions[message.receiver]
         start = spans[message.source].start
@@ -143,11 +144,11 @@ def test_two_receives_ahead_of_use_do_wait_for_each_other(name: str) -> None:
     table = build(name, num_stages, 8, placement_for(name, num_stages, 4))
     ahead = operations(table)
     for process, actions in enumerate(table.actions):
-        consumers = [a for a in actions if (s := table.source(a)) and table.worker_of(s) != process]
+        pairs = [(s, a) for a in actions for s in table.sources(a) if table.worker_of(s) != process]
         kept = [operation for operation in ahead[process] if operation[0] != "receive"]
-        for place, consumer in enumerate(consumers):
-            use = 0 if place < 2 else kept.index(("run", consumers[place - 2])) + 1
-            kept.insert(use + (place == 1), ("receive", table.source(consumer) or consumer))
+        for place, pair in enumerate(pairs):
+            use = 0 if place < 2 else kept.index(("run", pairs[place - 2][1], pairs[place - 2][1])) + 1
+            kept.insert(use + (place == 1), ("receive", *pair))
         ahead[process] = kept
     assert not runs_with_blocking_messages(table, ahead)
 
@@ -178,7 +179,7 @@ def test_messages_go_where_the_stages_are(case: tuple[Schedule, Recompute]) -> N
         return table.placement.worker_of(action.stage, action.micro_batch)
 
     every = [action for row in table.actions for action in row]
-    pairs = [(action, consumer) for action in every if (consumer := table.consumer(action))]
+    pairs = [(action, consumer) for action in every for consumer in table.consumers(action)]
     expected = {(*pair, *map(home, pair)) for pair in pairs if home(pair[0]) != home(pair[1])}
     found = [message[:4] for message in messages(table)]
     assert set(found) == expected

@@ -30,8 +30,8 @@ def test_each_stage_and_micro_batch_has_either_b_or_i_and_w() -> None:
     assert TABLE.text() == TEXT
     assert TABLE.split == {(0, 0), (1, 0), (1, 1)}
     assert [m.source for m in messages(TABLE) if m.receiver == 0] == [Action.parse("1I0"), Action.parse("1I1")]
-    assert TABLE.consumer(Action.parse("1I1")) == Action.parse("0B1")
-    assert TABLE.consumer(Action.parse("1I0")) == Action.parse("0I0")
+    assert TABLE.consumers(Action.parse("1I1")) == (Action.parse("0B1"),)
+    assert TABLE.consumers(Action.parse("1I0")) == (Action.parse("0I0"),)
     assert TABLE.keeps_graph(0, 0)
     assert not TABLE.keeps_graph(0, 1)
 

@@ -1,0 +1,127 @@
+"""A process's part of a head that is divided by the vocabulary over the stages of a pipeline.
+
+The head is a model of its own beside each stage, with the rows of the matrix that the stages of this process have. A
+process whose stages use the tied embedding has the whole matrix already, and no part of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hf_gpipe.adapters.tensor_parallel.cuts import Cut
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from hf_gpipe.adapters.stage_model import StageModel
+
+
+class HeadDivision:
+    """Which rows of the head's tensors the processes of a pipeline have. It stands for `Division`.
+
+    Args:
+        cut: of the head's weight, and of its bias.
+        parts: names of the tensors of which this process has a part.
+        copies: names of those that every process has whole, such as buffers.
+        ranks: the processes, each with its part; None: this one has everything.
+    """
+
+    def __init__(self, cut: Cut, parts: Collection[str], copies: Collection[str], ranks: Ranks | None) -> None:
+        self.cut, self._parts, self._copies, self._ranks = cut, frozenset(parts), frozenset(copies), ranks
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This process's part of a parameter, or of a tensor of its shape, in memory of its own."""
+        if name not in self._parts or self._ranks is None:
+            return whole
+        return self.cut.part(whole, self._ranks.place).clone(memory_format=torch.contiguous_format)
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
+        """The whole of a parameter, or of a tensor of its shape, in the process that writes it; None in the others.
+
+        All processes of the first replica call it.
+        """
+        if self._ranks is None or name not in self._parts | self._copies:
+            return part
+        whole = self.cut.gathered(part, self._ranks) if name in self._parts else part
+        return whole if self._ranks.place == self._ranks.size - 1 else None
+
+    def rows_of(self, name: str) -> tuple[int, int] | None:
+        """The run of rows that this process has of a tensor; None: it has the whole."""
+        return self.cut.parts[self._ranks.place][0] if name in self._parts and self._ranks is not None else None
+
+    def counts(self, name: str) -> bool:
+        """Whether this process's part counts in sums over processes: no two have the same."""
+        return True
+
+
+class HeadRows:
+    """The rows of one stage.
+
+    Attributes:
+        first: number of the stage's first token.
+        size: V, the tokens of the vocabulary.
+        rows: those of the stage among the rows that its process has.
+    """
+
+    def __init__(self, stages: Sequence[int], stage: int, num_stages: int, size: int, *, is_whole: bool) -> None:
+        starts = [size * number // num_stages for number in range(num_stages + 1)]
+        self.first, self.size = starts[stage], size
+        offset = 0 if is_whole else starts[stages[0]]
+        self.rows = slice(starts[stage] - offset, starts[stage + 1] - offset)
+
+
+def replace_tensor(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Put a parameter or a buffer in the place of another one, wherever a model has that."""
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for path, found in list(every):
+        if found is old:
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, new)
+
+
+def give_parts(
+    heads: Mapping[int, StageModel],
+    stages: Mapping[int, StageModel],
+    stages_of: Sequence[Sequence[int]],
+    num_stages: int,
+    ranks: Ranks | None,
+) -> dict[int, HeadRows]:
+    """Let each stage of this process have its part of the head.
+
+    Args:
+        heads: for each stage the head alone, whole.
+        stages: the stages without the head.
+        stages_of: the stages of each process of a pipeline, which are consecutive.
+        num_stages: K.
+        ranks: these processes; None: it is one.
+
+    Returns:
+        The rows of each stage.
+    """
+    own = tuple(stages)
+    # Of several, the one that stages on one device will share.
+    held = {name: p for number in reversed(own) for name, p in stages[number].parameters.items()}
+    size = len(heads[own[0]].projection.weight)
+    names = heads[own[0]].parameters
+    parts = () if ranks is None else tuple(name for name in names if name not in held)
+    cut = Cut(0, tuple(((size * one[0] // num_stages, size * (one[-1] + 1) // num_stages),) for one in stages_of))
+    division = HeadDivision(cut, parts, tuple(heads[own[0]].buffers), ranks)
+    for name in names:
+        tensor = held.get(name)
+        if tensor is None:
+            tensor = nn.Parameter(division.part(name, names[name].detach()), names[name].requires_grad)
+        for head in heads.values():
+            head.replace_parameter(name, tensor)
+    rows = {}
+    for number, head in heads.items():
+        rows[number] = HeadRows(own, number, num_stages, size, is_whole=not parts)
+        head.projection.out_features = rows[number].rows.stop - rows[number].rows.start
+        start = rows[number].first
+        for buffer in head.buffers.values():
+            replace_tensor(head.model, buffer, buffer[..., start : start + head.projection.out_features])
+    for number, stage in stages.items():
+        stage.adopt(heads[number], division, is_first=number == own[0])
+    return rows

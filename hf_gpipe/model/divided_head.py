@@ -1,0 +1,105 @@
+"""The head of a model, divided by the vocabulary over the stages of a pipeline: whether it can be, and its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters.tensor_parallel.head_part import HeadRows, give_parts
+from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
+from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.loss import Loss, Reads, whole_logits
+from hf_gpipe.runtime.world import World
+from hf_gpipe.schedule.placement import Placement
+
+if TYPE_CHECKING:
+    from hf_gpipe.recipe import DecidedConfig
+
+
+def why_not_divided(adapter: Adapter, loss: Loss) -> str:
+    """Why the head of a model cannot be divided over the stages; empty: it can."""
+    is_text = isinstance(adapter, TextAdapter) and not adapter.is_classifier
+    others = {
+        "the model is no Hugging Face model that gives tokens": not is_text,
+        "peft_config (lora) adds adapters to its layers": adapter.peft is not None,
+        "quantization_config quantises its layers": adapter.quantisation is not None,
+        "functions of its modules were replaced": bool(adapter.patches),
+        "the model has an auxiliary loss of routers": bool(adapter.routers),
+        "the loss reads more than the losses of tokens": loss.reads not in (Reads.TOKENS, Reads.ROWS),
+    }
+    if found := next((what for what, is_so in others.items() if is_so), ""):
+        return found
+    if reason := whole_logits(adapter, loss):
+        return f"training makes the logits whole ({reason})"
+    is_linear = adapter.layers[-1].all_modules == adapter.projection.names
+    return "" if is_linear else "the head is more than one linear layer"
+
+
+def check_divides_head(adapter: Adapter, loss: Loss, config: DecidedConfig, *, has_teacher: bool = False) -> None:
+    """Raise UserError where the head of a model cannot be divided over the stages.
+
+    Args:
+        adapter: of the model.
+        loss: of training.
+        config: its schedule divides the head.
+        has_teacher: whether a teacher runs beside the model.
+    """
+    if reason := why_not_divided(adapter, loss):
+        raise _cannot(config.schedule, reason)
+    others = {
+        "there is a teacher": has_teacher,
+        "tensor_parallel is above 1": config.tensor_parallel > 1,
+        "sequence_chunks is above 1": config.sequence_chunks > 1,
+        "boundary_dtype is given": config.boundary_dtype is not None,
+        "offload_weights is given": config.offload_weights is not None,
+    }
+    for what, is_so in others.items():
+        if is_so:
+            raise _cannot(config.schedule, what)
+
+
+def check_stages(schedule: str, partition: Sequence[range], placement: Placement) -> None:
+    """Raise UserError where the stages do not fit a head that is divided over them."""
+    if len(partition[-1]) < 2:
+        raise _cannot(
+            schedule,
+            "the last stage has the head alone",
+            "give it another layer, such as the norm before the head",
+        )
+    if placement.devices is not None:
+        raise _cannot(schedule, "a process has several devices", "start a process for each device")
+    for process in range(placement.num_processes):
+        stages = placement.stages_of(process)
+        if tuple(stages) != tuple(range(stages[0], stages[-1] + 1)):
+            raise _cannot(schedule, f"process {process} has the stages {list(stages)}", "let them be consecutive")
+
+
+def _cannot(schedule: str, what: str, instead: str = "use another schedule, such as 1f1b") -> UserError:
+    return UserError(f"schedule {schedule!r} divides the head of the model over the stages, and {what}; {instead}")
+
+
+def head_ranks(world: World) -> tuple[list[tuple[int, ...]], ProcessRanks | None]:
+    """The stages of each process of the first replicas; and these processes, unless it is one. Every process must call
+    it."""
+    placement = world.placement
+    leaders = list(dict.fromkeys(workers[0] for workers in placement.workers))
+    stages_of = [tuple(placement.stages_of(worker)) for worker in leaders]
+    if len(leaders) == 1:
+        return stages_of, None
+    group = world.new_group([world.peer(worker) for worker in leaders], world.device)
+    place = stages_of.index(tuple(world.local_stages))
+    return stages_of, ProcessRanks(len(leaders), place, group, world.device)
+
+
+def divide_head(heads: Mapping[int, StageModel], models: Mapping[int, StageModel], world: World) -> dict[int, HeadRows]:
+    """Give each stage of this process its part of the head; returns its rows. Every process must call it.
+
+    Args:
+        heads: for each stage the head alone, whole.
+        models: the stages without it.
+        world: the processes.
+    """
+    stages_of, ranks = head_ranks(world)
+    return give_parts(heads, models, stages_of, world.placement.num_stages, ranks)

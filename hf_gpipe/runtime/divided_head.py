@@ -1,0 +1,270 @@
+"""A stage's part of a head that is divided by the vocabulary over the stages: the actions S and T (arXiv 2411.05288).
+
+S makes the logits of the part and the few sums that the losses need of them; the last stage joins the sums of all
+stages, in their order, and has the losses. T turns the logits into their gradient and adds it to the gradients of the
+part and of the hidden states, whose parts the last stage sums in the same order. So no number depends on which process
+is faster, or on how many processes there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.head import DeferredLogits
+from hf_gpipe.adapters.tensor_parallel.head_part import HeadRows
+from hf_gpipe.runtime import vocabulary_loss
+from hf_gpipe.runtime.channel import Shapes
+from hf_gpipe.runtime.head import chunk_positions
+from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, TokenLoss
+from hf_gpipe.runtime.micro_batch import Context, MicroBatch
+from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.kinds import FORWARD, LOGITS, LOGITS_GRADIENT
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+
+_SUMS, _GRADIENT, _WHOLE = "sums of stage", "gradient of stage", "sums"
+
+
+@dataclass
+class _Live:
+    """What is kept of a micro-batch from S to T."""
+
+    hidden: torch.Tensor
+    """(N, D), the projection's input."""
+    logits: torch.Tensor
+    """(N, V'), the projection's output."""
+    targets: torch.Tensor
+    is_unit: torch.Tensor
+    of_tokens: TokenLoss
+    whole: torch.Tensor | None = None
+    """(3, N): the largest logit, the sum of exponentials, and the factor of the gradient. Known here on the last
+    stage alone."""
+
+
+class HeadPart:
+    """The part of the head that a stage has.
+
+    Args:
+        model: the head alone, with the rows of this process.
+        rows: those of the stage.
+        stage: its number.
+        num_stages: K.
+        loss: of training.
+    """
+
+    def __init__(self, model: StageModel, rows: HeadRows, stage: int, num_stages: int, loss: Loss) -> None:
+        self._model, self._rows, self._loss = model, rows, loss
+        self._stage, self._last = stage, num_stages - 1
+        self._deferred: DeferredLogits | None = None
+        #: Of the last stage, from F to S and from T to B.
+        self._hidden: dict[int, torch.Tensor] = {}
+        self._of_hidden: dict[int, torch.Tensor] = {}
+        self._live: dict[int, _Live] = {}
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the stage is the last one, which has the hidden states and joins the sums."""
+        return self._stage == self._last
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The type of the sums, and of the gradient of the hidden states while it is summed."""
+        return torch.promote_types(self._model.adapter.dtype, torch.float32)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type of a tensor of a message."""
+        return self._model.adapter.carry_dtype(self._model.start, name) if name == "hidden" else self.wide
+
+    def shapes(self, source: Action, micro_batch: MicroBatch) -> Shapes:
+        """Names and shapes of what an action sends about the head."""
+        hidden = self._model.adapter.carry_shapes(self._model.start, micro_batch.inputs)["hidden"]
+        num_positions = hidden[0] * hidden[1]
+        if source.kind == FORWARD:
+            return {"hidden": hidden}
+        if source.kind == LOGITS_GRADIENT:
+            return {f"{_GRADIENT} {source.stage}": (num_positions, hidden[2])}
+        if source.kind == LOGITS and source.stage == self._last:
+            return {_WHOLE: (3, num_positions)}
+        has_metrics = self._loss.of_tokens.metrics is not None
+        return {f"{_SUMS} {source.stage}": (6 if has_metrics else 4, num_positions)}
+
+    def reset(self) -> None:
+        """Drop everything of the current step, after a failure."""
+        for kept in (self._hidden, self._of_hidden, self._live):
+            kept.clear()
+
+    def take(self, micro_batch: int, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Keep the last stage's hidden states, the result of its F, until S."""
+        self._hidden[micro_batch] = outputs["hidden"]
+
+    @torch.no_grad()
+    def score(self, context: Context, *, is_training: bool) -> tuple[Tensors, Tensors]:
+        """S: returns the message, the sums of this part or on the last stage those of all; and its outputs.
+
+        The outputs are those of `Stage.forward`, or in evaluation of `Stage.evaluate`.
+        """
+        index, inputs = context.micro_batch.index, context.micro_batch.inputs
+        hidden = self._hidden.pop(index) if self.is_at_end else context.carry["hidden"]
+        loss = self._loss.of_mini_batch(context.micro_batch.mini_batch, is_training=is_training)
+        if context.options.is_likelihood_only:
+            loss = PLAIN
+        deferred = self._recorded(inputs, hidden)
+        targets = self._model.adapter.targets(inputs).flatten()
+        flat = hidden.flatten(0, -2).to(deferred.autocast_dtype or hidden.dtype)
+        matrix, bias = self._tensors(flat.dtype)
+        live = _Live(
+            flat, flat.new_empty(len(flat), len(matrix)), targets, loss.of_tokens.units(targets), loss.of_tokens
+        )
+        with self._without_autocast:
+            torch.mm(flat, matrix.t(), out=live.logits)
+            if bias is not None:
+                live.logits += bias
+            sums = torch.cat([self._sums_of(live, rows, deferred) for rows in self._chunks(flat)], 1)
+        if is_training:
+            self._live[index] = live
+        if not self.is_at_end:
+            return {f"{_SUMS} {self._stage}": sums}, {}
+        of_others = [context.carry[f"{_SUMS} {stage}"] for stage in range(self._last)]
+        return self._join(vocabulary_loss.joined([*of_others, sums]), live, loss, context, is_training=is_training)
+
+    def _sums_of(self, live: _Live, rows: slice, deferred: DeferredLogits) -> torch.Tensor:
+        logits = deferred.finish(live.logits[rows][None])[0]
+        of_tokens = live.of_tokens
+        return vocabulary_loss.sums_of_part(
+            logits,
+            live.targets[rows],
+            live.is_unit[rows],
+            self._rows.first,
+            bound=of_tokens.logit_clipping,
+            has_metrics=self._loss.of_tokens.metrics is not None,
+        ).to(self.wide)
+
+    def _join(
+        self, whole: torch.Tensor, live: _Live, loss: Loss, context: Context, *, is_training: bool
+    ) -> tuple[Tensors, Tensors]:
+        """The last stage's part of S: the losses, and the factor of the gradient of each token's loss."""
+        micro_batch, of_tokens, is_unit = context.micro_batch, live.of_tokens, live.is_unit
+        size = self._rows.size
+        targets = self._model.adapter.targets(micro_batch.inputs)
+        losses = vocabulary_loss.losses_of(whole[:4], size, of_tokens.label_smoothing)
+        if of_tokens.metrics is not None:
+            entropies = whole[0] + whole[1].log() - whole[5] / whole[1]
+            of_tokens.metrics.add_entropies(is_unit, whole[4] == live.targets, entropies)
+        probability = losses.neg().exp() if of_tokens.is_dynamic else torch.ones_like(losses)
+        losses = (losses * probability).masked_fill(~is_unit, 0).view(targets.shape)
+        read = LossInputs(micro_batch.inputs, micro_batch.num_units, micro_batch.num_tokens, losses)
+        if not is_training:
+            plain = vocabulary_loss.losses_of(whole[:4], size, 0.0).masked_fill(~is_unit, 0).view(targets.shape)
+            outputs = {"nll": plain.sum(1), "num_units": loss.row_units(targets)}
+            return {}, {**outputs, "loss": loss.of_each_row(read)}
+        with torch.enable_grad():
+            leaf = losses.detach().requires_grad_()
+            value = loss.total(replace(read, token_losses=leaf))
+            (factor,) = torch.autograd.grad(value, leaf)
+        factor = (factor.flatten() * probability * context.options.loss_scale).masked_fill(~is_unit, 0)
+        live.whole = torch.stack([whole[0], whole[1], factor])
+        return ({_WHOLE: live.whole} if self._last else {}), {"loss": value.detach()}
+
+    @torch.no_grad()
+    def add_gradient(self, context: Context) -> Tensors:
+        """T: adds to the gradients of the part; returns what it adds to that of the hidden states, (N, D)."""
+        live = self._live.pop(context.micro_batch.index)
+        largest, total, factor = live.whole if live.whole is not None else context.carry[_WHOLE]
+        deferred = self._recorded(context.micro_batch.inputs, live.hidden)
+        matrix, _ = self._tensors(live.hidden.dtype)
+        of_hidden = torch.empty_like(live.hidden, dtype=self.wide)
+        with self._without_autocast:
+            for rows in self._chunks(live.hidden):
+                projected = live.logits[rows]
+                leaf = projected.detach().requires_grad_(not deferred.is_projection_alone)
+                with torch.set_grad_enabled(leaf.requires_grad):
+                    logits = deferred.finish(leaf[None])[0]
+                gradient = vocabulary_loss.gradient_of_part(
+                    logits.detach(),
+                    live.targets[rows],
+                    live.is_unit[rows],
+                    self._rows.first,
+                    self._rows.size,
+                    largest[rows],
+                    total[rows],
+                    smoothing=live.of_tokens.label_smoothing,
+                    bound=live.of_tokens.logit_clipping,
+                ).mul_(factor[rows, None])
+                if leaf.requires_grad:
+                    (gradient,) = torch.autograd.grad(logits, leaf, gradient.to(logits.dtype))
+                gradient = gradient.to(matrix.dtype)
+                of_hidden[rows] = (gradient @ matrix).to(self.wide)
+                self._add_to_part(gradient, live.hidden[rows])
+        if self.is_at_end:
+            self._of_hidden[context.micro_batch.index] = of_hidden
+            return {}
+        return {f"{_GRADIENT} {self._stage}": of_hidden}
+
+    def _add_to_part(self, gradient: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Add to the gradients of the weight and the bias: gradient (N, V') of the output, inputs (N, D)."""
+        linear = self._model.projection
+        for parameter, is_bias in ((linear.weight, False), (linear.bias, True)):
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            target = parameter.grad[self._rows.rows]
+            if is_bias:
+                target += gradient.sum(0)
+            elif target.dtype == gradient.dtype:
+                target.addmm_(gradient.t(), inputs)
+            else:
+                target += gradient.t() @ inputs
+
+    def gradient(self, context: Context, parts: Mapping[str, torch.Tensor]) -> Tensors:
+        """Of the last stage, for its B: the gradient of the hidden states (B, T, D), from those of all stages."""
+        every = [parts[f"{_GRADIENT} {stage}"] for stage in range(self._last)]
+        every.append(self._of_hidden.pop(context.micro_batch.index))
+        total = torch.stack(every).sum(0) if self._last else every[0]
+        shape = self._model.adapter.carry_shapes(self._model.start, context.micro_batch.inputs)["hidden"]
+        return {"hidden": total.view(shape).to(self.dtype_of("hidden"))}
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Logits (B, T, V) of hidden states (B, T, D) with those of this part in them, and zeros elsewhere."""
+        deferred = self._recorded(inputs, hidden)
+        flat = hidden.flatten(0, -2).to(deferred.autocast_dtype or hidden.dtype)
+        matrix, bias = self._tensors(flat.dtype)
+        with self._without_autocast:
+            projected = flat @ matrix.t()
+            part = deferred.finish((projected if bias is None else projected + bias)[None])[0]
+        whole = part.new_zeros(len(part), self._rows.size)
+        whole[:, self._rows.first : self._rows.first + part.shape[1]] = part
+        return whole.view(*hidden.shape[:-1], -1)
+
+    def _tensors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight (V', D) and the bias (V',) of the part, in the type of the product."""
+        linear, rows = self._model.projection, self._rows.rows
+        bias = None if linear.bias is None else linear.bias.detach()[rows].to(dtype)
+        return linear.weight.detach()[rows].to(dtype), bias
+
+    def _chunks(self, hidden: torch.Tensor) -> list[slice]:
+        """Positions whose logits are in their wide type at a time."""
+        length = chunk_positions(hidden.shape[1], self._rows.rows.stop - self._rows.rows.start)
+        return [slice(start, start + length) for start in range(0, len(hidden), length)]
+
+    @property
+    def _without_autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast(self._model.device.type, enabled=False)
+
+    def _recorded(self, inputs: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> DeferredLogits:
+        """What the model does with the projection's output. It does it to each position alone, so one forward of the
+        head, in which nothing is computed, says it for all micro-batches."""
+        if self._deferred is None:
+            deferred = self._model.deferred_logits()
+            assert deferred is not None, "the head's projection is a linear layer"
+            self._model(inputs, {"hidden": hidden}, deferred=deferred)
+            deferred.take_hidden()
+            self._deferred = deferred
+        return self._deferred
