@@ -27,7 +27,7 @@ from scripts.families import default_config
 from scripts.random_cases.in_float64 import InFloat64, in_float64
 from tests.gloo import run_gloo
 from tests.oracle import gathered_gradients, padded_batch, plain_model, run_plain, tiny_config
-from tests.schedule.cases import peak
+from tests.schedule.cases import VOCABULARY, peak
 
 TOLERANCE = 1e-10
 #: Schedules that say where the stages are.
@@ -171,7 +171,7 @@ def test_the_auxiliary_loss_of_experts_is_that_of_whole_rows(
     length=st.integers(1, 13),
     taper=st.sampled_from([0.0, 0.0, 0.7, 3.0, 50.0]),
     padding=st.sampled_from(["right", "left", "none"]),
-    schedule=st.sampled_from([name for name in SCHEDULES if name != "forward_only"]),
+    schedule=st.sampled_from([name for name in SCHEDULES if name not in ("forward_only", *VOCABULARY)]),
     recompute=st.sampled_from(["none", "stage", "block"]),
     tied=st.booleans(),
 )
@@ -363,7 +363,7 @@ def test_evaluation_and_generation_take_whole_rows() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(sorted(set(SCHEDULES) - set(PLACED))),
+    name=st.sampled_from(sorted(set(SCHEDULES) - {*PLACED, *VOCABULARY})),
     num_stages=st.integers(1, 4),
     num_rows=st.integers(1, 4),
     chunks=st.integers(1, 5),
@@ -444,7 +444,7 @@ def test_one_row_fills_the_pipeline_as_micro_batches_would(chunks: int) -> None:
     ],
 )
 def test_a_table_in_another_order_is_an_error(row: str, message: str) -> None:
-    text = f"table: 6\nschedule: mine\nnum_stages: 1\nnum_micro_batches: 2\nplacement: 0\nchunks: 2\nprocess 0: {row}\n"
+    text = f"table: 7\nschedule: mine\nnum_stages: 1\nnum_micro_batches: 2\nplacement: 0\nchunks: 2\nprocess 0: {row}\n"
     with pytest.raises(ScheduleError, match=message):
         check_table(Schedule.from_text(text))
 

@@ -477,7 +477,8 @@ class Steps:
     def generator(self) -> Generator:
         """Runs `generate` on the stages of this process."""
         models, partition = self.parameters.models, self.decision.partition
-        return Generator(self.adapter, partition, models, self.edges, self.world, self.visits)
+        heads = {number: stage.head for number, stage in self.stages.items() if stage.head is not None}
+        return Generator(self.adapter, partition, models, self.edges, self.world, self.visits, heads)
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:

@@ -22,13 +22,13 @@ from hf_gpipe.runtime import vocabulary_loss
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.head import chunk_positions
 from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, TokenLoss
-from hf_gpipe.runtime.micro_batch import Context, MicroBatch
+from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, LOGITS, LOGITS_GRADIENT
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
-_SUMS, _GRADIENT, _WHOLE = "sums of stage", "gradient of stage", "sums"
+_SUMS, _LOGITS, _GRADIENT, _WHOLE = "sums of stage", "logits of stage", "gradient of stage", "sums"
 
 
 @dataclass
@@ -62,6 +62,8 @@ class HeadPart:
         self._model, self._rows, self._loss = model, rows, loss
         self._stage, self._last = stage, num_stages - 1
         self._deferred: DeferredLogits | None = None
+        #: Whether the last stage gets all logits, in an evaluation.
+        self._sends_logits = False
         #: Of the last stage, from F to S and from T to B.
         self._hidden: dict[int, torch.Tensor] = {}
         self._of_hidden: dict[int, torch.Tensor] = {}
@@ -91,8 +93,13 @@ class HeadPart:
             return {f"{_GRADIENT} {source.stage}": (num_positions, hidden[2])}
         if source.kind == LOGITS and source.stage == self._last:
             return {_WHOLE: (3, num_positions)}
-        has_metrics = self._loss.of_tokens.metrics is not None
-        return {f"{_SUMS} {source.stage}": (6 if has_metrics else 4, num_positions)}
+        has_metrics, part = self._loss.of_tokens.metrics is not None, self._rows.of_stage(source.stage)
+        logits = {f"{_LOGITS} {source.stage}": (num_positions, part[1] - part[0])} if self._sends_logits else {}
+        return {f"{_SUMS} {source.stage}": (6 if has_metrics else 4, num_positions), **logits}
+
+    def begin(self, options: StepOptions) -> None:
+        """Before a table is run."""
+        self._sends_logits = options.on_logits is not None
 
     def reset(self) -> None:
         """Drop everything of the current step, after a failure."""
@@ -126,10 +133,15 @@ class HeadPart:
             if bias is not None:
                 live.logits += bias
             sums = torch.cat([self._sums_of(live, rows, deferred) for rows in self._chunks(flat)], 1)
+            finished = deferred.finish(live.logits[None])[0] if self._sends_logits else None
         if is_training:
             self._live[index] = live
         if not self.is_at_end:
-            return {f"{_SUMS} {self._stage}": sums}, {}
+            logits = {} if finished is None else {f"{_LOGITS} {self._stage}": finished.to(self.wide)}
+            return {f"{_SUMS} {self._stage}": sums, **logits}, {}
+        if finished is not None and context.options.on_logits is not None:
+            parts = [context.carry[f"{_LOGITS} {stage}"].to(finished.dtype) for stage in range(self._last)]
+            context.options.on_logits(torch.cat([*parts, finished], 1).view(*hidden.shape[:-1], -1), inputs)
         of_others = [context.carry[f"{_SUMS} {stage}"] for stage in range(self._last)]
         return self._join(vocabulary_loss.joined([*of_others, sums]), live, loss, context, is_training=is_training)
 
@@ -230,9 +242,14 @@ class HeadPart:
         shape = self._model.adapter.carry_shapes(self._model.start, context.micro_batch.inputs)["hidden"]
         return {"hidden": total.view(shape).to(self.dtype_of("hidden"))}
 
+    @property
+    def size(self) -> int:
+        """V."""
+        return self._rows.size
+
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Logits (B, T, V) of hidden states (B, T, D) with those of this part in them, and zeros elsewhere."""
+        """For generation: logits (B, T, V) of hidden states (B, T, D), with zeros outside of this part."""
         deferred = self._recorded(inputs, hidden)
         flat = hidden.flatten(0, -2).to(deferred.autocast_dtype or hidden.dtype)
         matrix, bias = self._tensors(flat.dtype)

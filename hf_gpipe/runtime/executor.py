@@ -102,6 +102,9 @@ class Executor:
         """
         for edge in self._every_edge:
             edge.check()
+        for stage in self._stages.values():
+            if stage.head is not None:
+                stage.head.begin(options)
         result = StepResult()
         # Those of other replicas stay on the host.
         own = [micro_batches[index] for index in schedule.micro_batches_of(self._worker)]

@@ -32,6 +32,7 @@ from hf_gpipe.errors import StageError, UserError, nearest
 from hf_gpipe.runtime import wire
 from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.channel import Channel
+from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.spread_rows import joined, number_of_parts, part_of, pipelines
 from hf_gpipe.runtime.visits import VisitingWeights
@@ -102,6 +103,7 @@ class Generator:
         edges: the edges at the ends of these stages, by stage, its worker and that of the next stage.
         world: the processes.
         visits: of the stages' weights.
+        heads: the parts of the head that these stages have, where it is divided over all.
     """
 
     def __init__(
@@ -112,8 +114,10 @@ class Generator:
         edges: Edges,
         world: World,
         visits: VisitingWeights,
+        heads: Mapping[int, HeadPart],
     ) -> None:
         check_generates(adapter)
+        self._heads = heads
         self._adapter = adapter
         self._stages = stages
         self._edges = edges
@@ -204,6 +208,9 @@ class Generator:
         outputs = self._run("decoder", inputs, cache)
         if cache is not None:
             cache.advance(ids.shape[1])
+        if self._heads:
+            logits = self._joined_logits(outputs, inputs, len(ids))
+            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         if "logits" in outputs:
             # float32, as `generate` would convert them next, so the type of the message is known.
             logits = outputs["logits"][:, -1:].float().contiguous()
@@ -211,6 +218,23 @@ class Generator:
             vocabulary = self._adapter.reference.get_output_embeddings().weight.shape[0]
             logits = torch.empty(ids.shape[0], 1, vocabulary, device=self.device)
         return CausalLMOutputWithPast(logits=self._from_last("decoder", logits), past_key_values=cache)
+
+    def _joined_logits(self, outputs: Mapping[str, torch.Tensor], inputs: Inputs, num_rows: int) -> torch.Tensor:
+        """The logits of the last position (B, 1, V) where every stage has a part of the head."""
+        head = next(iter(self._heads.values()))
+        width = self._adapter.carry_shapes(len(self._adapter.layers) - 1, inputs)["hidden"][-1]
+        hidden = torch.empty(num_rows, 1, width, dtype=head.dtype_of("hidden"), device=self.device)
+        if "hidden" in outputs:
+            hidden = outputs["hidden"][:, -1:].contiguous()
+        hidden = self._from_last("decoder", hidden)
+        logits = torch.zeros(num_rows, 1, head.size, device=self.device)
+        for stage, part in self._heads.items():
+            if self._worker_of(stage) == self._world.worker:
+                logits += part.logits(hidden, inputs).float()
+        if self._group is None:
+            return self._world.all_reduce(logits)
+        dist.all_reduce(logits, group=self._group)
+        return logits
 
     def _check_positions(self, length: int, inputs: Mapping[str, Any]) -> None:
         """Raise UserError where a text, of `length` tokens with its padding, is longer than the table of positions."""

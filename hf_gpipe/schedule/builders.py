@@ -225,6 +225,9 @@ def vocab_gpipe(num_stages: int, num_micro_batches: int, placement: Placement, l
 
     K = 3, M = 3, without recomputation; S takes one tick, T two:
 
+        stage 0  F0 F1 F2 S0 S1 .. T0 -- S2 T1 -- T2 -- .. .. .. .. .. B0 -- B1 -- B2 --
+        stage 1  .. F0 F1 F2 S0 S1 T0 -- S2 T1 -- T2 -- .. .. .. B0 -- B1 -- B2 -- .. ..
+        stage 2  .. .. F0 F1 F2 S0 S1 T0 -- S2 T1 -- T2 -- B0 -- B1 -- B2 -- .. .. .. ..
     """
     micro_batches = range(num_micro_batches)
     orders = [[Action(kind, s, m) for kind in (FORWARD, BACKWARD) for m in micro_batches] for s in range(num_stages)]
@@ -239,6 +242,9 @@ def vocab_1f1b(num_stages: int, num_micro_batches: int, placement: Placement, li
 
     K = 3, M = 4, without recomputation; S takes one tick, T two:
 
+        stage 0  F0 F1 F2 F3 S0 S1 .. T0 -- S2 T1 -- .. .. .. .. S3 T2 -- B0 -- T3 -- B1 -- .. .. B2 -- B3 --
+        stage 1  .. F0 F1 F2 F3 S0 S1 T0 -- S2 T1 -- .. .. .. B0 -- S3 T2 -- B1 -- T3 -- .. B2 -- B3 -- .. ..
+        stage 2  .. .. F0 F1 F2 .. S0 S1 T0 -- S2 T1 -- B0 -- F3 B1 -- S3 T2 -- T3 -- B2 -- B3 -- .. .. .. ..
     """
     orders: list[list[Action]] = []
     for s, workers in enumerate(placement.workers):
@@ -257,6 +263,9 @@ def vocab_forward_only(
 
     K = 3, M = 3:
 
+        stage 0  F0 F1 F2 S0 S1 S2 .. ..
+        stage 1  .. F0 F1 F2 S0 S1 S2 ..
+        stage 2  .. .. F0 F1 F2 S0 S1 S2
     """
     orders = [[_forward(s, m) for m in range(num_micro_batches)] for s in range(num_stages)]
     return _with_divided_head(orders, num_micro_batches, placement, limits)
@@ -423,6 +432,11 @@ def build(
             f"schedule {name!r} and the placement {placement} do not go together: replicas wait for each other in each "
             "step, and two stages of one process would do so in different orders; give each replica of each stage a "
             "process of its own."
+        )
+    if name.startswith("vocab_") and len(set(placement.replicas)) > 1:
+        raise ScheduleError(
+            f"schedule {name!r}: the stages have {list(placement.replicas)} replicas, and a stage's part of the head is "
+            "needed for the micro-batches of all; use one number of replicas for all stages."
         )
     limits = _limits(name, num_stages, recompute)
     if is_asynchronous:

@@ -58,8 +58,6 @@ class Costs:
     transfer_seconds: Seconds | Sequence[Seconds] | Mapping[tuple[int, int, int], Seconds] = 0
     """Of each boundary (K-1 values, boundary s lies between stages s and s+1), or of each of `Placement.edges`, in
     either direction."""
-    head_transfer_seconds: Seconds = 0
-    """Where the head is divided, of the hidden states from the last stage to all others, or of their gradients back."""
     reduce_seconds: Seconds | Sequence[Seconds] = 0
     """Of each stage, for the reduction of its gradients over its replicas; a stage without replicas has none."""
     input_seconds: OfStages | None = None
@@ -68,6 +66,8 @@ class Costs:
     """Of each stage, of W: the gradients of the weights. None: half of the backward."""
     others: Mapping[str, Seconds | Sequence[Seconds]] | None = None
     """Of each stage, of the kinds of actions that name no field, by letter; 0 where it is missing."""
+    head_transfer_seconds: Seconds = 0
+    """Where the head is divided, of the hidden states from the last stage to all others, or of their gradients back."""
 
     def of(self, kind: ActionKind) -> tuple[str, OfStages, Fraction | int]:
         """The price of an action of a kind: the name of the cost, the cost, and the share of it."""

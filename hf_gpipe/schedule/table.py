@@ -3,7 +3,7 @@
 A table is plain data. The same object is validated, simulated, drawn and executed, and it has a text form that can be
 read, compared and edited. GPipe with two stages and two micro-batches, recomputation on:
 
-    table: 6
+    table: 7
     schedule: gpipe
     num_stages: 2
     num_micro_batches: 2

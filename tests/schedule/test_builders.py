@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import (
+    DIVIDED_HEAD,
     IN_TURN,
     SCHEDULES,
     SPLIT_SCHEDULES,
@@ -27,9 +28,19 @@ from hf_gpipe.schedule import (
     simulate,
 )
 from hf_gpipe.schedule.clock import merge
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT, Held
+from hf_gpipe.schedule.kinds import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    LOGITS,
+    LOGITS_GRADIENT,
+    RECOMPUTE,
+    UPDATE,
+    WEIGHT,
+    Held,
+)
 from hf_gpipe.schedule.recompute import Limits
-from tests.schedule.cases import Recompute, peak, placements, recomputes, schedules, stage_order, whole
+from tests.schedule.cases import VOCABULARY, Recompute, peak, placements, recomputes, schedules, stage_order, whole
 
 PLACED = (*V_SHAPED, "interleaved_1f1b")
 F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
@@ -54,17 +65,20 @@ def test_every_action_exactly_once(name: str, num_micro_batches: int, data: st.D
     schedule = build(name, num_stages, num_micro_batches, placement, recompute)
     every = [(s, m) for s in range(num_stages) for m in range(num_micro_batches)]
     expected = [Action(F, s, m) for s, m in every]
-    if name != "forward_only":
+    if name in VOCABULARY:
+        expected += [Action(LOGITS, s, m) for s, m in every]
+        expected += [Action(LOGITS_GRADIENT, s, m) for s, m in every if name in DIVIDED_HEAD]
+    if not name.endswith("forward_only"):
         for s, m in every:
             split = [Action(INPUT, s, m), Action(WEIGHT, s, m)]
             expected += split if (s, m) in schedule.split else [Action(B, s, m)]
         assert (name in SPLIT_SCHEDULES) or not schedule.split
         expected += [Action(U, s) for s in range(num_stages)]
     recomputed = [action for actions in schedule.actions for action in actions if action.kind == R]
-    if name == "forward_only" or recompute == "none":
+    if name.endswith("forward_only") or recompute == "none":
         assert recomputed == []
     elif recompute == "stage":
-        fused = name not in ("gpipe", "naive")
+        fused = name not in ("gpipe", "naive", *DIVIDED_HEAD)
         if name in ("zb_v", "v_half"):  # The last stage keeps one graph, which is not always that of the next I.
             recomputed = [action for action in recomputed if action.stage < num_stages - 1]
         assert sorted(recomputed) == [Action(R, s, m) for s, m in every if not (fused and s == num_stages - 1)]
@@ -75,7 +89,7 @@ def test_every_action_exactly_once(name: str, num_micro_batches: int, data: st.D
         assert {action.stage for action in actions} == set(placement.stages_of(process))
 
 
-@given(schedules(names=tuple(name for name in SCHEDULES if name not in PLACED)))
+@given(schedules(names=tuple(name for name in SCHEDULES if name not in (*PLACED, *VOCABULARY))))
 @settings(deadline=None, max_examples=200)
 def test_a_stage_works_in_the_same_order_wherever_it_is(case: tuple[Schedule, Recompute]) -> None:
     """Apart from W, which is a part of B where no other process waits for the I before it."""
@@ -124,7 +138,9 @@ def on_devices(num_stages: int) -> Placement:
     return Placement((0,) * num_stages, tuple(f"cuda:{stage}" for stage in range(num_stages)))
 
 
-@given(st.sampled_from(sorted(set(SCHEDULES) - set(V_SHAPED))), st.integers(1, 6), st.integers(1, 9), st.data())
+@given(
+    st.sampled_from(sorted(set(SCHEDULES) - {*V_SHAPED, *VOCABULARY})), st.integers(1, 6), st.integers(1, 9), st.data()
+)
 @settings(deadline=None, max_examples=60)
 def test_one_process_keeps_several_devices_as_busy_as_several_processes(
     name: str, num_stages: int, num_micro_batches: int, data: st.DataObject
@@ -199,12 +215,16 @@ def drawings(name: str) -> str:
         ("zb_v", Placement.v_shaped(4, 2), 4, ["none"]),
         ("v_half", Placement.v_shaped(4, 2), 4, ["none"]),
         ("forward_only", Placement.one_stage_each(3), 3, ["stage"]),
+        ("vocab_gpipe", Placement.one_stage_each(3), 3, ["none"]),
+        ("vocab_1f1b", Placement.one_stage_each(3), 4, ["none"]),
+        ("vocab_forward_only", Placement.one_stage_each(3), 3, ["stage"]),
     ],
 )
 def test_the_docstrings_draw_the_real_tables(
     name: str, placement: Placement, num_micro_batches: int, recomputes: list[str]
 ) -> None:
-    costs = Costs(forward_seconds=1, backward_seconds=2, recompute_seconds=1)
+    others = {LOGITS: 1, LOGITS_GRADIENT: 2}
+    costs = Costs(forward_seconds=1, backward_seconds=2, recompute_seconds=1, others=others)
     tables = [build(name, placement.num_stages, num_micro_batches, placement, mode) for mode in recomputes]
     drawn = [draw_text(simulate(table, costs)) for table in tables]
     assert drawings(name) == "\n".join("\n".join(text.splitlines()[:-1]) for text in drawn)

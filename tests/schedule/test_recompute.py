@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Action, Schedule, build
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT, Held
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Held
 from hf_gpipe.schedule.recompute import with_recomputations
 from tests.schedule.cases import Recompute, peak, schedules, stage_order, whole
 
@@ -71,13 +71,14 @@ def test_a_table_counts_its_graphs(case: tuple[Schedule, Recompute]) -> None:
         recomputed = {action.micro_batch for action in order if action.kind == R}
         assert schedule.num_recomputations(stage) == len(recomputed)
         if not schedule.is_training:
-            assert (peak(schedule, stage, Held.GRAPH), peak(schedule, stage, Held.MICRO_BATCH)) == (0, 1)
+            assert peak(schedule, stage, Held.GRAPH) == 0
+            assert peak(schedule, stage, Held.MICRO_BATCH) == 1 or schedule.divides_head
             continue
         assert peak(schedule, stage, Held.GRAPH) == most_live_graphs(
             [a for a in whole(order) if a.kind != R], recomputed
         )
         in_flight = [
-            sum({F: 1, R: 0, B: -1, INPUT: 0, WEIGHT: -1}[a.kind] for a in order[:end])
+            sum({F: 1, B: -1, WEIGHT: -1}.get(a.kind, 0) for a in order[:end])
             for end in range(1, len(order) + 1)
         ]
         assert peak(schedule, stage, Held.MICRO_BATCH) == max(in_flight)

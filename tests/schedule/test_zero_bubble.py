@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import product
@@ -159,10 +160,12 @@ def test_list_scheduling_finds_the_shortest_of_all_tables(
 
 def test_the_page_of_schedules_draws_the_real_tables() -> None:
     page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == set(SCHEDULES) - {"forward_only"}
-    assert page.count("\nstage 0  ") == 2
-    for name, processes, micro_batches in (("zb_h1", 3, 4), ("zb_v", 2, 4)):
-        drawn = draw_text(simulate(table(name, processes, micro_batches), EQUAL))
+    evaluations = {"forward_only", "vocab_forward_only"}
+    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == set(SCHEDULES) - evaluations
+    assert page.count("\nstage 0  ") == 3
+    for name, processes, micro_batches in (("zb_h1", 3, 4), ("zb_v", 2, 4), ("vocab_1f1b", 3, 4)):
+        costs = replace(EQUAL, others={"S": 1, "T": 2})
+        drawn = draw_text(simulate(table(name, processes, micro_batches), costs))
         assert f"{drawn.strip()}\n" in page
 
 

@@ -67,10 +67,14 @@ class HeadRows:
     """
 
     def __init__(self, stages: Sequence[int], stage: int, num_stages: int, size: int, *, is_whole: bool) -> None:
-        starts = [size * number // num_stages for number in range(num_stages + 1)]
-        self.first, self.size = starts[stage], size
-        offset = 0 if is_whole else starts[stages[0]]
-        self.rows = slice(starts[stage] - offset, starts[stage + 1] - offset)
+        self.size, self._num_stages = size, num_stages
+        self.first, stop = self.of_stage(stage)
+        offset = 0 if is_whole else self.of_stage(stages[0])[0]
+        self.rows = slice(self.first - offset, stop - offset)
+
+    def of_stage(self, stage: int) -> tuple[int, int]:
+        """The tokens of any stage, from a first one to the one after its last."""
+        return self.size * stage // self._num_stages, self.size * (stage + 1) // self._num_stages
 
 
 def replace_tensor(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
