@@ -22,6 +22,9 @@ update.
 "chunks" is one row of 16 chunks for K = 8 and 4, at the pace "easy": the last takes four times as long as the first,
 as where most of the time is attention.
 
+"head" is K = 4 and M = 32, where the head takes as long as four stages: on the last stage, and divided over all of them.
+The bound is that of equal stages with a quarter of the head each.
+
 "memory" is about tables under a limit of memory (`bench/memory_limits.py`): the best one of named schedules, those that
 list scheduling finds with one stage a process and with two in a V, and the optimum with one, as it was published with
 the cases. Then K = 4 runs with the best named and the best of all. The planner takes the better of them too.
@@ -31,6 +34,7 @@ the cases. Then K = 4 runs with the best named and the best of all. The planner 
     python scripts/bench_emulated.py --paces mesh                      a minute
     python scripts/bench_emulated.py --paces memory                    two minutes
     python scripts/bench_emulated.py --paces chunks                    a minute
+    python scripts/bench_emulated.py --paces head                      two minutes
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ from bench.memory_limits import OPTIMA, UNIT, Case, best_named, listed
 from bench.report import Spread, table, write_json
 from bench.runner import await_quiet, bench_parser, say
 
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, SPLIT_SCHEDULES
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, SPLIT_SCHEDULES
 
 KIBIBYTE = 1024
 
@@ -65,7 +69,7 @@ class Pace(NamedTuple):
 
 EASY, HARD = Pace(0.020, 0.040, 64 * KIBIBYTE), Pace(0.005, 0.010, 1024 * KIBIBYTE)
 PACES = {"easy": EASY, "hard": HARD}
-OTHERS = ("mesh", "memory", "chunks")
+OTHERS = ("mesh", "memory", "chunks", "head")
 #: One row: the time of each chunk, over their mean.
 ROW = tuple((1 + 3 * chunk / 15) / 2.5 for chunk in range(16))
 QUICK = Pace(0.001, 0.002, 64 * KIBIBYTE)
@@ -151,6 +155,22 @@ def chunk_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     one = {"micro_batches": len(ROW), "chunk_shares": ROW, **pace._asdict()}
     tables = ({"schedule": "1f1b"}, {"schedule": "1f1b", "recompute": "stage"}, {"schedule": "zb_h1"})
     return [Emulated(processes=k, **table, **one) for k in ((2,) if quick else (4, 8)) for table in tables]
+
+
+def head_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
+    """A head of as many stages' cost as there are stages."""
+    count = 2 if quick else 4
+    one = {"processes": count, "micro_batches": 4 if quick else 32, **pace._asdict()}
+    on_last = {
+        name: [seconds] * (count - 1) + [(1 + count) * seconds]
+        for name, seconds in pace._asdict().items()
+        if name != "boundary_bytes"
+    }
+    head = (pace.forward_seconds, pace.backward_seconds)
+    return [
+        Emulated(schedule="1f1b", **one | on_last),
+        *(Emulated(schedule=name, **one, head_seconds=head) for name in DIVIDED_HEAD),
+    ]
 
 
 def memory_settings(*, quick: bool) -> list[Emulated]:
@@ -263,8 +283,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         pace, is_mesh = QUICK if quick else PACES.get(name, EASY), name == "mesh"
         if name == "memory":
             settings = memory_settings(quick=quick)
-        elif name == "chunks":
-            settings = chunk_settings(pace, quick=quick)
+        elif name in ("chunks", "head"):
+            settings = (chunk_settings if name == "chunks" else head_settings)(pace, quick=quick)
         else:
             settings = mesh_settings(pace, quick=quick) if is_mesh else settings_of(pace, processes, micro_batches)
         settings = [one for one in settings if not options.schedules or one.schedule in options.schedules]
@@ -272,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = emulate(settings, steps, say)
         header = f"{1000 * UNIT:g} ms a unit" if name == "memory" else pace.text()
         print(f"{header}\n\n{summary(settings, found)}\n", flush=True)
-        has_targets = pace == EASY and name not in ("memory", "chunks")
+        has_targets = pace == EASY and name not in ("memory", "chunks", "head")
         if text := mesh_verdicts(settings, found) if is_mesh else verdicts(settings, found) if has_targets else "":
             print(f"{text}\n", flush=True)
         for setting, own in zip(settings, found, strict=True):

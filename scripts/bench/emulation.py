@@ -23,15 +23,16 @@ from bench import machine
 from bench.processes import run_job
 from bench.slow_links import SlowReplicas, slow, wait_until
 from hf_gpipe.runtime.channel import Shapes
-from hf_gpipe.runtime.edges import connect
+from hf_gpipe.runtime.edges import connect, connect_head
 from hf_gpipe.runtime.executor import Executor, StepResult
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, Costs, Schedule, build, seconds_of_steps
+from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.builders import placement_for
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, LOGITS, LOGITS_GRADIENT, RECOMPUTE, WEIGHT
 
 _FLOAT_BYTES = 4
 #: Layers of a stage with replicas, whose gradients are reduced one after another.
@@ -61,6 +62,7 @@ class Emulated:
             that of a micro-batch, with the mean 1; (1,): rows are whole.
         transfer_seconds: of a message on an edge, for each of the K - 1 boundaries; None: as long as `boundary_bytes`
             take.
+        head_seconds: of S and T of one micro-batch in each stage, where the schedule divides the head.
     """
 
     schedule: str
@@ -80,6 +82,7 @@ class Emulated:
     weight_seconds: float | Sequence[float] | None = None
     table_text: str | None = None
     chunk_shares: Sequence[float] = (1.0,)
+    head_seconds: tuple[float, float] = (0.0, 0.0)
 
     def table(self) -> Schedule:
         """The actions that run; a late recomputation is part of the backward."""
@@ -154,6 +157,7 @@ class Emulated:
             weight_seconds=weights,
             transfer_seconds=transfer,
             reduce_seconds=self.reduction_seconds(),
+            others=dict(zip((LOGITS, LOGITS_GRADIENT), self.head_seconds, strict=True)),
         )
         return float(seconds_of_steps(self.table(), costs, self.steps))
 
@@ -161,7 +165,8 @@ class Emulated:
     def one_process_seconds(self) -> float:
         """The time that one process would need for the work of all, without recomputation."""
         each = sum(self._each(self.forward_seconds)) + sum(self._each(self.backward_seconds))
-        return self.steps * self.micro_batches * each / self.stages_each
+        each = each / self.stages_each + self.num_stages * sum(self.head_seconds)
+        return self.steps * self.micro_batches * each
 
     @property
     def bound(self) -> float:
@@ -187,10 +192,11 @@ class WaitingStage:
         self._weight_seconds, self._shares = setting.weight_seconds_of(number), setting.chunk_shares
         self._message = {"hidden": boundary}
         self._shapes: Shapes = {"hidden": tuple(boundary.shape)}
+        self.head = WaitingHead(setting, number, boundary) if setting.table().divides_head else None
 
     def forward(self, context: Context, *, keep_graph: bool) -> dict[str, torch.Tensor]:
         wait(self._share(context.micro_batch.index) * self._forward_seconds)
-        return {} if self.is_last else self._message
+        return {} if self.is_last and self.head is None else self._message
 
     def _share(self, micro_batch: int) -> float:
         return self._shares[micro_batch % len(self._shares)]
@@ -236,6 +242,29 @@ class WaitingStage:
         """There is nothing to forget."""
 
     end_step = reset
+
+
+class WaitingHead:
+    """The same of `HeadPart`: every message about the head is as large as one between stages."""
+
+    def __init__(self, setting: Emulated, number: int, boundary: torch.Tensor) -> None:
+        self._seconds, self._is_last = setting.head_seconds, number == setting.num_stages - 1
+        self._message, self._number = boundary, number
+        self._last = setting.num_stages - 1
+
+    def begin(self, options: object) -> None:
+        """There is nothing to note."""
+
+    def shapes(self, source: Action, micro_batch: MicroBatch) -> Shapes:
+        return {"hidden" if source.stage == self._last else f"of {source.stage}": tuple(self._message.shape)}
+
+    def score(self, context: Context, *, is_training: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        wait(self._seconds[0])
+        return {"hidden" if self._is_last else f"of {self._number}": self._message}, {}
+
+    def add_gradient(self, context: Context) -> dict[str, torch.Tensor]:
+        wait(self._seconds[1])
+        return {} if self._is_last else {f"of {self._number}": self._message}
 
 
 class _Layer(torch.autograd.Function):
@@ -320,6 +349,7 @@ def _late_seconds(setting: Emulated, one: ActionTime) -> float:
     forward, backward = setting.stage_seconds(one.action.stage)
     weight = setting.weight_seconds_of(one.action.stage)
     should = {FORWARD: forward, RECOMPUTE: forward, BACKWARD: backward, INPUT: backward - weight, WEIGHT: weight}
+    should |= dict(zip((LOGITS, LOGITS_GRADIENT), setting.head_seconds, strict=True))
     if one.action.kind not in should:
         return one.end - one.start - one.waiting - one.sending
     share = setting.chunk_shares[one.action.micro_batch % len(setting.chunk_shares)]
@@ -347,7 +377,8 @@ class _Pipeline:
             ties = SimpleNamespace(names=frozenset(), owner_stage=names)
             seconds = dict(enumerate(setting.reduction_seconds()))
             self.replicas = SlowReplicas(waiting, ties, world, seconds)
-        self.executor = Executor(stages, edges, world.worker, self.replicas)
+        of_head = connect_head(world, lambda name: boundary.dtype) if self.table.divides_head else {}
+        self.executor = Executor(stages, edges, world.worker, self.replicas, head_edges=of_head)
         self.world = world
         #: Of the step before, where several run one after another.
         self.earlier: Callable[[], torch.Tensor] | None = None

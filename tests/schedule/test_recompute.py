@@ -78,8 +78,7 @@ def test_a_table_counts_its_graphs(case: tuple[Schedule, Recompute]) -> None:
             [a for a in whole(order) if a.kind != R], recomputed
         )
         in_flight = [
-            sum({F: 1, B: -1, WEIGHT: -1}.get(a.kind, 0) for a in order[:end])
-            for end in range(1, len(order) + 1)
+            sum({F: 1, B: -1, WEIGHT: -1}.get(a.kind, 0) for a in order[:end]) for end in range(1, len(order) + 1)
         ]
         assert peak(schedule, stage, Held.MICRO_BATCH) == max(in_flight)
         limit = recompute[stage] if isinstance(recompute, tuple) else None
