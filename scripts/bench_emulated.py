@@ -22,8 +22,8 @@ update.
 "chunks" is one row of 16 chunks for K = 8 and 4, at the pace "easy": the last takes four times as long as the first,
 as where most of the time is attention.
 
-"head" is K = 4 and M = 32, where the head takes as long as four stages: on the last stage, and divided over all of them.
-The bound is that of equal stages with a quarter of the head each.
+"head" is K = 4 and M = 32, where the head takes as long as four stages: on the last stage, and divided over all. The
+bound is that of equal stages with a quarter of the head each.
 
 "memory" is about tables under a limit of memory (`bench/memory_limits.py`): the best one of named schedules, those that
 list scheduling finds with one stage a process and with two in a V, and the optimum with one, as it was published with

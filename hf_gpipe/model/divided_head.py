@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from hf_gpipe.adapters import Adapter, StageModel
-from hf_gpipe.adapters.tensor_parallel.head_part import HeadRows, give_parts
+from hf_gpipe.adapters.tensor_parallel.cuts import Cut
+from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, HeadRows, replace_tensor
 from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError
@@ -102,4 +105,28 @@ def divide_head(heads: Mapping[int, StageModel], models: Mapping[int, StageModel
         world: the processes.
     """
     stages_of, ranks = head_ranks(world)
-    return give_parts(heads, models, stages_of, world.placement.num_stages, ranks)
+    num_stages = world.placement.num_stages
+    own = tuple(models)
+    # Of several, the one that stages on one device will share.
+    held = {name: p for number in reversed(own) for name, p in models[number].parameters.items()}
+    size = len(heads[own[0]].projection.weight)
+    names = heads[own[0]].parameters
+    parts = () if ranks is None else tuple(name for name in names if name not in held)
+    cut = Cut(0, tuple(((size * one[0] // num_stages, size * (one[-1] + 1) // num_stages),) for one in stages_of))
+    division = HeadDivision(cut, parts, tuple(heads[own[0]].buffers), ranks)
+    for name in names:
+        tensor = held.get(name)
+        if tensor is None:
+            tensor = nn.Parameter(division.part(name, names[name].detach()), names[name].requires_grad)
+        for head in heads.values():
+            head.replace_parameter(name, tensor)
+    rows = {}
+    for number, head in heads.items():
+        rows[number] = HeadRows(own, number, num_stages, size, is_whole=not parts)
+        head.projection.out_features = rows[number].rows.stop - rows[number].rows.start
+        start = rows[number].first
+        for buffer in head.buffers.values():
+            replace_tensor(head.model, buffer, buffer[..., start : start + head.projection.out_features])
+    for number, stage in models.items():
+        stage.adopt(heads[number], division, is_first=number == own[0])
+    return rows

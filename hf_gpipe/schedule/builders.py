@@ -435,8 +435,8 @@ def build(
         )
     if name.startswith("vocab_") and len(set(placement.replicas)) > 1:
         raise ScheduleError(
-            f"schedule {name!r}: the stages have {list(placement.replicas)} replicas, and a stage's part of the head is "
-            "needed for the micro-batches of all; use one number of replicas for all stages."
+            f"schedule {name!r}: the stages have {list(placement.replicas)} replicas, and every micro-batch needs each "
+            "stage's part of the head; use one number of replicas for all stages."
         )
     limits = _limits(name, num_stages, recompute)
     if is_asynchronous:

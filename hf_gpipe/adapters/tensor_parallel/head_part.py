@@ -6,17 +6,13 @@ process whose stages use the tied embedding has the whole matrix already, and no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
-
-if TYPE_CHECKING:
-    from hf_gpipe.adapters.stage_model import StageModel
 
 
 class HeadDivision:
@@ -84,48 +80,3 @@ def replace_tensor(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> No
         if found is old:
             parent, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent), leaf, new)
-
-
-def give_parts(
-    heads: Mapping[int, StageModel],
-    stages: Mapping[int, StageModel],
-    stages_of: Sequence[Sequence[int]],
-    num_stages: int,
-    ranks: Ranks | None,
-) -> dict[int, HeadRows]:
-    """Let each stage of this process have its part of the head.
-
-    Args:
-        heads: for each stage the head alone, whole.
-        stages: the stages without the head.
-        stages_of: the stages of each process of a pipeline, which are consecutive.
-        num_stages: K.
-        ranks: these processes; None: it is one.
-
-    Returns:
-        The rows of each stage.
-    """
-    own = tuple(stages)
-    # Of several, the one that stages on one device will share.
-    held = {name: p for number in reversed(own) for name, p in stages[number].parameters.items()}
-    size = len(heads[own[0]].projection.weight)
-    names = heads[own[0]].parameters
-    parts = () if ranks is None else tuple(name for name in names if name not in held)
-    cut = Cut(0, tuple(((size * one[0] // num_stages, size * (one[-1] + 1) // num_stages),) for one in stages_of))
-    division = HeadDivision(cut, parts, tuple(heads[own[0]].buffers), ranks)
-    for name in names:
-        tensor = held.get(name)
-        if tensor is None:
-            tensor = nn.Parameter(division.part(name, names[name].detach()), names[name].requires_grad)
-        for head in heads.values():
-            head.replace_parameter(name, tensor)
-    rows = {}
-    for number, head in heads.items():
-        rows[number] = HeadRows(own, number, num_stages, size, is_whole=not parts)
-        head.projection.out_features = rows[number].rows.stop - rows[number].rows.start
-        start = rows[number].first
-        for buffer in head.buffers.values():
-            replace_tensor(head.model, buffer, buffer[..., start : start + head.projection.out_features])
-    for number, stage in stages.items():
-        stage.adopt(heads[number], division, is_first=number == own[0])
-    return rows
