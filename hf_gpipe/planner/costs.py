@@ -205,7 +205,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class HeadPart:
-    """What each stage holds and does of a head that is divided over them, for one micro-batch.
+    """The part of a head that each stage has, where it is divided over them; for one micro-batch.
 
     Attributes:
         held: its part of the head's parameters.

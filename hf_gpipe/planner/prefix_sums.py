@@ -248,7 +248,7 @@ def estimated_stage_seconds(layers: Sequence[LayerCost], device: Device) -> Seco
 
 
 def _part_of_head(costs: ModelCosts, device: Device, num_stages: int) -> HeadPart:
-    """What each of K stages has of the head."""
+    """The part of the head that each of K stages has."""
     head = costs.layers[-1]
     seconds = head.seconds or estimated_seconds(head, costs.compute_dtype, device)
     # Three products of the same size, the first of them in S.

@@ -70,7 +70,8 @@ class PipelineConfig:
     stage running all micro-batches before the next; zb_h1: 1f1b with a split
     backward, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps that do not wait
     for each other; zb_v: two stages per process in a V, a sixth of 1f1b's bubble in its memory;
-    v_half: the same in half of it, with half of 1f1b's bubble; naive: no pipelining; auto: the planner chooses one of
+    v_half: the same in half of it, with half of 1f1b's bubble; vocab_1f1b and vocab_gpipe: 1f1b and gpipe with the head
+    divided by the vocabulary over all stages; naive: no pipelining; auto: the planner chooses one of
     these, but not naive, or makes a table for the memory there is; or the file of a table of your own, such as
     tables/mine.txt, whose R actions are the recomputations (python -m hf_gpipe plan RECIPE --table writes one).
     Asynchronous, with other numbers than the

@@ -33,7 +33,7 @@ _SUMS, _LOGITS, _GRADIENT, _WHOLE = "sums of stage", "logits of stage", "gradien
 
 @dataclass
 class _Live:
-    """What is kept of a micro-batch from S to T."""
+    """A micro-batch between S and T."""
 
     hidden: torch.Tensor
     """(N, D), the projection's input."""
@@ -276,8 +276,8 @@ class HeadPart:
         return torch.autocast(self._model.device.type, enabled=False)
 
     def _recorded(self, inputs: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> DeferredLogits:
-        """What the model does with the projection's output. It does it to each position alone, so one forward of the
-        head, in which nothing is computed, says it for all micro-batches."""
+        """The operations of the model on the projection's output. They treat each position alone, so one forward of
+        the head, in which nothing is computed, records them for all micro-batches."""
         if self._deferred is None:
             deferred = self._model.deferred_logits()
             assert deferred is not None, "the head's projection is a linear layer"

@@ -34,8 +34,8 @@ class _Tie:
     """That of this process; None: it has the whole tensor."""
 
     def pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What travels of a tensor of the parameter's shape, one after the other: views of it, and zeros in place of
-        the rows that this process does not have."""
+        """The messages about a tensor of the parameter's shape: views of it, and zeros in place of the rows that this
+        process does not have."""
         if not self.runs:
             return [tensor]
         if self.own is None:

@@ -89,7 +89,7 @@ def sums_of_part(
     bound: float | None,
     has_metrics: bool,
 ) -> torch.Tensor:
-    """What the losses need of a part of the columns, where the other parts follow later (`joined`).
+    """The sums that the losses need of a part of the columns, where the other parts follow later (`joined`).
 
     Args:
         logits: (N, V'), without a graph.
