@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.runtime import replicas
-from hf_gpipe.runtime.channel import Channel, Shapes, Tensors, WrappedChannel
+from hf_gpipe.runtime.channel import Channel, Key, Shapes, Tensors, WrappedChannel
 from hf_gpipe.runtime.edges import Edge
 
 
@@ -34,12 +34,12 @@ class SlowChannel(WrappedChannel):
         self._seconds = seconds
         self._free_at = 0.0
 
-    def send(self, micro_batch: int, tensors: Tensors, shapes: Shapes) -> None:
+    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         self._free_at = max(self._free_at, time.perf_counter()) + self._seconds
-        self._channel.send(micro_batch, {"hidden": torch.tensor([self._free_at], dtype=torch.float64)}, shapes)
+        self._channel.send(key, {"hidden": torch.tensor([self._free_at], dtype=torch.float64)}, shapes)
 
-    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        received = self._channel.receive(micro_batch)
+    def receive(self, key: Key) -> dict[str, torch.Tensor]:
+        received = self._channel.receive(key)
         wait_until(float(received["hidden"]))
         return received
 

@@ -36,6 +36,8 @@ class Stage:
 
     device = CPU
 
+    head = None
+
     def __init__(self, number: int, num_stages: int, fails: bool = False) -> None:
         self.number, self.is_first, self.is_last = number, number == 0, number == num_stages - 1
         self.trainable_outputs = {} if self.is_last else {"hidden": True}
