@@ -316,10 +316,13 @@ class StageModel:
         """This rank's part of a parameter or buffer, or of a tensor of its shape; without a division all of it."""
         return whole if self.division is None else self.division.part(name, whole)
 
-    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
-        """The whole that `part` takes a part of; None where another process writes it. With a division every rank calls
-        it."""
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole that `part` takes a part of. With a division every rank calls it."""
         return part if self.division is None else self.division.whole(name, part)
+
+    def writes(self, name: str) -> bool:
+        """Whether no other process writes a tensor of this stage, of which it has a part too."""
+        return not isinstance(self.division, HeadDivision) or self.division.writes(name)
 
     def whole_shape(self, name: str, part: torch.Tensor) -> torch.Size:
         """The shape of the whole that `part` takes a part of."""

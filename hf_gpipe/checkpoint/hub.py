@@ -304,7 +304,7 @@ def saved_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Te
     ignored = set(getattr(stage.model, "_keys_to_ignore_on_save", None) or ())
     tensors = {**stage.parameters, **stage.buffers}
     found = {name: stage.whole(name, tensors[name].detach()) for name in owned if name not in ignored}
-    return {name: whole for name, whole in found.items() if whole is not None}
+    return {name: whole for name, whole in found.items() if stage.writes(name)}
 
 
 def in_hub_form(stage: StageModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,8 +22,6 @@ from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.shards import Shards, treats_elements_alone
 from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.world import World
-
-Tensor = TypeVar("Tensor")
 
 
 class StageParameters:
@@ -158,9 +156,10 @@ class StageParameters:
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
         """The whole tensor that `part` takes a part of; None where another process writes it. Every rank of a worker
         calls it alike, and every process where the head is divided."""
-        return self._in_owner(name, part, StageModel.whole)
+        whole = self._in_owner(name, part, StageModel.whole)
+        return whole if self.models[self.ties.owner_stage[name]].writes(name) else None
 
-    def _in_owner(self, name: str, tensor: torch.Tensor, change: Callable[..., Tensor]) -> torch.Tensor | Tensor:
+    def _in_owner(self, name: str, tensor: torch.Tensor, change: Callable[..., torch.Tensor]) -> torch.Tensor:
         model = self.models[self.ties.owner_stage[name]]
         return change(model, name, tensor) if tensor.dim() == model.parameters[name].dim() else tensor
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.base import Inputs
 from hf_gpipe.adapters.head import DeferredLogits
+from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision
 from hf_gpipe.adapters.tensor_parallel.split import Division
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.runtime.channel import Shapes
@@ -91,6 +92,7 @@ class StageTeacher:
         deferred = model.deferred_logits() if model.is_last else None
         outputs = model(own, received, deferred=deferred)
         if deferred is not None:
+            assert not isinstance(model.division, HeadDivision), "a teacher and a divided head do not go together"
             return {}, TeacherLogits(deferred, model.division)
         return {f"{PREFIX}{name}": tensor for name, tensor in outputs.items()}, None
 

@@ -34,15 +34,14 @@ class HeadDivision:
             return whole
         return self.cut.part(whole, self._ranks.place).clone(memory_format=torch.contiguous_format)
 
-    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
-        """The whole of a parameter, or of a tensor of its shape, in the process that writes it; None in the others.
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter, or of a tensor of its shape. All processes of the first replica call it."""
+        return part if self._ranks is None or name not in self._parts else self.cut.gathered(part, self._ranks)
 
-        All processes of the first replica call it.
-        """
-        if self._ranks is None or name not in self._parts | self._copies:
-            return part
-        whole = self.cut.gathered(part, self._ranks) if name in self._parts else part
-        return whole if self._ranks.place == self._ranks.size - 1 else None
+    def writes(self, name: str) -> bool:
+        """Whether this process writes a tensor that others have, or have parts of; the last one does."""
+        is_shared = self._ranks is not None and name in self._parts | self._copies
+        return not is_shared or self._ranks is None or self._ranks.place == self._ranks.size - 1
 
     def rows_of(self, name: str) -> tuple[int, int] | None:
         """The run of rows that this process has of a tensor; None: it has the whole."""
