@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_gpipe.training.embedding_loss import EmbeddingLoss
     from hf_gpipe.training.embeddings import PipelineEmbeddingConfig, PipelineEmbeddingTrainer
     from hf_gpipe.training.grpo import PipelineGRPOConfig, PipelineGRPOTrainer
+    from hf_gpipe.training.kto import PipelineKTOConfig, PipelineKTOTrainer
     from hf_gpipe.training.reward import PipelineRewardConfig, PipelineRewardTrainer
     from hf_gpipe.training.sft import PipelineSFTTrainer
     from hf_gpipe.training.sft_config import PipelineSFTConfig
@@ -42,6 +43,8 @@ __all__ = [
     "PipelineEmbeddingTrainer",
     "PipelineGRPOConfig",
     "PipelineGRPOTrainer",
+    "PipelineKTOConfig",
+    "PipelineKTOTrainer",
     "PipelineRewardConfig",
     "PipelineRewardTrainer",
     "PipelineSFTConfig",
@@ -68,6 +71,8 @@ _MODULE_OF = {
     "PipelineEmbeddingTrainer": "hf_gpipe.training.embeddings",
     "PipelineGRPOConfig": "hf_gpipe.training.grpo",
     "PipelineGRPOTrainer": "hf_gpipe.training.grpo",
+    "PipelineKTOConfig": "hf_gpipe.training.kto",
+    "PipelineKTOTrainer": "hf_gpipe.training.kto",
     "PipelineRewardConfig": "hf_gpipe.training.reward",
     "PipelineRewardTrainer": "hf_gpipe.training.reward",
     "PipelineSFTConfig": "hf_gpipe.training.sft_config",

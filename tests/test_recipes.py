@@ -21,6 +21,7 @@ from hf_gpipe.recipe.data import CLASSIFIER_KINDS, PAIRED_KINDS
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import job
 from hf_gpipe.training.from_recipe import check_model
+from scripts.write_teacher import main as write_teacher
 from tests.data import hub_directories
 
 REPOSITORY = Path(__file__).parents[1]
@@ -94,6 +95,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "preferences.jsonl").open("w", encoding="utf-8") as lines:
         for number in range(40):
             lines.write(json.dumps({"prompt": f"de {number}:", "chosen": f" en {number}", "rejected": " of"}) + "\n")
+    with (folder / "answers.jsonl").open("w", encoding="utf-8") as lines:
+        for number in range(40):
+            row = {"prompt": f"de {number}:", "completion": f" en {number}", "label": number % 3 > 0}
+            lines.write(json.dumps(row) + "\n")
+    with (folder / "steps.jsonl").open("w", encoding="utf-8") as lines:
+        for number in range(40):
+            row = {"prompt": f"de {number}:", "completions": ["en", " of"], "labels": [True, number % 2 == 0]}
+            lines.write(json.dumps(row) + "\n")
     with (folder / "reviews.jsonl").open("w", encoding="utf-8") as lines:
         for number in range(40):
             row = {"text": f"{['de', 'en'][number % 2]} {number}", "label": ["negative", "positive"][number % 2]}
@@ -154,6 +163,10 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
         return [*overrides, f"data.path={data / 'pairs.jsonl'}"]
     if recipe.data.kind == "prompts":
         return [*overrides, f"data.path={data / 'prompts.jsonl'}", "grpo.max_completion_length=2"]
+    if recipe.data.kind == "process_rewards":
+        return [*overrides, f"data.path={data / 'steps.jsonl'}", "data.step_separator= de"]
+    if recipe.data.kind == "kto":
+        return [*overrides, f"data.path={data / 'answers.jsonl'}"]
     if recipe.data.kind == "classification":
         return [*overrides, f"data.path={data / 'reviews.jsonl'}"]
     if recipe.data.kind == "chat":
@@ -242,14 +255,17 @@ def test_it_trains_once_it_is_small(
     caplog.set_level(logging.ERROR, logger="hf_gpipe")
     job.run(recipe, Job.current())
     metrics = json.loads((out / "metrics.json").read_text())
-    if recipe.data.kind == "preferences":
+    if recipe.data.kind == "kto":
+        assert metrics["task"] == "kto"
+        assert metrics["logps_chosen"] < 0
+    elif recipe.data.kind == "preferences":
         assert metrics["task"] == "preferences"
         assert 0 <= metrics["accuracy"] <= 1
         logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert "rewards/accuracies" in logged[0]
     elif recipe.data.kind == "prompts":
         assert 0 <= metrics["reward"] <= 1
-    elif recipe.data.kind in (*CLASSIFIER_KINDS, "embeddings"):
+    elif recipe.data.kind in (*CLASSIFIER_KINDS, "embeddings", "process_rewards"):
         assert metrics["task"] == recipe.data.kind
         assert 0 <= metrics["accuracy"] <= 1
     elif recipe.data.kind in SEQUENCE_KINDS:
@@ -262,3 +278,17 @@ def test_it_trains_once_it_is_small(
     assert metrics["cost"]["num_stages"] == (4 if recipe.pipeline.offload_weights else 2)
     assert load_recipe(out / "recipe.yaml") == recipe
     assert list(out.glob("*.safetensors"))
+
+
+@pytest.mark.usefixtures("no_prediction")
+def test_a_teacher_s_file_in_place_of_the_teacher(data: Path, models: Path, tmp_path: Path) -> None:
+    path, file = REPOSITORY / "recipes/causal/distil.yaml", tmp_path / "top.safetensors"
+    words = tiny(path, data, models)
+    write_teacher([str(path), str(file), "--k", "4", *words])
+    words = [word for word in words if not word.startswith("distillation.teacher")]
+    recipe = load_recipe(
+        path,
+        [*words, "distillation.teacher=null", f"distillation.top_k_file={file}", f"training.output_dir={tmp_path}"],
+    )
+    job.run(recipe, Job.current())
+    assert json.loads((tmp_path / "metrics.json").read_text())["perplexity"] > 1

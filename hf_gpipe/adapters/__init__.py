@@ -20,6 +20,7 @@ from hf_gpipe.adapters.quantised import Quantisation, find_quantisation, quantis
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.adapters.token_classifiers import TokenClassifier, check_token_classifier, is_token_classifier
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
 _WELL_KNOWN = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "mixtral", "t5", "mt5", "bart", "m2m_100", "marian")
@@ -87,6 +88,9 @@ def build_adapter(
         kind = Classifier
     elif model_class is not None and is_embedder(model_class):
         kind = Embedder
+    elif model_class is not None and is_token_classifier(model_class):
+        check_token_classifier(config, model_class)
+        kind = TokenClassifier
     return kind(
         config,
         dtype,

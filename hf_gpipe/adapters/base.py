@@ -93,6 +93,8 @@ class Adapter(ABC):
     target_keys: tuple[str, ...] = ()
     #: Whether the model classifies or scores rows: its logits are (B, C), those of one token of each row.
     is_classifier = False
+    #: PEFT's name of the task, of which its adapters train the head too; None: they do not.
+    task_type: str | None = None
     #: Whether the labels of a mini-batch are one for each row, and none of tokens.
     labels_rows = False
     #: Whether the model makes logits; of one without a head the hidden states stand in their place.

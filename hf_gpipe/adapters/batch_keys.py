@@ -33,7 +33,11 @@ _SET_BY_PIPELINE = {
 #: Entries that say where the documents of flattened rows begin.
 _OF_FLATTENED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 #: Entries that a pipeline reads itself.
-_OWN = ("labels", "shift_labels", "ref_logps", "advantages", "old_logps", "ref_token_logps", *_OF_FLATTENED[1:])
+_OWN = (
+    *("labels", "shift_labels", "ref_logps", "desirable", "kl", "advantages", "old_logps", "ref_token_logps"),
+    *("teacher_tokens", "teacher_log_probs"),
+    *_OF_FLATTENED[1:],
+)
 
 
 def check_keys(batch: Mapping[str, torch.Tensor], model: PreTrainedModel, target_keys: Collection[str] = ()) -> None:

@@ -44,7 +44,7 @@ class RowModel(DecoderOnly):
 class Classifier(RowModel):
     """Embedding, blocks, norm, and a head whose logits are read at the last token of each row."""
 
-    is_classifier = True
+    is_classifier, task_type = True, "SEQ_CLS"
 
     def _is_used(self, inputs: Tensors) -> torch.Tensor:
         # The model looks for the last token by its id, whatever the mask says.

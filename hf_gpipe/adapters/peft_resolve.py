@@ -79,8 +79,8 @@ def resolve_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = Tru
 
 
 def _name_classifier(adapter: Adapter, config: Any) -> None:
-    """Add the head of a model that classifies rows to `modules_to_save`, as PEFT does."""
-    if adapter.is_classifier and config.task_type == "SEQ_CLS":
+    """Add the head of a model that classifies rows or tokens to `modules_to_save`, as PEFT does."""
+    if adapter.task_type is not None and config.task_type == adapter.task_type:
         asked = list(getattr(config, "modules_to_save", None) or ())
         config.modules_to_save = [*asked, *(name for name in ("classifier", "score") if name not in asked)]
 

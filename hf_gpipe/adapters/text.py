@@ -38,15 +38,10 @@ class TextAdapter(Adapter):
         quantisation: of linear layers; the configuration then has no `quantization_config`.
     """
 
+    #: Entries that losses alone read.
     loss_keys = (
-        "labels",
-        "shift_labels",
-        "ref_logps",
-        "row_gradients",
-        "unit_losses",
-        "advantages",
-        "old_logps",
-        "ref_token_logps",
+        *("labels", "shift_labels", "ref_logps", "desirable", "kl", "row_gradients", "unit_losses"),
+        *("advantages", "old_logps", "ref_token_logps", "teacher_tokens", "teacher_log_probs"),
     )
 
     def __init__(

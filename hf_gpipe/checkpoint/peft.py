@@ -100,7 +100,7 @@ def pending_adapters(
         config.base_model_name_or_path = next(iter(models.values())).adapter.config.name_or_path or None
         config.save_pretrained(folder)
         adapter = next(iter(models.values())).adapter
-        if adapter.is_classifier:  # the names of its classes, which peft's file has not
+        if adapter.task_type is not None:  # the names of its classes, which peft's file has not
             write_model_configuration(adapter, folder)
 
     write_once(directory, world, lambda: prepare_files(directory, write_configuration, write_more))

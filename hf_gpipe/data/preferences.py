@@ -37,8 +37,11 @@ class PreferenceExamples(EncodedConversations):
 
     _name, _columns = "preferences", ("prompt_ids", "chosen_ids", "rejected_ids")
     _what, _dropped = "rows", "their prompt is as long"
-    #: A column that rows of text have not.
+    #: A column that rows of text have not; and the columns of text with the answers to the prompt.
     known_by = "prompt_ids"
+    _answers: tuple[str, ...] = ("chosen", "rejected")
+    #: Whether they are cut here; otherwise the collator cuts its rows.
+    _cuts_answers = True
 
     def __init__(
         self,
@@ -66,9 +69,7 @@ class PreferenceExamples(EncodedConversations):
     def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...] | None:
         row = conversation.row
         prompt = self._ids(conversation.where, row, row["prompt"], add_generation_prompt=True)
-        wholes = [
-            self._ids(conversation.where, row, row["prompt"] + self._ended(row[n])) for n in ("chosen", "rejected")
-        ]
+        wholes = [self._ids(conversation.where, row, row["prompt"] + self._ended(row[n])) for n in self._answers]
         # Tokens may merge across the border, and templates may end the prompt in another way without an answer.
         start = min(num_common(prompt, whole) for whole in wholes)
         most = self._max_length
@@ -76,7 +77,7 @@ class PreferenceExamples(EncodedConversations):
             self.num_dropped += 1
             return None
         self.num_truncated += most is not None and max(map(len, wholes)) > most
-        answers = [whole[start:most] for whole in wholes]
+        answers = [whole[start : most if self._cuts_answers else None] for whole in wholes]
         if not start or not all(answers):
             what = "its prompt" if not start else "an answer"
             raise DataError(f"{conversation.where}: the tokenizer and its template leave no tokens of {what}")
@@ -100,9 +101,10 @@ class PreferenceExamples(EncodedConversations):
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of the longer answer of each example with its prompt, for length bucketing."""
-        chosen, rejected = self._lengths_of("chosen_ids"), self._lengths_of("rejected_ids")
-        longer = [max(pair) for pair in zip(chosen.tolist(), rejected.tolist(), strict=True)]
-        return [a + b for a, b in zip(self._lengths_of("prompt_ids").tolist(), longer, strict=True)]
+        longest = [
+            max(own) for own in zip(*(self._lengths_of(f"{n}_ids").tolist() for n in self._answers), strict=True)
+        ]
+        return [a + b for a, b in zip(self._lengths_of("prompt_ids").tolist(), longest, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from transformers.utils import CONFIG_NAME
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.classifiers import as_classifier, classifier_of
 from hf_gpipe.adapters.stage_model import StageModel
+from hf_gpipe.adapters.token_classifiers import as_token_classifier, token_classifier_of
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.directory import written_whole
@@ -110,20 +111,23 @@ def classifier_fields(
         UserError: transformers has no such classifier, or the adapters have no head.
         CheckpointError: a file cannot be read.
     """
-    if as_config(directory).task_type != "SEQ_CLS":
+    task_type = as_config(directory).task_type
+    if task_type not in ("SEQ_CLS", "TOKEN_CLS"):
         return None
     config = read_config(base, trust_remote_code=trust_remote_code)
-    if classifier_of(config) is not None:
+    if classifier_of(config) is not None or token_classifier_of(config) is not None:
         return None
     if (num_labels := num_labels_of(directory)) is None:
         raise UnsupportedModelError(
-            f"{directory}: task_type is SEQ_CLS, and the adapters have no head; give the classifier as the base"
+            f"{directory}: task_type is {task_type}, and the adapters have no head; give the classifier as the base"
         )
     labels, problem = [f"LABEL_{number}" for number in range(num_labels)], None
     if (directory / CONFIG_NAME).is_file():
         saved = read_config(directory)
         labels = [str(saved.id2label.get(number, label)) for number, label in enumerate(labels)]
         problem = saved.problem_type
+    if task_type == "TOKEN_CLS":
+        return as_token_classifier(config, labels)
     has_padding = config.get_text_config().pad_token_id is not None
     return as_classifier(config, labels, None if has_padding else pad_token_id(), problem)
 

@@ -25,6 +25,7 @@ from hf_gpipe.adapters.patches import find_patches
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.adapters.skeleton import build_skeleton
 from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.adapters.token_classifiers import token_classifier_of
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.model.exactness import verify
@@ -126,7 +127,8 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapt
     names_class = isinstance(model, PreTrainedConfig) or "architectures" in (spec.config_overrides or {})
     if model_class is None:
         # A path alone stands for a language model: some of their checkpoints name the class without a head.
-        model_class = classifier_of(config) or (embedder_of(config) if names_class else None)
+        model_class = classifier_of(config) or token_classifier_of(config)
+        model_class = model_class or (embedder_of(config) if names_class else None)
     adapter = adapter_for(
         config,
         weights,
@@ -137,7 +139,8 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapt
         quantization_config=spec.quantization_config,
     )
     # A language model's checkpoint, read as a classifier, or without its head and with a pooler that nothing reads.
-    is_unlike = adapter.labels_rows and "architectures" in (spec.config_overrides or {})
+    has_classes = adapter.labels_rows or adapter.task_type is not None
+    is_unlike = has_classes and "architectures" in (spec.config_overrides or {})
     adapter.may_lack_head = is_unlike and adapter.ends_with_head
     if spec.depth_scaled_feed_forward:
         feed_forward_outputs(adapter)  # raises its error before any weight is made

@@ -19,7 +19,7 @@ from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.recipe import DecidedConfig
-from hf_gpipe.runtime.loss import Loss, Reads
+from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 
@@ -108,7 +108,7 @@ def open_teacher(spec: ModelSpec, student: Adapter, device: torch.device) -> Ada
 
 def check_given(teacher: ModelSpec | None, student: ModelSpec, loss: Loss) -> None:
     """Raise UserError unless there is a teacher exactly where the loss reads its logits, with weights of its own."""
-    name, is_read = type(loss).__name__, Reads.TEACHER in loss.reads
+    name, is_read = type(loss).__name__, loss.needs_teacher
     if teacher is None and is_read:
         raise UserError(f"loss is a {name}, and there is no teacher; give teacher, a model or the path of one")
     if teacher is not None and not is_read:

@@ -28,7 +28,7 @@ from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
 from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.chunks import check_chunks
 from hf_gpipe.runtime.custom_loss import loss_of
-from hf_gpipe.runtime.loss import PLAIN, Loss
+from hf_gpipe.runtime.loss import PLAIN, Loss, Reads
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.world import World
@@ -146,6 +146,11 @@ class Decision:
             of_teacher = open_teacher(request.teacher, adapter, world.device)
             _compare_commit(request.teacher, of_teacher)
         if given.tensor_parallel > 1:
+            if Reads.TEACHER in loss.reads and not loss.needs_teacher:
+                raise UserError(
+                    f"tensor_parallel is {given.tensor_parallel}, and the loss reads a teacher's tokens from rows, "
+                    "which do not go together; leave one of them out"
+                )
             check_division(adapter, given.tensor_parallel)
 
         # What the planner decides, and whether the machines can do it.

@@ -84,8 +84,9 @@ class Pipeline:
         logit_clipping: the loss of training is that of logits.clamp(-c, c), with c this number; evaluation, generation
             and the saved model do not clip. None: no clipping.
         loss: in place of the cross-entropy of the target tokens: a `LogitsLoss`, a `RowLoss`, or another `Loss`.
-        teacher: a decoder-only model with the same vocabulary, given as `model` is, whose probabilities a
-            `DistillationLoss` compares with the model's. It is in the same stages, runs in forwards alone, and is
+        teacher: a decoder-only model with the same vocabulary, given as `model` is, or as a `ModelSpec` of
+            hf_gpipe.model.spec with other options, whose probabilities a `DistillationLoss` compares with the model's.
+            It is in the same stages, runs in forwards alone, and is
             neither trained nor saved.
         depth_scaled_feed_forward: whether the last projection of each feed-forward block starts 1/L times as large, L
             being the layers of its stack; for a configuration only, whose weights are new.
@@ -147,7 +148,7 @@ class Pipeline:
         label_smoothing: float = TrainingSection.label_smoothing_factor,
         logit_clipping: float | None = TrainingSection.logit_clipping,
         loss: Loss | None = None,
-        teacher: ModelSource | None = None,
+        teacher: ModelSource | ModelSpec | None = None,
         depth_scaled_feed_forward: bool = ModelSection.depth_scaled_feed_forward,
         device: DeviceChoice = None,
         peft_config: Any = None,
@@ -181,7 +182,7 @@ class Pipeline:
         loss = asked_loss(loss, label_smoothing, logit_clipping, packing=inputs.packing)
         options: dict[str, Any] = {"attn_implementation": attn_implementation, "autocast": autocast}
         options["trust_remote_code"] = trust_remote_code
-        of_teacher = None if teacher is None else ModelSpec.of(teacher, **options)
+        of_teacher = teacher if teacher is None or isinstance(teacher, ModelSpec) else ModelSpec.of(teacher, **options)
         request = PipelineRequest(spec, asked, inputs, seed, loss, length_bucketing, of_teacher)
         join_job()
         request.compare()

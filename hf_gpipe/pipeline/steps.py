@@ -285,7 +285,7 @@ class Steps:
         self.parameters.ties.refresh_copies()
         micro_batches = make_micro_batches(
             self.adapter,
-            [self._with_reference(batch) for batch in batches],
+            [self._with_passes(batch) for batch in batches],
             self.num_micro_batches,
             self.parameters.seed,
             step,
@@ -357,7 +357,7 @@ class Steps:
             on_logits: called in the process that has the micro-batch on the last stage, in order, with its logits
                 (B, T, V) and its inputs; columns of padding are cut off from both.
         """
-        return self._evaluate(self._with_reference(self.adapter.as_rows(rows)), StepOptions(on_logits=on_logits))
+        return self._evaluate(self._with_passes(self.adapter.as_rows(rows)), StepOptions(on_logits=on_logits))
 
     def log_probs(self, rows: Batch, *, with_adapters: bool = True) -> torch.Tensor:
         """The log-probability of each row of a mini-batch that every process already has: the sum over its targets.
@@ -415,17 +415,18 @@ class Steps:
                     disabled.enter_context(without_adapters(stage.model))
             yield
 
-    def _with_reference(self, batch: Batch) -> Batch:
-        """The mini-batch with the entry "ref_logps", if the loss needs it."""
-        if not self.decision.loss.needs_reference or "ref_logps" in batch:
-            return batch
+    def _with_passes(self, batch: Batch) -> Batch:
+        """The mini-batch with what the loss reads of forwards before the step."""
+        return self.decision.loss.with_passes(batch, self.log_probs, self._reference_log_probs)
+
+    def _reference_log_probs(self, rows: Batch) -> torch.Tensor:
         if not self.has_new_adapters:
             raise UserError(
                 "the loss needs the log-probabilities of the model before its training, and without new PEFT adapters, "
                 "which could be turned off, that model is gone; compute them first, by Pipeline.log_probs, and give "
                 "them as the entry 'ref_logps' of each mini-batch"
             )
-        return {**batch, "ref_logps": self.log_probs(batch, with_adapters=False)}
+        return self.log_probs(rows, with_adapters=False)
 
     def _in_micro_batches(self, rows: Batch) -> list[MicroBatch]:
         """The micro-batches of a mini-batch in evaluation."""

@@ -235,11 +235,20 @@ def _check_preferences(recipe: Recipe) -> None:
             f"it is for {users}: leave it out."
         )
     for name in ("batch_tokens", "packing", "label_smoothing_factor", "logit_clipping"):
-        if recipe.data.kind in (*PAIRED_KINDS, "embeddings", "prompts") and (value := getattr(training, name)):
+        if recipe.data.kind in (*PAIRED_KINDS, "kto", "embeddings", "prompts") and (value := getattr(training, name)):
             raise RecipeError(
                 f"training.{name} is {show(value)} and data.kind is {recipe.data.kind}, whose mini-batches and loss "
                 "are of several rows together; leave it out."
             )
+    if recipe.data.kind == "kto" and training.length_bucketing:
+        raise RecipeError(
+            "training.length_bucketing is true and data.kind is kto, whose rows come in their order; set it to false."
+        )
+    if recipe.data.kind == "kto" and recipe.kto.loss_type == "kto" and training.batch_size < 2:
+        raise RecipeError(
+            "training.batch_size is 1 and kto.loss_type is kto, which reads answers of other rows of the mini-batch; "
+            "use at least 2."
+        )
 
 
 def _check_grpo(recipe: Recipe) -> None:
@@ -257,7 +266,7 @@ def _check_grpo(recipe: Recipe) -> None:
 
 def _check_distillation(recipe: Recipe) -> None:
     given = recipe.distillation
-    if given.teacher is None:
+    if given.teacher is None and given.top_k_file is None:
         for key in keys_of(DistillationSection).values():
             if (value := getattr(given, key.name)) != key.default:
                 raise RecipeError(
@@ -266,7 +275,7 @@ def _check_distillation(recipe: Recipe) -> None:
                 )
     elif recipe.training.packing:
         raise RecipeError(
-            "training.packing is true and distillation.teacher is given, which needs rows; leave one out."
+            "training.packing is true and the section distillation is given, which needs rows; leave one out."
         )
 
 

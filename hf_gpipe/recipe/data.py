@@ -14,14 +14,14 @@ LOCAL_KINDS = ("jsonl", "csv", "parquet", "parallel")
 ROW_KINDS = (*LOCAL_KINDS, "hub")
 
 #: Kinds whose rows are messages, or text in their place.
-MESSAGE_KINDS = ("chat", "preferences", "rewards", "prompts")
+MESSAGE_KINDS = ("chat", "preferences", "kto", "rewards", "prompts")
 
 #: Kinds whose examples are pairs of rows, and kinds that a model with a head for classes or a score learns.
 PAIRED_KINDS = ("preferences", "rewards")
 CLASSIFIER_KINDS = ("classification", "rewards", "images")
 
 #: Kinds whose rows are cut to `max_length` tokens.
-ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "classification", "embeddings")
+ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "process_rewards", "classification", "embeddings")
 
 #: Kinds whose rows are one sequence, which decoder-only models learn.
 SEQUENCE_KINDS = ("text", *ROW_LENGTH_KINDS)
@@ -32,7 +32,9 @@ FIELDS = Kinds(("jsonl", "csv", "parquet", "hub"))
 TEXT = Kinds(("text",))
 CHAT = Kinds(("chat",))
 PREFERENCES = Kinds(("preferences",))
+KTO = Kinds(("kto",))
 REWARDS = Kinds(("rewards",))
+STEPS = Kinds(("process_rewards",))
 CLASSIFICATION = Kinds(("classification",))
 EMBEDDINGS = Kinds(("embeddings",))
 PROMPTS = Kinds(("prompts",))
@@ -58,7 +60,9 @@ Kind = Literal[
     "text",
     "chat",
     "preferences",
+    "kto",
     "rewards",
+    "process_rewards",
     "classification",
     "embeddings",
     "prompts",
@@ -76,13 +80,15 @@ class DataSection:
     translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:
     documents for a decoder-only model, cut into blocks of `max_target_tokens`. chat: conversations for a decoder-only
     model, or prompts and completions. preferences: prompts with a chosen and a rejected answer, for a decoder-only
-    model and the loss of the section `preferences`. rewards: the same rows, for a reward model, a decoder-only model
-    with a head of one number. classification: texts with a label, for a decoder-only model with
-    a new head, or the one that its checkpoint has. embeddings: rows of two texts or more, the first of which belongs to
-    the second and not to the others, or of two texts and a score, for an encoder or a decoder-only model without its
-    head, and the loss of the section `embeddings`. prompts: prompts with an answer, for a decoder-only
-    model that learns from rewards of its own completions, by the section `grpo`. images: images with a label, for an
-    image classifier."""
+    model and the loss of the section `preferences`. kto: prompts with an answer and a label, true where the answer is
+    wanted, for a decoder-only model and the loss of the section `kto`. rewards: rows of preferences, for a reward
+    model, a decoder-only model with a head of one number. classification: texts with a label, for a decoder-only model
+    with a new head, or the one that its checkpoint has. process_rewards: prompts with an answer in steps and a label
+    for each, for a decoder-only model with a head of two classes at the end of each step. embeddings: rows of two texts
+    or more, the first of which belongs to the second and not to the others, or of two texts and a score, for an encoder
+    or a decoder-only model without its head, and the loss of the section `embeddings`. prompts: prompts with an answer,
+    for a decoder-only model that learns from rewards of its own completions, by the section `grpo`. images: images with
+    a label, for an image classifier."""
 
     seed: int = 0
     """Seed for generating and sampling the corpus; `training.seed` decides the order of training examples."""
@@ -138,7 +144,8 @@ class DataSection:
 
     path: Annotated[Text | None, READ] = None
     """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
-    gzipped. hub, text, chat, preferences, rewards, classification, embeddings, prompts: id or directory of a data set.
+    gzipped. hub, text, chat, preferences, kto, rewards, process_rewards, classification, embeddings, prompts: id
+    or directory of a data set.
     images: a directory that has one of images for each class, .parquet files, or the id of a data set. Required."""
 
     made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROWS] = None
@@ -197,6 +204,12 @@ class DataSection:
 
     truncation_mode: Annotated[Literal["keep_start", "keep_end"], CHAT] = "keep_start"
     """Which end of a conversation that is too long is kept."""
+
+    step_separator: Annotated[str, Field(min_length=1), STEPS] = "\n"
+    """Text behind each step, whose last token has the label of the step."""
+
+    last_step_only: Annotated[bool, STEPS] = False
+    """Whether only the label of the last step is learnt, and not those of all steps."""
 
     chat_template: Annotated[Text | None, MESSAGES] = None
     """File with a Jinja chat template, used and saved in place of the tokenizer's own; null: its own is used."""

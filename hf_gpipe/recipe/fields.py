@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field
 
-from hf_gpipe.recipe.data import EMBEDDINGS, OF_TEXT, OF_TOKENS, PAIRS, PREFERENCES, PROMPTS, REWARDS, DataSection
+from hf_gpipe.recipe.data import EMBEDDINGS, KTO, OF_TEXT, OF_TOKENS, PAIRS, PREFERENCES, PROMPTS, REWARDS, DataSection
 from hf_gpipe.recipe.pipeline import PipelineConfig
 from hf_gpipe.recipe.section import (
     MAY_CHANGE,
@@ -157,6 +157,34 @@ class PreferencesSection:
     """Whether the model has no dropout in training."""
 
 
+KTOType = Literal["kto", "apo_zero_unpaired"]
+
+
+@section()
+class KTOSection:
+    """The loss of answers that are wanted or not (KTO), for that kind of data; keys as in TRL's KTOConfig."""
+
+    beta: Annotated[Positive, KTO] = 0.1
+    """How far the model may go from the reference, the model before its training; larger: less far."""
+
+    loss_type: Annotated[KTOType, KTO] = "kto"
+    """kto: beside the mean log-ratio of the mini-batch's prompts with the answers of other prompts, which two more
+    forwards give; apo_zero_unpaired: without it."""
+
+    desirable_weight: Annotated[NotNegative, KTO] = 1.0
+    """Factor of the loss of each answer that is wanted."""
+
+    undesirable_weight: Annotated[NotNegative, KTO] = 1.0
+    """Factor of the loss of each other answer."""
+
+    precompute_ref_log_probs: Annotated[bool, KTO] = False
+    """Whether the reference's log-probabilities are computed once before the training, instead of in each step with the
+    adapters turned off. Without `lora.r` they always are."""
+
+    disable_dropout: Annotated[bool, KTO] = True
+    """Whether the model has no dropout in training."""
+
+
 @section()
 class RewardsSection:
     """The loss of rewards (Bradley-Terry), for that kind of data; keys as in TRL's RewardConfig."""
@@ -258,6 +286,14 @@ class DistillationSection:
     teacher: Annotated[Text | None, OF_TOKENS] = None
     """Hub id or directory of the teacher, a decoder-only model with the same vocabulary; null: there is none. It is in
     the same stages, in the type of its own checkpoint, and runs in forwards alone."""
+
+    quantization: Annotated[Literal["nf4", "fp4", "int8"] | None, OF_TOKENS] = None
+    """The form to which the teacher's weights are quantised while they are loaded, as `model.quantization`; null: they
+    are as in its checkpoint."""
+
+    top_k_file: Annotated[Text | None, OF_TOKENS] = None
+    """File with the teacher's most likely tokens for all rows, in place of the teacher, which is then not loaded;
+    `scripts/write_teacher.py` writes it. The other tokens count as one. null: the teacher runs beside the model."""
 
     beta: Annotated[float, Field(ge=0, le=1), OF_TOKENS] = 0.5
     """0: the divergence from the teacher, KL(teacher, model); 1: KL(model, teacher); between them the generalized
@@ -474,6 +510,7 @@ class Recipe:
     model: ModelSection
     lora: LoraSection = field(default_factory=LoraSection)
     preferences: PreferencesSection = field(default_factory=PreferencesSection)
+    kto: KTOSection = field(default_factory=KTOSection)
     rewards: RewardsSection = field(default_factory=RewardsSection)
     embeddings: EmbeddingsSection = field(default_factory=EmbeddingsSection)
     grpo: GRPOSection = field(default_factory=GRPOSection)

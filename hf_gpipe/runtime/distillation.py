@@ -8,16 +8,20 @@ whole. The probabilities are compared as in generalized knowledge distillation (
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.runtime import vocabulary_loss
-from hf_gpipe.runtime.loss import LossInputs, Reads, TokenLoss
+from hf_gpipe.runtime.cached_teacher import TEACHER_LOG_PROBS, TEACHER_TOKENS, TopK
+from hf_gpipe.runtime.loss import LogProbs, LossInputs, Reads, TokenLoss
 
+#: The logarithm of the probability of a class that has none.
+_LEAST = -100.0
 #: Into how many parts the positions of a chunk are cut.
 _BLOCKS = 16
 
@@ -35,6 +39,8 @@ class DistillationLoss(TokenLoss):
             them divided by beta or 1 - beta.
         temperature: above 0.
         cross_entropy_share: from 0 to 1; the cross-entropy has no temperature.
+        from_rows: whether mini-batches have the teacher's most likely tokens (runtime/cached_teacher.py), in place of a
+            teacher. Then p and q are of these tokens and of all others together, TRL's tail bucket.
 
     Raises:
         UserError: a value that is not allowed, or the logits are clipped, or the loss is dynamic.
@@ -43,6 +49,7 @@ class DistillationLoss(TokenLoss):
     beta: float = 0.5
     temperature: float = 1.0
     cross_entropy_share: float = 0.0
+    from_rows: bool = False
 
     reads = Reads.TOKENS | Reads.TEACHER
 
@@ -59,6 +66,16 @@ class DistillationLoss(TokenLoss):
             raise UserError(
                 f"label_smoothing={self.label_smoothing!r} is of the cross-entropy, and cross_entropy_share is 0"
             )
+
+    @property
+    def needs_teacher(self) -> bool:
+        return not self.from_rows
+
+    def with_passes(self, batch: Mapping[str, torch.Tensor], *passes: LogProbs) -> Mapping[str, torch.Tensor]:
+        """The mini-batch itself. Raises DataError where it lacks the teacher's tokens, and they are read."""
+        if self.from_rows and not {TEACHER_TOKENS, TEACHER_LOG_PROBS} <= batch.keys():
+            raise DataError(f"the batch has no {TEACHER_TOKENS!r}, which the loss reads; use a TeacherCollator")
+        return batch
 
     def of_logits(self, read: LossInputs, targets: torch.Tensor) -> torch.Tensor:
         length = targets.shape[1]
@@ -92,32 +109,58 @@ class DistillationLoss(TokenLoss):
         return losses, gradient
 
     def _of_block(
-        self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor, part: VocabularyPart | None
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        teacher: torch.Tensor | TopK,
+        part: VocabularyPart | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype, share, beta = torch.promote_types(logits.dtype, torch.float32), self.cross_entropy_share, self.beta
+        dtype, share = torch.promote_types(logits.dtype, torch.float32), self.cross_entropy_share
         student = vocabulary_loss.log_softmax(logits.to(dtype) / self.temperature, part)
-        teacher = vocabulary_loss.log_softmax(teacher.to(dtype) / self.temperature, part)
-        if beta == 0:
-            losses = vocabulary_loss.total(teacher.exp() * (teacher - student), part)
-            gradient = student.exp_().sub_(teacher.exp_())
+        if isinstance(teacher, TopK):
+            losses, gradient = self._of_top_k(student, teacher)
         else:
-            reference, weight = teacher, 1.0
-            if beta < 1:
-                parts = (student + math.log1p(-beta), teacher + math.log(beta))
-                reference, weight = torch.logaddexp(*parts), 1 - beta
-            # The derivative by the student's probability q is the logarithm of q / m, but for a constant.
-            ratio, probability = student - reference, student.exp()
-            mean = vocabulary_loss.total(probability * ratio, part)
-            losses = weight * mean
-            if beta < 1:
-                losses = losses + beta * vocabulary_loss.total(teacher.exp() * (teacher - reference), part)
-            gradient = ratio.sub_(mean[:, None]).mul_(probability).mul_(weight)
+            known = vocabulary_loss.log_softmax(teacher.to(dtype) / self.temperature, part)
+            losses, gradient = self._divergence(student, known, part)
         gradient.mul_((1 - share) / self.temperature)
         losses = (1 - share) * losses.masked_fill(~self.units(targets), 0)
         if share:
             of_targets, by_logits = TokenLoss.with_gradient(self, logits, targets, part=part)
             losses, gradient = losses + share * of_targets, gradient.add_(by_logits, alpha=share)
         return losses, gradient
+
+    def _divergence(
+        self, student: torch.Tensor, teacher: torch.Tensor, part: VocabularyPart | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The divergence of log-probabilities (N, C), (N,), and its gradient by the student's logits, (N, C).
+
+        The memory of the student's may be reused; with a part of the vocabulary the columns are those of the part.
+        """
+        beta, total = self.beta, vocabulary_loss.total
+        if beta == 0:
+            losses = total(teacher.exp() * (teacher - student), part)
+            return losses, student.exp_().sub_(teacher.exp_())
+        reference, weight = teacher, 1.0
+        if beta < 1:
+            parts = (student + math.log1p(-beta), teacher + math.log(beta))
+            reference, weight = torch.logaddexp(*parts), 1 - beta
+        # The derivative by the student's probability q is the logarithm of q / m, but for a constant.
+        ratio, probability = student - reference, student.exp()
+        mean = total(probability * ratio, part)
+        losses = weight * mean
+        if beta < 1:
+            losses = losses + beta * total(teacher.exp() * (teacher - reference), part)
+        return losses, ratio.sub_(mean[:, None]).mul_(probability).mul_(weight)
+
+    def _of_top_k(self, student: torch.Tensor, teacher: TopK) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_divergence` over the teacher's k tokens and one class of all others, (N,), and its gradient (N, V)."""
+        others = student.scatter(1, teacher.tokens, -math.inf)
+        rest = others.logsumexp(-1, keepdim=True).clamp(min=_LEAST)
+        classes = torch.cat([student.gather(1, teacher.tokens), rest], dim=-1)
+        losses, of_classes = self._divergence(classes, teacher.with_rest(student.dtype))
+        # A token's share of the class is its share of the class's gradient.
+        gradient = others.sub_(rest).exp_().mul_(of_classes[:, -1:])
+        return losses, gradient.scatter_(1, teacher.tokens, of_classes[:, :-1])
 
 
 class _Planned(DistillationLoss):

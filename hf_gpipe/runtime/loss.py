@@ -13,7 +13,7 @@ the logits can be made in parts, training never has all of them (runtime/head.py
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Flag
 from typing import Any
@@ -77,6 +77,10 @@ class LossInputs:
         return -self.token_losses.sum(dim=1)
 
 
+LogProbs = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+"""Rows (N, T) -> the log-probability of each row, (N,), float64 on the CPU."""
+
+
 class Loss:
     """A loss. A new one is a class that says what it reads, and gives the loss of each unit.
 
@@ -128,6 +132,11 @@ class Loss:
         return self.reads == Reads.TOKENS
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether a teacher must be beside the model."""
+        return Reads.TEACHER in self.reads
+
+    @property
     def planned(self) -> Loss:
         """A loss of the same cost, for the planner, whose tensors have no values."""
         return _Planned(self.reads, self.compares_units)
@@ -135,6 +144,20 @@ class Loss:
     def of_mini_batch(self, name: tuple[int, int], *, is_training: bool) -> Loss:
         """The same loss, which notes its metrics under the name of a mini-batch; in evaluation without clipping."""
         return self
+
+    def with_passes(
+        self, batch: Mapping[str, torch.Tensor], model: LogProbs, reference: LogProbs
+    ) -> Mapping[str, torch.Tensor]:
+        """The mini-batch of a step, with what the loss reads of forwards that have no gradients.
+
+        Args:
+            batch: the mini-batch, which every process has.
+            model: gives the log-probabilities of rows (N,) by the model as it is.
+            reference: gives them by the model before its training.
+        """
+        if not self.needs_reference or "ref_logps" in batch:
+            return batch
+        return {**batch, "ref_logps": reference(batch)}
 
     def row_units(self, targets: torch.Tensor) -> torch.Tensor:
         """The number of units that begin in each row of targets (B, T), (B,)."""

@@ -18,6 +18,7 @@ from hf_gpipe.adapters.chunk_cache import RowCache
 from hf_gpipe.adapters.head import DeferredLogits
 from hf_gpipe.adapters.routers import ChunkRouters
 from hf_gpipe.adapters.weight_gradients import Product, kept_bytes
+from hf_gpipe.runtime.cached_teacher import TopK
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
@@ -332,7 +333,7 @@ class Stage:
             micro_batch.num_tokens,
             hidden=found.get("hidden") if self.model.adapter.ends_with_head else logits,
             logits=logits,
-            teacher=context.teacher,
+            teacher=TopK.of_inputs(micro_batch.inputs) if context.teacher is None else context.teacher,
         )
         return outputs, deferred, read
 

@@ -22,6 +22,7 @@ from hf_gpipe.adapters.embedders import as_embedder
 from hf_gpipe.adapters.guards import check_sizes
 from hf_gpipe.adapters.peft import need_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
+from hf_gpipe.adapters.token_classifiers import as_token_classifier
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.peft import has_adapters
 from hf_gpipe.data import Corpus, StreamedCorpus
@@ -44,6 +45,7 @@ from hf_gpipe.runtime.loss import Loss, TokenLoss
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.embedding_loss import EmbeddingLoss
 from hf_gpipe.training.grpo_loss import GRPOLoss
+from hf_gpipe.training.kto_loss import KTOLoss
 from hf_gpipe.training.preference_loss import PreferenceLoss
 from hf_gpipe.training.reward_loss import RewardLoss
 
@@ -58,7 +60,11 @@ _FREE_TOKENS = ("forced_eos_token_id", "decoder_start_token_id")
 
 
 #: peft's names of what is not generation.
-_TASK_TYPES = {**dict.fromkeys(CLASSIFIER_KINDS, "SEQ_CLS"), "embeddings": "FEATURE_EXTRACTION"}
+_TASK_TYPES = {
+    **dict.fromkeys(CLASSIFIER_KINDS, "SEQ_CLS"),
+    "process_rewards": "TOKEN_CLS",
+    "embeddings": "FEATURE_EXTRACTION",
+}
 
 
 def check_model(recipe: Recipe) -> None:
@@ -173,23 +179,32 @@ def spec_of(recipe: Recipe, config: PreTrainedConfig) -> ModelSpec:
         config_overrides=_config_overrides_of(recipe, config),
         depth_scaled_feed_forward=model.depth_scaled_feed_forward,
         autocast=_autocast_of(recipe),
-        quantization_config=_quantization_config_of(recipe),
+        quantization_config=_quantization_config_of(recipe, recipe.model.quantization),
         peft_config=_peft_config_of(recipe, config),
     )
 
 
 def teacher_of(recipe: Recipe) -> ModelSpec | None:
-    """The recipe's teacher; None: there is none."""
+    """The recipe's teacher that runs beside the model; None: there is none."""
+    return None if recipe.distillation.top_k_file is not None else named_teacher(recipe)
+
+
+def named_teacher(recipe: Recipe) -> ModelSpec | None:
+    """The teacher that the recipe names; None: it names none. Raises UserError where a package for it is missing."""
     model, path = recipe.model, recipe.distillation.teacher
     if path is None:
         return None
-    options: dict[str, Any] = {"attn_implementation": model.attn_implementation, "autocast": _autocast_of(recipe)}
-    return ModelSpec.of(path, trust_remote_code=model.trust_remote_code, **options)
+    return ModelSpec.of(
+        path,
+        attn_implementation=model.attn_implementation,
+        trust_remote_code=model.trust_remote_code,
+        autocast=_autocast_of(recipe),
+        quantization_config=_quantization_config_of(recipe, recipe.distillation.quantization),
+    )
 
 
-def _quantization_config_of(recipe: Recipe) -> BitsAndBytesConfig | None:
+def _quantization_config_of(recipe: Recipe, kind: str | None) -> BitsAndBytesConfig | None:
     """How weights are quantised while they are loaded, if they are. Raises UserError without bitsandbytes."""
-    kind = recipe.model.quantization
     if kind is None:
         return None
     need_bitsandbytes()
@@ -237,12 +252,18 @@ def loss_of(recipe: Recipe) -> Loss:
         return EmbeddingLoss.of(recipe.embeddings)
     if recipe.data.kind == "prompts":
         return GRPOLoss.of(recipe.grpo)
+    if recipe.data.kind == "kto":
+        kto = recipe.kto
+        return KTOLoss(kto.beta, kto.loss_type, kto.desirable_weight, kto.undesirable_weight)
     if recipe.data.kind != "preferences":
         distilled, training = recipe.distillation, recipe.training
         of_tokens = training.label_smoothing_factor, training.logit_clipping
-        if distilled.teacher is None:
+        if distilled.teacher is None and distilled.top_k_file is None:
             return TokenLoss(*of_tokens)
-        values = {name: getattr(distilled, name) for name in ("beta", "temperature", "cross_entropy_share")}
+        values: dict[str, Any] = {
+            name: getattr(distilled, name) for name in ("beta", "temperature", "cross_entropy_share")
+        }
+        values["from_rows"] = distilled.top_k_file is not None
         return DistillationLoss(*of_tokens, **values)
     given = recipe.preferences
     others = {name: getattr(given, name) for name in ("reference_free", "simpo_gamma", "cpo_alpha")}
@@ -267,6 +288,8 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
     config = _config_of_language_model(recipe, tokenizer)
     if recipe.data.kind == "embeddings":
         change(config, as_embedder(config))
+    if recipe.data.kind == "process_rewards" and not config.is_encoder_decoder:
+        change(config, as_token_classifier(config, ["wrong", "right"]))
     if recipe.data.kind in CLASSIFIER_KINDS and not config.is_encoder_decoder:
         padding = 0 if tokenizer is None else PairCollator.for_tokenizer(tokenizer).pad_token_id
         change(config, _classifier_fields(recipe, config, padding))
@@ -292,6 +315,8 @@ def _config_overrides_of(recipe: Recipe, config: PreTrainedConfig) -> dict[str, 
     given = recipe.model.config
     if recipe.data.kind == "embeddings":
         return given | as_embedder(config)
+    if recipe.data.kind == "process_rewards":
+        return given | as_token_classifier(config, ["wrong", "right"])
     if recipe.data.kind not in CLASSIFIER_KINDS:
         return given
     found = _classifier_fields(recipe, config)
@@ -396,6 +421,10 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         from hf_gpipe.training.dpo import PipelineDPOConfig  # the planner's command needs no trainer
 
         made_as, others = PipelineDPOConfig, {**vars(recipe.preferences), "max_length": recipe.data.max_length}
+    if recipe.data.kind == "kto":
+        from hf_gpipe.training.kto import PipelineKTOConfig
+
+        made_as, others = PipelineKTOConfig, {**vars(recipe.kto), "max_length": recipe.data.max_length}
     if recipe.data.kind == "rewards":
         from hf_gpipe.training.reward import PipelineRewardConfig
 
@@ -409,6 +438,9 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
 
         values = {name: value for name, value in vars(recipe.grpo).items() if name != "reward"}
         made_as, others = PipelineGRPOConfig, {**values, "max_length": recipe.data.max_length}
+    order = "group_by_length" if sorts_rows(recipe) else "random"
+    if recipe.data.kind == "kto":  # so that each mini-batch is that of the reference's pass
+        order = "sequential"
     if training.lr_scheduler_type == "warmup_stable_decay":
         others |= {"lr_scheduler_kwargs": {"num_decay_steps": training.decay_steps}}
     return made_as(
@@ -420,7 +452,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         batch_tokens=training.batch_tokens,
         # A stream draws its pairs by temperature itself.
         sampling_temperature=1.0 if recipe.data.streaming else recipe.data.temperature,
-        train_sampling_strategy="group_by_length" if sorts_rows(recipe) else "random",
+        train_sampling_strategy=order,
         logging_first_step=True,
         eval_strategy="steps" if training.eval_steps else "no",
         eval_steps=training.eval_steps,

@@ -16,8 +16,10 @@ import torch
 from torch.nn import functional as F
 from transformers import EvalPrediction, PreTrainedTokenizerBase, default_data_collator
 
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.embeddings import EmbeddingCollator
+from hf_gpipe.data.kto import KTOCollator
 from hf_gpipe.data.labelled import LabelCollator
 from hf_gpipe.data.preferences import PreferenceCollator
 from hf_gpipe.data.prompts import PromptCollator
@@ -81,9 +83,9 @@ def evaluate_text(
     # The mask leaves padding out, so any token serves as padding.
     num_rows, batches = _mini_batches(pipe, make_rows, PairCollator(0), batch_size, max_rows)
     nll, num_tokens = 0.0, 0
-    for predicted in predict(pipe, batches):
-        nll += float(predicted.evaluation.row_nll.sum())
-        num_tokens += int(predicted.evaluation.row_tokens.sum())
+    for log_probs, batch in _log_probs(pipe, batches):
+        nll -= float(log_probs.sum())
+        num_tokens += int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
     return text_report(num_rows, num_tokens, nll / max(num_tokens, 1))
 
 
@@ -141,6 +143,25 @@ def _classes(
     return values, words
 
 
+def evaluate_steps(
+    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
+) -> HeldOutReport:
+    """The negative log-likelihood of the steps' labels, and how often the likelier is right. Rows: `StepExamples`."""
+    num_rows, batches = _mini_batches(pipe, make_rows, PairCollator(0), batch_size, max_rows)
+    nll, num_right, num_steps = 0.0, 0, 0
+    for predicted in predict(pipe, batches, with_logits=True):
+        labels = predicted.batch["labels"].numpy()
+        nll, num_steps = nll + float(predicted.evaluation.row_nll.sum()), num_steps + int((labels >= 0).sum())
+        if predicted.logits is not None:  # in the last stage's leader
+            num_right += int(((predicted.logits.argmax(-1) == labels) & (labels >= 0)).sum())
+    num_right = pipe.world.broadcast_value(num_right, pipe.world.leader_of(pipe.num_stages - 1))
+    share, loss = num_right / num_steps, nll / num_steps
+    values = {"num_rows": num_rows, "num_steps": num_steps, "accuracy": share, "loss": loss}
+    return HeldOutReport(
+        "process_rewards", values, ("answers", f"{num_steps} steps"), f"accuracy {share:.1%}, loss {loss:.4f}"
+    )
+
+
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     """`compute_metrics` of a trainer, for logits (N, C) and labels (N,)."""
     return {"accuracy": float(np.mean(prediction.predictions.argmax(-1) == prediction.label_ids))}
@@ -153,9 +174,7 @@ def evaluate_preferences(
     log-probabilities of both. The rows are the pairs of `PreferenceExamples`."""
     # The mask leaves padding out, so any token serves as padding.
     _, batches = _mini_batches(pipe, make_rows, PreferenceCollator(0), batch_size, max_rows)
-    with pipe.ties.holding_values():
-        stream = shared_stream(None if batches is None else ([batch] for batch in batches), pipe.world)
-        log_probs = torch.cat([pipe.log_probs(batch) for (batch,) in stream]).view(-1, 2)
+    log_probs = torch.cat([own for own, _ in _log_probs(pipe, batches)]).view(-1, 2)
     chosen, rejected = log_probs.unbind(dim=1)
     share = float((chosen > rejected).double().mean())
     means = float(chosen.mean()), float(rejected.mean())
@@ -165,6 +184,27 @@ def evaluate_preferences(
         f"{means[1]:.2f}"
     )
     return HeldOutReport("preferences", values, ("preferences", f"{len(chosen)} pairs"), words)
+
+
+def evaluate_judged(
+    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
+) -> HeldOutReport:
+    """The mean log-probabilities of answers that are wanted and of the others; rows are of `KTOExamples`."""
+    _, batches = _mini_batches(pipe, make_rows, KTOCollator(0, has_mismatches=False), batch_size, max_rows)
+    found = [(log_probs, batch["desirable"]) for log_probs, batch in _log_probs(pipe, batches)]
+    log_probs, is_wanted = (torch.cat(parts) for parts in zip(*found, strict=True))
+    kinds = {"chosen": log_probs[is_wanted], "rejected": log_probs[~is_wanted]}
+    means = {f"logps_{name}": float(own.mean()) for name, own in kinds.items() if len(own)}
+    words = ", ".join(f"{name.removeprefix('logps_')} {mean:.2f}" for name, mean in means.items())
+    values = {"num_rows": len(log_probs), **means}
+    return HeldOutReport("kto", values, ("answers", f"{len(log_probs)} answers"), f"log-probabilities: {words}")
+
+
+def _log_probs(pipe: Pipeline, batches: Iterator[Batch] | None) -> Iterator[tuple[torch.Tensor, Batch]]:
+    """The log-probabilities of the rows of each mini-batch, and the mini-batch, in every process."""
+    with pipe.ties.holding_values():
+        for (batch,) in shared_stream(None if batches is None else ([batch] for batch in batches), pipe.world):
+            yield pipe.log_probs(batch), batch
 
 
 def evaluate_rewards(

@@ -19,6 +19,7 @@ from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.save import make_directory, writing
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data.files import check_files, digest_of_files
+from hf_gpipe.data.teacher_file import TeacherCollator, TeacherFile, WithTeacher
 from hf_gpipe.errors import DataError, RecipeError
 from hf_gpipe.pipeline import Pipeline, PipelineRequest, Update, UpdateStage
 from hf_gpipe.planner.workload import PlanInputs
@@ -47,6 +48,7 @@ from hf_gpipe.training.from_recipe import (
 )
 from hf_gpipe.training.grpo import PipelineGRPOConfig, PipelineGRPOTrainer
 from hf_gpipe.training.held_out import accuracy
+from hf_gpipe.training.kto import PipelineKTOTrainer
 from hf_gpipe.training.pairs import PairArguments, PairTrainer
 from hf_gpipe.training.reward import PipelineRewardTrainer
 from hf_gpipe.training.tasks import Task, task_of
@@ -64,6 +66,7 @@ TABLE_FILE = "schedule.txt"
 
 _PAIR_TRAINERS: dict[str, type[PairTrainer]] = {
     "preferences": PipelineDPOTrainer,
+    "kto": PipelineKTOTrainer,
     "rewards": PipelineRewardTrainer,
     "embeddings": PipelineEmbeddingTrainer,
 }
@@ -318,10 +321,16 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
         """Make the datasets in the reader; the number of characters of the validation's references, if any."""
         assert prepared is not None, "the reader has prepared the data"
         corpus, tokenizer = prepared.corpus, prepared.tokenizer
-        datasets["train_dataset"] = task.rows(recipe.data, corpus.train, tokenizer, decoder_only=decoder_only)
+        file = teacher_file(recipe, pipe)
+
+        def rows(split: Any) -> Any:
+            found = task.rows(recipe.data, split, tokenizer, decoder_only=decoder_only)
+            return found if file is None else WithTeacher(found, file)
+
+        datasets["train_dataset"] = rows(corpus.train)
         if not recipe.training.eval_steps:
             return None
-        datasets["eval_dataset"] = task.rows(recipe.data, corpus.validation, tokenizer, decoder_only=decoder_only)
+        datasets["eval_dataset"] = rows(corpus.validation)
         if task.num_characters is None:
             return None
         return task.num_characters(recipe.data, corpus.validation, tokenizer, decoder_only=decoder_only)
@@ -342,6 +351,16 @@ def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | N
     if prepared is None:
         return PipelineTrainer(pipe, args, **metrics)
     tokenizer = prepared.tokenizer
-    return PipelineTrainer(
-        pipe, args, task.collator(tokenizer, pipe), processing_class=tokenizer, **datasets, **metrics
-    )
+    collator = task.collator(tokenizer, pipe)
+    if recipe.distillation.top_k_file is not None:
+        collator = TeacherCollator(collator)
+    return PipelineTrainer(pipe, args, collator, processing_class=tokenizer, **datasets, **metrics)
+
+
+def teacher_file(recipe: Recipe, pipe: Pipeline) -> TeacherFile | None:
+    """The file in place of a teacher, checked; None: there is none. Raises DataError."""
+    given = recipe.distillation
+    if given.top_k_file is None:
+        return None
+    vocabulary = pipe.adapter.reference.get_output_embeddings().weight.shape[0]
+    return TeacherFile(given.top_k_file, vocabulary=vocabulary, temperature=given.temperature)

@@ -1,7 +1,7 @@
-"""`PairTrainer`: what the trainers of pairs of answers share, and those of examples of several texts.
+"""`PairTrainer`: what the trainers of preferences share.
 
-A pair of answers is two neighbouring rows of a micro-batch. Stages, tables and the training loop are those of any other
-training.
+A pair of answers is two neighbouring rows of a micro-batch, and an example of KTO is one row. Stages, tables and the
+training loop are those of any other training.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from hf_gpipe.training.arguments import PipelineTrainingArguments, argument
 from hf_gpipe.training.base import join_with, pipeline_of
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.pools import has_index
-from hf_gpipe.training.preference_loss import PairLoss
+from hf_gpipe.training.preference_loss import NotingLoss
 from hf_gpipe.training.trainer import PipelineTrainer
 
 
 @dataclass
 class PairArguments(PipelineTrainingArguments, ABC):
-    """Arguments of a trainer of pairs, TRL's by their names.
-
-    `per_device_train_batch_size` is the pairs of a mini-batch, of two rows each.
+    """Arguments of a trainer of preferences, TRL's by their names.
 
     Raises:
         UserError: an argument that a pipeline does not support.
@@ -50,7 +48,7 @@ class PairArguments(PipelineTrainingArguments, ABC):
         super().check()
         if self.batch_tokens is not None or self.packing:
             name = "packing" if self.packing else "batch_tokens"
-            raise UserError(f"{name}={getattr(self, name)!r}: mini-batches are made of pairs; leave it out")
+            raise UserError(f"{name}={getattr(self, name)!r}: mini-batches are made of whole examples; leave it out")
         if self.label_smoothing_factor:
             raise UserError(
                 f"label_smoothing_factor={self.label_smoothing_factor!r} is of the cross-entropy"
@@ -59,7 +57,7 @@ class PairArguments(PipelineTrainingArguments, ABC):
         self.make_loss()
 
     @abstractmethod
-    def make_loss(self) -> PairLoss:
+    def make_loss(self) -> NotingLoss:
         """The loss that these arguments ask for."""
 
 
@@ -114,7 +112,7 @@ class PairTrainer(PipelineTrainer, ABC):
                 f"the given Pipeline has the loss {pipe.loss}, and the arguments ask for {asked}; make it with "
                 "loss=args.make_loss(), or give the model"
             )
-        assert isinstance(pipe.loss, PairLoss)
+        assert isinstance(pipe.loss, NotingLoss)
         self._loss_of_pairs = pipe.loss
         if pipe.adapter.config.is_encoder_decoder:
             raise UserError(f"{pipe.adapter.config.model_type} is an encoder-decoder; give a decoder-only model")
@@ -185,10 +183,10 @@ class PairTrainer(PipelineTrainer, ABC):
         return super()._evaluated(self._completed(examples[0] if examples else None), generation, required)
 
     def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
-        """The means over the pairs since the last call, of all processes. Every process calls it."""
-        *sums, num_pairs = self.world.all_reduce(self._loss_of_pairs.take(is_training=is_training)).tolist()
-        names = self._loss_of_pairs.metrics
-        return {name: value / num_pairs for name, value in zip(names, sums, strict=True)} if num_pairs else {}
+        """The means over the units since the last call, of all processes. Every process calls it."""
+        sums, counts = self.world.all_reduce(self._loss_of_pairs.take(is_training=is_training)).tolist()
+        found = zip(self._loss_of_pairs.metrics, sums, counts, strict=True)
+        return {name: value / count for name, value, count in found if count}
 
 
 def each(datasets: Any, function: Callable[[Any], Any]) -> Any:

@@ -6,6 +6,7 @@ reference, the model before its training. CPO, SimPO and ORPO need none. Names a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -28,36 +29,44 @@ _PER_TOKEN = ("ipo", "sigmoid_norm", "simpo", "orpo")
 
 
 @dataclass(frozen=True)
-class PairLoss(Loss):
-    """A loss of neighbouring rows, such as a chosen one and the rejected one after it, which notes metrics.
+class NotingLoss(Loss):
+    """A loss that notes metrics, which are means over units or tokens.
 
     Attributes:
         metrics: their names, in the order in which they are summed up.
     """
 
     metrics: ClassVar[tuple[str, ...]]
-    #: In training and in evaluation: the sums of the metrics, and the number of pairs.
+    #: In training and in evaluation: the sums of the metrics, and the number of values of each.
     _sums: dict[bool, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    rows_per_unit = 2
+    def _note(self, *metrics: torch.Tensor, counts: torch.Tensor | Sequence[torch.Tensor] | None = None) -> None:
+        """Add the metrics of units, (U,) each, to the sums; nothing is read from the device.
 
-    def _note(self, *metrics: torch.Tensor, counts: torch.Tensor | None = None) -> None:
-        """Add the metrics of units, (B / rows_per_unit,) each, to the sums; nothing is read from the device.
-
-        With `counts` they are sums over so many tokens of each unit.
+        Args:
+            metrics: the values.
+            counts: over how many values they are sums in each unit, (U,), of all metrics or of each; None: one.
         """
-        counts = torch.ones_like(metrics[0]) if counts is None else counts
-        values = torch.stack([one.detach().double() for one in (*metrics, counts)])
+        values = torch.stack([one.detach().double() for one in metrics])
+        over = torch.ones((), device=values.device) if counts is None else counts
+        over = over if isinstance(over, torch.Tensor) else torch.stack(list(over))
         is_training = torch.is_grad_enabled()
-        self._sums[is_training] = self._sums.get(is_training, 0.0) + values.sum(dim=1)
+        sums = torch.stack([values.sum(dim=1), over.double().expand_as(values).sum(dim=1)])
+        self._sums[is_training] = self._sums.get(is_training, 0.0) + sums
 
     def take(self, *, is_training: bool) -> torch.Tensor:
-        """The sums of the metrics and the number of pairs since the last call, in this process; then they begin anew.
+        """The sums of the metrics and the numbers of values since the last call, in this process; they begin anew.
 
-        They are those of training or of evaluation, (len(metrics) + 1,) in float64, on the CPU.
+        They are those of training or of evaluation, (2, len(metrics)) in float64, on the CPU.
         """
         sums = self._sums.pop(is_training, None)
-        return torch.zeros(len(self.metrics) + 1, dtype=torch.float64) if sums is None else sums.cpu()
+        return torch.zeros(2, len(self.metrics), dtype=torch.float64) if sums is None else sums.cpu()
+
+
+class PairLoss(NotingLoss):
+    """A loss of pairs of a chosen row and the rejected row after it."""
+
+    rows_per_unit = 2
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from hf_gpipe.runtime.custom_loss import loss_of_function
 from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.token_metrics import means
 from hf_gpipe.training.base import example_of, join_with, pipeline_of
-from hf_gpipe.training.dpo import each
 from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.pairs import each
 from hf_gpipe.training.pools import has_index
 from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.sft_config import PipelineSFTConfig

@@ -20,10 +20,12 @@ from hf_gpipe.data.chats import ChatCorpus, Read, chat_corpus, preference_of
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.embeddings import EmbeddingExamples, embedded_of
 from hf_gpipe.data.images import ImageExamples, image_corpus
+from hf_gpipe.data.kto import KTOExamples, judged_of
 from hf_gpipe.data.labelled import LabelCollator, LabelledExamples, labelled_of
 from hf_gpipe.data.preferences import PreferenceExamples
 from hf_gpipe.data.prompts import PromptExamples, prompted_of
 from hf_gpipe.data.rewards import RewardExamples, compared_of
+from hf_gpipe.data.steps import StepExamples, stepwise_of
 from hf_gpipe.data.text import TokenBlocks, text_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Pipeline
@@ -42,8 +44,10 @@ from hf_gpipe.training.held_out import (
     evaluate_completions,
     evaluate_embeddings,
     evaluate_images,
+    evaluate_judged,
     evaluate_preferences,
     evaluate_rewards,
+    evaluate_steps,
     evaluate_text,
 )
 
@@ -259,6 +263,14 @@ TASKS: dict[str, Task] = {
         read=lambda recipe: _chats(recipe, "preferences", preference_of),
         size=_pairs_of_answers,
     ),
+    "kto": _of_sequences(
+        evaluate_judged,
+        lambda data, split, tokenizer: KTOExamples(split, tokenizer, max_length=data.max_length),
+        evaluating="comparing the answers",
+        items="answers",
+        read=lambda recipe: _chats(recipe, "answers", judged_of),
+        size=lambda data, corpus: f"{len(corpus.train)} training answers of up to {data.max_length} tokens",
+    ),
     "rewards": _of_sequences(
         evaluate_rewards,
         lambda data, split, tokenizer: RewardExamples(split, tokenizer, max_length=data.max_length),
@@ -282,6 +294,20 @@ TASKS: dict[str, Task] = {
         size=lambda data, corpus: f"{len(corpus.train)} training prompts of up to {data.max_length} tokens",
         rows=_prompts,
         evaluate=_complete,
+    ),
+    "process_rewards": _of_sequences(
+        evaluate_steps,
+        lambda data, split, tokenizer: StepExamples(
+            split,
+            tokenizer,
+            step_separator=data.step_separator,
+            max_length=data.max_length,
+            last_step_only=data.last_step_only,
+        ),
+        evaluating="judging the steps",
+        items="answers",
+        read=lambda recipe: _chats(recipe, "answers", stepwise_of),
+        size=lambda data, corpus: f"{len(corpus.train)} training answers of up to {data.max_length} tokens",
     ),
     "classification": _of_sequences(
         evaluate_classes,

@@ -681,6 +681,7 @@ class PipelineTrainer:
                 "label",
                 "label_ids",
                 "labels",
+                *self.pipe.adapter.loss_keys,
                 *self._collated_columns,
             }
             if getattr(self.data_collator, "padding_free", False):

@@ -264,7 +264,9 @@ def test_the_formulas_of_every_loss() -> None:
         assert float(loss.of_units(LossInputs(inputs, 1, token_losses=losses))) == pytest.approx(expected, rel=1e-6), (
             loss_type
         )
-        assert loss.take(is_training=True).tolist() == pytest.approx([0.5, -0.5, 1, 1, -3, -8, 1])
+        values, counts = loss.take(is_training=True).tolist()
+        assert values == pytest.approx([0.5, -0.5, 1, 1, -3, -8])
+        assert counts == [1] * 6
         assert not loss.take(is_training=True).any()
     free = PreferenceLoss(0.5, reference_free=True)
     assert float(free.of_units(LossInputs({}, 1, token_losses=losses))) == pytest.approx(
@@ -344,7 +346,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ({"cpo_alpha": 0.5}, "cpo_alpha=0.5 has no meaning with loss_type='sigmoid', only with cpo and simpo"),
         ({"loss_type": "simpo", "simpo_gamma": -1.0}, "simpo_gamma=-1.0: expected a number of at least 0"),
         ({"loss_type": "cpo", "precompute_ref_log_probs": True}, "loss_type='cpo' reads no reference; leave it out"),
-        ({"packing": True}, "packing=True: mini-batches are made of pairs"),
+        ({"packing": True}, "packing=True: mini-batches are made of whole examples"),
         ({"label_smoothing_factor": 0.1}, "is of the cross-entropy; use label_smoothing"),
     ):
         with pytest.raises(UserError, match=message):

@@ -1,0 +1,93 @@
+"""Decoder-only models that classify tokens: transformers' AutoModelForTokenClassification, such as process rewards.
+
+Their labels are the classes of the tokens themselves, -100 where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Tensors
+from hf_gpipe.adapters.decoder_only import DecoderOnly
+from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
+
+
+class TokenClassifier(DecoderOnly):
+    """Embedding, blocks, norm, and a head that gives the logits of a few classes at each token."""
+
+    task_type = "TOKEN_CLS"
+
+    @property
+    def compared_class(self) -> None:
+        """Its family's language model."""
+
+    def skeleton(self) -> PreTrainedModel:
+        """Without the dropout before the head, which transformers has where the configuration says nothing of it."""
+        model = super().skeleton()
+        for module in model.children():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
+
+    def targets(self, inputs: Tensors) -> torch.Tensor:
+        return inputs["labels"]
+
+    def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
+        raise UserError(f"packing is not supported for a {type(self.reference).__name__}; use a collator that pads")
+
+    def check_ids(self, inputs: Inputs) -> None:
+        super().check_ids(inputs)
+        labels, count = inputs["labels"], self.config.num_labels
+        if len(wrong := labels[(labels != IGNORED_LABEL) & ((labels < 0) | (labels >= count))]):
+            raise DataError(f"labels has {int(wrong[0])}, and the model has {count} classes, from 0; set num_labels")
+
+
+def is_token_classifier(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a class is one of AutoModelForTokenClassification's."""
+    return model_class.__name__ in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values()
+
+
+def token_classifier_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of a model whose configuration says that it classifies tokens; None: it does not."""
+    if (config.architectures or [""])[0] not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values():
+        return None
+    found: type[PreTrainedModel] | None = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    return found
+
+
+def check_token_classifier(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
+    """Raise UnsupportedModelError where a class that classifies tokens cannot be split."""
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{config.model_type}: {model_class.__name__} cannot be split")
+    if (dropout := getattr(config, "classifier_dropout", None)) not in (None, 0):
+        raise UnsupportedModelError(
+            f"{config.model_type}: classifier_dropout is {dropout}, and dropout before the head of tokens is not "
+            "supported; set it to 0 in the model's configuration"
+        )
+
+
+def as_token_classifier(config: PreTrainedConfig, labels: Sequence[str]) -> dict[str, Any]:
+    """The fields by which a language model's configuration becomes that of a classifier of tokens.
+
+    Raises UnsupportedModelError where transformers has no such class of the family.
+    """
+    found = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    if not isinstance(found, type):
+        raise UnsupportedModelError(
+            f"transformers has no model of the family {config.model_type} for AutoModelForTokenClassification; choose "
+            "another family, such as llama or qwen3"
+        )
+    return {
+        "architectures": [found.__name__],
+        "id2label": dict(enumerate(labels)),
+        "label2id": {name: number for number, name in enumerate(labels)},
+    }

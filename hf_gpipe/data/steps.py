@@ -1,0 +1,98 @@
+"""Answers in steps, each of which is right or not, as token ids: for process rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hf_gpipe.data.chats import Conversation
+from hf_gpipe.data.encoded import EncodedConversations, conversations_of
+from hf_gpipe.data.fields import text_in
+from hf_gpipe.data.tokenized import IGNORE_INDEX
+from hf_gpipe.errors import DataError
+
+
+def stepwise_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's "prompt", "completions" and "labels".
+
+    Args:
+        where: the row's name in messages.
+        row: has `prompt`, a text; `completions`, the texts of its steps; and `labels`, true for each that is right.
+
+    Raises:
+        DataError: a field that is missing or of another form; names the row and the field.
+    """
+    steps, labels = row.get("completions"), row.get("labels")
+    if not isinstance(steps, list) or not steps or not isinstance(labels, list) or len(steps) != len(labels):
+        raise DataError(f"{where}: 'completions' and 'labels' must be lists, with a label for each of the steps")
+    if wrong := [one for one in labels if not isinstance(one, bool | int) or one not in (0, 1)]:
+        raise DataError(f"{where}: 'labels' has {wrong[0]!r}; a label is true where the step is right, else false")
+    texts = [text_in({"completions": step}, "completions", where) for step in steps]
+    return {"prompt": text_in(row, "prompt", where), "completions": texts, "labels": [int(one) for one in labels]}
+
+
+class StepExamples(EncodedConversations):
+    """A dataset of {"input_ids": [...], "labels": [...]}: the label of a step is at its last token, -100 elsewhere.
+
+    The ids are those of TRL's PRMTrainer with the same arguments. The result is kept in the cache of `datasets`.
+
+    Args:
+        rows: as `stepwise_of` reads them, or the split of a corpus that it has read.
+        tokenizer: its beginning-of-sequence token, if it has one, stands before the prompt.
+        step_separator: text behind each step, whose last token has the step's label.
+        max_length: tokens to which a row is cut, from the start on; None: they are not cut. Rows in which no step is
+            left are dropped.
+        last_step_only: whether only the label of the last step is learnt.
+
+    Raises:
+        DataError: a row of another form, a separator without tokens, or no example.
+    """
+
+    _name, _columns = "steps", ("input_ids", "labels")
+    _what, _dropped = "answers", "no end of a step was left of them"
+
+    def __init__(
+        self,
+        rows: Iterable[Conversation | Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        step_separator: str = "\n",
+        max_length: int | None = 1024,
+        last_step_only: bool = False,
+    ) -> None:
+        conversations = conversations_of(rows, tokenizer, stepwise_of)
+        self._tokenizer, self._max_length, self._last_only = tokenizer, max_length, last_step_only
+        self._separator = self._ids(step_separator)
+        if not self._separator:
+            raise DataError(f"step_separator {step_separator!r} has no tokens; its last one has the label of a step")
+        self._encode(conversations, tokenizer, max_length, step_separator, last_step_only)
+        if not len(self):
+            raise DataError(f"of {len(conversations)} answers no step is left in {max_length} tokens; raise max_length")
+
+    def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...] | None:
+        row = conversation.row
+        begin = self._tokenizer.bos_token_id
+        ids = [*([] if begin is None else [begin]), *self._ids(row["prompt"])]
+        labels = [IGNORE_INDEX] * len(ids)
+        for number, (text, label) in enumerate(zip(row["completions"], row["labels"], strict=True)):
+            step = self._ids(text) + self._separator
+            is_learnt = not self._last_only or number + 1 == len(row["labels"])
+            ids += step
+            labels += [IGNORE_INDEX] * (len(step) - 1) + [label if is_learnt else IGNORE_INDEX]
+        kept = slice(self._max_length)
+        self.num_truncated += len(ids) > len(ids[kept])
+        if all(label == IGNORE_INDEX for label in labels[kept]):
+            self.num_dropped += 1
+            return None
+        return ids[kept], labels[kept]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each example, for length bucketing."""
+        lengths: list[int] = self._lengths_of("input_ids").tolist()
+        return lengths

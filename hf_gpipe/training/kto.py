@@ -1,0 +1,94 @@
+"""`PipelineKTOTrainer`: TRL's KTOTrainer, over a pipeline. The loss is in training/kto_loss.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.kto import KTOCollator, KTOExamples
+from hf_gpipe.errors import UserError
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.loss import LogProbs
+from hf_gpipe.training.arguments import argument
+from hf_gpipe.training.kto_loss import KTOLoss, mismatched_of, rows_of
+from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.reference import ReferenceArguments, ReferenceTrainer
+
+
+@dataclass
+class PipelineKTOConfig(ReferenceArguments):
+    """Arguments of `PipelineKTOTrainer`: those of `PipelineTrainer`, and TRL's KTOConfig's by their names.
+
+    `max_length` is the number of tokens to which a prompt with its answer is cut.
+
+    Raises:
+        UserError: an argument that a pipeline does not support.
+    """
+
+    loss_type: str = argument("kto", "kto, or apo_zero_unpaired.")
+    desirable_weight: float = argument(1.0, "Factor of the loss of each answer that is wanted.")
+    undesirable_weight: float = argument(1.0, "Factor of the loss of each other answer.")
+    train_sampling_strategy: str = argument("sequential", "sequential, random or group_by_length.")
+
+    def check(self) -> None:
+        """Raise UserError for a value that a pipeline does not support."""
+        super().check()
+        if self.make_loss().reads_mismatches and self.per_device_train_batch_size < 2:
+            raise UserError(
+                "per_device_train_batch_size=1: loss_type='kto' reads prompts with the answers of other prompts of the "
+                "mini-batch; use at least 2"
+            )
+
+    def make_loss(self) -> KTOLoss:
+        """The loss that these arguments ask for."""
+        return KTOLoss(self.beta, self.loss_type, self.desirable_weight, self.undesirable_weight)
+
+
+class PipelineKTOTrainer(ReferenceTrainer):
+    """Trains on answers that are wanted or not by pipeline parallelism, with the interface of TRL's KTOTrainer.
+
+    Every process makes the same trainer and calls the same methods; only the main process reads data.
+
+    Args:
+        model: a decoder-only model as for `PipelineTrainer`; or a Pipeline made with `args.make_loss()` as its loss.
+        ref_model: the reference, in any of these forms; None: the model before its training.
+        args: the arguments; None: all defaults.
+        others, named: data_collator (None: `KTOCollator`), train_dataset and eval_dataset (rows that `KTOExamples`
+            takes, or its examples), processing_class, compute_metrics, callbacks, optimizers, quantization_config and
+            peft_config, as for `PipelineDPOTrainer`.
+
+    Raises:
+        UserError: an argument that is not supported, by its name.
+    """
+
+    _collated_columns = ("prompt_ids", "completion_ids", "label", "ref_logps", "ref_KL_logps")
+    _of_reference = ("ref_logps", "ref_KL_logps")
+    _arguments, _class_of_examples = PipelineKTOConfig, KTOExamples
+    args: PipelineKTOConfig
+
+    def _collator(self, pipe: Pipeline) -> KTOCollator:
+        assert isinstance(pipe.loss, KTOLoss)
+        padding = PairCollator.for_tokenizer(self._tokenizer).pad_token_id if self._tokenizer else 0
+        return KTOCollator(padding, self._max_length, pipe.loss.reads_mismatches)
+
+    def _precompute(self, reference: Pipeline) -> None:
+        # Which answers are mismatched depends on the mini-batch.
+        if self.args.make_loss().reads_mismatches and self.args.train_sampling_strategy != "sequential":
+            raise UserError(
+                f"train_sampling_strategy={self.args.train_sampling_strategy!r}: the reference's log-probabilities are "
+                "computed once, for the mini-batches of the rows in their order; use 'sequential', or new PEFT "
+                "adapters, with which they are computed in each step"
+            )
+        super()._precompute(reference)
+
+    def _log_probs_of(self, log_probs: LogProbs, batch: Batch) -> torch.Tensor:
+        own, mismatched = log_probs(rows_of(batch)), mismatched_of(batch)
+        return torch.stack([own, log_probs(mismatched) if mismatched else torch.zeros_like(own)], dim=1)
+
+    def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
+        metrics = super()._metrics_of_loss(is_training=is_training)
+        if {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
+            metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        return metrics
