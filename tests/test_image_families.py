@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn import functional as F
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.runtime.micro_batch import split_rows
 from tests.image_families import BROKEN, EXACT, classifier, difference, images
 from tests.oracle import Result, assert_same, run_pipeline
 
@@ -42,3 +48,26 @@ def test_drop_path_is_seeded_as_dropout_is(family: str) -> None:
     for settings in ((3, "stage", "gpipe"), (2, "block", "1f1b"), (2, "none", "zb_h1")):
         assert_same(step(*settings, 0.3), expected)
     assert step(1, "none", "gpipe", 0.0).loss != expected.loss
+
+
+@pytest.mark.parametrize(("family", "targets"), [("ViT", "all-linear"), ("ConvNext", ["pwconv1", "patch_embeddings"])])
+def test_lora_is_peft_s(family: str, targets: Any, tmp_path: Path) -> None:
+    batch, model = images(EXACT[family]), classifier(family, EXACT[family])
+    config = LoraConfig(r=2, target_modules=targets, modules_to_save=["classifier"], init_lora_weights=False)
+    adapted = get_peft_model(copy.deepcopy(model), config).double()
+    plain, value = copy.deepcopy(adapted).base_model.model, 0.0
+    for rows in split_rows(batch, 2):
+        logits = plain(pixel_values=rows["pixel_values"]).logits
+        loss = F.cross_entropy(logits, rows["labels"], reduction="sum") / 5
+        loss.backward()
+        value += loss.item()
+    expected = Result(value, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
+    for num_stages, recompute in ((1, "none"), (3, "block")):
+        pipe = Pipeline(copy.deepcopy(adapted), num_stages, 2, "1f1b", recompute, "count", example=batch)
+        assert_same(run_pipeline(pipe, batch), expected)
+    pipe.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(model, tmp_path).double().eval()
+    assert torch.equal(*(one(pixel_values=batch["pixel_values"]).logits for one in (again, adapted.eval())))
+    resnet = classifier("ResNet", EXACT["ResNet"])
+    with pytest.raises(UnsupportedModelError, match=r"peft_config: '.*' of ResNet.* is a BatchNorm, whose moving"):
+        Pipeline(resnet, 2, 2, peft_config=config, example=images(EXACT["ResNet"]))

@@ -215,7 +215,7 @@ def _having_input_embeddings(model: PreTrainedModel) -> Iterator[None]:
     """Context manager in which PEFT can ask a stage for its input embeddings, also where a stub stands around them."""
     try:
         model.get_input_embeddings()
-    except AttributeError:
+    except (AttributeError, NotImplementedError):
         none = nn.Module()
         model.__dict__["get_input_embeddings"] = lambda: none
     try:

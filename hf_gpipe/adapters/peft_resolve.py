@@ -157,6 +157,8 @@ def _wrapped(whole: PreTrainedModel, name: str) -> tuple[Wrapped, ...]:
 
 def _saves_embeddings(adapter: Adapter, config: Any, whole: PreTrainedModel) -> bool:
     """Whether PEFT would save the embeddings and the head with the adapters; see `PeftAdapter`."""
+    if not adapter.stacks:  # images have no vocabulary
+        return False
     if getattr(config, "trainable_token_indices", None) is None:
         layers = (whole.get_input_embeddings(), whole.get_output_embeddings())
         if any(hasattr(layer, "base_layer") for layer in layers):

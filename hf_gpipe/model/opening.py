@@ -14,6 +14,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters import Adapter, Autocast, adapter_for, is_known_exact
+from hf_gpipe.adapters.batch_norm import batch_norms_of
 from hf_gpipe.adapters.chain import Chain, image_classifier_of, is_chain
 from hf_gpipe.adapters.classifiers import classifier_of
 from hf_gpipe.adapters.embedders import embedder_of
@@ -27,7 +28,7 @@ from hf_gpipe.adapters.skeleton import build_skeleton
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.token_classifiers import token_classifier_of
 from hf_gpipe.checkpoint.configuration import read_config
-from hf_gpipe.errors import CheckpointError, UserError
+from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
 from hf_gpipe.model.exactness import verify
 from hf_gpipe.model.spec import ModelSource, ModelSpec
 
@@ -42,6 +43,9 @@ def chain_of(spec: ModelSpec) -> nn.Module | None:
     model = spec.model
     if isinstance(model, nn.Module):
         module = model if is_chain(model) else None
+        if isinstance(module, PreTrainedModel) and spec.has_peft_layers:  # which the stages get
+            config = module.config
+            module = build_skeleton(config, module.dtype, config._attn_implementation, type(module))
     else:
         config = _config_of(spec)
         model_class = image_classifier_of(config)
@@ -49,7 +53,7 @@ def chain_of(spec: ModelSpec) -> nn.Module | None:
             return None
         module = build_skeleton(config, _dtype_of(spec, config), spec.attn_implementation, model_class)
     if module is not None:
-        _check_chain(spec, module, is_in_memory=module is model)
+        _check_chain(spec, module, is_in_memory=isinstance(model, nn.Module))
     return module
 
 
@@ -67,6 +71,13 @@ def open_chain(spec: ModelSpec, module: nn.Module, example: Shapes) -> Chain:
     chain = Chain(module, example)
     # The checkpoint of a model without a head, read as a classifier.
     chain.may_lack_head = "architectures" in (spec.config_overrides or {})
+    if spec.peft_config is not None:
+        if norms := [*batch_norms_of(module)]:
+            raise UnsupportedModelError(
+                f"peft_config: {norms[0]!r} of {type(module).__name__} is a BatchNorm, whose moving averages change in "
+                "training and are not saved with adapters; train all weights, or a model without BatchNorm"
+            )
+        resolve_peft(chain, spec.peft_name, spec.peft_config, is_new=not spec.has_peft_layers)
     return chain
 
 
@@ -195,7 +206,9 @@ def _check_options(spec: ModelSpec) -> None:
 
 def _check_chain(spec: ModelSpec, model: nn.Module, *, is_in_memory: bool) -> None:
     """Raise UserError where an option is for models that read text, or for those that are not in memory yet."""
-    names = ("peft_config", "quantization_config", "autocast", "depth_scaled_feed_forward")
+    names: tuple[str, ...] = ("quantization_config", "autocast", "depth_scaled_feed_forward")
+    if not isinstance(model, PreTrainedModel):
+        names = (*names, "peft_config")
     others = {name: getattr(spec, name) for name in names}
     if is_in_memory:
         others |= {name: getattr(spec, name) for name in ("attn_implementation", "config_overrides")}

@@ -288,6 +288,11 @@ def _check_classification(recipe: Recipe) -> None:
             f"data.kind is {data.kind} and data.labels is {show(data.labels)}; name each class once, at least two, "
             "such as [negative, positive]."
         )
+    if data.kind == "images" and recipe.lora.r is not None and not recipe.lora.modules_to_save:
+        raise RecipeError(
+            f"lora.r is {recipe.lora.r}, data.kind is images and lora.modules_to_save is empty, so the head would stay "
+            "as it is; name it, such as [classifier]."
+        )
     for name in ("batch_tokens", "packing", *_OF_TEXT[data.kind]):
         if value := getattr(training, name):
             raise RecipeError(

@@ -64,6 +64,7 @@ _TASK_TYPES = {
     **dict.fromkeys(CLASSIFIER_KINDS, "SEQ_CLS"),
     "process_rewards": "TOKEN_CLS",
     "embeddings": "FEATURE_EXTRACTION",
+    "images": None,
 }
 
 

@@ -127,6 +127,8 @@ def test_what_is_no_image_with_a_label(folder: Path, tmp_path: Path) -> None:
     for key in ("bf16", "packing"):
         with pytest.raises(RecipeError, match=f"training.{key} is true .* and data.kind is images"):
             recipe(folder, f"training.{key}=true")
+    with pytest.raises(RecipeError, match=r"lora.modules_to_save is empty, so the head would stay as it is"):
+        recipe(folder, "lora.r=2")
     with pytest.raises(UnsupportedModelError, match="no model of the family llama for AutoModelForImageClassification"):
         check_model(recipe(folder, "model.config={model_type: llama}"))
 
