@@ -105,7 +105,7 @@ def difference(family: str) -> tuple[int, bool, float]:
         loss.backward()
         expected += loss.item()
     gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    pipe = Pipeline(model, 2, 2, recompute="stage", example=batch)
+    pipe = Pipeline(model, 2, 2, "gpipe", "stage", "count", example=batch)
     largest = abs(pipe.train_step(batch).item() - expected) / expected
     found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
     if found.keys() != gradients.keys():

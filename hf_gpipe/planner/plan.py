@@ -302,7 +302,9 @@ class Planner:
     @property
     def num_layers(self) -> int:
         """Layers of the model, the same for every micro-batch."""
-        known = next(iter(self._sums.values()), None) or self._all_sums(self.rows)
+        # One row is the cheapest, unless it may be too few for a BatchNorm.
+        num_micro_batches = 1 if self.inputs.mini_batch().entries else self.rows
+        known = next(iter(self._sums.values()), None) or self._all_sums(num_micro_batches)
         return len(known[0].costs.layers)
 
     def micro_batch_rows(self, num_micro_batches: int) -> int:
