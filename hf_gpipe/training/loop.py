@@ -209,7 +209,7 @@ class TrainingLoop:
 
     def _step(self, window: Sequence[Sequence[Batch]]) -> None:
         """One update from one or more mini-batches, or those of a window."""
-        self._pipe.loss_scale = 1.0 if self._trainer.scaler is None else self._trainer.scaler.scale
+        self._scale_loss()
         step = self._state.global_step + 1
         times = self._logs.meter.times(step, len(window))
         if times is None:
@@ -220,10 +220,15 @@ class TrainingLoop:
             self._run_step(step, window[0], times)
         self._slow_machines.count(len(window), times)
 
+    def _scale_loss(self) -> None:
+        """Let the next backwards have the scale of now, which an update changes."""
+        self._pipe.loss_scale = 1.0 if self._trainer.scaler is None else self._trainer.scaler.scale
+
     def _run_step(self, step: int, group: Sequence[Batch], times: list[ActionTime] | None) -> None:
         for _ in range(self._trainer.updates_per_step - 1):
             self._pipe.steps.train_on(group, None, self._update_between)
             self._pipe.zero_grad()
+            self._scale_loss()
         if self._waits:
             self._pipe.steps.train_on(group, times, partial(self._update, len(group)))
         else:

@@ -31,6 +31,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
 
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
@@ -652,7 +653,8 @@ class PipelineTrainer:
             return example_of(self.train_dataset, self.args)
         if not has_index(self.train_dataset) or not len(self.train_dataset):
             return None
-        row = next(iter(self._batches(self.train_dataset, 1, forward=chain.forward)))
+        read = {*inspect.signature(chain.forward).parameters, *Adapter.loss_keys}
+        row = next(iter(self._batches(self.train_dataset, 1, read=read)))
         return Workload.of_entries(tensors_of(row)).of_rows(self.args.per_device_train_batch_size)
 
     def _train_batches(self, dataset: Any) -> MiniBatches:
@@ -672,18 +674,15 @@ class PipelineTrainer:
         dataset: Any,
         batch_size: int,
         order: str = "sequential",
-        forward: Callable[..., Any] | None = None,
+        read: set[str] | None = None,
     ) -> MiniBatches:
+        """Mini-batches of a dataset; `read` has the columns that a model reads, of a pipeline that is not made yet."""
         columns = None
         if self.args.remove_unused_columns:
-            columns = {
-                *inspect.signature(forward or self.pipe.adapter.reference.forward).parameters,
-                "label",
-                "label_ids",
-                "labels",
-                *self.pipe.adapter.loss_keys,
-                *self._collated_columns,
-            }
+            if read is None:
+                adapter = self.pipe.adapter
+                read = {*inspect.signature(adapter.reference.forward).parameters, *adapter.loss_keys}
+            columns = read | {"label", "label_ids", "labels", *self._collated_columns}
             if getattr(self.data_collator, "padding_free", False):
                 # TRL's collator reads the lengths of packed documents from it.
                 columns.add("seq_lengths")

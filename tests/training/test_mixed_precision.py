@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_gpipe import Pipeline
+from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import NonFiniteError, UserError
 from hf_gpipe.training.loss_scaling import LossScaler
@@ -164,6 +164,25 @@ def _train_in_fp16(folder: str, **options: Any) -> tuple[Any, ...]:
     made.train()
     rates = [logs["learning_rate"] for logs in recorder.logs if "learning_rate" in logs]
     return recorder.losses, spy.changed, spy.scales, rates, weights(made)
+
+
+def test_every_update_of_a_step_has_the_scale_of_its_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that makes several updates, as GRPO's, under a scale that grows with each of them."""
+    seen: list[tuple[float, float]] = []
+    unscale = LossScaler.unscale_
+
+    def noted(self: LossScaler, parameters: Any) -> None:
+        seen.append((made.pipe.loss_scale, self.scale))
+        unscale(self, parameters)
+
+    monkeypatch.setattr(LossScaler, "unscale_", noted)
+    monkeypatch.setattr(PipelineTrainer, "updates_per_step", 3)
+    made = trainer(tmp_path, family="llama", fp16=True, max_steps=2, max_grad_norm=0.0)
+    assert made.scaler is not None
+    made.scaler.growth_interval = 1
+    made.train()
+    assert (len(seen), len({scale for _, scale in seen}) > 3) == (6, True)
+    assert all(of_backward == of_update for of_backward, of_update in seen)
 
 
 def _train_replicas_in_fp16(folder: str) -> tuple[Any, ...]:
