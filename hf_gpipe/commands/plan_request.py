@@ -74,6 +74,8 @@ class PlanRequest:
         recipe = load_recipe(options.recipe, options.overrides)
         if num_devices is not None:
             num_devices = recipe.pipeline.workers_among(num_devices)
+        if others:
+            device, *others = _weakest_of_workers([device, *others], recipe.pipeline.tensor_parallel)
         recipe = replace(recipe, pipeline=recipe.pipeline.settled(can_plan=True))
         if options.search and num_devices is not None:
             recipe = replace(recipe, pipeline=recipe.pipeline.with_auto(num_devices))
@@ -84,12 +86,14 @@ class PlanRequest:
             config = replace(config, memory=limits if len(limits) > 1 else options.memory)
         elif others and config.memory is None:
             config = replace(config, memory=tuple(f"{one.memory_bytes} B" for one in (device, *others)))
-        if config.speeds == "profile" and not others:
-            raise UserError(
-                "pipeline.speeds is profile: they are measured when a run starts; name the device of each process, "
-                "such as --device rtx4090,rtx3090, or give numbers, such as pipeline.speeds=[1,0.5]."
-            )
-        config = replace(config, speeds=None) if config.speeds == "profile" else config
+        if config.speeds == "profile":
+            config = replace(config, speeds=None)
+            if not others:
+                print(
+                    "pipeline.speeds is profile: a run measures them, and this plan takes all processes for equally "
+                    "fast; name the device of each, such as --device rtx4090,rtx3090, to plan for unlike ones",
+                    file=sys.stderr,
+                )
         if config.is_mesh_open and config.num_processes is None:
             raise UserError(
                 "pipeline.num_stages or pipeline.replicas is auto: they are chosen for a number of processes; give "
@@ -254,6 +258,17 @@ def _devices(options: argparse.Namespace) -> list[Device]:
         raise UserError("--profile measures the device of this machine, and --device names several: leave one out.")
     slowest = min((one.link for one in devices), key=lambda link: link.bytes_per_second)
     return [replace(one, name=f"devices ({', '.join(names)})", link=slowest) for one in devices]
+
+
+def _weakest_of_workers(devices: Sequence[Device], size: int) -> list[Device]:
+    """For each worker of so many consecutive devices the slowest of them, with the least memory of any."""
+    workers = [devices[first : first + size] for first in range(0, len(devices), size)]
+    return [
+        replace(
+            min(own, key=lambda one: one.flops_for("bfloat16")), memory_bytes=min(one.memory_bytes or 0 for one in own)
+        )
+        for own in workers
+    ]
 
 
 def _device(options: argparse.Namespace) -> Device:

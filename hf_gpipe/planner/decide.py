@@ -147,15 +147,16 @@ class Planning:
         return min(limits) if max(limits) < ALIKE * min(limits) else limits
 
     def _speeds(self, config: PipelineConfig) -> tuple[float, ...] | None:
-        """The relative speed of each worker, measured where that is asked, or something is open and GPUs differ."""
+        """The relative speed of each process, measured where that is asked, or something is open and GPUs differ."""
         models = {rank.devices[0].model for rank in self.world.ranks}
-        is_open = config.speeds is None and not config.is_decided
+        # A layer that is to be divided may be too large to be measured whole.
+        is_open = config.speeds is None and not config.is_decided and config.tensor_parallel == 1
         if config.speeds != "profile" and not (is_open and len(models) > 1):
             return config.given_speeds
         mini_batch = self.world.from_reader(lambda: self.inputs.mini_batch(self.adapter))
         count = config.num_micro_batches if isinstance(config.num_micro_batches, int) else 4 * config.processes
         workload = mini_batch.of_rows(largest_micro_batch(mini_batch.rows, min(count, mini_batch.rows)))
-        speeds = measure_speeds(self.adapter, workload, self.world, self.loss, ranks_per_worker=config.tensor_parallel)
+        speeds = measure_speeds(self.adapter, workload, self.world, self.loss)
         if self.world.is_reporter:
             logger.warning(
                 "planner: all processes are equally fast"

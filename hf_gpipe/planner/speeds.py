@@ -19,10 +19,8 @@ from hf_gpipe.runtime.world import World
 _STEPS_OF_AN_OCTAVE = 8
 
 
-def measure_speeds(
-    adapter: Adapter, workload: Workload, world: World, loss: Loss, *, ranks_per_worker: int = 1
-) -> tuple[float, ...] | None:
-    """The speed of each worker relative to the first one, or of the slowest of its ranks; None: all are alike.
+def measure_speeds(adapter: Adapter, workload: Workload, world: World, loss: Loss) -> tuple[float, ...] | None:
+    """The speed of each process relative to the first one; None: all are alike.
 
     Every process calls it. All of them compute a forward and a backward of one block at the same time, as in a run, so
     processes that share a machine slow each other down as they will.
@@ -32,12 +30,10 @@ def measure_speeds(
         workload: a micro-batch.
         world: the processes and their devices.
         loss: of the micro-batch.
-        ranks_per_worker: how many processes share each stage.
     """
     own = block_seconds(adapter, workload, world.device, loss=loss, barrier=world.barrier)
-    every = world.gather_objects(own)
-    workers = [max(every[first : first + ranks_per_worker]) for first in range(0, len(every), ranks_per_worker)]
-    speeds = tuple(_rounded(workers[0] / seconds) for seconds in workers)
+    first, *others = world.gather_objects(own)
+    speeds = (1.0, *(_rounded(first / seconds) for seconds in others))
     return None if set(speeds) == {1.0} else speeds
 
 

@@ -98,8 +98,8 @@ class PipelineConfig:
 
     speeds: Annotated[tuple[Positive, ...] | Annotated[str, OneOf(("profile",))] | None, _Listed] = None
     """The relative speed of each process, for the planner, such as [1, 0.5] where the second is half as fast. profile:
-    measured before training, by a block of the model. null: measured where the processes have GPUs of different models
-    and something is left to the planner; otherwise all are equally fast."""
+    measured before training, by a block of the model. null: measured where the processes have GPUs of different models,
+    layers are not divided and something is left to the planner; otherwise all are equally fast."""
 
     replicas: Annotated[Count | Annotated[str, OneOf((AUTO,))] | tuple[Count, ...], _Listed] = 1
     """Number of replicas of each stage, which take the micro-batches in turn and add up their gradients: 2 is two
@@ -239,6 +239,11 @@ class PipelineConfig:
             raise UserError(
                 f"tensor_parallel is {size} and partition is profile, which measures layers that are whole; use flops, "
                 "parameters or auto."
+            )
+        if self.speeds == "profile":
+            raise UserError(
+                f"tensor_parallel is {size} and speeds is profile, which measures a block that is whole; give one "
+                "number for each process of the plan, such as [1, 0.5], or leave speeds out."
             )
 
     def _check_asynchronous(self) -> None:
