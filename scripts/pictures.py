@@ -110,7 +110,7 @@ def memory(path: Path) -> None:
     picture = canvas(10, 6.4)
     panels = picture.subplots(4, len(plans), sharex="col", sharey=True)
     for column, (of, (schedule, recompute)) in enumerate(zip(plans, columns, strict=True)):
-        sums = of.planner.sums(of.settings.num_micro_batches)
+        sums = of.planner.sums(of.settings)
         for process, stage in zip(of.processes, of.planner.stage_layers(of.settings), strict=True):
             panel, number = panels[process.number, column], process.number
             amounts = stage_amounts(sums, stage, sums.held(stage.start, stage.stop).trainable_bytes, 0)
