@@ -146,9 +146,9 @@ def test_a_search(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_search_says_where_layers_must_be_divided(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The state of an embedding of 400,000 tokens is larger than the memory of a device, and half of it is not."""
+    """A table of 400,000 tokens, its state and logits do not fit a device, and half of them do."""
     asked = [recipe, "tokenizer.vocab_size=400000", "training.batch_size=2", "--devices", "2", "--search"]
-    assert main([*asked, "--memory", "350MiB"]) == 0
+    assert main([*asked, "--memory", "470MiB"]) == 0
     out = capsys.readouterr().out
     assert "smaller values do not fit: pipeline.tensor_parallel must be 2 at least" in out
     assert "pipeline.tensor_parallel=2" in out

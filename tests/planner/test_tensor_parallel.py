@@ -12,6 +12,7 @@ from hf_gpipe.partition.cluster import Level, parse_cluster
 from hf_gpipe.planner.costs import ModelCosts, SumsOverRanks
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
+from tests.planner.models import planner, settings
 
 WIDTH, ROWS, TOKENS, VOCABULARY = 64, 3, 16, 101
 
@@ -29,9 +30,18 @@ def test_a_rank_has_its_part_of_weights_operations_and_activations() -> None:
     block, own = whole.layers[1], half.layers[1]
     norms = 2 * WIDTH
     assert own.parameters.count - norms == (block.parameters.count - norms) // 2
+    assert own.parameters.trainable_count == own.parameters.count, "all of them are trained"
     assert own.forward_flops == block.forward_flops // 2
     assert own.plain.saved_bytes < 0.75 * block.plain.saved_bytes
     assert half.layers[-1].parameters.count == 51 * WIDTH, "the longest part of the vocabulary"
+
+
+def test_a_plan_has_the_gradients_and_optimizer_state_of_a_rank() -> None:
+    found = costs(2)
+    plan = planner(found, optim="adamw_torch").plan(settings((5,), schedule="1f1b"))
+    num_bytes = sum(layer.parameters.num_bytes for layer in found.layers)
+    assert plan.processes[0].memory.gradients == num_bytes
+    assert plan.processes[0].memory.optimizer == pytest.approx(2 * num_bytes, rel=1e-3)
 
 
 def test_a_block_has_two_sums_forward_and_two_backward() -> None:

@@ -108,7 +108,7 @@ class Division:
                     part = parameter.detach().clone()
                 # Quantised ones are no plain parameters.
                 parts[parameter] = part if is_4bit(part) else nn.Parameter(part, parameter.requires_grad)
-            if own in self.plan.shared:
+            if own in self.plan.shared and not is_4bit(parts[parameter]):
                 self._sum_gradient(own, parts[parameter])
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             parent, _, leaf = name.rpartition(".")
@@ -191,11 +191,12 @@ def _digest(tensor: torch.Tensor) -> int:
 
 
 def part_of(whole: torch.Tensor, cut: Cut, place: int) -> torch.Tensor:
-    """A rank's part of a parameter, in memory of its own."""
+    """A rank's part of a parameter, in memory of its own; trained if that is."""
     if is_4bit(whole):
         return part_of_4bit(whole, cut, place)
     # Optimizers' kernels need the layout of the parameter, and the whole must not be kept.
-    return cut.part(whole.detach(), place).clone(memory_format=torch.contiguous_format)
+    part = cut.part(whole.detach(), place).clone(memory_format=torch.contiguous_format)
+    return part.requires_grad_(whole.requires_grad)
 
 
 class _Divided:
