@@ -223,7 +223,7 @@ def part_of_4bit(parameter: Any, cut: Cut, place: int) -> nn.Parameter:
     Its scales are in float32, for scales of a scale lie in several parts.
 
     Args:
-        parameter: of which `check_blocks` has seen the cut.
+        parameter: quantised, of which each rank has whole blocks (`plan_of` checks it).
         cut: of the weight (outputs, inputs).
         place: of the rank.
     """

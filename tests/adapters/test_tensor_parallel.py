@@ -128,6 +128,7 @@ def test_adapters_and_quantised_weights_that_cannot_be_divided_are_errors() -> N
         (peft.LoraConfig(target_modules=linear, trainable_token_indices=[3]), "has trainable_token_indices"),
         (peft.LoraConfig(target_modules=linear, target_parameters=["mlp.experts.down_proj"]), "target_parameters"),
         (peft.LoHaConfig(target_modules=linear), "peft_config has peft_type LOHA"),
+        (peft.AdaLoraConfig(target_modules=linear, total_step=9), "peft_config has peft_type ADALORA"),
     ):
         adapter = adapter_of(config)
         resolve_peft(adapter, "default", given)
@@ -140,11 +141,12 @@ def test_adapters_and_quantised_weights_that_cannot_be_divided_are_errors() -> N
             check_division(adapter, 2)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4+"])
-def test_parts_of_weights_of_4_bits_have_their_values(kind: str) -> None:
-    """Also as the planner sees them, without values."""
+@pytest.mark.parametrize(("kind", "shared"), [("nf4", 4), ("fp4+", 1)])
+def test_parts_of_weights_of_4_bits_have_their_values(kind: str, shared: int) -> None:
+    """Also as the planner sees them, without values, and where ranks have the same key-value head."""
     functional = pytest.importorskip("bitsandbytes").functional
-    config = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=shared)
     adapter = adapter_for(config, torch.float32, quantization_config=quantisation(kind))
     layers, cpu = range(len(adapter.layers)), torch.device("cpu")
     whole, plan = assemble(adapter, layers, None, cpu), plan_of(adapter, 2)

@@ -75,9 +75,12 @@ class _Adapted:
     """The plan of a model with adapters, from that of the plain model and the whole model with its adapters."""
 
     def __init__(self, plain: SplitPlan, peft: PeftAdapter, whole: PreTrainedModel) -> None:
+        from peft import PeftType
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._plain, self._peft = plain, peft
+        if peft.config.peft_type != PeftType.LORA:
+            raise self._error(f"peft_type {peft.config.peft_type.value}")
         layers: dict[str, Any] = {n: m for n, m in whole.named_modules() if isinstance(m, BaseTunerLayer)}
         #: Of a module of the plain model where it is now.
         self._places: dict[str, tuple[str, ...]] = {name: (f"{name}.base_layer",) for name in layers}
@@ -120,11 +123,9 @@ class _Adapted:
 
     def _divide(self, name: str, layer: Any) -> None:
         """Plan for the adapter of a layer."""
-        from peft.tuners.lora import Embedding, LoraLayer
+        from peft.tuners.lora import Embedding
 
         plan, own = self.plan, self._peft.name
-        if not isinstance(layer, LoraLayer):
-            raise self._error(f"peft_type {self._peft.config.peft_type.value}")
         if layer.lora_variant:
             raise self._error(f"{type(layer.lora_variant[own]).__name__.removesuffix('Variant')}, a form of LoRA")
         if name in self._plain.columns | self._plain.rows:

@@ -209,7 +209,7 @@ class SplitPlan:
         weights = {name: ties.get(f"{name}.weight", f"{name}.weight") for name in modules}
         divided = {next(weights[name] for name, one in modules.items() if one is model.get_input_embeddings())}
         # Adapters may have put a copy beside the head.
-        heads = {re.sub(r"\.(original_module|modules_to_save\.\w+)", "", name) for name in adapter.projection.names}
+        heads = {re.sub(r"\.(original_module|modules_to_save\.[^.]+)", "", name) for name in adapter.projection.names}
         if len(heads) == 1 and not adapter.is_classifier:
             self.heads = {name: weights[name] for name in heads}
             divided |= set(self.heads.values())
