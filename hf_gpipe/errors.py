@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -120,6 +121,21 @@ def error_of_data(name: str, message: str, attributes: Mapping[str, Any]) -> Use
     if attributes.keys() != types.keys() or not all(isinstance(attributes[key], types[key]) for key in types):
         raise MessageError(f"a {name} with the attributes {str(dict(attributes))[:80]}")
     return cls(message, **attributes)
+
+
+def check_number(name: str, value: Any, least: float = 0, *, most: float = math.inf, is_above: bool = False) -> None:
+    """Raise UserError where an argument is no finite number of at least `least`, or above it, and at most `most`."""
+    is_number = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+    if not is_number or not least <= value <= most or (is_above and value == least):
+        lowest = "" if least == -math.inf else f" above {least}" if is_above else f" of at least {least}"
+        highest = "" if most == math.inf else f" and at most {most}"
+        raise UserError(f"{name}={value!r}: expected a finite number{lowest}{highest}")
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raise UserError where an argument is no whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{name}={value!r}: expected a whole number of at least {least}")
 
 
 def nearest(found: str, allowed: Iterable[str]) -> str:

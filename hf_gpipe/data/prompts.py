@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,16 +34,15 @@ class PromptExamples:
         max_length: the most tokens of a prompt; None: any number.
 
     Raises:
-        DataError: a row without a prompt, or with a prompt that is too long.
+        DataError: no row, a row without a prompt, or with a prompt that is too long.
     """
-
-    #: A column that rows of text have not.
-    known_by = "prompt_ids"
 
     def __init__(
         self, rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None
     ) -> None:
         self.rows = list(rows)
+        if not self.rows:
+            raise DataError("the dataset has no rows; give it at least one row with a 'prompt'")
         self._ids = [self._ids_of(f"row {number}", row, tokenizer) for number, row in enumerate(self.rows)]
         for number, length in enumerate(self.lengths):
             if max_length is not None and length > max_length:
@@ -67,6 +67,11 @@ class PromptExamples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"prompt_ids": self._ids[index], "row": index}
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """The columns of any row, without the prompt."""
+        return [name for name in dict.fromkeys(name for row in self.rows for name in row) if name != "prompt"]
 
     @property
     def lengths(self) -> list[int]:

@@ -31,6 +31,7 @@ from hf_gpipe.runtime.gradient_norm import (
     begin_losses_and_norms,
     sums_of_squares,
 )
+from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.micro_batch import (
     Batch,
     LogitsCallback,
@@ -381,7 +382,15 @@ class Steps:
 
         Returns:
             (N, D) in float64, on the CPU.
+
+        Raises:
+            UserError: the pipeline has another loss.
         """
+        if type(self.decision.loss).embed is Loss.embed:
+            raise UserError(
+                f"embed: the loss is a {type(self.decision.loss).__name__}, which reads no embeddings; give the "
+                "Pipeline loss=EmbeddingLoss() of hf_gpipe.training.embedding_loss"
+            )
         micro_batches = self._in_micro_batches(rows)
         with self._in_evaluation():
             own = self._rows(micro_batches, StepOptions(is_first_pass=True))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
-from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.errors import DataError, UserError, check_number
 from hf_gpipe.runtime import vocabulary_loss
 from hf_gpipe.runtime.cached_teacher import TEACHER_LOG_PROBS, TEACHER_TOKENS, TopK
 from hf_gpipe.runtime.loss import LogProbs, LossInputs, Reads, TokenLoss
@@ -56,10 +56,8 @@ class DistillationLoss(TokenLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("beta", "cross_entropy_share"):
-            if not 0 <= (value := getattr(self, name)) <= 1:
-                raise UserError(f"{name}={value!r}: expected a number from 0 to 1")
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise UserError(f"temperature={self.temperature!r}: expected a finite number above 0")
+            check_number(name, getattr(self, name), most=1)
+        check_number("temperature", self.temperature, is_above=True)
         if self.is_dynamic or self.logit_clipping is not None:
             raise UserError("logit_clipping and Dynamic Fine-Tuning are not supported in distillation; leave them out")
         if self.label_smoothing and not self.cross_entropy_share:

@@ -380,7 +380,7 @@ class Generator:
 
     def _setting(self, arguments: Mapping[str, Any], name: str) -> Any:
         """The value that `generate` would use: the argument's, the given configuration's or the model's own."""
-        if arguments.get(name) is not None:
+        if name in arguments:  # also None, which overrides the configurations
             return arguments[name]
         for config in (arguments.get("generation_config"), self._model.generation_config):
             if (value := getattr(config, name, None)) is not None:

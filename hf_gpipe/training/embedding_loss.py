@@ -13,7 +13,7 @@ from typing import Any, get_args
 import torch
 from torch.nn import functional as F
 
-from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.errors import UserError, check_number, nearest
 from hf_gpipe.recipe.fields import EmbeddingLossType, Pooling
 from hf_gpipe.runtime.loss import LossInputs, Reads
 from hf_gpipe.training.preference_loss import PairLoss
@@ -99,11 +99,12 @@ class EmbeddingLoss(PairLoss):
             expected = f"{least}" if least == most else f"{least} or more"
             raise UserError(f"texts={self.texts}: an example of loss_type={self.loss_type!r} has {expected} texts")
         for name in ("scale", "margin"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name}={getattr(self, name)!r}: expected a number above 0")
+            check_number(name, getattr(self, name), is_above=True)
         dims, weights = self.matryoshka_dims, self.matryoshka_weights
         if weights and len(weights) != len(dims):
             raise UserError(f"matryoshka_weights={weights}: expected one for each of matryoshka_dims={dims}")
+        for weight in weights:
+            check_number("matryoshka_weights", weight, is_above=True)
         if not all(isinstance(size, int) and size > 0 for size in dims):
             raise UserError(f"matryoshka_dims={dims}: expected numbers of entries, each at least 1")
 

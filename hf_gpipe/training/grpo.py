@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 
 from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.prompts import PromptCollator, PromptExamples
 from hf_gpipe.data.tokenized import IGNORE_INDEX
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import DataError, UserError, check_count, check_number
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.training.arguments import argument
-from hf_gpipe.training.grpo_loss import SCALES, GRPOLoss, advantages_of
+from hf_gpipe.training.grpo_loss import SCALES, GRPOLoss, advantages_of, deviations
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.pairs import PairArguments, PairTrainer
 
 RewardFunction = Callable[..., Sequence[float | None]]
-"""(prompts=, completions=, completion_ids=, and each other column of the rows) -> the reward of each completion; None:
-it has none."""
+"""(prompts=, completions=, completion_ids=, trainer_state=, and each other column of the rows) -> the reward of each
+completion; None: it has none."""
+
+#: What reward functions get beside the columns.
+_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
 
 
 @dataclass
@@ -59,10 +64,16 @@ class PipelineGRPOConfig(PairArguments):
     def check(self) -> None:
         """Raise UserError for a value that a pipeline does not support."""
         super().check()
-        for name in ("num_generations", "max_completion_length", "num_iterations"):
-            least = 2 if name == "num_generations" else 1
-            if getattr(self, name) < least:
-                raise UserError(f"{name}={getattr(self, name)!r}: expected at least {least}")
+        for name, least in (("num_generations", 2), ("num_iterations", 1), ("top_k", 0)):
+            check_count(name, getattr(self, name), least)
+        check_number("top_p", self.top_p, most=1, is_above=True)
+        for weight in self.reward_weights or ():
+            check_number("reward_weights", weight, -math.inf)
+        if self.generation_config is not None:
+            raise UserError(
+                "generation_config: completions are sampled from the distribution that the loss reads; leave it out, "
+                "and set temperature, top_p or top_k"
+            )
         if self.scale_rewards not in SCALES:
             raise UserError(f"scale_rewards={self.scale_rewards!r} is not supported; choose one of {', '.join(SCALES)}")
         if self.loss_type == "bnpo" and self.gradient_accumulation_steps > 1:
@@ -76,6 +87,13 @@ class PipelineGRPOConfig(PairArguments):
     def make_loss(self) -> GRPOLoss:
         """The loss that these arguments ask for."""
         return GRPOLoss.of(self)
+
+
+#: Every setting of `generate`, so that none of the model's generation_config changes the distribution of its tokens.
+_NEUTRAL: dict[str, Any] = {
+    **{name: None for name in vars(GenerationConfig()) if name[0] != "_" and name != "use_cache"},
+    **{"num_beams": 1, "num_return_sequences": 1},
+}
 
 
 class PipelineGRPOTrainer(PairTrainer):
@@ -116,7 +134,7 @@ class PipelineGRPOTrainer(PairTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
-        self._reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+        self._reward_funcs = _functions(reward_funcs)
         #: Of the completions since the last log: rewards, standard deviations of groups, and lengths.
         self._noted: list[tuple[float, float, float]] = []
         super().__init__(
@@ -126,6 +144,29 @@ class PipelineGRPOTrainer(PairTrainer):
         weights = self.args.reward_weights
         if weights is not None and len(weights) != len(self._reward_funcs):
             raise UserError(f"reward_weights={weights!r}: expected one for each of {len(self._reward_funcs)} functions")
+        self.world.from_reader(self._check_prompts)
+
+    def _check_prompts(self) -> None:
+        """Raise UserError for prompts that are too long, or whose columns have names of other arguments."""
+        if (dataset := self.train_dataset) is None:
+            return
+        if taken := [name for name in _GIVEN if name in dataset.columns]:
+            raise DataError(
+                f"the dataset has the column {taken[0]!r}, which reward functions get from the trainer; rename it"
+            )
+        longest, length = max(dataset.lengths), self.args.max_completion_length
+        most = self.pipe.adapter.num_positions.get("decoder")
+        if most is not None and longest + length > most:
+            raise UserError(
+                f"max_completion_length={length}: the longest prompt has {longest} tokens, and the model has positions "
+                f"for {most} tokens of a prompt with its completion; use at most {most - longest}, or shorter prompts"
+            )
+
+    def _evaluated(self, dataset: Any, generation: Mapping[str, Any], required: str) -> Iterable[Batch] | None:
+        raise UserError(
+            "evaluate and predict: rewards of other prompts are not supported; call Pipeline.generate of trainer.pipe "
+            "with the prompts, and then your reward functions"
+        )
 
     def _check_pipeline(self, pipe: Pipeline) -> None:
         if pipe.is_asynchronous:
@@ -170,15 +211,18 @@ class PipelineGRPOTrainer(PairTrainer):
             # As everything else, they depend on the seed and the step alone.
             torch.manual_seed(mix(args.seed, self.pipe.step, number, key("rollouts")))
             generated = self.pipe.generate(
-                input_ids=prompts,
-                attention_mask=masks,
-                max_new_tokens=args.max_completion_length,
-                do_sample=True,
-                temperature=args.temperature,
-                top_p=args.top_p,
-                top_k=args.top_k,
-                eos_token_id=end,
-                pad_token_id=padding,
+                **_NEUTRAL
+                | {
+                    "input_ids": prompts,
+                    "attention_mask": masks,
+                    "max_new_tokens": args.max_completion_length,
+                    "do_sample": True,
+                    "temperature": args.temperature,
+                    "top_p": args.top_p,
+                    "top_k": args.top_k,
+                    "eos_token_id": end,
+                    "pad_token_id": padding,
+                }
             )
         completions = [_until(row, end) for row in generated[:, prompts.shape[1] :].tolist()]
         rewards = torch.tensor(
@@ -211,22 +255,19 @@ class PipelineGRPOTrainer(PairTrainer):
             [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        columns = {name: [row[name] for row in given] for name in given[0] if name != "prompt"}
+        columns = {name: [row.get(name) for row in given] for name in self.train_dataset.columns}
+        columns |= dict(zip(_GIVEN, (prompts, texts, completions, self.state), strict=True))
         total = torch.full((len(given),), math.nan)
         for function, weight in zip(
             self._reward_funcs, self.args.reward_weights or [1.0] * len(self._reward_funcs), strict=True
         ):
-            found = function(prompts=prompts, completions=texts, completion_ids=completions, **columns)
-            if len(found) != len(given):
-                name = getattr(function, "__name__", repr(function))
-                raise UserError(f"the reward function {name} gave {len(found)} rewards for {len(given)} completions")
-            values = torch.tensor([math.nan if value is None else float(value) for value in found])
+            values = torch.tensor(_values_of(function, columns))
             total = torch.where(values.isnan(), total, total.nan_to_num(nan=0.0) + weight * values)
         rewards: list[float] = total.tolist()
         return rewards
 
     def _note_rollouts(self, rewards: torch.Tensor, completions: list[list[int]]) -> None:
-        within = rewards.view(-1, self.args.num_generations).std(dim=1).mean()
+        within = deviations(rewards.view(-1, self.args.num_generations)).mean()
         mean_length = sum(map(len, completions)) / len(completions)
         self._noted.append((float(rewards.nanmean()), float(within), mean_length))
 
@@ -234,9 +275,50 @@ class PipelineGRPOTrainer(PairTrainer):
         metrics = super()._metrics_of_loss(is_training=is_training)
         if not is_training or not self._noted:
             return metrics
-        means = torch.tensor(self._noted).mean(dim=0).tolist()
+        means = torch.tensor(self._noted).nanmean(dim=0).tolist()
         self._noted.clear()
-        return metrics | dict(zip(("reward", "reward_std", "completions/mean_length"), means, strict=True))
+        found = zip(("reward", "reward_std", "completions/mean_length"), means, strict=True)
+        return metrics | {name: value for name, value in found if not math.isnan(value)}  # without any reward
+
+
+def _functions(given: Any) -> list[RewardFunction]:
+    """The reward functions. Raises UserError where there are none, or something else."""
+    functions = list(given) if isinstance(given, list | tuple) else [given]
+    for function in functions:
+        if not callable(function) or isinstance(function, nn.Module):
+            raise UserError(
+                f"reward_funcs has {reprlib.repr(function)}, a {type(function).__name__}: reward models are not "
+                "supported; give functions, which may call a model"
+            )
+    if not functions:
+        raise UserError("reward_funcs is empty; give at least one function")
+    return functions
+
+
+def _values_of(function: RewardFunction, arguments: Mapping[str, Any]) -> list[float]:
+    """The rewards that a function gives, NaN for None. Raises UserError where it gives something else, or fails."""
+    name, count = getattr(function, "__name__", None) or repr(function), len(arguments["completions"])
+    try:
+        found = function(**arguments)
+    except Exception as error:
+        raise UserError(f"the reward function {name} failed: {type(error).__name__}: {error}") from error
+    expected = f"expected {count} finite numbers or None, one for each completion"
+    try:
+        values = [math.nan if value is None else _number(value) for value in found]
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(
+            f"the reward function {name} gave {reprlib.repr(found)}, a {type(found).__name__}; {expected}"
+        ) from None
+    if len(values) != count or any(map(math.isinf, values)):
+        what = f"{len(values)} rewards" if len(values) != count else "an infinite reward"
+        raise UserError(f"the reward function {name} gave {what}; {expected}")
+    return values
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError  # float() would read digits
+    return float(value)
 
 
 def _until(tokens: list[int], end: int | None) -> list[int]:

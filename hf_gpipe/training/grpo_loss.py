@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.runtime.loss import LossInputs, Reads, TokenLoss
+from hf_gpipe.errors import DataError, UserError, check_count, check_number, nearest
+from hf_gpipe.runtime.loss import LogProbs, LossInputs, Reads, TokenLoss
 from hf_gpipe.training.preference_loss import PairLoss
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -31,10 +32,15 @@ def advantages_of(rewards: torch.Tensor, num_generations: int, scale_rewards: st
     differences = groups - groups.nanmean(dim=1, keepdim=True)
     if scale_rewards != "none":
         within = groups if scale_rewards == "group" else rewards.view(1, -1)
-        counts = (~within.isnan()).sum(dim=1, keepdim=True)
-        squares = (within - within.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)
-        differences = differences / ((squares / (counts - 1).clamp(min=1)).sqrt() + 1e-4)
+        differences = differences / (deviations(within) + 1e-4)
     return differences.flatten().nan_to_num(nan=0.0)
+
+
+def deviations(groups: torch.Tensor) -> torch.Tensor:
+    """The standard deviation of each group of rewards (G, N), (G, 1), without those that are NaN; 0 of fewer than 2."""
+    counts = (~groups.isnan()).sum(dim=1, keepdim=True)
+    squares = (groups - groups.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)
+    return (squares / (counts - 1).clamp(min=1)).sqrt()
 
 
 @dataclass(frozen=True)
@@ -98,11 +104,11 @@ class GRPOLoss(PairLoss):
             if value not in allowed:
                 hint = nearest(str(value), allowed)
                 raise UserError(f"{name}={value!r} is not supported; choose one of {', '.join(allowed)}{hint}")
-        for name in ("beta", "epsilon"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"{name}={getattr(self, name)!r}: expected a number of at least 0")
-        if not self.temperature > 0:
-            raise UserError(f"temperature={self.temperature!r}: expected a number above 0")
+        for name in ("beta", "epsilon", "epsilon_high", "delta", "temperature"):
+            value = getattr(self, name)
+            if value is not None or name not in ("epsilon_high", "delta"):
+                check_number(name, value, is_above=name in ("delta", "temperature"))
+        check_count("max_completion_length", self.max_completion_length, 1)
 
     @classmethod
     def of(cls, options: Any) -> GRPOLoss:
@@ -114,6 +120,22 @@ class GRPOLoss(PairLoss):
     @property
     def of_tokens(self) -> TokenLoss:
         return TemperedLoss(temperature=self.temperature)
+
+    def with_passes(self, batch: Mapping[str, torch.Tensor], *passes: LogProbs) -> Mapping[str, torch.Tensor]:
+        """The mini-batch itself. Raises DataError where it lacks an entry that is read, or has another shape."""
+        shape = tuple(batch["labels"].shape)
+        for name, expected, is_needed in (
+            ("advantages", shape[:1], True),
+            ("old_logps", shape, False),
+            ("ref_token_logps", shape, bool(self.beta)),
+        ):
+            found = tuple(batch[name].shape) if name in batch else None
+            if is_needed if found is None else found != expected:
+                raise DataError(
+                    f"the entry {name!r} of a mini-batch is {found and list(found)}: the loss reads {list(expected)} "
+                    f"beside labels of {list(shape)}; Pipeline.token_log_probs gives log-probabilities of tokens"
+                )
+        return batch
 
     def row_tokens(self, targets: torch.Tensor) -> torch.Tensor:
         """The completion's tokens."""

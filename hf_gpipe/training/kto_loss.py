@@ -8,7 +8,7 @@ from typing import get_args
 
 import torch
 
-from hf_gpipe.errors import DataError, UserError, nearest
+from hf_gpipe.errors import DataError, UserError, check_number, nearest
 from hf_gpipe.recipe.fields import KTOType
 from hf_gpipe.runtime.loss import LogProbs, LossInputs, Reads
 from hf_gpipe.training.preference_loss import NotingLoss
@@ -43,16 +43,14 @@ class KTOLoss(NotingLoss):
     needs_reference = True
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise UserError(f"beta={self.beta!r}: expected a number above 0")
+        check_number("beta", self.beta, is_above=True)
         if self.loss_type not in (types := get_args(KTOType)):
             raise UserError(
                 f"loss_type={self.loss_type!r} is not supported; choose one of {', '.join(types)}"
                 f"{nearest(str(self.loss_type), types)}"
             )
         for name in ("desirable_weight", "undesirable_weight"):
-            if not (value := getattr(self, name)) >= 0:
-                raise UserError(f"{name}={value!r}: expected a number of at least 0")
+            check_number(name, getattr(self, name))
 
     @property
     def reads_mismatches(self) -> bool:

@@ -161,7 +161,8 @@ class PairTrainer(PipelineTrainer, ABC):
         kind = self._class_of_examples
         if isinstance(dataset, kind):
             return dataset
-        if len(dataset) and kind.known_by in (row := dataset[0]):
+        # Rows of ids may come from elsewhere, except for those of prompts: their texts are needed.
+        if not issubclass(kind, PromptExamples) and len(dataset) and kind.known_by in (row := dataset[0]):
             of_preferences = PreferenceExamples.known_by
             if kind.known_by != of_preferences and of_preferences in row:
                 raise DataError(

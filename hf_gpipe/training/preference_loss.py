@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.errors import UserError, check_number, nearest
 from hf_gpipe.recipe.fields import LOSS_TYPES, LOSSES_THAT_READ, WITHOUT_REFERENCE, unused_by_loss
 from hf_gpipe.runtime.loss import Loss, LossInputs, Reads, TokenLoss
 
@@ -114,8 +114,7 @@ class PreferenceLoss(PairLoss):
         beta, loss_type, label_smoothing = self.beta, self.loss_type, self.label_smoothing
         object.__setattr__(self, "reference_free", self.reference_free or loss_type in WITHOUT_REFERENCE)
         object.__setattr__(self, "needs_reference", not self.reference_free)
-        if not beta > 0:
-            raise UserError(f"beta={beta!r}: expected a number above 0")
+        check_number("beta", beta, is_above=True)
         if loss_type not in LOSS_TYPES:
             raise UserError(
                 f"loss_type={loss_type!r} is not supported; choose one of {', '.join(LOSS_TYPES)}"
@@ -128,8 +127,8 @@ class PreferenceLoss(PairLoss):
                 f"{name}={value!r} has no meaning with loss_type={loss_type!r}, only with {users}; leave it out"
             )
         for name in LOSSES_THAT_READ:
-            if (value := getattr(self, name)) is not None and not value >= 0:
-                raise UserError(f"{name}={value!r}: expected a number of at least 0")
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value)
 
     @property
     def _weight_of_chosen(self) -> float:

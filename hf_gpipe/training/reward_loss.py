@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import check_number
 from hf_gpipe.runtime.loss import LossInputs, Reads
 from hf_gpipe.training.preference_loss import PairLoss
 
@@ -24,7 +24,7 @@ class RewardLoss(PairLoss):
             near 0 (arXiv 2312.09244, appendix A); None: 0.
 
     Raises:
-        UserError: it is below 0.
+        UserError: it is below 0, or not finite.
     """
 
     center_rewards_coefficient: float | None = None
@@ -35,9 +35,8 @@ class RewardLoss(PairLoss):
     adds_auxiliary = False
 
     def __post_init__(self) -> None:
-        value = self.center_rewards_coefficient
-        if value is not None and not value >= 0:
-            raise UserError(f"center_rewards_coefficient={value!r}: expected a number of at least 0")
+        if self.center_rewards_coefficient is not None:
+            check_number("center_rewards_coefficient", self.center_rewards_coefficient)
 
     def of_units(self, read: LossInputs) -> torch.Tensor:
         """The loss of each pair, (B / 2,), from logits (B, 1) and labels (B,)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from hf_gpipe.model.exactness import compare
 from hf_gpipe.planner.report import report
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo
-from tests.oracle import VOCABULARY, Result, assert_same, gathered_gradients, run_pipeline, tiny_config
+from tests.oracle import VOCABULARY, Result, assert_same, gathered_gradients, plain_model, run_pipeline, tiny_config
 from tests.training.toy import Recorder, weights
 
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16}
@@ -336,8 +337,13 @@ def test_what_cannot_be_honoured(tmp_path: Path) -> None:
         ({"loss_type": "cosin"}, "loss_type='cosin' is not supported; choose one of .*did you mean"),
         ({"pooling": "max"}, "pooling='max' is not supported"),
         ({"loss_type": "triplet", "texts": 2}, "texts=2: an example of loss_type='triplet' has 3 texts"),
-        ({"scale": 0.0}, "scale=0.0: expected a number above 0"),
+        ({"scale": 0.0}, "scale=0.0: expected a finite number above 0"),
+        ({"scale": math.inf}, "scale=inf: expected a finite number above 0"),
         ({"matryoshka_dims": [4], "matryoshka_weights": [1.0, 2.0]}, "expected one for each of matryoshka_dims"),
+        (
+            {"matryoshka_dims": [4], "matryoshka_weights": [math.nan]},
+            "matryoshka_weights=nan: expected a finite number",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             PipelineEmbeddingConfig(output_dir=str(tmp_path), **options).check()  # type: ignore[arg-type]
@@ -345,5 +351,7 @@ def test_what_cannot_be_honoured(tmp_path: Path) -> None:
         Pipeline(plain("bert"), 2, 2, "pipedream", loss=EmbeddingLoss())
     with pytest.raises(UserError, match="BertModel has no head, and the loss, a TokenLoss, reads more than hidden"):
         Pipeline(plain("bert"), 2, 2)
+    with pytest.raises(UserError, match="embed: the loss is a TokenLoss, which reads no embeddings; give"):
+        Pipeline(plain_model(tiny_config("llama")), 1).embed({"input_ids": torch.ones(1, 1, dtype=torch.long)})
     with pytest.raises(UserError, match="BertModel has no head for tokens, and cannot generate"):
         Pipeline(plain("bert"), 1, loss=EmbeddingLoss()).generate(input_ids=torch.ones(1, 1, dtype=torch.long))

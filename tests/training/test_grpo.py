@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, TrainerCallback
 
 from examples.grpo import main, share_of_letter, tokenizer
 from hf_gpipe import Pipeline, PipelineGRPOConfig, PipelineGRPOTrainer
 from hf_gpipe.data.prompts import PromptExamples, prompted_of
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.training.checkable import checked_by
-from hf_gpipe.training.grpo_loss import GRPOLoss, advantages_of
+from hf_gpipe.training.grpo_loss import GRPOLoss, advantages_of, deviations
+from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, Result, assert_same, run_pipeline, tiny_config
 from tests.training.toy import Recorder, weights
 
@@ -112,6 +114,10 @@ def test_advantages() -> None:
     assert missing[1] == 0
     assert missing[0] == -missing[2] > 0
     assert missing[3:].tolist() == [0, 0, 0]
+    rewards[1] = torch.nan
+    spread = [torch.tensor([1.0, 1.0]).std(), torch.tensor([1.0, 2.0, 2.0]).std()]
+    torch.testing.assert_close(deviations(rewards.view(-1, 3)).flatten(), torch.stack(spread))
+    assert deviations(torch.full((1, 3), torch.nan)) == 0
 
 
 class StopAt(TrainerCallback):
@@ -170,6 +176,7 @@ def test_completions_and_updates_do_not_depend_on_the_stages(tmp_path: Path) -> 
     def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any) -> Any:
         calls.append((prompts, completion_ids))
         assert [prompt[0] for prompt in prompts] == columns["letter"]
+        assert columns["trainer_state"].max_steps == 2
         assert all(len(ids) <= 4 and 0 not in ids[:-1] for ids in completion_ids)
         return [None if number == 1 else float(ids[0]) for number, ids in enumerate(completion_ids)]
 
@@ -178,7 +185,7 @@ def test_completions_and_updates_do_not_depend_on_the_stages(tmp_path: Path) -> 
     assert calls[: len(calls) // 2] == calls[len(calls) // 2 :]
     assert [prompt[:2] for prompt in calls[0][0][:3]] == [calls[0][0][0][:2]] * 3
     for name in ("loss", "reward", "reward_std", "kl", "clip_ratio/region_mean", "completions/mean_length"):
-        assert [log[name] for log in logs] == pytest.approx([log[name] for log in others], rel=1e-6, nan_ok=True), name
+        assert [log[name] for log in logs] == pytest.approx([log[name] for log in others], rel=1e-6), name
     assert logs[0]["kl"] > 0
     found = weights(three)
     for name, parameter in weights(one).items():
@@ -222,21 +229,154 @@ def test_the_reward_rises() -> None:
 def test_what_is_not_supported(tmp_path: Path) -> None:
     for options, message in (
         ({"loss_type": "cispo"}, "loss_type='cispo' is not supported; choose one of grpo, bnpo, dr_grpo, dapo"),
-        ({"num_generations": 1}, "num_generations=1: expected at least 2"),
+        ({"num_generations": 1}, "num_generations=1: expected a whole number of at least 2"),
+        ({"max_completion_length": 0}, "max_completion_length=0: expected a whole number of at least 1"),
+        ({"top_k": -1}, "top_k=-1: expected a whole number of at least 0"),
+        ({"top_p": 0.0}, "top_p=0.0: expected a finite number above 0 and at most 1"),
+        ({"beta": math.inf}, "beta=inf: expected a finite number of at least 0"),
+        ({"epsilon": math.nan}, "epsilon=nan: expected a finite number of at least 0"),
+        ({"epsilon_high": -5.0}, "epsilon_high=-5.0: expected a finite number of at least 0"),
+        ({"delta": -1.0}, "delta=-1.0: expected a finite number above 0"),
+        ({"reward_weights": [math.nan]}, "reward_weights=nan: expected a finite number"),
+        ({"generation_config": GenerationConfig()}, "generation_config: completions are sampled from the distribution"),
         ({"scale_rewards": "all"}, "scale_rewards='all' is not supported"),
         ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, "loss_type='bnpo': it is a mean over the tokens"),
-        ({"temperature": 0.0}, "temperature=0.0: expected a number above 0"),
+        ({"temperature": 0.0}, "temperature=0.0: expected a finite number above 0"),
     ):
         with pytest.raises(UserError, match=message):
             PipelineGRPOConfig(output_dir=str(tmp_path), **options).check()  # type: ignore[arg-type]
     with pytest.raises(UserError, match="the reference is the model without its new PEFT adapters, and there are none"):
         trained(tmp_path, small(), beta=0.1)
-    with pytest.raises(UserError, match="reward function <lambda> gave 1 rewards for 6 completions"):
-        trained(tmp_path, small(), lambda **columns: [1.0])
     with pytest.raises(DataError, match="row 0: 'prompt' is None; it must be text, or a list of messages"):
         PromptExamples([{"text": "a"}], tokenizer())
     with pytest.raises(DataError, match="row 1: the prompt has 3 tokens, and max_length is 2"):
         PromptExamples([{"prompt": "a:"}, {"prompt": "a:a"}], tokenizer(), max_length=2)
+
+
+def test_completions_do_not_depend_on_the_generation_config(tmp_path: Path) -> None:
+    """Nor on its settings that a pipeline refuses: the loss reads the model's own distribution."""
+    seen: list[Any] = []
+
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[None]:
+        seen.append(completion_ids)
+        return [None] * len(completion_ids)
+
+    plain, other = small(), small()
+    asked = {"repetition_penalty": 50.0, "top_k": 1, "min_p": 0.9, "typical_p": 0.1, "no_repeat_ngram_size": 1}
+    asked |= {"suppress_tokens": list(range(1, 40)), "bad_words_ids": [[40], [41]], "min_new_tokens": 4}
+    asked |= {"num_beams": 2, "num_return_sequences": 2, "guidance_scale": 2.0, "stop_strings": ["a"], "max_length": 2}
+    other.generation_config = GenerationConfig(do_sample=True, **asked)
+    for number, model in enumerate((plain, other)):
+        _, (log,) = trained(tmp_path / str(number), model, reward, max_steps=1)
+        # Without any reward there is none to log, and the weights stay.
+        assert log["reward_std"] == log["loss"] == 0
+        assert "reward" not in log
+    assert seen[0] == seen[1]
+    assert len({token for ids in seen[0] for token in ids}) > 8
+
+
+def test_rewards_that_are_none(tmp_path: Path) -> None:
+    """One message names the function, what it gave and what is expected."""
+
+    def fails(**columns: Any) -> list[float]:
+        raise KeyError("boom")
+
+    given: tuple[tuple[Any, str], ...] = (
+        (
+            lambda **columns: [1.0],
+            "<lambda> gave 1 rewards; expected 6 finite numbers or None, one for each completion",
+        ),
+        (lambda **columns: None, "<lambda> gave None, a NoneType; expected 6 finite numbers"),
+        (lambda **columns: ["1"] * 6, r"<lambda> gave \['1', .*, a list; expected 6 finite numbers"),
+        (lambda **columns: [math.inf] * 6, "<lambda> gave an infinite reward; expected 6 finite numbers"),
+        (fails, "the reward function fails failed: KeyError: 'boom'"),
+    )
+    made, _ = trained(tmp_path, small(), max_steps=1)
+    for function, message in given:
+        made._reward_funcs = [function]
+        with pytest.raises(UserError, match=message) as caught:
+            made.train()
+    assert isinstance(caught.value.__cause__, KeyError)
+    for method in (made.evaluate, made.predict):
+        with pytest.raises(UserError, match=r"rewards of other prompts are not supported; call Pipeline\.generate"):
+            method([{"prompt": "a:"}])
+    for functions, message in (
+        ([], "reward_funcs is empty"),
+        ("some/model", "reward_funcs has 'some/model', a str: reward models are not supported"),
+        ([share_of_letter, torch.nn.ReLU()], r"reward_funcs has ReLU\(\), a ReLU: reward models are not supported"),
+    ):
+        with pytest.raises(UserError, match=message):
+            PipelineGRPOTrainer(small(), functions, PipelineGRPOConfig(output_dir=str(tmp_path), use_cpu=True))
+
+
+def test_rows_that_no_step_could_use(tmp_path: Path) -> None:
+    """They are found before the first step; a column that some rows lack is None there."""
+    for rows, message in (
+        ([], "the dataset has no rows"),
+        ([{"prompt_ids": [1], "row": 0}], "row 0: 'prompt' is None"),
+        ([{"prompt": "a:"}, {"prompt": "a:", "completions": "b"}], "the dataset has the column 'completions'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            trained(tmp_path, small(), train_dataset=rows)
+    config = GPT2Config(vocab_size=50, n_positions=12, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    message = (
+        "max_completion_length=9: the longest prompt has 5 tokens, and the model has positions for 12 .* at most 7"
+    )
+    with pytest.raises(UserError, match=message):
+        trained(tmp_path, GPT2LMHeadModel(config), max_completion_length=9)
+    seen: list[Any] = []
+
+    def reward(prompts: list[str], letter: list[str | None], **columns: Any) -> list[float]:
+        seen.extend(zip(prompts, letter, strict=True))
+        return [1.0] * len(prompts)
+
+    rows = [{"prompt": "a:"}, {"prompt": "bbb:", "letter": "b"}]
+    trained(tmp_path, GPT2LMHeadModel(config), reward, train_dataset=rows, max_completion_length=8, max_steps=1)
+    assert set(seen) == {("a:", None), ("bbb:", "b")}
+
+
+def test_entries_of_other_shapes() -> None:
+    """They are found before the step, and not spread over the positions."""
+    model, batch = small(), rollouts(4)
+    pipe = Pipeline(model, 1, 2, loss=GRPOLoss(0.1))
+    for name, value, message in (
+        ("advantages", None, r"the entry 'advantages' of a mini-batch is None: the loss reads \[4\]"),
+        ("advantages", torch.zeros(4, 1), r"'advantages' of a mini-batch is \[4, 1\]: the loss reads \[4\] beside"),
+        ("old_logps", torch.zeros(4, 1), r"'old_logps' of a mini-batch is \[4, 1\]: the loss reads \[4, 11\]"),
+        ("ref_token_logps", None, r"'ref_token_logps' of a mini-batch is None: the loss reads \[4, 11\]"),
+    ):
+        others = {key: tensor for key, tensor in batch.items() if key != name}
+        for step in (pipe.train_step, pipe.eval_step):
+            with pytest.raises(DataError, match=message):
+                step(others if value is None else others | {name: value})
+
+
+def _length(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [float(ids[0]) - len(ids) for ids in completion_ids]
+
+
+def _logs_of_a_run(folder: str, values: dict[str, Any]) -> tuple[list[tuple[float, ...]], dict[str, torch.Tensor]]:
+    common: dict[str, Any] = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "save_steps": 2}
+    common |= {"loss_type": "grpo", "train_sampling_strategy": "group_by_length", "num_micro_batches": 4}
+    made, logs = trained(Path(folder), small(), _length, **common | values)
+    names = ("loss", "grad_norm", "reward", "clip_ratio/region_mean")
+    return [tuple(log[name] for name in names) for log in logs], weights(made)
+
+
+def _replicas_that_go_on_as_stages(folder: str) -> Any:
+    values: dict[str, Any] = {"num_stages": 1, "replicas": 2, "zero": 1, "save_strategy": "steps", "stop_at": 2}
+    first, _ = _logs_of_a_run(folder, values)
+    second, found = _logs_of_a_run(folder, {"resumes": True})
+    return first + second, found
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    expected, plain = _logs_of_a_run(str(tmp_path / "one"), {"num_stages": 1})
+    assert len(expected) == 3
+    for logs, found in run_gloo(_replicas_that_go_on_as_stages, 2, str(tmp_path / "two")):
+        torch.testing.assert_close(torch.tensor(logs), torch.tensor(expected), rtol=1e-6, atol=1e-9)
+        for name, parameter in plain.items():
+            torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-9)
 
 
 def test_checkable_rewards() -> None:
