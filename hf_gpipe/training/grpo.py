@@ -159,7 +159,7 @@ class PipelineGRPOTrainer(PairTrainer):
         if most is not None and longest + length > most:
             raise UserError(
                 f"max_completion_length={length}: the longest prompt has {longest} tokens, and the model has positions "
-                f"for {most} tokens of a prompt with its completion; use at most {most - longest}, or shorter prompts"
+                f"for {most} tokens of a prompt with its completion; use a smaller one, or shorter prompts"
             )
 
     def _evaluated(self, dataset: Any, generation: Mapping[str, Any], required: str) -> Iterable[Batch] | None:
@@ -261,7 +261,7 @@ class PipelineGRPOTrainer(PairTrainer):
         for function, weight in zip(
             self._reward_funcs, self.args.reward_weights or [1.0] * len(self._reward_funcs), strict=True
         ):
-            values = torch.tensor(_values_of(function, columns))
+            values = _values_of(function, columns)
             total = torch.where(values.isnan(), total, total.nan_to_num(nan=0.0) + weight * values)
         rewards: list[float] = total.tolist()
         return rewards
@@ -295,8 +295,8 @@ def _functions(given: Any) -> list[RewardFunction]:
     return functions
 
 
-def _values_of(function: RewardFunction, arguments: Mapping[str, Any]) -> list[float]:
-    """The rewards that a function gives, NaN for None. Raises UserError where it gives something else, or fails."""
+def _values_of(function: RewardFunction, arguments: Mapping[str, Any]) -> torch.Tensor:
+    """The rewards that a function gives (N,), NaN for None. Raises UserError where it gives something else, or fails."""
     name, count = getattr(function, "__name__", None) or repr(function), len(arguments["completions"])
     try:
         found = function(**arguments)
@@ -304,12 +304,12 @@ def _values_of(function: RewardFunction, arguments: Mapping[str, Any]) -> list[f
         raise UserError(f"the reward function {name} failed: {type(error).__name__}: {error}") from error
     expected = f"expected {count} finite numbers or None, one for each completion"
     try:
-        values = [math.nan if value is None else _number(value) for value in found]
+        values = torch.tensor([math.nan if value is None else _number(value) for value in found])
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
             f"the reward function {name} gave {reprlib.repr(found)}, a {type(found).__name__}; {expected}"
         ) from None
-    if len(values) != count or any(map(math.isinf, values)):
+    if len(values) != count or bool(values.isinf().any()):
         what = f"{len(values)} rewards" if len(values) != count else "an infinite reward"
         raise UserError(f"the reward function {name} gave {what}; {expected}")
     return values
