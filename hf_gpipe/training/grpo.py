@@ -296,7 +296,7 @@ def _functions(given: Any) -> list[RewardFunction]:
 
 
 def _values_of(function: RewardFunction, arguments: Mapping[str, Any]) -> torch.Tensor:
-    """The rewards that a function gives (N,), NaN for None. Raises UserError where it gives something else, or fails."""
+    """The rewards that a function gives (N,), NaN for None. Raises UserError where it gives others, or fails."""
     name, count = getattr(function, "__name__", None) or repr(function), len(arguments["completions"])
     try:
         found = function(**arguments)

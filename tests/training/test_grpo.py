@@ -320,7 +320,7 @@ def test_rows_that_no_step_could_use(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message):
             trained(tmp_path, small(), train_dataset=rows)
     config = GPT2Config(vocab_size=50, n_positions=12, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    message = "max_completion_length=9: the longest prompt has 5 tokens, and the model has positions for 12 tokens of a prompt"
+    message = "max_completion_length=9: the longest prompt has 5 tokens, and the model has positions for 12"
     with pytest.raises(UserError, match=message):
         trained(tmp_path, GPT2LMHeadModel(config), max_completion_length=9)
     seen: list[Any] = []
