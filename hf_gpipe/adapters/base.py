@@ -26,6 +26,7 @@ from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.quantised import Quantisation
 from hf_gpipe.adapters.routers import Router, RouterPort
 from hf_gpipe.adapters.stubs import Port
+from hf_gpipe.errors import DataError
 
 IGNORED_LABEL = -100
 
@@ -263,6 +264,15 @@ class Adapter(ABC):
     @abstractmethod
     def check_inputs(self, inputs: Inputs) -> None:
         """Raise DataError where inputs, as returned by `prepare`, have values that a GPU would fail on late."""
+
+    def check_classes(self, inputs: Inputs) -> None:
+        """Raise DataError where labels, on the CPU, are no classes or tokens, which the loss needs."""
+        labels = inputs["labels"]
+        if labels.is_floating_point():
+            raise DataError(
+                f"labels have the type {labels.dtype}, and the loss needs classes or tokens, which are integers; give "
+                "loss=LogitsLoss(function), or integers"
+            )
 
     def document_lengths(self, inputs: Inputs) -> dict[StackName, tuple[int, ...]]:
         """Of a packed micro-batch the tokens of each document, for each stack; of rows nothing."""

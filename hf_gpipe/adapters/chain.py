@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -23,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 from hf_gpipe.adapters.base import Adapter, Inputs, Stage, Tensors
 from hf_gpipe.adapters.batch_norm import hold_averages
 from hf_gpipe.adapters.chain_layers import find_layers, parts_of_sequential
-from hf_gpipe.adapters.classifiers import ONE_CLASS
+from hf_gpipe.adapters.classifiers import ONE_CLASS, check_labels, check_range, problem_of
 from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.observations import Observations, Shapes
@@ -194,6 +195,21 @@ class Chain(Adapter):
 
     def check_inputs(self, inputs: Inputs) -> None:
         self.observed = self.observations(self._shapes_of(inputs))
+        if self.config is not None and problem_of(self.config) != ONE_CLASS:
+            check_labels(inputs["labels"], self.config)
+
+    def check_classes(self, inputs: Inputs) -> None:
+        super().check_classes(inputs)
+        labels, shape = inputs["labels"], tuple(self.observed.logits.shape)
+        if self.config is not None:
+            check_labels(labels, self.config)
+        elif len(labels) != shape[0] or labels.numel() != math.prod(shape[:-1]):
+            raise DataError(
+                f"labels have the shape {tuple(labels.shape)}, and {type(self.reference).__name__} makes logits "
+                f"{shape}, the scores of {shape[-1]} classes last; labels have the shape {shape[:-1]}"
+            )
+        else:
+            check_range(labels, shape[-1], "let the last layer make more")
 
     def targets(self, inputs: Tensors) -> torch.Tensor:
         labels = inputs["labels"]

@@ -60,7 +60,7 @@ class Classifier(RowModel):
 
     def check_ids(self, inputs: Inputs) -> None:
         super().check_ids({name: ids for name, ids in inputs.items() if name != "labels"})
-        _check_labels(inputs["labels"], self.config)
+        check_labels(inputs["labels"], self.config)
 
 
 def is_classifier(model_class: type[PreTrainedModel]) -> bool:
@@ -147,7 +147,7 @@ def problem_of(config: PreTrainedConfig) -> str:
     return given or ("regression" if config.num_labels == 1 else ONE_CLASS)
 
 
-def _check_labels(labels: torch.Tensor, config: PreTrainedConfig) -> None:
+def check_labels(labels: torch.Tensor, config: PreTrainedConfig) -> None:
     """Raise DataError where labels, on the CPU, do not fit the configuration's problem_type and num_labels."""
     count, problem = config.num_labels, problem_of(config)
     found = f"labels have the shape {tuple(labels.shape)} and the type {labels.dtype}"
@@ -159,5 +159,14 @@ def _check_labels(labels: torch.Tensor, config: PreTrainedConfig) -> None:
             f"{found}; for {problem} they are integers (B,); for several classes of a row set problem_type to "
             "'multi_label_classification' in the model's configuration, for numbers to 'regression'"
         )
-    elif len(wrong := labels[(labels != IGNORED_LABEL) & ((labels < 0) | (labels >= count))]):
-        raise DataError(f"labels has {int(wrong[0])}, and the model has {count} classes, from 0; set num_labels")
+    else:
+        check_range(labels, count, "set num_labels")
+
+
+def check_range(labels: torch.Tensor, num_classes: int, remedy: str) -> None:
+    """Raise DataError for a label that is no class."""
+    if len(wrong := labels[(labels != IGNORED_LABEL) & ((labels < 0) | (labels >= num_classes))]):
+        raise DataError(
+            f"labels has {int(wrong[0])}, and the model has {num_classes} classes, from 0; {remedy}, or correct it "
+            f"({IGNORED_LABEL} is left out of the loss)"
+        )

@@ -5,8 +5,13 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_MAPPING,
+)
 
 from hf_gpipe.adapters.base import Inputs, Tensors
 from hf_gpipe.adapters.classifiers import RowModel
@@ -39,6 +44,15 @@ class Embedder(RowModel):
 def is_embedder(model_class: type[PreTrainedModel]) -> bool:
     """Whether a class is one of AutoModel's, and no language model."""
     return model_class.__name__ in HEADLESS
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether a token sees only the tokens before it. Attention says it of itself; without that the family tells."""
+    said = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+    family = type(getattr(model, "config", None))
+    return True in said or (
+        not said and family in MODEL_FOR_CAUSAL_LM_MAPPING and family not in MODEL_FOR_MASKED_LM_MAPPING
+    )
 
 
 def as_embedder(config: PreTrainedConfig) -> dict[str, list[str]]:

@@ -60,7 +60,7 @@ class _Sizes:
     """An observation as a list of sizes, and the form that they fill."""
 
     def __init__(self, observed: Observed) -> None:
-        leaves, self._tree = tree_flatten((observed.given, observed.made))
+        leaves, self._tree = tree_flatten((observed.given, observed.made, observed.logits))
         self._tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         self._others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.sizes = [size for tensor in self._tensors if tensor is not None for size in tensor.shape]

@@ -34,10 +34,12 @@ class Observed:
     Attributes:
         given: the hidden states that each layer receives.
         made: what each module of the layers returns, by its name.
+        logits: what the model returns.
     """
 
     given: tuple[torch.Tensor, ...]
     made: Mapping[str, Any]
+    logits: torch.Tensor
 
 
 def observe(model: nn.Module, layers: Sequence[Layer], forward: Callable[[], Any]) -> Observed:
@@ -65,7 +67,7 @@ def observe(model: nn.Module, layers: Sequence[Layer], forward: Callable[[], Any
             f"the forward of {type(model).__name__} changes {changed[0]}, and a recomputed forward would change it "
             "again; leave that out (inplace=False)"
         )
-    return Observed(tuple(followed.given), followed.made)
+    return Observed(tuple(followed.given), followed.made, logits)
 
 
 class _Followed(TorchDispatchMode):

@@ -16,9 +16,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Tensors
+from hf_gpipe.adapters.base import Inputs, Tensors
+from hf_gpipe.adapters.classifiers import check_range
 from hf_gpipe.adapters.decoder_only import DecoderOnly
-from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
+from hf_gpipe.errors import UnsupportedModelError, UserError
 
 
 class TokenClassifier(DecoderOnly):
@@ -46,9 +47,7 @@ class TokenClassifier(DecoderOnly):
 
     def check_ids(self, inputs: Inputs) -> None:
         super().check_ids(inputs)
-        labels, count = inputs["labels"], self.config.num_labels
-        if len(wrong := labels[(labels != IGNORED_LABEL) & ((labels < 0) | (labels >= count))]):
-            raise DataError(f"labels has {int(wrong[0])}, and the model has {count} classes, from 0; set num_labels")
+        check_range(inputs["labels"], self.config.num_labels, "set num_labels")
 
 
 def is_token_classifier(model_class: type[PreTrainedModel]) -> bool:

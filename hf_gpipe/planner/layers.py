@@ -145,6 +145,8 @@ class LayerTracer:
         adapter, layers = self.layers.adapter, self.layers
         workload = workload.within(adapter)
         inputs = workload.micro_batch(adapter).inputs
+        if workload.entries:
+            self.loss.check_inputs(adapter, inputs)
         traced = {index: self._traced(index, workload, inputs) for index in dict.fromkeys(self.representative_layer)}
         owner: dict[str, int] = {}
         for index, names in enumerate(layers.shared):

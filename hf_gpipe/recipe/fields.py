@@ -209,8 +209,8 @@ class EmbeddingsSection:
     negative is further away than the positive; cosine: the cosine of two texts is their score."""
 
     pooling: Annotated[Pooling, EMBEDDINGS] = "mean"
-    """How hidden states become an embedding: the mean of the tokens; cls: the first one; lasttoken: the last one, for
-    decoder-only models."""
+    """How hidden states become an embedding: the mean of the tokens; cls: the first one, of encoders alone; lasttoken:
+    the last one, for decoder-only models."""
 
     texts: Annotated[Count | None, EMBEDDINGS] = None
     """Texts of a row: 2, or more with negatives; null: 2, or 3 of triplet."""

@@ -120,6 +120,7 @@ def loss_of(adapter: Adapter, asked: Loss) -> Loss:
             f"{type(adapter.reference).__name__} has no head, and the loss, a {type(asked).__name__}, reads more than "
             "hidden states; give an EmbeddingLoss, or a model with a head (of AutoModelForCausalLM, say)"
         )
+    asked.check_model(adapter)
     problem = problem_of(adapter.config) if adapter.is_classifier else ONE_CLASS
     has_scores = problem != ONE_CLASS or (adapter.is_classifier and adapter.config.num_labels == 1)
     if not asked.is_of_tokens and Reads.TOKENS in asked.reads and has_scores:

@@ -105,6 +105,15 @@ class Loss:
     adds_auxiliary: bool = True
     is_checked: bool = False
 
+    def check_model(self, adapter: Adapter) -> None:
+        """Raise UserError where a model has nothing to learn by this loss."""
+
+    def check_inputs(self, adapter: Adapter, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Raise DataError where a micro-batch, on the CPU, has what the model or the loss cannot read."""
+        adapter.check_inputs(inputs)
+        if Reads.TOKENS in self.reads:
+            adapter.check_classes(inputs)
+
     def of_units(self, read: LossInputs) -> torch.Tensor:
         """The loss of each unit, (B / rows_per_unit,), from its own rows; in training with gradients."""
         if not self.compares_units:
@@ -202,6 +211,8 @@ class _Planned(Loss):
     def total(self, read: LossInputs) -> torch.Tensor:
         if Reads.LOGITS in self.reads:
             logits, labels = read.logits.float().flatten(0, -2), read.inputs["labels"].clone().flatten()
+            if labels.is_floating_point() or len(labels) != len(logits):  # they are no classes
+                return logits.square().sum()
             return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
         parts = [read.hidden] if Reads.HIDDEN in self.reads else []
         parts += [-read.log_probs] if Reads.TOKENS in self.reads else []

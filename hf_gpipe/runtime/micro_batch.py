@@ -12,7 +12,7 @@ from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.runtime.chunks import Chunk, check_chunks, cut, num_chunks
-from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss, Reads
+from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss
 from hf_gpipe.runtime.teacher import TeacherLogits
 
 Batch = Mapping[str, torch.Tensor]
@@ -254,13 +254,7 @@ def make_micro_batches(
         num_rows += len(batch["labels"])
         owners += [number] * (len(inputs) - len(owners))
     for one in inputs:
-        adapter.check_inputs(one)
-        labels = one["labels"]
-        if Reads.TOKENS in loss.reads and labels.is_floating_point():
-            raise DataError(
-                f"labels have the type {labels.dtype}, and the loss, a {type(loss).__name__}, needs classes or tokens, "
-                "which are integers; give loss=LogitsLoss(function), or integers"
-            )
+        loss.check_inputs(adapter, one)
     targets = [adapter.targets(one) for one in inputs]
     num_units, num_tokens = (
         max(1, sum(int(count(one).sum()) for one in targets)) for count in (loss.row_units, loss.row_tokens)

@@ -13,6 +13,8 @@ from typing import Any, get_args
 import torch
 from torch.nn import functional as F
 
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.embedders import is_causal
 from hf_gpipe.errors import UserError, check_number, nearest
 from hf_gpipe.recipe.fields import EmbeddingLossType, Pooling
 from hf_gpipe.runtime.loss import LossInputs, Reads
@@ -53,7 +55,7 @@ class EmbeddingLoss(PairLoss):
             positives and negatives of all examples of the mini-batch (InfoNCE, arXiv 1705.00652 and 1807.03748);
             "triplet": max(0, d(anchor, positive) - d(anchor, negative) + margin) (arXiv 1503.03832); "cosine": the
             square of cos(first, second) - score (arXiv 1908.10084).
-        pooling: "mean", "cls" or "lasttoken", as of `pooled`.
+        pooling: "mean", "cls" or "lasttoken", as of `pooled`. "cls" of a decoder-only model is an error of `Pipeline`.
         texts: rows of an example: 2, or more with negatives; 3 of a triplet.
         scale: of "multiple_negatives", the factor of cosines, the inverse of a temperature.
         margin: of "triplet".
@@ -115,6 +117,14 @@ class EmbeddingLoss(PairLoss):
         values: dict[str, Any] = {name: getattr(options, name) for name in ("scale", "margin", "distance")}
         values |= {name: tuple(getattr(options, name) or ()) for name in ("matryoshka_dims", "matryoshka_weights")}
         return cls(options.loss_type, options.pooling, texts, **values)
+
+    def check_model(self, adapter: Adapter) -> None:
+        if self.pooling == "cls" and is_causal(adapter.reference):
+            raise UserError(
+                f"pooling='cls' takes the first token of a text, and in {type(adapter.reference).__name__}, a "
+                "decoder-only model, that token sees no other, so texts that begin alike would have the same "
+                "embedding; set pooling to 'mean' or 'lasttoken'"
+            )
 
     def of_units(self, read: LossInputs) -> torch.Tensor:
         """The loss of each example, (B / texts,), from hidden states (B, T, D), and scores as labels (B,)."""

@@ -124,6 +124,7 @@ def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapt
             f"data.{key} is {longest}, the length of {what}, and the model has positions for {most}; use {most} or "
             "fewer, or a model with more positions"
         )
+    loss_of(recipe).check_model(adapter)
     return adapter
 
 

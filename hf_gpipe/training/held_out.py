@@ -232,29 +232,42 @@ def evaluate_embeddings(
 ) -> HeldOutReport:
     """How cosines of embeddings agree with what belongs together; the rows are those of `EmbeddingExamples`.
 
-    With scores it is Spearman's correlation of cosine and score. Otherwise it is how often an anchor's own positive is
-    the nearest among those of all examples, and the mean of 1 / its rank.
+    With scores it is Spearman's correlation of cosine and score, NaN where all of either are equal. Otherwise it is how
+    often an anchor's own positive is the nearest among those of all examples, and the mean of 1 / its rank. Another
+    text that is as near counts as nearer, so a model that gives all texts the same embedding is never right.
     """
     loss = pipe.loss
     assert isinstance(loss, EmbeddingLoss)
     # The mask leaves padding out, so any token serves as padding.
     _, batches = _mini_batches(pipe, make_rows, EmbeddingCollator(0, loss.texts), batch_size, max_rows)
     found, scores = [], []
+    texts: list[tuple[int, ...]] = []
     with pipe.ties.holding_values():
         for (batch,) in shared_stream(None if batches is None else ([batch] for batch in batches), pipe.world):
             found.append(F.normalize(pipe.embed(batch), dim=1))
             scores.append(batch["labels"][:: loss.texts])
+            positives = zip(*(batch[name][1 :: loss.texts] for name in ("input_ids", "attention_mask")), strict=True)
+            texts += [tuple(ids[mask.bool()].tolist()) for ids, mask in positives]
     anchor, positive, *_ = torch.cat(found).view(-1, loss.texts, found[0].shape[1]).unbind(dim=1)
     score, number = torch.cat(scores).double(), len(anchor)
     values: dict[str, float] = {"num_examples": number}
     if loss.loss_type == "cosine":
-        values["spearman"] = float(
-            torch.corrcoef(torch.stack([_ranks((anchor * positive).sum(1)), _ranks(score)]))[0, 1]
-        )
-        words = f"Spearman's correlation of cosine and score {values['spearman']:.4f}"
+        # Rounding alone makes no difference of cosines.
+        ranks = torch.stack([_ranks((anchor * positive).sum(1).round(decimals=12)), _ranks(score)])
+        values["spearman"] = math.nan
+        words = "Spearman's correlation is not known: all cosines or all scores are equal"
+        if (ranks != ranks[:, :1]).any(dim=1).all():
+            values["spearman"] = float(torch.corrcoef(ranks)[0, 1])
+            words = f"Spearman's correlation of cosine and score {values['spearman']:.4f}"
     else:
-        blocks = zip(anchor.split(1024), (anchor * positive).sum(1).split(1024), strict=True)
-        ranks = torch.cat([(some @ positive.t() > own[:, None] + 1e-12).sum(1) + 1.0 for some, own in blocks])
+        numbers = {text: number for number, text in enumerate(texts)}
+        text = torch.tensor([numbers[own] for own in texts])
+        blocks = zip(anchor.split(1024), (anchor * positive).sum(1).split(1024), text.split(1024), strict=True)
+        # What is no number is as near.
+        is_further = (
+            (some @ positive.t() < own[:, None] - 1e-12) | (of_own[:, None] == text) for some, own, of_own in blocks
+        )
+        ranks = 1 + torch.cat([(~block).sum(1) for block in is_further]).double()
         values |= {"accuracy": float((ranks == 1).double().mean()), "mean_reciprocal_rank": float((1 / ranks).mean())}
         words = (
             f"an anchor's own text is the nearest of {number} in {values['accuracy']:.1%}, mean reciprocal rank "

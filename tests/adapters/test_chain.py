@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForImageClassification
 
-from hf_gpipe import Pipeline
+from hf_gpipe import LogitsLoss, Pipeline
 from hf_gpipe.adapters.chain import Chain
 from hf_gpipe.errors import CheckpointError, DataError, UnsupportedModelError, UserError
 from hf_gpipe.runtime.micro_batch import split_rows
@@ -174,6 +174,40 @@ def test_image_classifiers_of_transformers(family: str, tmp_path: Path) -> None:
     assert pipe.eval_step(batch).loss == pytest.approx(expected.loss, rel=1e-10)
 
 
+def test_labels_of_image_classifiers() -> None:
+    """As transformers' problem_type says; soft labels need a loss of one's own."""
+    pixels = torch.randn(4, 3, 32, 32)
+
+    def made(problem_type: str | None, labels: torch.Tensor, **options: Any) -> Pipeline:
+        config = AutoConfig.for_model("vit", image_size=32, patch_size=16, num_labels=3, **IMAGES["vit"])
+        config.problem_type = problem_type
+        model, batch = AutoModelForImageClassification.from_config(config), {"pixel_values": pixels, "labels": labels}
+        return Pipeline(model, 2, 2, example=batch, **options)
+
+    classes, shares = torch.tensor([0, -100, 2, 1]), torch.rand(4, 3)
+    of_one = made(None, classes, partition="count")
+    of_many = made("multi_label_classification", shares, partition="flops")
+    of_one.train_step({"pixel_values": pixels, "labels": classes})
+    of_many.train_step({"pixel_values": pixels, "labels": shares})
+    for pipe, labels, message in (
+        (of_one, [0, 1, 2, 3], "labels has 3, and the model has 3 classes, from 0; set num_labels, or correct it"),
+        (of_one, [0, 1, 2, -1], "labels has -1, and the model has 3 classes"),
+        (of_one, [[0, 1, 2]] * 4, r"\(2, 3\) and the type torch.int64; for single_label_.* they are integers \(B,\)"),
+        (of_many, [[0, 1, 1]] * 4, "the type torch.int64; for multi_label_classification they are floats, 3 for"),
+        (of_many, [0.0, 1.0, 0.5, 0.1], "for multi_label_classification they are floats, 3 for each row"),
+    ):
+        with pytest.raises(DataError, match=message):
+            pipe.train_step({"pixel_values": pixels, "labels": torch.tensor(labels)})
+    with pytest.raises(DataError, match="for regression they are floats, 3 for each row"):
+        made("regression", classes, partition="flops")
+
+    def soft(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+    of_soft = made(None, shares, loss=LogitsLoss(soft), partition="count")
+    of_soft.train_step({"pixel_values": pixels, "labels": shares})
+
+
 class Skips(Tagger):
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         embedded = x = self.embed(ids)
@@ -260,8 +294,22 @@ def test_shapes_and_keys_of_mini_batches() -> None:
         pipe.train_step({**rows, "y": rows["x"]})
     with pytest.raises(DataError, match=r"cannot be run on the meta device.*\(2, 3\)"):
         pipe.train_step({"x": torch.randn(3, 3), "labels": rows["labels"]})
-    with pytest.raises(DataError, match=r"labels have the type torch.float32, and .* a TokenLoss, needs classes"):
+    with pytest.raises(DataError, match=r"labels have the type torch.float32, and the loss needs classes"):
         pipe.train_step({**rows, "labels": torch.randn(3, 2)})
+    for labels, message in (
+        ([0, 2, 1], "labels has 2, and the model has 2 classes, from 0; let the last layer make more, or correct it"),
+        ([0, -1, -100], "labels has -1, and the model has 2 classes"),
+        ([[0, 1]] * 3, r"labels have the shape \(3, 2\), and Sequential makes logits \(3, 2\).*have the shape \(3,\)"),
+    ):
+        # In two micro-batches and in one.
+        for count in (2, 1):
+            one = Pipeline(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)), 2, count)
+            with pytest.raises(DataError, match=message.replace("3", "[23]")):
+                one.train_step({**rows, "labels": torch.tensor(labels)})
+    of_logits = LogitsLoss(lambda outputs, labels, num_items_in_batch: (outputs.logits * labels).sum())
+    Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, loss=of_logits).train_step(
+        {**rows, "labels": torch.tensor([[7, -1]] * 3)}
+    )
     with pytest.raises(UnsupportedModelError, match=r"Sequential changes its buffer .1.calls."):
         Pipeline(nn.Sequential(nn.Linear(2, 2), Counts()), 2).train_step(rows)
     with pytest.raises(UnsupportedModelError, match="changes in place what '1' receives"):

@@ -17,6 +17,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    BloomConfig,
+    BloomModel,
     ElectraConfig,
     ElectraModel,
     GPT2Config,
@@ -38,6 +40,10 @@ from hf_gpipe.data.embeddings import EmbeddingCollator, EmbeddingExamples, embed
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.model.exactness import compare
 from hf_gpipe.planner.report import report
+from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.training.from_recipe import check_model
+from hf_gpipe.training.held_out import evaluate_embeddings
+from hf_gpipe.training.job import _finite
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, Result, assert_same, gathered_gradients, plain_model, run_pipeline, tiny_config
@@ -316,6 +322,42 @@ def test_encoders_without_a_language_model_are_exact(family: str) -> None:
     assert compare(config, (3,), MODEL_MAPPING[type(config)]).is_exact
 
 
+def test_the_held_out_report_counts_ties_against_the_model() -> None:
+    """A text that two anchors share is right for both; of a collapsed model nothing is right, nor a correlation."""
+    data = [*ROWS, {**ROWS[-1], "anchor": "who is waiting"}]
+    model = BertModel(BertConfig(**SMALL | {"vocab_size": len(words())}, intermediate_size=32)).double()
+    collapsed = copy.deepcopy(model)
+    with torch.no_grad():
+        collapsed.encoder.layer[-1].output.LayerNorm.weight.zero_()
+        collapsed.encoder.layer[-1].output.LayerNorm.bias.copy_(torch.rand(16))
+    pairs = [{name: row[name] for name in ("anchor", "positive")} for row in data]
+    examples = EmbeddingExamples([row | {"score": number % 3} for number, row in enumerate(pairs)], words())
+    with torch.no_grad():
+        whole = embeddings(model.eval(), EmbeddingCollator(0, 2)(list(examples)), "mean")
+    own = {name: whole[place::2] for place, name in enumerate(("anchor", "positive"))}
+    ranks = []
+    for number, row in enumerate(pairs):
+        near = F.cosine_similarity(own["anchor"][number], own["positive"], dim=1)
+        others = [float(near[i]) for i, other in enumerate(pairs) if other["positive"] != row["positive"]]
+        ranks.append(1 + sum(value >= float(near[number]) for value in others))
+
+    def reported(given: Any, loss_type: str = "multiple_negatives", rows: Any = examples) -> Any:
+        pipe = Pipeline(copy.deepcopy(given), 2, 2, loss=EmbeddingLoss(loss_type))
+        return evaluate_embeddings(pipe, lambda: rows, 5)
+
+    values = reported(model).values
+    assert values["accuracy"] == ranks.count(1) / len(data) < 1
+    assert values["mean_reciprocal_rank"] == pytest.approx(sum(1 / rank for rank in ranks) / len(data), rel=1e-12)
+    values = reported(collapsed).values
+    assert values["accuracy"] == 0
+    assert values["mean_reciprocal_rank"] == pytest.approx((17 / 19 + 2 / 18) / 19, rel=1e-12)
+    assert -1 <= reported(model, "cosine").values["spearman"] <= 1
+    alike = EmbeddingExamples([row | {"score": 1} for row in pairs], words())
+    for report_of_one in (reported(collapsed, "cosine"), reported(model, "cosine", alike)):
+        assert _finite(report_of_one.to_dict())["spearman"] is None
+        assert "not known: all cosines or all scores are equal" in report_of_one.text("test")
+
+
 def test_rows() -> None:
     read = embedded_of("row 1", {"negative": "c", "positive": "b", "anchor": "a", "label": 1})
     assert read == {"texts": ["a", "b", "c"], "score": 1}
@@ -349,6 +391,20 @@ def test_what_cannot_be_honoured(tmp_path: Path) -> None:
             PipelineEmbeddingConfig(output_dir=str(tmp_path), **options).check()  # type: ignore[arg-type]
     with pytest.raises(UserError, match="compares the rows of a mini-batch in two passes, between which no stage may"):
         Pipeline(plain("bert"), 2, 2, "pipedream", loss=EmbeddingLoss())
+    message = "pooling='cls' takes the first token.*a decoder-only model.*set pooling to 'mean' or 'lasttoken'"
+    bloom = BloomModel(BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=2))
+    decoder = BertModel(BertConfig(**SMALL, intermediate_size=32, is_decoder=True))
+    for model in (plain("llama"), plain("gpt2"), bloom, decoder):
+        with pytest.raises(UserError, match=message):
+            Pipeline(model, 2, 2, loss=EmbeddingLoss(pooling="cls"))
+    recipe = """
+model: {config: {model_type: llama, vocab_size: 64, hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2}}
+data: {kind: embeddings, path: a.jsonl}
+training: {output_dir: out}
+"""
+    with pytest.raises(UserError, match=message):
+        check_model(parse_recipe(recipe, ["embeddings.pooling=cls"]))
+    check_model(parse_recipe(recipe, ["embeddings.pooling=mean"]))
     with pytest.raises(UserError, match="BertModel has no head, and the loss, a TokenLoss, reads more than hidden"):
         Pipeline(plain("bert"), 2, 2)
     with pytest.raises(UserError, match="embed: the loss is a TokenLoss, which reads no embeddings; give"):
