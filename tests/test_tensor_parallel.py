@@ -59,7 +59,7 @@ BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
     "logits": ("llama", 0.0, {"num_stages": 2, "loss": LogitsLoss(_of_logits)}),
     "experts": ("qwen3_moe", 0.0, {"num_stages": 2, "schedule": "zb_h1", "recompute": "stage"}),
     "hidden states": ("llama", 0.0, VISITING | {"loss": Contrast()}),
-    "teacher": ("llama", 0.1, COMPILED | {"loss": DistillationLoss(cross_entropy_share=0.3)}),
+    "teacher": ("llama", 0.0, COMPILED | {"loss": DistillationLoss(cross_entropy_share=0.3)}),
     "rounded": ("llama", 0.0, {"num_stages": 2, "boundary_dtype": "float32"}),
 }
 

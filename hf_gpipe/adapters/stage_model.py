@@ -25,7 +25,7 @@ from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, replace_tensor
-from hf_gpipe.adapters.tensor_parallel.masks import masks_of
+from hf_gpipe.adapters.tensor_parallel.masks import dropout_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.tensor_parallel.split import Division
 from hf_gpipe.adapters.weight_gradients import WeightGradients
@@ -152,9 +152,8 @@ class StageModel:
         Raises UserError where the model cannot be divided so.
         """
         blocks = frozenset(block for stack in self.adapter.stacks for block in stack.blocks)
-        peft = self.adapter.peft
-        has_dropout = bool(masks_of(self.adapter.config)) or (peft is not None and peft.config.lora_dropout > 0)
-        self.division = Division(plan_of(self.adapter, ranks.size), ranks, has_dropout=has_dropout)
+        plan, has_dropout = plan_of(self.adapter, ranks.size), bool(dropout_of(self.adapter))
+        self.division = Division(plan, ranks, has_dropout=has_dropout)
         self.division.apply(self.model, self.model.all_tied_weights_keys, blocks)
 
     def seal(self, device: torch.device) -> None:

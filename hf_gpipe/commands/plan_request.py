@@ -316,7 +316,7 @@ def _planner(
     if config.tensor_parallel > 1:
         from hf_gpipe.model.tensor_parallel import check_division
 
-        check_division(adapter, config.tensor_parallel)
+        check_division(adapter, config.tensor_parallel, is_compiled=config.torch_compile)
     teacher, spec = None, teacher_of(recipe)
     if spec is not None:
         from hf_gpipe.model.teacher import open_teacher

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter, build_adapter
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
-from hf_gpipe.adapters.tensor_parallel.masks import masks_of
+from hf_gpipe.adapters.tensor_parallel.masks import dropout_of, masks_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError, one_line
@@ -23,8 +23,8 @@ _STAGES = 3
 _TOLERANCE = 1e-6
 
 
-def check_division(adapter: Adapter, size: int) -> None:
-    """Raise UserError where the layers of a model cannot be divided among so many ranks."""
+def check_division(adapter: Adapter, size: int, *, is_compiled: bool = False) -> None:
+    """Raise UserError where the layers of a model, which may be compiled, cannot be divided among so many ranks."""
     others = {
         "the model is no Hugging Face model that reads text": not isinstance(adapter, TextAdapter),
         "functions of its modules were replaced": bool(adapter.patches),
@@ -36,6 +36,12 @@ def check_division(adapter: Adapter, size: int) -> None:
             )
     assert isinstance(adapter, TextAdapter)
     verify_division(adapter, size)
+    for name, probability in dropout_of(adapter).items() if is_compiled else ():
+        # What draws the masks (masks.py) breaks compiled code into pieces, and with some backends draws them twice.
+        raise UserError(
+            f"tensor_parallel is {size}, torch_compile is true and {name} is {probability}, which do not go together: "
+            f"a compiled block may draw other masks; leave torch_compile out, or set {name} to 0"
+        )
 
 
 def verify_division(adapter: TextAdapter, size: int) -> None:

@@ -215,6 +215,19 @@ def test_masks_are_compared_and_the_dropout_of_sdpa_is_refused(monkeypatch: pyte
         verify_division(adapter_for(config, torch.float32, "sdpa"), 2)
 
 
+def test_compiled_blocks_with_dropout_are_refused() -> None:
+    """With the backend eager masks were drawn twice, so numbers depended on T."""
+    peft = pytest.importorskip("peft")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    of_model, of_lora = adapter_of(LlamaConfig(**sizes, attention_dropout=0.1)), adapter_of(LlamaConfig(**sizes))
+    check_division(of_lora, 2, is_compiled=True)
+    resolve_peft(of_lora, "default", peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.3))
+    for adapter, message in ((of_model, "attention_dropout is 0.1"), (of_lora, "lora_dropout is 0.3")):
+        check_division(adapter, 2)
+        with pytest.raises(UserError, match=f"^tensor_parallel is 2, torch_compile is true and {message}"):
+            check_division(adapter, 2, is_compiled=True)
+
+
 @pytest.mark.parametrize("cut", [Cut.of_packs(0, [7], 3), Cut.of_packs(1, [6, 6], 3), Cut.of_packs(1, [12], 4, [2])])
 def test_a_whole_tensor_comes_back_bit_for_bit(cut: Cut) -> None:
     whole = torch.randn(7, 12).masked_fill(torch.rand(7, 12) < 0.2, -0.0)

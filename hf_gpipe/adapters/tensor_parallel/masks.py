@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
+from hf_gpipe.adapters.base import Adapter
 from hf_gpipe.adapters.tensor_parallel.region import Region
 from hf_gpipe.errors import UserError
 
@@ -46,6 +47,12 @@ class WholeMasks(TorchFunctionMode):
         shape[dim] *= ranks.size
         mask = F.dropout(torch.ones(shape, dtype=input.dtype, device=input.device), p)
         return input * mask.chunk(ranks.size, dim)[ranks.place]
+
+
+def dropout_of(adapter: Adapter) -> dict[str, float]:
+    """The probabilities of dropout above 0 of a model and of its LoRA, by the names of their settings."""
+    of_lora = 0.0 if adapter.peft is None else adapter.peft.config.lora_dropout
+    return masks_of(adapter.config) | ({"lora_dropout": of_lora} if of_lora else {})
 
 
 def masks_of(config: Any) -> dict[str, float]:
