@@ -268,10 +268,10 @@ class Adapter(ABC):
     def check_classes(self, inputs: Inputs) -> None:
         """Raise DataError where labels, on the CPU, are no classes or tokens, which the loss needs."""
         labels = inputs["labels"]
-        if labels.is_floating_point():
+        if labels.dtype not in (torch.int32, torch.int64):
             raise DataError(
-                f"labels have the type {labels.dtype}, and the loss needs classes or tokens, which are integers; give "
-                "loss=LogitsLoss(function), or integers"
+                f"labels have the type {labels.dtype}, and the loss needs classes or tokens, which are int64; "
+                "give loss=LogitsLoss(function), or such labels"
             )
 
     def document_lengths(self, inputs: Inputs) -> dict[StackName, tuple[int, ...]]:

@@ -214,8 +214,9 @@ def _check_chain(spec: ModelSpec, model: nn.Module, *, is_in_memory: bool) -> No
         others |= {name: getattr(spec, name) for name in ("attn_implementation", "config_overrides")}
         others["dtype"] = read_dtype(spec.dtype, "dtype")
     if asked := [name for name, value in others.items() if value]:
+        key = "autocast (bf16 or fp16)" if asked[0] == "autocast" else asked[0]
         raise UserError(
-            f"{asked[0]} is for {'models that read text' if asked[0] in names else 'a model that is read'}, and the "
+            f"{key} is for {'models that read text' if asked[0] in names else 'a model that is read'}, and the "
             f"model is a {type(model).__name__}, which is taken as it is; leave it out"
         )
 

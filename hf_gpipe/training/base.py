@@ -33,6 +33,7 @@ from hf_gpipe.recipe import AUTO
 from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.custom_loss import asked_loss
 from hf_gpipe.runtime.device_choice import world_for
+from hf_gpipe.runtime.generation import check_generates
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.loss import Loss
@@ -103,10 +104,13 @@ def pipeline_of(
     asked = {
         "batch_tokens": args.batch_tokens,
         "neftune_noise_alpha": args.neftune_noise_alpha,
+        "predict_with_generate": args.predict_with_generate,
         "train_sampling_strategy": args.train_sampling_strategy == "group_by_length",
     }
     for name in [name for name, value in asked.items() if value]:
         check_reads_text(pipe.adapter, f"{name}={getattr(args, name)!r}")
+    if args.predict_with_generate:
+        check_generates(pipe.adapter)
     if args.neftune_noise_alpha is not None and pipe.adapter.config.is_encoder_decoder:
         raise UserError(
             f"neftune_noise_alpha={args.neftune_noise_alpha!r}: {pipe.adapter.config.model_type} has an encoder, and "

@@ -24,6 +24,8 @@ from hf_gpipe.training.pools import DataPositions, Pools, has_index, target_toke
 
 Batch = Mapping[str, torch.Tensor]
 Collate = Callable[[list[Any]], Batch]
+#: Columns of rows that become `labels`.
+LABEL_COLUMNS = frozenset({"label", "label_ids", "labels"})
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class MiniBatches:
 
     def _check_columns(self, row: Any) -> None:
         """Raise DataError for a row of which the model would get nothing."""
-        if not isinstance(row, Mapping) or self.columns is None or any(name in self.columns for name in row):
+        if not isinstance(row, Mapping) or self.columns is None or {*row} & {*self.columns} - LABEL_COLUMNS:
             return
         columns = listed(list(map(str, row)))
         if any(name in row for name in ("messages", "conversations", "prompt", "completion", "text")):
@@ -232,7 +234,7 @@ class MiniBatches:
             if "chosen" in row:
                 advice = "they are not tokenised: give the dataset to PipelineDPOTrainer with a PipelineDPOConfig"
         else:
-            advice = "give rows with 'input_ids' and 'labels'"
+            advice = "name them as the arguments of its forward ('input_ids' and 'labels' of text)"
         raise DataError(
             f"the rows have the columns {columns}, and none that the model takes; {advice}, or set "
             "remove_unused_columns=False where the data_collator reads them"

@@ -63,7 +63,7 @@ from hf_gpipe.training.base import (
 from hf_gpipe.training.checkpoints import Checkpoints, model_to_save
 from hf_gpipe.training.evaluator import Evaluator
 from hf_gpipe.training.hub import HubUploads
-from hf_gpipe.training.loader import Batch, MiniBatches
+from hf_gpipe.training.loader import LABEL_COLUMNS, Batch, MiniBatches
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.loop import TrainingLoop
 from hf_gpipe.training.model_card import write_model_card
@@ -682,7 +682,7 @@ class PipelineTrainer:
             if read is None:
                 adapter = self.pipe.adapter
                 read = {*inspect.signature(adapter.reference.forward).parameters, *adapter.loss_keys}
-            columns = read | {"label", "label_ids", "labels", *self._collated_columns}
+            columns = read | LABEL_COLUMNS | {*self._collated_columns}
             if getattr(self.data_collator, "padding_free", False):
                 # TRL's collator reads the lengths of packed documents from it.
                 columns.add("seq_lengths")

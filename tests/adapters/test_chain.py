@@ -294,8 +294,9 @@ def test_shapes_and_keys_of_mini_batches() -> None:
         pipe.train_step({**rows, "y": rows["x"]})
     with pytest.raises(DataError, match=r"cannot be run on the meta device.*\(2, 3\)"):
         pipe.train_step({"x": torch.randn(3, 3), "labels": rows["labels"]})
-    with pytest.raises(DataError, match=r"labels have the type torch.float32, and the loss needs classes"):
-        pipe.train_step({**rows, "labels": torch.randn(3, 2)})
+    for labels in (torch.randn(3, 2), torch.ones(3, dtype=torch.bool)):
+        with pytest.raises(DataError, match=f"labels have the type {labels.dtype}, and the loss needs classes"):
+            pipe.train_step({**rows, "labels": labels})
     for labels, message in (
         ([0, 2, 1], "labels has 2, and the model has 2 classes, from 0; let the last layer make more, or correct it"),
         ([0, -1, -100], "labels has -1, and the model has 2 classes"),

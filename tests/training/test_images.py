@@ -13,7 +13,7 @@ from torch import nn
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
 from hf_gpipe import Pipeline, PipelineTrainer
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.planner.report import report
 from tests.image_families import EXACT, classifier
 from tests.training.toy import Recorder, arguments
@@ -135,6 +135,14 @@ def test_what_a_chain_does_not_take(tmp_path: Path) -> None:
     for values in ({"batch_tokens": 9}, {"neftune_noise_alpha": 5.0}, {"train_sampling_strategy": "group_by_length"}):
         with pytest.raises(UserError, match=f"{next(iter(values))}.*: Own is no Hugging Face model that reads text"):
             PipelineTrainer(Own().double(), arguments(tmp_path, **values), train_dataset=Images())
+    with pytest.raises(UserError, match="predict_with_generate=True: Own is no Hugging Face model that reads text"):
+        PipelineTrainer(Own().double(), arguments(tmp_path, predict_with_generate=True), train_dataset=Images())
+    with pytest.raises(
+        UserError, match=r"autocast \(bf16 or fp16\) is for models that read text, and the model is a Own"
+    ):
+        PipelineTrainer(Own().double(), arguments(tmp_path, fp16=True), train_dataset=Images())
+    with pytest.raises(DataError, match=r"columns .*pixel_values.*, and none that the model takes; name them as"):
+        PipelineTrainer(nn.Sequential(nn.Flatten(), nn.Linear(3072, 3)), arguments(tmp_path), train_dataset=Images())
     with pytest.raises(UserError, match="give example="):
         PipelineTrainer(Own(), arguments(tmp_path), train_dataset=(row for row in Images()))
     pipe = Pipeline(Own(), 2, 1, example={"pixel_values": torch.zeros(2, 3, 32, 32), "labels": torch.zeros(2).long()})
