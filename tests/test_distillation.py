@@ -19,9 +19,10 @@ from hf_gpipe.planner.tracker import Tracker
 from hf_gpipe.runtime import head
 from hf_gpipe.runtime.micro_batch import split_rows
 from hf_gpipe.runtime.teacher import TeacherLogits
+from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, Batch, Result, assert_same, padded_batch, plain_model, run_pipeline, tiny_config
-from tests.training.toy import CausalRows, arguments
+from tests.training.toy import CausalRows, Recorder, arguments, trained_alike
 
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
 
@@ -252,3 +253,54 @@ def test_the_numbers_of_trl() -> None:
         wanted = GKDTrainer.generalized_jsd_loss(z, zt, labels, beta=beta, temperature=1.7)
         found, _ = loss.beside_teacher(z.flatten(0, 1), labels.flatten(), zt.flatten(0, 1))
         assert float(found.sum() / (labels != -100).sum()) == pytest.approx(float(wanted), rel=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_thirty_steps_of_trl(beta: float, tmp_path: Path) -> None:
+    """TRL's trainer divides by its temperature where it samples, and not in its loss: the temperature is 1 here."""
+    pytest.importorskip("trl")
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    from hf_gpipe import PipelineTrainer
+
+    common: dict[str, Any] = {
+        "max_steps": 30,
+        "learning_rate": 2e-3,
+        "optim": "adamw_torch",
+        "weight_decay": 0.0,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    rows = [row | {"labels": [-100, *row["labels"][1:]]} for row in CausalRows(44)]
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    model, other, recorders = student(tied=False).float(), teacher().float(), (Recorder(), Recorder())
+    both: dict[str, Any] = {"loss": DistillationLoss(beta=beta), "teacher": copy.deepcopy(other)}
+    pipe = Pipeline(copy.deepcopy(model), 2, 2, peft_config=lora, **both)
+    ours = PipelineTrainer(
+        pipe,
+        arguments(tmp_path, **common),
+        data_collator=PairCollator(0),
+        train_dataset=rows[:40],
+        eval_dataset=rows[40:],
+        callbacks=[recorders[0]],
+    )
+    options: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "eos_token": "</s>"}
+    theirs = GKDTrainer(
+        model,
+        other,
+        GKDConfig(output_dir=str(tmp_path / "trl"), lmbda=0.0, beta=beta, **common, **options),
+        data_collator=PairCollator(0),
+        train_dataset=Dataset.from_list(rows[:40]),
+        eval_dataset=Dataset.from_list(rows[40:]),
+        processing_class=tokenizer(),
+        peft_config=lora,
+        callbacks=[recorders[1]],
+    )
+    trained_alike(ours, theirs, recorders, ())

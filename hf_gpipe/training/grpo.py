@@ -135,7 +135,7 @@ class PipelineGRPOTrainer(PairTrainer):
         peft_config: Any = None,
     ) -> None:
         self._reward_funcs = _functions(reward_funcs)
-        #: Of the completions since the last log: rewards, standard deviations of groups, and lengths.
+        #: Of the completions of each mini-batch since the last log: mean and deviation of rewards, and mean length.
         self._noted: list[tuple[float, float, float]] = []
         super().__init__(
             *(model, args, None, train_dataset, None, processing_class, None, callbacks),
@@ -267,9 +267,8 @@ class PipelineGRPOTrainer(PairTrainer):
         return rewards
 
     def _note_rollouts(self, rewards: torch.Tensor, completions: list[list[int]]) -> None:
-        within = deviations(rewards.view(-1, self.args.num_generations)).mean()
         mean_length = sum(map(len, completions)) / len(completions)
-        self._noted.append((float(rewards.nanmean()), float(within), mean_length))
+        self._noted.append((float(rewards.nanmean()), float(deviations(rewards[None])), mean_length))
 
     def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
         metrics = super()._metrics_of_loss(is_training=is_training)

@@ -165,7 +165,11 @@ class GRPOLoss(PairLoss):
         is_high = (unclipped > 1 + high) & (advantages > 0)
         noted = (divergence, is_low, is_high, is_low | is_high)
         # Means over all tokens: the sums of rows, and their tokens in place of the number of units.
-        self._note(*[(one * mask).sum(dim=1) for one in noted], counts=mask.sum(dim=1))
+        values, counts = [(one * mask).sum(dim=1) for one in noted], [mask.sum(dim=1)] * len(noted)
+        if self.importance_sampling_level == "sequence":  # a ratio of each row
+            values[1:] = [one[:, 0].to(mask) for one in noted[1:]]
+            counts[1:] = [torch.ones_like(counts[0])] * 3
+        self._note(*values, counts=counts)
         sums = (losses * mask).sum(dim=1)
         if self.loss_type == "grpo":
             return sums / lengths

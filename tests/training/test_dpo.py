@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import random
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +24,7 @@ from hf_gpipe.training.preference_loss import METRICS, PreferenceLoss
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
-from tests.training.toy import Recorder, weights
+from tests.training.toy import Recorder, trained_alike, weights
 
 
 def rows(count: int = 24, seed: int = 0) -> list[dict[str, str]]:
@@ -60,10 +61,9 @@ def arguments(folder: Path | str, **values: Any) -> PipelineDPOConfig:
     return PipelineDPOConfig(output_dir=str(folder), **common | values)
 
 
-def trained(
+def made_trainer(
     folder: Path | str, model: Any, dataset: Any = None, options: dict[str, Any] | None = None, **values: Any
-) -> tuple[PipelineDPOTrainer, list[dict[str, Any]]]:
-    """A trainer at the end of its training, and what it has logged."""
+) -> tuple[PipelineDPOTrainer, Recorder]:
     recorder = Recorder()
     made = PipelineDPOTrainer(
         model,
@@ -73,6 +73,12 @@ def trained(
         callbacks=[recorder],
         **options or {},
     )
+    return made, recorder
+
+
+def trained(*given: Any, **values: Any) -> tuple[PipelineDPOTrainer, list[dict[str, Any]]]:
+    """A trainer at the end of its training, and what it has logged."""
+    made, recorder = made_trainer(*given, **values)
     made.train()
     return made, recorder.logs
 
@@ -188,57 +194,71 @@ def test_adapters_alone_in_two_processes_against_a_plain_loop(tmp_path: Path) ->
     assert moved > 1e-3
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
-def test_thirty_steps_of_trl(loss_type: str, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
+#: Of TRL's trainers: their own name of the loss, and its arguments.
+BESIDE_TRL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sigmoid": ("DPO", "sigmoid", {}),
+    "ipo": ("DPO", "ipo", {"precompute_ref_log_probs": True}),
+    "cpo": ("CPO", "sigmoid", {"cpo_alpha": 0.3, "label_smoothing": 0.1}),
+    "simpo": ("CPO", "simpo", {"cpo_alpha": 0.5, "simpo_gamma": 0.7}),
+    "orpo": ("ORPO", "", {}),
+}
 
-    common: dict[str, Any] = {
+
+@pytest.mark.parametrize(
+    ("loss_type", "has_lora"), [("sigmoid", False), *((loss_type, True) for loss_type in BESIDE_TRL)]
+)
+def test_thirty_steps_of_trl(loss_type: str, has_lora: bool, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    kind, name, own = BESIDE_TRL[loss_type]
+    where = trl if kind == "DPO" else importlib.import_module(f"trl.experimental.{kind.lower()}")
+    common: dict[str, Any] = own | {
         "max_steps": 30,
         "learning_rate": 2e-3,
         "optim": "adamw_torch",
         "max_grad_norm": 1.0,
         "beta": 0.3,
-        "loss_type": [loss_type],
         "max_length": 20,
-        "precompute_ref_log_probs": loss_type == "ipo",
         "logging_steps": 1,
         "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 1,
         "train_sampling_strategy": "sequential",
         "save_strategy": "no",
-        "eval_strategy": "steps",
-        "eval_steps": 15,
         "per_device_eval_batch_size": 4,
         "bf16": False,
         "gradient_checkpointing": False,
     }
-    model = plain_model(config(), dtype=torch.float32)
-    start, reference = copy.deepcopy(model), copy.deepcopy(model)
-    recorder = Recorder()
-    trl = DPOTrainer(
+    training, held_out = rows(40), rows(4, seed=1)
+    for row in training + held_out if kind != "DPO" else []:
+        # TRL puts the first token before prompts that lack it, and ORPO's cross-entropy is also of prompts' tokens.
+        row["prompt"] = "<s>" + row["prompt"] * (kind == "CPO")
+    model, recorder = plain_model(config(), dtype=torch.float32), Recorder()
+    options: dict[str, Any] = {}
+    words = tokenizer()
+    words.pad_token = words.eos_token
+    if has_lora:
+        peft = pytest.importorskip("peft")
+        options["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    made, ours = made_trainer(
+        tmp_path, copy.deepcopy(model), training, options | {"eval_dataset": held_out}, loss_type=loss_type, **common
+    )
+    if name:
+        common["loss_type"] = [name] if kind == "DPO" else name
+    args = getattr(where, f"{kind}Config")(
+        output_dir=str(tmp_path / "trl"), use_cpu=True, disable_tqdm=True, report_to="none", **common
+    )
+    if kind == "DPO" and not has_lora:
+        options["ref_model"] = copy.deepcopy(model)
+    theirs = getattr(where, f"{kind}Trainer")(
         model,
-        reference,
-        DPOConfig(output_dir=str(tmp_path / "trl"), use_cpu=True, disable_tqdm=True, report_to="none", **common),
-        train_dataset=Dataset.from_list(rows(40)),
-        eval_dataset=Dataset.from_list(rows(8, seed=1)),
-        processing_class=tokenizer(),
+        args=args,
+        train_dataset=Dataset.from_list(training),
+        eval_dataset=Dataset.from_list(held_out),
+        processing_class=words,
         callbacks=[recorder],
+        **options,
     )
-    trl.train()
-    _, logs = trained(
-        tmp_path, start, rows(40), {"eval_dataset": rows(8, seed=1)}, num_stages=3, num_micro_batches=2, **common
-    )
-    for prefix in ("", "eval_"):
-        names = [f"{prefix}{name}" for name in ("loss", *METRICS)]
-        found, expected = (
-            [[one[n] for n in names] for one in some if names[0] in one] for some in (logs, recorder.logs)
-        )
-        assert len(found) == len(expected) == (30 if not prefix else 2)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-4)
-    assert recorder.logs[0]["rewards/margins"] != recorder.logs[29]["rewards/margins"]
+    trained_alike(made, theirs, (ours, recorder), METRICS)
 
 
 def test_the_formulas_of_every_loss() -> None:

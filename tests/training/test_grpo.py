@@ -22,7 +22,7 @@ from hf_gpipe.training.checkable import checked_by
 from hf_gpipe.training.grpo_loss import GRPOLoss, advantages_of, deviations
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, Result, assert_same, run_pipeline, tiny_config
-from tests.training.toy import Recorder, weights
+from tests.training.toy import Recorder, trained_alike, weights
 
 
 def rollouts(count: int = 7) -> dict[str, torch.Tensor]:
@@ -99,6 +99,9 @@ def test_loss_and_every_gradient(loss: GRPOLoss, has_old: bool) -> None:
         pipe.zero_grad()
         assert_same(run_pipeline(pipe, batch), expected)
         assert pipe.eval_step(batch).loss == pytest.approx(expected.loss, rel=1e-9)
+        counts, num_tokens = loss.take(is_training=False)[1].tolist(), int((batch["labels"] != -100).sum())
+        num_ratios = 7 if loss.importance_sampling_level == "sequence" else num_tokens
+        assert counts == [num_tokens, *[num_ratios] * 3]
         found = pipe.token_log_probs(batch)
         torch.testing.assert_close(found, token_log_probs(model, batch, loss.temperature).detach(), rtol=0, atol=1e-10)
 
@@ -130,11 +133,35 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
-def trained(folder: Path, model: Any, reward: Any = None, **values: Any) -> tuple[Any, list[dict[str, Any]]]:
-    letters = [{"prompt": f"{letter}:" + "a" * number, "letter": letter} for number, letter in enumerate("abcd")]
-    given = {"train_dataset": letters, "processing_class": tokenizer(), "peft_config": None}
+class ByStep(Recorder):
+    """TRL's logs of the updates of a step as one: the loss of the last update, and the means of its metrics."""
+
+    def __init__(self, updates_per_step: int) -> None:
+        super().__init__()
+        self.updates_per_step = updates_per_step
+        self.pending: list[dict[str, Any]] = []
+
+    def _note(self, name: str, logs: dict[str, Any] | None) -> None:
+        if logs is not None and "loss" in logs:
+            self.pending.append(logs)
+            if len(self.pending) < self.updates_per_step:
+                return
+            # What is known of a rollout is logged by its first update alone.
+            names = {name for one in self.pending for name, value in one.items() if isinstance(value, float)}
+            found = {name: [one[name] for one in self.pending if name in one] for name in names}
+            logs = {name: sum(values) / len(values) for name, values in found.items()} | {"loss": logs["loss"]}
+            self.pending.clear()
+        super()._note(name, logs)
+
+
+LETTERS = [{"prompt": f"{letter}:" + "a" * number, "letter": letter} for number, letter in enumerate("abcd")]
+
+
+def made_trainer(
+    folder: Path, model: Any, reward: Any = None, stop_at: int | None = None, **values: Any
+) -> tuple[PipelineGRPOTrainer, Recorder]:
+    given = {"train_dataset": LETTERS, "processing_class": tokenizer(), "peft_config": None}
     given |= {name: values.pop(name) for name in given if name in values}
-    stop_at, resumes = values.pop("stop_at", None), values.pop("resumes", None)
     common: dict[str, Any] = {
         "num_stages": 2,
         "num_micro_batches": 3,
@@ -158,6 +185,11 @@ def trained(folder: Path, model: Any, reward: Any = None, **values: Any) -> tupl
         callbacks=[recorder, *([StopAt(stop_at)] if stop_at else [])],
         **given,
     )
+    return made, recorder
+
+
+def trained(*given: Any, resumes: bool | None = None, **values: Any) -> tuple[Any, list[dict[str, Any]]]:
+    made, recorder = made_trainer(*given, **values)
     made.train(resume_from_checkpoint=resumes)
     return made, [one for one in recorder.logs if "loss" in one]
 
@@ -186,6 +218,8 @@ def test_completions_and_updates_do_not_depend_on_the_stages(tmp_path: Path) -> 
     assert [prompt[:2] for prompt in calls[0][0][:3]] == [calls[0][0][0][:2]] * 3
     for name in ("loss", "reward", "reward_std", "kl", "clip_ratio/region_mean", "completions/mean_length"):
         assert [log[name] for log in logs] == pytest.approx([log[name] for log in others], rel=1e-6), name
+    rewards = torch.tensor([float(ids[0]) for number, ids in enumerate(calls[0][1]) if number != 1])
+    assert logs[0]["reward_std"] == pytest.approx(float(rewards.std()))
     assert logs[0]["kl"] > 0
     found = weights(three)
     for name, parameter in weights(one).items():
@@ -224,6 +258,81 @@ def test_the_reward_rises() -> None:
     """By the example."""
     rewards = main(40)
     assert rewards[-1] > rewards[0] + 0.3
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"loss_type": "grpo", "beta": 0.05},
+        {"loss_type": "dapo", "temperature": 0.8, "mask_truncated_completions": True},
+        {"loss_type": "dr_grpo", "scale_rewards": "batch", "num_iterations": 2, "epsilon": 0.01, "delta": 1.05},
+        {"loss_type": "bnpo", "scale_rewards": "none", "num_iterations": 2, "epsilon": 1e-3}
+        | {"importance_sampling_level": "sequence", "beta": 0.1},
+    ],
+)
+def test_thirty_steps_of_trl(values: dict[str, Any], tmp_path: Path) -> None:
+    """With our completions as TRL's rollouts, because each samples by random numbers of its own.
+
+    TRL counts each update of the same completions as a step, where the last one's loss is logged here. It logs 0 as
+    the mean of no tokens, which is not logged here.
+    """
+    pytest.importorskip("trl")
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    common: dict[str, Any] = values | {
+        "learning_rate": 2e-3,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch",
+        "num_generations": 3,
+        "max_completion_length": 4,
+        "save_strategy": "no",
+        "bf16": False,
+    }
+    rollouts: list[list[list[int]]] = []
+
+    def noted(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        rollouts.append(completion_ids)
+        return reward(completion_ids)
+
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [ids[0] / 10 + len(ids) for ids in completion_ids]
+
+    def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        return {"prompt_ids": tokenizer()(prompts)["input_ids"], "completion_ids": rollouts.pop(0), "logprobs": None}
+
+    updates = values.get("num_iterations", 1)
+    model, recorder = small().float(), ByStep(updates)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    shared: dict[str, Any] = {"peft_config": lora, "processing_class": tokenizer()}
+    made, ours = made_trainer(
+        *(tmp_path, copy.deepcopy(model), noted),
+        **common | shared | {"num_micro_batches": 2, "train_sampling_strategy": "sequential", "max_steps": 30},
+    )
+    options: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "shuffle_dataset": False}
+    theirs = GRPOTrainer(
+        model,
+        reward,
+        GRPOConfig(
+            output_dir=str(tmp_path / "trl"),
+            per_device_train_batch_size=6,
+            gradient_checkpointing=False,
+            max_steps=30 * updates,
+            logging_steps=1,
+            **common | options,
+        ),
+        train_dataset=Dataset.from_list(LETTERS),
+        rollout_func=roll_out,
+        callbacks=[recorder],
+        **shared,
+    )
+    names = ["reward", "reward_std", "completions/mean_length"]
+    names += (
+        [] if "mask_truncated_completions" in values else [f"clip_ratio/{n}_mean" for n in ("low", "high", "region")]
+    )
+    trained_alike(made, theirs, (ours, recorder), [*names, "kl"] if "beta" in values else names)
+    has_clipped = sum(log.get("clip_ratio/region_mean", 0.0) for log in ours.logs) > 0
+    assert has_clipped == ("num_iterations" in values)
 
 
 def test_what_is_not_supported(tmp_path: Path) -> None:

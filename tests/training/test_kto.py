@@ -19,7 +19,7 @@ from hf_gpipe.training.kto_loss import KTOLoss
 from tests.data.chat_templates import tokenizer
 from tests.oracle import plain_model
 from tests.training.test_dpo import config, log_probs_of
-from tests.training.toy import Recorder
+from tests.training.toy import Recorder, trained_alike
 
 peft = pytest.importorskip("peft")
 LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -159,25 +159,6 @@ def test_thirty_steps_of_trl(has_lora: bool, loss_type: str, tmp_path: Path) -> 
         callbacks=[recorder],
         **options,
     )
-    theirs = {n.removeprefix("base_model.model."): p for n, p in by_trl.model.named_parameters() if p.requires_grad}
     made, own = made_trainer(tmp_path, start, rows(50), **common, **options)
-    ours = {name: parameter for name, parameter in made.pipe.named_parameters() if parameter.requires_grad}
-    assert ours.keys() == theirs.keys()
-    with torch.no_grad():
-        for name, parameter in ours.items():
-            parameter.copy_(theirs[name])
-    by_trl.train()
-    by_trl.evaluate()
-    made.train()
-    made.evaluate()
-    names = ["loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl"]
-    for prefix, count in (("", 30), ("eval_", 1)):
-        found, expected = ([one for one in some if f"{prefix}loss" in one] for some in (own.logs, recorder.logs))
-        assert len(found) == len(expected) == count
-        for one, other_one in zip(found, expected, strict=True):
-            for name in (f"{prefix}{name}" for name in names):
-                assert (name in one) == (name in other_one), name
-                assert one.get(name, 0) == pytest.approx(other_one.get(name, 0), abs=1e-5), name
-    assert recorder.logs[0]["loss"] != recorder.logs[29]["loss"]
-    for name, parameter in ours.items():
-        torch.testing.assert_close(parameter, theirs[name], rtol=0, atol=1e-5, msg=name)
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
+    trained_alike(made, by_trl, (own, recorder), names)

@@ -19,7 +19,7 @@ from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.training.reward_loss import RewardLoss
 from tests.data.chat_templates import tokenizer
 from tests.training.test_dpo import config, rows
-from tests.training.toy import Recorder, weights
+from tests.training.toy import Recorder, trained_alike, weights
 
 COLLATE = RewardCollator.for_tokenizer(tokenizer())
 MARGINS = [0.5, -0.25, 1.0, 0.0, 2.0, 0.1]
@@ -46,7 +46,7 @@ def plain_loss(model: Any, batch: dict[str, torch.Tensor], coefficient: float) -
     return loss + coefficient * ((chosen + rejected) ** 2).mean(), rewards.detach()
 
 
-def trained(folder: Path, model: Any, **values: Any) -> tuple[PipelineRewardTrainer, list[dict[str, Any]]]:
+def made_trainer(folder: Path, model: Any, **values: Any) -> tuple[PipelineRewardTrainer, Recorder]:
     options = {name: values.pop(name) for name in ("peft_config", "train_dataset", "eval_dataset") if name in values}
     common: dict[str, Any] = {
         "num_stages": 3,
@@ -69,6 +69,11 @@ def trained(folder: Path, model: Any, **values: Any) -> tuple[PipelineRewardTrai
         callbacks=[recorder],
         **{"train_dataset": compared(9), **options},
     )
+    return made, recorder
+
+
+def trained(folder: Path, model: Any, **values: Any) -> tuple[PipelineRewardTrainer, list[dict[str, Any]]]:
+    made, recorder = made_trainer(folder, model, **values)
     made.train()
     return made, recorder.logs
 
@@ -173,37 +178,40 @@ def test_what_is_refused(tmp_path: Path) -> None:
         RewardExamples(rows(3), tokenizer(), max_length=2)
 
 
-def test_ten_steps_of_trl(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_lora", [True, False])
+def test_thirty_steps_of_trl(has_lora: bool, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 
     common: dict[str, Any] = {
-        "max_steps": 10,
+        "max_steps": 30,
         "learning_rate": 2e-3,
         "optim": "adamw_torch",
         "max_grad_norm": 1.0,
         "max_length": 20,
         "logging_steps": 1,
         "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 1,
+        "per_device_eval_batch_size": 4,
         "train_sampling_strategy": "sequential",
         "save_strategy": "no",
         "bf16": False,
         "gradient_checkpointing": False,
         "center_rewards_coefficient": 0.01,
     }
-    model, recorder = plain_model(torch.float32), Recorder()
-    start = copy.deepcopy(model)
-    RewardTrainer(
+    model, recorder, options = plain_model(torch.float32), Recorder(), {}
+    if has_lora:
+        peft = pytest.importorskip("peft")
+        targets = ["q_proj", "v_proj", "down_proj"]
+        options["peft_config"] = peft.LoraConfig(r=4, task_type="SEQ_CLS", target_modules=targets)
+    datasets = {"train_dataset": compared(40), "eval_dataset": compared(4)}
+    made, ours = made_trainer(tmp_path, copy.deepcopy(model), num_stages=2, **options, **datasets, **common)
+    theirs = RewardTrainer(
         model,
         RewardConfig(output_dir=str(tmp_path / "trl"), use_cpu=True, disable_tqdm=True, report_to="none", **common),
-        train_dataset=Dataset.from_list(compared(40)),
         processing_class=tokenizer(),
         callbacks=[recorder],
-    ).train()
-    _, logs = trained(tmp_path, start, train_dataset=compared(40), **common)
-    names = ["loss", "accuracy", "margin", "mean_reward"]
-    found, expected = ([[one[n] for n in names] for one in some if "margin" in one] for some in (logs, recorder.logs))
-    assert len(found) == 10
-    assert found == [pytest.approx(one, abs=1e-4) for one in expected]
+        **{name: Dataset.from_list(rows) for name, rows in datasets.items()},
+        **options,
+    )
+    trained_alike(made, theirs, (ours, recorder), ("accuracy", "margin", "mean_reward"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import TrainerCallback
 
@@ -105,3 +107,36 @@ def weights(made: PipelineTrainer) -> dict[str, torch.Tensor]:
     """The parameters of all processes, by name."""
     mine = {name: parameter.detach().clone() for name, parameter in made.pipe.named_parameters()}
     return {name: tensor for part in made.world.gather_objects(mine) for name, tensor in part.items()}  # type: ignore[attr-defined]
+
+
+def trained_alike(ours: Any, theirs: Any, recorders: Sequence[Recorder], names: Sequence[str]) -> None:
+    """Train both from the weights of TRL's `theirs`: 30 losses, the named metrics and all weights are within 1e-5.
+
+    Where `ours` has rows for it, both are evaluated at the end, and so are those numbers. The recorders are callbacks
+    of the one and the other.
+    """
+    mine, others = (
+        {name.removeprefix("base_model.model."): p for name, p in one.named_parameters() if p.requires_grad}
+        for one in (ours.pipe, theirs.model)
+    )
+    assert mine.keys() == others.keys()
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            parameter.copy_(others[name])
+    start = {name: parameter.detach().clone() for name, parameter in others.items()}
+    for one in (ours, theirs):
+        one.train()
+        if ours.eval_dataset is not None:
+            one.evaluate()
+    for prefix, count in (("", 30), *([("eval_", 1)] if ours.eval_dataset is not None else ())):
+        wanted = [f"{prefix}{name}" for name in ("loss", *names)]
+        found, expected = ([one for one in each.logs if wanted[0] in one] for each in recorders)
+        assert len(found) == len(expected) == count
+        for log, other in zip(found, expected, strict=True):
+            for name in wanted:
+                assert (name in log) == (name in other), name
+                assert log.get(name, 0) == pytest.approx(other.get(name, 0), abs=1e-5, rel=0), name
+    assert recorders[1].losses[0] != recorders[1].losses[-1]
+    for name, parameter in mine.items():
+        torch.testing.assert_close(parameter, others[name], rtol=0, atol=1e-5, msg=name)
+    assert max(float((others[name].detach() - start[name]).abs().max()) for name in mine) > 1e-3
