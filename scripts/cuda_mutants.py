@@ -259,15 +259,15 @@ MUTANTS = (
     Mutant(
         "sums of tied gradients are not waited for",
         TIES,
-        "dist.reduce(tie.parameter.grad, dst=tie.owners[0], group=tie.group)",
-        "dist.reduce(tie.parameter.grad, dst=tie.owners[0], group=tie.group, async_op=True)",
+        "dist.reduce(piece, dst=tie.owners[0], group=tie.group)",
+        "dist.reduce(piece, dst=tie.owners[0], group=tie.group, async_op=True)",
         "gradients are used before they are summed",
     ),
     Mutant(
         "copies of tied weights are not waited for",
         TIES,
-        "dist.broadcast(tie.parameter.data, src=tie.owners[0], group=tie.group)",
-        "dist.broadcast(tie.parameter.data, src=tie.owners[0], group=tie.group, async_op=True)",
+        "dist.broadcast(piece, src=tie.owners[0], group=tie.group)",
+        "dist.broadcast(piece, src=tie.owners[0], group=tie.group, async_op=True)",
         "weights are read before they have arrived",
     ),
     Mutant(

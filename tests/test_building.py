@@ -69,7 +69,7 @@ def test_a_model_in_memory_keeps_its_type() -> None:
     model = plain_model(tiny_config("llama"))
     for same in (None, "auto", "float64", torch.float64):
         assert types_of(Pipeline(model, 2, dtype=same)) == {torch.float64}
-    with pytest.raises(UserError, match=r"dtype=torch.bfloat16: the given model is torch.float64"):
+    with pytest.raises(UserError, match=r"dtype=bfloat16: the given model is torch.float64"):
         Pipeline(model, 2, dtype="bfloat16")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import Gemma3Config, GPT2Config, LlamaForTokenClassification, PreTrainedModel
+from transformers import Gemma3Config, GPT2Config, LlamaForQuestionAnswering, PreTrainedModel
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import (
@@ -302,9 +302,9 @@ def test_freezing_after_the_pipeline_was_made_is_refused() -> None:
 
 
 def test_other_heads_are_refused() -> None:
-    message = "LlamaForTokenClassification is no class of AutoModelForCausalLM"
+    message = "LlamaForQuestionAnswering is no class of AutoModelForCausalLM"
     with pytest.raises(UnsupportedModelError, match=message) as caught:
-        Pipeline(LlamaForTokenClassification(tiny_config("llama")), 2)
+        Pipeline(LlamaForQuestionAnswering(tiny_config("llama")), 2)
     # Models of sound have it too.
     assert "ForConditionalGeneration" not in str(caught.value)
 

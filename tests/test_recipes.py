@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from PIL import Image
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from hf_gpipe.commands import plan
@@ -113,6 +115,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "pairs.jsonl").open("w", encoding="utf-8") as lines:
         for number in range(40):
             lines.write(json.dumps({"anchor": f"de {number}", "positive": f"en {number}"}) + "\n")
+    digits = []
+    for number in range(60):
+        file = io.BytesIO()
+        Image.new("L", (8, 8), number).save(file, format="PNG")
+        digits.append({"image": {"bytes": file.getvalue(), "path": None}, "label": number % 10})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(digits), folder / "digits.parquet")
     text = folder / "wikitext"
     text.mkdir()
     for split, count in splits.items():
@@ -127,6 +135,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(path: Path, data: Path, models: Path) -> list[str]:
     """Overrides that make a recipe small, and have it read data and models of this machine."""
     recipe = load_recipe(path)
+    if recipe.data.kind == "images":
+        of_text = ("evaluation.max_new_tokens",)
+        small = [one for one in TINY_TRAINING if not one.startswith(of_text)]
+        return [*small, f"data.path={data / 'digits.parquet'}", "data.test_fraction=0.2"]
     overrides = [*TINY_TRAINING, f"tokenizer.path={models}"]
     if recipe.data.kind not in SEQUENCE_KINDS:
         overrides.append("evaluation.samples=1")
@@ -266,7 +278,7 @@ def test_it_trains_once_it_is_small(
     elif recipe.data.kind == "prompts":
         assert 0 <= metrics["reward"] <= 1
     elif recipe.data.kind in (*CLASSIFIER_KINDS, "embeddings", "process_rewards"):
-        assert metrics["task"] == recipe.data.kind
+        assert metrics["task"] == ("image classification" if recipe.data.kind == "images" else recipe.data.kind)
         assert 0 <= metrics["accuracy"] <= 1
     elif recipe.data.kind in SEQUENCE_KINDS:
         assert metrics["task"] == "language modelling"

@@ -108,6 +108,8 @@ class Decision:
     def of(cls, request: PipelineRequest, world: World) -> Decision:
         """Every process calls it, with the same request. Raises UserError where the request cannot be met."""
         inputs, shapes = request.inputs, tuple[Any, ...]()
+        # Read before the model: a table that cannot be run costs no time.
+        table = _table_of(request.config, inputs, world)
         check_given(request.teacher, request.model, request.loss)
         chain = chain_of(request.model)
         if chain is not None:
@@ -115,8 +117,6 @@ class Decision:
             example = world.from_reader(inputs.of_entries)
             inputs, shapes = replace(inputs, example=example), () if example is None else example.shapes
         given = settled(request.config, inputs, world)
-        # Read before any weight is made: a table that cannot be run costs no time.
-        table = world.from_reader(lambda: given.table(inputs.accumulation, given.workers_among(world.num_processes)))
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
             if LOAD in table.kinds and not given.offload_weights:
@@ -252,6 +252,14 @@ class Decision:
                     config = replace(config, recompute=recompute_under(table, "stage"))
                 inputs = replace(inputs, tables={config.schedule: table})
         return replace(self.planning, inputs=inputs).planner(config).plan(config)
+
+
+def _table_of(config: PipelineConfig, inputs: PlanInputs, world: World) -> Schedule | None:
+    """The table, where the schedule is the file of one. Every process calls it. Raises ScheduleError."""
+    if not is_table_file(config.schedule):
+        return None
+    given = settled(config, inputs, world)
+    return world.from_reader(lambda: given.table(inputs.accumulation, given.workers_among(world.num_processes)))
 
 
 def _compare_commit(spec: ModelSpec, adapter: Adapter) -> None:

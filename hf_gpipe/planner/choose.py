@@ -218,7 +218,11 @@ def _check_rows(planner: Planner, config: PipelineConfig, replicas: int) -> None
 
 
 def _schedules(config: PipelineConfig) -> Sequence[str]:
-    return AUTO_SCHEDULES if config.schedule == AUTO else (config.schedule,)
+    """Those that a configuration allows."""
+    if config.schedule != AUTO:
+        return (config.schedule,)
+    has_others = config.cuts_rows or config.boundary_dtype is not None or config.tensor_parallel > 1
+    return [name for name in AUTO_SCHEDULES if name not in DIVIDED_HEAD or not has_others]
 
 
 def _is_worth_a_try(planner: Planner, asked: PipelineConfig, config: PipelineConfig) -> bool:
@@ -234,9 +238,8 @@ def _is_worth_a_try(planner: Planner, asked: PipelineConfig, config: PipelineCon
     if schedule == "interleaved_1f1b":
         return config.processes < config.places
     if schedule in DIVIDED_HEAD:
-        others = config.cuts_rows or config.boundary_dtype is not None or config.tensor_parallel > 1
         is_one_each = config.places == config.processes and num_stages > 1
-        return is_one_each and not others and planner.costs(int(config.num_micro_batches)).can_divide_head
+        return is_one_each and planner.costs(int(config.num_micro_batches)).can_divide_head
     if schedule not in SPLIT_SCHEDULES:
         return True
     # A compiled block has one backward, and in one process no other waits for I.
