@@ -119,7 +119,7 @@ class PlanRequest:
 
     def divided(self, options: argparse.Namespace) -> Iterator[PlanRequest]:
         """The same with layers divided among 2, 4 and 8 devices, where devices are given and the model allows it."""
-        is_given = any(text.replace(" ", "").startswith("pipeline.tensor_parallel=") for text in options.overrides)
+        is_given = _is_given("pipeline.tensor_parallel", options.overrides)
         for size in (2, 4, 8) if options.devices and self.config.tensor_parallel == 1 and not is_given else ():
             overrides = [*options.overrides, f"pipeline.tensor_parallel={size}"]
             with suppress(UserError):
@@ -221,7 +221,7 @@ def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -
     if isinstance(pipeline.replicas, int) and pipeline.replicas > 1:
         return _replicas_on_devices(recipe, pipeline.replicas, devices)
     if devices > num_stages and pipeline.places == num_stages:
-        if any(text.replace(" ", "").startswith("pipeline.num_stages=") for text in overrides):
+        if _is_given("pipeline.num_stages", overrides):
             raise UserError(
                 f"--devices is {devices} and pipeline.num_stages is {num_stages}: each device holds at least one "
                 f"stage; use at most {num_stages} devices, or more stages."
@@ -233,6 +233,11 @@ def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -
             )
         num_stages = devices
     return replace(recipe, pipeline=replace(pipeline, num_stages=num_stages, num_processes=devices))
+
+
+def _is_given(key: str, overrides: Sequence[str]) -> bool:
+    """Whether the command line gives a recipe's key."""
+    return any(text.replace(" ", "").startswith(f"{key}=") for text in overrides)
 
 
 def _replicas_on_devices(recipe: Recipe, replicas: int, devices: int) -> Recipe:

@@ -117,11 +117,6 @@ class PreferenceCollator:
 
     pad_token_id: int
 
-    @classmethod
-    def for_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> PreferenceCollator:
-        """A collator with the tokenizer's padding token, or another one, as padding is masked."""
-        return cls(PairCollator.for_tokenizer(tokenizer).pad_token_id)
-
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         both = [(row["prompt_ids"], row[name]) for row in rows for name in ("chosen_ids", "rejected_ids")]
         examples = [{"input_ids": p + a, "labels": [IGNORE_INDEX] * len(p) + a} for p, a in both]

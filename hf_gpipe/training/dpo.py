@@ -101,7 +101,7 @@ class PipelineDPOTrainer(ReferenceTrainer):
     args: PipelineDPOConfig
 
     def _collator(self, pipe: Pipeline) -> PreferenceCollator:
-        return PreferenceCollator.for_tokenizer(self._tokenizer) if self._tokenizer else PreferenceCollator(0)
+        return PreferenceCollator(self._padding)
 
     def _log_probs_of(self, log_probs: LogProbs, batch: Batch) -> torch.Tensor:
         return log_probs(batch).view(-1, 2)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from transformers import PreTrainedConfig
-
-from hf_gpipe.adapters.classifiers import change
 from hf_gpipe.adapters.embedders import as_embedder
-from hf_gpipe.checkpoint.configuration import read_config
-from hf_gpipe.checkpoint.peft import base_of, has_adapters
 from hf_gpipe.data.embeddings import EmbeddingCollator, EmbeddingExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.training.arguments import argument
 from hf_gpipe.training.embedding_loss import EmbeddingLoss
-from hf_gpipe.training.pairs import PairArguments, PairTrainer
+from hf_gpipe.training.pairs import PairArguments, PairTrainer, as_class
 
 #: sentence-transformers' names of the parts of a model, and of the fields of a pooling.
 _MODULES = ("Transformer", "Pooling")
@@ -84,14 +77,7 @@ class PipelineEmbeddingTrainer(PairTrainer):
     args: PipelineEmbeddingConfig
 
     def _as_source(self, model: ModelSource) -> tuple[ModelSource, dict[str, Any]]:
-        if isinstance(model, nn.Module):
-            return model, {}
-        if isinstance(model, PreTrainedConfig):
-            config = copy.deepcopy(model)
-            change(config, as_embedder(config))
-            return config, {}
-        config = read_config(base_of(model) if has_adapters(model) else model)
-        return model, {"config_overrides": as_embedder(config)}
+        return as_class(model, lambda config, is_saved: dict(as_embedder(config)))
 
     def _check_pipeline(self, pipe: Pipeline) -> None:
         if pipe.adapter.has_head:
@@ -102,8 +88,7 @@ class PipelineEmbeddingTrainer(PairTrainer):
 
     def _collator(self, pipe: Pipeline) -> EmbeddingCollator:
         assert isinstance(pipe.loss, EmbeddingLoss)
-        padding = 0 if self._tokenizer is None else EmbeddingCollator.for_tokenizer(self._tokenizer).pad_token_id
-        return EmbeddingCollator(padding, pipe.loss.texts, pipe.loss.loss_type == "cosine")
+        return EmbeddingCollator(self._padding, pipe.loss.texts, pipe.loss.loss_type == "cosine")
 
     def _files_beside_model(self) -> list[Callable[[Path], Any]]:
         return [*super()._files_beside_model(), self._write_modules]

@@ -174,9 +174,10 @@ class PipelineGRPOTrainer(PairTrainer):
                 f"schedule {pipe.config.schedule!r}: completions are those of the newest weights, and a window has "
                 "several steps; use a synchronous schedule, such as 1f1b"
             )
-        if pipe.loss.beta and not pipe.has_new_adapters:  # type: ignore[attr-defined]  # a GRPOLoss
+        assert isinstance(pipe.loss, GRPOLoss)
+        if pipe.loss.beta and not pipe.has_new_adapters:
             raise UserError(
-                f"beta={pipe.loss.beta!r}: the reference is the model without its new PEFT adapters, and there are "  # type: ignore[attr-defined]
+                f"beta={pipe.loss.beta!r}: the reference is the model without its new PEFT adapters, and there are "
                 "none; give peft_config, or beta=0"
             )
 
@@ -187,7 +188,7 @@ class PipelineGRPOTrainer(PairTrainer):
         return Workload(args.num_generations * args.per_device_train_batch_size, longest, longest)
 
     def _collator(self, pipe: Pipeline) -> PairCollator:
-        return PromptCollator.for_tokenizer(self._tokenizer) if self._tokenizer else PromptCollator(0)
+        return PromptCollator(self._padding)
 
     # ------------------------------------------------------------------ rollouts
 

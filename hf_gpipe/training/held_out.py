@@ -263,7 +263,7 @@ def evaluate_embeddings(
         numbers = {text: number for number, text in enumerate(texts)}
         text = torch.tensor([numbers[own] for own in texts])
         blocks = zip(anchor.split(1024), (anchor * positive).sum(1).split(1024), text.split(1024), strict=True)
-        # What is no number is as near.
+        # A comparison with NaN is false, so a text whose cosine is NaN counts as nearer.
         is_further = (
             (some @ positive.t() < own[:, None] - 1e-12) | (of_own[:, None] == text) for some, own, of_own in blocks
         )

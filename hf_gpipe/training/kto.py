@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.kto import KTOCollator, KTOExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
@@ -70,8 +69,7 @@ class PipelineKTOTrainer(ReferenceTrainer):
 
     def _collator(self, pipe: Pipeline) -> KTOCollator:
         assert isinstance(pipe.loss, KTOLoss)
-        padding = PairCollator.for_tokenizer(self._tokenizer).pad_token_id if self._tokenizer else 0
-        return KTOCollator(padding, self._max_length, pipe.loss.reads_mismatches)
+        return KTOCollator(self._padding, self._max_length, pipe.loss.reads_mismatches)
 
     def _precompute(self, reference: Pipeline) -> None:
         # Which answers are mismatched depends on the mini-batch.

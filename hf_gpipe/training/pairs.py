@@ -6,6 +6,7 @@ training loop are those of any other training.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,8 +14,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import EvalPrediction, PreTrainedTokenizerBase, TrainerCallback
+from transformers import EvalPrediction, PreTrainedConfig, PreTrainedTokenizerBase, TrainerCallback
 
+from hf_gpipe.adapters.classifiers import change
+from hf_gpipe.checkpoint.configuration import read_config
+from hf_gpipe.checkpoint.peft import base_of, has_adapters
+from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.embeddings import EmbeddingExamples
 from hf_gpipe.data.preferences import PreferenceExamples
 from hf_gpipe.data.prompts import PromptExamples
@@ -141,6 +146,11 @@ class PairTrainer(PipelineTrainer, ABC):
         longest = max(dataset.lengths)
         return Workload(args.make_loss().rows_per_unit * args.per_device_train_batch_size, longest, longest)
 
+    @property
+    def _padding(self) -> int:
+        """A token that fills shorter rows; without a tokenizer any, for masks leave it out."""
+        return 0 if self._tokenizer is None else PairCollator.for_tokenizer(self._tokenizer).pad_token_id
+
     def _as_source(self, model: ModelSource) -> tuple[ModelSource, dict[str, Any]]:
         """The model to make a Pipeline of, and more options of `ModelSpec` for it."""
         return model, {}
@@ -188,6 +198,25 @@ class PairTrainer(PipelineTrainer, ABC):
         sums, counts = self.world.all_reduce(self._loss_of_pairs.take(is_training=is_training)).tolist()
         found = zip(self._loss_of_pairs.metrics, sums, counts, strict=True)
         return {name: value / count for name, value, count in found if count}
+
+
+def as_class(
+    model: ModelSource, fields_of: Callable[[PreTrainedConfig, bool], dict[str, Any]]
+) -> tuple[ModelSource, dict[str, Any]]:
+    """A model as one of another class, and more options of `ModelSpec` for it; a model in memory stays as it is.
+
+    Args:
+        model: the model.
+        fields_of: a configuration, and whether it is a saved model's -> its fields that make it one of that class.
+    """
+    if isinstance(model, nn.Module):
+        return model, {}
+    if isinstance(model, PreTrainedConfig):
+        config = copy.deepcopy(model)
+        change(config, fields_of(config, False))
+        return config, {}
+    fields = fields_of(read_config(base_of(model) if has_adapters(model) else model), True)
+    return model, {"config_overrides": fields} if fields else {}
 
 
 def each(datasets: Any, function: Callable[[Any], Any]) -> Any:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_gpipe.adapters.classifiers import as_classifier, change, classifier_of
-from hf_gpipe.checkpoint.configuration import read_config
-from hf_gpipe.checkpoint.peft import base_of, has_adapters
+from hf_gpipe.adapters.classifiers import as_classifier, classifier_of
 from hf_gpipe.data.rewards import RewardCollator, RewardExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.training.arguments import argument
-from hf_gpipe.training.pairs import PairArguments, PairTrainer
+from hf_gpipe.training.pairs import PairArguments, PairTrainer, as_class
 from hf_gpipe.training.reward_loss import RewardLoss
 
 
@@ -70,17 +66,13 @@ class PipelineRewardTrainer(PairTrainer):
     args: PipelineRewardConfig
 
     def _as_source(self, model: ModelSource) -> tuple[ModelSource, dict[str, Any]]:
-        padding = None if self._tokenizer is None else RewardCollator.for_tokenizer(self._tokenizer).pad_token_id
-        if isinstance(model, nn.Module):
-            return model, {}
-        if isinstance(model, PreTrainedConfig):
-            config = copy.deepcopy(model)
-            change(config, as_classifier(config, ["LABEL_0"], padding))
-            return config, {}
-        config = read_config(base_of(model) if has_adapters(model) else model)
-        if classifier_of(config) is not None:
-            return model, {}
-        return model, {"config_overrides": as_classifier(config, ["LABEL_0"], padding)}
+        padding = None if self._tokenizer is None else self._padding
+
+        def fields_of(config: PreTrainedConfig, is_saved: bool) -> dict[str, Any]:
+            is_ready = is_saved and classifier_of(config) is not None
+            return {} if is_ready else as_classifier(config, ["LABEL_0"], padding)
+
+        return as_class(model, fields_of)
 
     def _check_pipeline(self, pipe: Pipeline) -> None:
         adapter = pipe.adapter

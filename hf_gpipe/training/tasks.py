@@ -188,8 +188,9 @@ def _chats(recipe: Recipe, items: str, read: Read | None = None) -> ChatCorpus:
     return chat_corpus(recipe.data, read, items, _evaluated(recipe))
 
 
-def _pairs_of_answers(data: DataSection, corpus: Any) -> str:
-    return f"{len(corpus.train)} training pairs of answers of up to {data.max_length} tokens"
+def _of_length(items: str) -> Callable[[DataSection, Any], str]:
+    """Words for the size of a corpus of such items, each of which has a largest length."""
+    return lambda data, corpus: f"{len(corpus.train)} training {items} of up to {data.max_length} tokens"
 
 
 def _evaluated(recipe: Recipe) -> set[str]:
@@ -253,7 +254,7 @@ TASKS: dict[str, Task] = {
         evaluating="predicting the targets in conversations",
         items="conversations",
         read=lambda recipe: _chats(recipe, "conversations"),
-        size=lambda data, corpus: f"{len(corpus.train)} training conversations of up to {data.max_length} tokens",
+        size=_of_length("conversations"),
     ),
     "preferences": _of_sequences(
         evaluate_preferences,
@@ -261,7 +262,7 @@ TASKS: dict[str, Task] = {
         evaluating="comparing the answers",
         items="preferences",
         read=lambda recipe: _chats(recipe, "preferences", preference_of),
-        size=_pairs_of_answers,
+        size=_of_length("pairs of answers"),
     ),
     "kto": _of_sequences(
         evaluate_judged,
@@ -269,7 +270,7 @@ TASKS: dict[str, Task] = {
         evaluating="comparing the answers",
         items="answers",
         read=lambda recipe: _chats(recipe, "answers", judged_of),
-        size=lambda data, corpus: f"{len(corpus.train)} training answers of up to {data.max_length} tokens",
+        size=_of_length("answers"),
     ),
     "rewards": _of_sequences(
         evaluate_rewards,
@@ -277,7 +278,7 @@ TASKS: dict[str, Task] = {
         evaluating="scoring the answers",
         items="preferences",
         read=lambda recipe: _chats(recipe, "preferences", compared_of),
-        size=_pairs_of_answers,
+        size=_of_length("pairs of answers"),
     ),
     "embeddings": _of_sequences(
         evaluate_embeddings,
@@ -285,13 +286,13 @@ TASKS: dict[str, Task] = {
         evaluating="comparing the texts",
         items="examples",
         read=lambda recipe: _chats(recipe, "examples", partial(embedded_of, texts=recipe.embeddings.num_texts)),
-        size=lambda data, corpus: f"{len(corpus.train)} training examples of texts of up to {data.max_length} tokens",
+        size=_of_length("examples of texts"),
     ),
     "prompts": Task(
         evaluating="completing the prompts",
         items="prompts",
         read=lambda recipe: _chats(recipe, "prompts", prompted_of),
-        size=lambda data, corpus: f"{len(corpus.train)} training prompts of up to {data.max_length} tokens",
+        size=_of_length("prompts"),
         rows=_prompts,
         evaluate=_complete,
     ),
@@ -307,7 +308,7 @@ TASKS: dict[str, Task] = {
         evaluating="judging the steps",
         items="answers",
         read=lambda recipe: _chats(recipe, "answers", stepwise_of),
-        size=lambda data, corpus: f"{len(corpus.train)} training answers of up to {data.max_length} tokens",
+        size=_of_length("answers"),
     ),
     "classification": _of_sequences(
         evaluate_classes,
