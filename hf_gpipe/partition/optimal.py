@@ -168,7 +168,8 @@ class _Search:
 
     def _last_end(self, stage: int, start: int, last: int, limit: float) -> int:
         """The latest end at most `last` of a stage from `start` that costs at most `limit`; `start` where none."""
-        low, high = start, last + 1
+        # The last stage has one end; without the model's last layer it may cost more, such as one more boundary.
+        low, high = (last - 1 if stage == self.num_stages - 1 else start), last + 1
         while high - low > 1:
             middle = (low + high) // 2
             if self.cost(stage, start, middle) <= limit:

@@ -77,7 +77,10 @@ def test_equal_sums_of_squares_are_a_tie() -> None:
 @settings(deadline=None, max_examples=200)
 @given(problems(), st.data())
 def test_no_other_split_under_a_cap_is_better(problem: tuple[int, int, StageCost], data: st.DataObject) -> None:
-    """Memory has what is not a sum over layers: boundaries at both ends, and the largest layer's working memory."""
+    """Memory has what is not a sum over layers: boundaries at both ends, and the largest layer's working memory.
+
+    A last stage that ends too early would hold more, which no split has: a plan of paper-1.3b-deep failed by it.
+    """
     num_layers, num_stages, cost = problem
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=num_layers, max_size=num_layers))
     boundaries = data.draw(st.lists(st.integers(0, 4), min_size=num_layers + 1, max_size=num_layers + 1))
@@ -85,7 +88,8 @@ def test_no_other_split_under_a_cap_is_better(problem: tuple[int, int, StageCost
 
     def memory(stage: int, start: int, stop: int) -> float:
         own = sizes[start:stop]
-        return sum(own) + max(own) + (num_stages - stage) * boundaries[start] + boundaries[stop]
+        unfinished = 50 * (stage == num_stages - 1 and stop < num_layers)
+        return sum(own) + max(own) + (num_stages - stage) * boundaries[start] + boundaries[stop] + unfinished
 
     expected = best(num_layers, num_stages, cost, lambda *stage: memory(*stage) <= cap)
     dip = 4 * (num_stages + 1)
