@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
-import json
 import math
 import os
 import random
@@ -37,39 +36,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM
 
 from hf_gpipe import pipeline
 from hf_gpipe.checkpoint import directory, save, state
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, step_of
 from hf_gpipe.checkpoint.together import PATIENCE
-from hf_gpipe.data import train_tokenizer
 from hf_gpipe.errors import EXIT_STOPPED
 from hf_gpipe.planner.measure import this_machine
-from hf_gpipe.runtime import batches, generation, launch, stage
+from hf_gpipe.runtime import batches, generation, stage
 from hf_gpipe.runtime.world import World
 from hf_gpipe.train import main as train
 from hf_gpipe.training import loader, loop
+from scripts.forked import Forked, is_running, stuck, train_forked
+from scripts.random_faults.search import search
+from scripts.tiny_run import TIMEOUT_SECONDS, prepare, weights
 
 NUM_PROCESSES = 3
-#: How long processes wait for one that is stuck, and how long all of them may take to end.
-TIMEOUT_SECONDS, LIMIT_SECONDS = 8, 15
+#: How long all processes may take to end.
+LIMIT_SECONDS = 15
 #: How long a run may take to come to its fault, and how often it is tried: one that a busy machine ends before, by the
 #: time limit of its messages, says nothing about the fault.
 MEET_SECONDS, ATTEMPTS = 120, 3
-
-RECIPE = """
-model:
-  config: {{model_type: marian, d_model: 8, encoder_layers: 2, decoder_layers: 2, encoder_attention_heads: 1,
-    decoder_attention_heads: 1, encoder_ffn_dim: 8, decoder_ffn_dim: 8, max_position_embeddings: 32, dropout: 0.1}}
-data: {{kind: jsonl, path: {folder}/pairs.jsonl, validation_fraction: 0.1, test_fraction: 0.1}}
-tokenizer: {{path: {folder}/tokenizer}}
-pipeline: {{num_stages: 3, num_micro_batches: 2, schedule: gpipe, recompute: stage, partition: count, device: cpu,
-  timeout_seconds: {timeout}, threads_per_process: 1}}
-training: {{output_dir: OUTPUT, max_steps: 6, batch_size: 4, logging_steps: 1, save_steps: 2, eval_steps: 3}}
-evaluation: {{max_examples: 2, max_new_tokens: 3, samples: 1}}
-"""
 
 
 @dataclass(frozen=True)
@@ -120,12 +108,6 @@ def _out_of_device_memory() -> NoReturn:
 
 def _disk_full() -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def stuck() -> None:
-    """Wait for ever."""
-    while True:
-        time.sleep(3600)
 
 
 KINDS: dict[str, Callable[[], None]] = {
@@ -221,76 +203,16 @@ class Outcome:
     is_loss: bool
 
 
-# ---------------------------------------------------------------------- processes
-
-
-class Forked:
-    """A process forked off this one, with what `hf_gpipe.runtime.supervise` needs of subprocess.Popen."""
-
-    def __init__(self, function: Callable[[], int], log: Path | None = None) -> None:
-        self._exit_code: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._run(function, log)
-
-    @staticmethod
-    def _run(function: Callable[[], int], log: Path | None) -> NoReturn:
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        if log is not None:
-            for descriptor, suffix in ((1, ".out"), (2, ".err")):
-                os.dup2(os.open(log.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
-        try:
-            code = function()
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    def poll(self) -> int | None:
-        if self._exit_code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._exit_code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._exit_code
-
-    def wait(self, seconds: float = 600.0) -> int | None:
-        deadline = time.monotonic() + seconds
-        while self.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return self._exit_code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
 def run_forked(words: Sequence[str], folder: Path, fault: Fault | None) -> Forked:
     """The command in a process of its own, with a fault in one of its processes."""
-    return Forked(partial(train_forked, words, folder, NUM_PROCESSES, fault), folder / "run")
 
-
-def train_forked(words: Sequence[str], folder: Path, num_processes: int, fault: Fault | None = None) -> int:
-    """Run the command in this process, with its processes forked; the exit code."""
-
-    def worker(rank: int) -> int:
+    def prepared(rank: int) -> None:
         if fault is not None:
             wait_for_checkpoint(folder)
             if fault.process == rank:
                 fault.inject(folder)
-        return train(list(words))
 
-    fork_ahead(worker, folder, num_processes)
-    return train(list(words))
+    return Forked(partial(train_forked, words, folder, NUM_PROCESSES, prepared), folder / "run")
 
 
 def wait_for_checkpoint(folder: Path) -> None:
@@ -311,77 +233,7 @@ def wait_for_checkpoint(folder: Path) -> None:
     loop.TrainingLoop._step = waiting  # type: ignore[method-assign]
 
 
-def fork_ahead(worker: Callable[[int], int], folder: Path, num_processes: int) -> None:
-    """Fork the processes that `hf_gpipe.runtime.launch` will start: they call `worker` with their rank.
-
-    They are forked before the launcher starts a thread, whose locks they would inherit, and wait for their environment.
-    Their numbers are written to the file `pids` in the folder.
-    """
-
-    start = forked_ahead(worker, num_processes, folder / "pids")
-    launch.start = lambda command, environment: start(environment)  # type: ignore[assignment]
-
-
-def forked_ahead(
-    worker: Callable[[int], int], num_processes: int, pids: Path | None = None
-) -> Callable[[dict[str, str]], Forked]:
-    """Fork processes that wait for their environment: the function gives it to the next one, which then works.
-
-    Args:
-        worker: what a process does, from its rank to its exit code.
-        num_processes: how many there are.
-        pids: a file for their numbers.
-    """
-
-    def wait_and_work(pipe: int, own: int) -> int:
-        # Else it would wait for ever where the launcher ends without it.
-        for write in (own, *(other for _, other in waiting)):
-            os.close(write)
-        with os.fdopen(pipe) as file:
-            environment = json.loads(file.readline() or "null")
-        if environment is None:
-            return 0  # the launcher has ended without it
-        os.environ.update(environment)
-        return worker(int(environment["RANK"]))
-
-    waiting: list[tuple[Forked, int]] = []
-    for _ in range(num_processes):
-        read, write = os.pipe()
-        waiting.append((Forked(partial(wait_and_work, read, write)), write))
-        os.close(read)
-    if pids is not None:
-        pids.write_text("".join(f"{process.pid}\n" for process, _ in waiting))
-
-    def start(environment: dict[str, str]) -> Forked:
-        process, pipe = waiting.pop(0)
-        os.write(pipe, json.dumps(environment).encode() + b"\n")
-        return process
-
-    return start
-
-
-def is_running(process: int) -> bool:
-    """Whether a process is there and has not ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 # ---------------------------------------------------------------------- one fault
-
-
-def prepare(folder: Path) -> Path:
-    """A recipe of a tiny model, its data and its tokenizer."""
-    german, english = "null eins zwei drei vier acht neun zehn", "zero one two three four eight nine ten"
-    words = list(zip(german.split(), english.split(), strict=True))
-    pairs = [(f"{a} und {b}", f"{c} and {d}") for a, c in words for b, d in words]
-    lines = [json.dumps({"source": source, "target": target}) for source, target in pairs]
-    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
-    train_tokenizer([text for pair in pairs for text in pair], 290, folder / "tokenizer")
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(RECIPE.format(folder=folder, timeout=TIMEOUT_SECONDS))
-    return recipe
 
 
 def try_fault(fault: Fault, recipe: Path, folder: Path, expected: dict[str, torch.Tensor]) -> Outcome:
@@ -483,11 +335,6 @@ def _loads(folder: Path) -> int:
     return 0
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a saved model."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def undisturbed(recipe: Path, folder: Path) -> dict[str, torch.Tensor]:
     """The weights at the end of a run without a fault."""
     folder.mkdir()
@@ -542,8 +389,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _draw(minutes: float, seed: int | None, case: int | None, only: str, output: Path | None) -> int:
-    from scripts.random_faults.search import search  # it imports this module
-
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     folder = output or Path(tempfile.mkdtemp(prefix="hf_gpipe-chaos-"))
     print(f"seed {seed}, in {folder}", flush=True)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import contextlib
 
-from scripts.chaos import TIMEOUT_SECONDS, prepare, weights
+from scripts.tiny_run import TIMEOUT_SECONDS, prepare, weights
 
 STEPS, LIMIT_SECONDS = 60, 180
 TOLERANCE = 1e-9

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tests.gloo  # noqa: F401  # it names the modules that the process to fork from imports
-from scripts import chaos
+from scripts import forked
 from tests.conftest import leave_out
 
 
@@ -30,12 +30,12 @@ def start(folder: Path, *words: str, num_processes: int = 2) -> BaseProcess:
         words: recipe and overrides.
         num_processes: that the command will start.
     """
-    return start_function(folder, chaos.train_forked, words, folder, num_processes)
+    return start_function(folder, forked.train_forked, words, folder, num_processes)
 
 
 def start_worker(folder: Path, *words: str, **variables: str) -> BaseProcess:
     """Start one process of the command's job, as torchrun does, with these environment variables."""
-    return start_function(folder, chaos.train, list(words), variables=variables)
+    return start_function(folder, forked.train, list(words), variables=variables)
 
 
 def start_function(
@@ -78,7 +78,7 @@ class Training:
 def _train_into(arguments: list[str], log: str, environment: dict[str, str]) -> None:
     os.setsid()
     _prepare({1: Path(log), 2: Path(log)}, environment, os.O_APPEND)
-    sys.exit(chaos.train(arguments))
+    sys.exit(forked.train(arguments))
 
 
 def _run(folder: Path, function: Callable[..., int], args: tuple[Any, ...], environment: dict[str, str]) -> None:

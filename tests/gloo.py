@@ -21,7 +21,7 @@ NO_CPU = "no_cpu"
 
 #: What most of them would import: the models load when they are first made.
 _PRELOADED = (
-    *("hf_gpipe.training.job", "hf_gpipe.planner.decide", "tests.oracle", "tests.training.toy", "scripts.chaos"),
+    *("hf_gpipe.training.job", "hf_gpipe.planner.decide", "tests.oracle", "tests.training.toy", "scripts.forked"),
     *("pytest", "hypothesis", "matplotlib.backends.backend_agg", "sacrebleu", "sacrebleu.tokenizers.tokenizer_13a"),
     *(
         f"transformers.models.{name}.modeling_{name}"

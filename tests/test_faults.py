@@ -22,7 +22,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from hf_gpipe.commands.launch import main as launch
 from hf_gpipe.train import main
-from scripts import chaos
+from scripts import chaos, tiny_run
 from tests import forked_command
 from tests.forked_command import start_worker
 from tests.test_train import ENVIRONMENT, REPOSITORY
@@ -73,9 +73,9 @@ def test_faults_that_are_drawn(tmp_path: Path) -> None:
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe of 60 steps, and what they end with, undisturbed and in one process, in `whole`."""
     folder = tmp_path_factory.mktemp("prepared")
-    recipe = chaos.prepare(folder)
+    recipe = tiny_run.prepare(folder)
     text = recipe.read_text().replace("max_steps: 6", "max_steps: 60").replace("save_steps: 2", "save_steps: null")
-    recipe.write_text(text.replace(f"timeout_seconds: {chaos.TIMEOUT_SECONDS}", "timeout_seconds: 60"))
+    recipe.write_text(text.replace(f"timeout_seconds: {tiny_run.TIMEOUT_SECONDS}", "timeout_seconds: 60"))
     assert main([str(recipe), "pipeline.num_processes=1", f"training.output_dir={folder / 'whole'}"]) == 0
     return folder
 
@@ -131,7 +131,7 @@ def test_a_signal_stops_a_training_after_its_step(
     assert not (tmp_path / "out" / "metrics.json").exists(), "it is neither evaluated nor taken for finished"
     AutoModelForSeq2SeqLM.from_pretrained(checkpoint)
     assert main([*words, "pipeline.num_processes=1"]) == 0
-    expected, resumed = chaos.weights(prepared / "whole"), chaos.weights(tmp_path / "out")
+    expected, resumed = tiny_run.weights(prepared / "whole"), tiny_run.weights(tmp_path / "out")
     assert resumed.keys() == expected.keys()
     for name in expected:
         if num_processes == 1:
@@ -251,7 +251,7 @@ def test_a_job_that_is_started_again_without_a_lost_machine_goes_on_with_those_l
     told = (tmp_path / "2-0" / "run.out").read_text()
     assert "resuming   from" in told
     assert "in 2 processes" in told or "2 stages of" in told
-    expected, found = chaos.weights(prepared / "whole"), chaos.weights(output)
+    expected, found = tiny_run.weights(prepared / "whole"), tiny_run.weights(output)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
 

@@ -26,7 +26,7 @@ from hf_gpipe.commands import train
 from hf_gpipe.commands.launch import main
 from hf_gpipe.commands.launch_file import ENGINES
 from hf_gpipe.runtime.started import first_node, of_srun, tasks_per_node
-from scripts import chaos
+from scripts import tiny_run
 from tests import gloo
 
 pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
@@ -36,7 +36,7 @@ SMALL = ["pipeline.num_stages=2", "training.max_steps=2", "training.eval_steps=n
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chaos.prepare(tmp_path_factory.mktemp("launch"))
+    return tiny_run.prepare(tmp_path_factory.mktemp("launch"))
 
 
 def printed(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:

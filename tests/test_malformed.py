@@ -21,7 +21,7 @@ from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.recipe.fields import all_keys
 from hf_gpipe.train import main
-from scripts import chaos
+from scripts import tiny_run
 from tests.test_train import ENVIRONMENT, REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
@@ -36,7 +36,7 @@ Files = dict[str, bytes | str]
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, its pairs and its tokenizer, and a trained model in `model`."""
     folder = tmp_path_factory.mktemp("prepared")
-    recipe = chaos.prepare(folder)
+    recipe = tiny_run.prepare(folder)
     words = ["training.max_steps=2", "training.save_steps=2", f"training.output_dir={folder / 'model'}"]
     assert main([str(recipe), *words, "pipeline.num_processes=1", "evaluation.max_examples=1"]) == 0
     return folder

@@ -24,7 +24,7 @@ from hf_gpipe.errors import EXIT_USER_ERROR, UserError
 from hf_gpipe.recipe import DataSection, TokenizerSection, load_recipe
 from hf_gpipe.schedule import build, read_table
 from hf_gpipe.training import cost, job
-from scripts import chaos
+from scripts import tiny_run
 from scripts.file_fuzz import mutate
 
 Mutate = Callable[[bytes, random.Random], bytes]
@@ -64,7 +64,7 @@ def prepare(folder: Path) -> None:
     """Make a sample of every format. It runs a training."""
     given = folder / "given"
     given.mkdir()
-    recipe = chaos.prepare(given)
+    recipe = tiny_run.prepare(given)
     _command(recipe, folder / "checkpoint", "training.max_steps=4", "training.eval_steps=100")
     shutil.copytree(folder / "checkpoint" / "checkpoint-4", folder / "model")
     for name in ("recipe", "table", "data"):

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from hf_gpipe.checkpoint.directory import checkpoints
-from scripts import chaos
+from scripts import forked
 from scripts.file_fuzz import mutate
 from scripts.random_faults import peers
 from scripts.random_faults.runs import (
@@ -198,7 +198,7 @@ def _flood(scene: Scene) -> None:
 def _meddle(scene: Scene) -> None:
     port = scene.run.port_of_store()
     if port:
-        chaos.Forked(partial(peers.meddle, port, scene.dice), scene.run.folder / "peer").wait(20.0)
+        forked.Forked(partial(peers.meddle, port, scene.dice), scene.run.folder / "peer").wait(20.0)
 
 
 def _same_directory(scene: Scene) -> None:

@@ -29,7 +29,7 @@ from hf_gpipe.runtime import job, launch
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.secret import SECRET_VARIABLE, new_secret
 from hf_gpipe.train import main as train
-from scripts import chaos
+from scripts import forked
 
 NUM_PROCESSES = 2
 STEPS, SAVED, EVALUATED = 12, 3, 4
@@ -99,7 +99,7 @@ class Run:
         self.folder.mkdir(parents=True)
         self.port = self.port or free_port()
         self.words = [str(self.recipe), f"training.output_dir={self.output}"]
-        self.launcher = chaos.Forked(self._launch, self.folder / "run")
+        self.launcher = forked.Forked(self._launch, self.folder / "run")
 
     def _launch(self) -> int:
         """In the launcher's process: start the others and wait for them."""
@@ -109,12 +109,12 @@ class Run:
         os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "10"
         if self.launch == BY_HAND:
             return self._by_hand()
-        start = chaos.forked_ahead(self._work, NUM_PROCESSES)
+        start = forked.forked_ahead(self._work, NUM_PROCESSES)
         if self.launch == COMMAND:
             launch.start = lambda command, environment: start(environment)  # type: ignore[assignment]
             return train(self.words)
 
-        def started(handler: SubprocessHandler, args: Sequence[str], environment: dict[str, str]) -> chaos.Forked:
+        def started(handler: SubprocessHandler, args: Sequence[str], environment: dict[str, str]) -> forked.Forked:
             return start(environment)
 
         SubprocessHandler._popen = started  # type: ignore[assignment,method-assign]
@@ -128,7 +128,7 @@ class Run:
         processes = []
         for rank in range(NUM_PROCESSES):
             os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
-            processes.append(chaos.Forked(partial(self._work, rank)))
+            processes.append(forked.Forked(partial(self._work, rank)))
         while any(process.poll() is None for process in processes):
             time.sleep(0.02)
         codes = [process.poll() or 0 for process in processes]
@@ -174,7 +174,7 @@ class Run:
         return [pid for pid in (self.launcher.pid, *self.workers()) if self._is_running(pid)]
 
     def _is_running(self, pid: int) -> bool:
-        return self.launcher.poll() is None if pid == self.launcher.pid else chaos.is_running(pid)
+        return self.launcher.poll() is None if pid == self.launcher.pid else forked.is_running(pid)
 
     def is_silenced(self) -> bool:
         """Whether nobody is left who could say why the run has ended: nothing of it but a shell watches over it, which
@@ -227,7 +227,7 @@ def _handle_mishaps() -> None:
 
     signal.signal(RAISE_SIGNAL, fail(ValueError))
     signal.signal(NO_MEMORY_SIGNAL, fail(MemoryError))
-    signal.signal(STUCK_SIGNAL, lambda number, frame: chaos.stuck())
+    signal.signal(STUCK_SIGNAL, lambda number, frame: forked.stuck())
 
 
 def run_script(output: Path) -> int:

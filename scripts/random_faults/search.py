@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts import chaos
+from scripts import forked
 from scripts.random_faults.table import table
 from scripts.random_faults.trial import Prepared, note, prepare, try_case
 
@@ -30,7 +30,7 @@ def search(seed: int, seconds: float, folder: Path, only: str = "", case: int | 
     folder.mkdir(parents=True, exist_ok=True)
     prepared, results = prepare(folder), folder / "results.jsonl"
     done = {(one["seed"], one["case"]) for one in read(results)}
-    end, number, running = time.monotonic() + seconds, -1 if case is None else case - 1, list[chaos.Forked]()
+    end, number, running = time.monotonic() + seconds, -1 if case is None else case - 1, list[forked.Forked]()
     while time.monotonic() < end:
         running = [process for process in running if process.poll() is None]
         if len(running) < AT_ONCE:
@@ -39,7 +39,7 @@ def search(seed: int, seconds: float, folder: Path, only: str = "", case: int | 
                 break
             if case is not None or (seed, number) not in done:
                 # A process that a case leaves behind must not have this one's files open.
-                running.append(chaos.Forked(partial(_one, seed, number, only, prepared, folder)))
+                running.append(forked.Forked(partial(_one, seed, number, only, prepared, folder)))
         time.sleep(0.05)
     for process in running:
         process.wait(1200.0)

@@ -17,7 +17,7 @@ import torch
 
 from hf_gpipe.checkpoint.directory import checkpoints, step_of
 from hf_gpipe.runtime.job import ENDING
-from scripts import chaos
+from scripts import forked, tiny_run
 from scripts.random_faults.faults import FAULTS, Fault, Scene
 from scripts.random_faults.runs import BY_HAND, COMMAND, SCRIPT, STEPS, TORCHRUN, Lingering, Run
 
@@ -191,7 +191,7 @@ def _wait_for_end(scene: Scene, deadline: float) -> list[int]:
     run = scene.run
     while left := [pid for pid in run.running() if pid not in scene.stopped]:
         # A shell waits for a stopped process until somebody ends it.
-        waits = any(pid in run.workers() and chaos.is_running(pid) for pid in scene.stopped)
+        waits = any(pid in run.workers() and forked.is_running(pid) for pid in scene.stopped)
         if run.launch == BY_HAND and left == [run.launcher.pid] and waits:
             return []
         if time.monotonic() > deadline:
@@ -227,7 +227,7 @@ def _resume(run: Run, folder: Path, want: dict[str, torch.Tensor], problems: lis
 
 
 def _is_equal(output: Path, want: dict[str, torch.Tensor]) -> bool:
-    found = chaos.weights(output)
+    found = tiny_run.weights(output)
     return found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
 
 
@@ -235,7 +235,7 @@ def prepare(folder: Path) -> Prepared:
     """The recipe, the whole runs and the cache, unless the folder has them."""
     recipe = folder / "recipe.yaml"
     if not recipe.exists():
-        text = chaos.prepare(folder).read_text().replace("num_stages: 3", "num_stages: 2")
+        text = tiny_run.prepare(folder).read_text().replace("num_stages: 3", "num_stages: 2")
         text = text.replace("max_steps: 6", f"max_steps: {STEPS}")
         recipe.write_text(text.replace("save_steps: 2, eval_steps: 3", "save_steps: 3, eval_steps: 4"))
     expected = {}
@@ -252,7 +252,7 @@ def prepare(folder: Path) -> Prepared:
                 (own / "cache").mkdir(exist_ok=True)
                 (own / "cache").rename(folder / "cache")
             (own / "done").touch()
-        expected[launch] = chaos.weights(own / "out")
+        expected[launch] = tiny_run.weights(own / "out")
     return Prepared(folder, expected)
 
 

@@ -21,7 +21,7 @@ from hf_gpipe.runtime import failures
 from hf_gpipe.runtime.heartbeat import SilentError
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.supervise import Child, first_failure, work_file
-from scripts import chaos
+from scripts.forked import fork_ahead
 from tests import forked_command
 from tests.runtime import launch_worker
 
@@ -35,7 +35,7 @@ def forked(what: str, folder: Path) -> BaseProcess:
 
 
 def start_forked(what: str, folder: Path) -> int:
-    chaos.fork_ahead(lambda rank: launch_worker.work(what, folder), folder, 2)
+    fork_ahead(lambda rank: launch_worker.work(what, folder), folder, 2)
     return launch_worker.start(what, folder)
 
 

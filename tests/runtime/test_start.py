@@ -217,9 +217,9 @@ def test_the_limit_of_open_files_is_raised_where_it_may_be() -> None:
 
 def test_a_run_has_as_many_open_files_as_the_limit_allows(tmp_path: Path) -> None:
     """The number that is said is enough for a whole run: training, checkpoints, evaluation, pictures."""
-    from scripts import chaos
+    from scripts import tiny_run
 
-    recipe = chaos.prepare(tmp_path)
+    recipe = tiny_run.prepare(tmp_path)
     command = f"ulimit -n 88; exec {sys.executable} -m hf_gpipe.train {recipe} training.output_dir={tmp_path / 'out'}"
     finished = subprocess.run(
         ["bash", "-c", command], cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=400

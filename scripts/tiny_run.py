@@ -1,0 +1,44 @@
+"""A recipe of a tiny translation model that three processes train in seconds, and the weights of its runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from hf_gpipe.data import train_tokenizer
+
+#: How long the processes of the recipe wait for a message.
+TIMEOUT_SECONDS = 8
+
+RECIPE = """
+model:
+  config: {{model_type: marian, d_model: 8, encoder_layers: 2, decoder_layers: 2, encoder_attention_heads: 1,
+    decoder_attention_heads: 1, encoder_ffn_dim: 8, decoder_ffn_dim: 8, max_position_embeddings: 32, dropout: 0.1}}
+data: {{kind: jsonl, path: {folder}/pairs.jsonl, validation_fraction: 0.1, test_fraction: 0.1}}
+tokenizer: {{path: {folder}/tokenizer}}
+pipeline: {{num_stages: 3, num_micro_batches: 2, schedule: gpipe, recompute: stage, partition: count, device: cpu,
+  timeout_seconds: {timeout}, threads_per_process: 1}}
+training: {{output_dir: OUTPUT, max_steps: 6, batch_size: 4, logging_steps: 1, save_steps: 2, eval_steps: 3}}
+evaluation: {{max_examples: 2, max_new_tokens: 3, samples: 1}}
+"""
+
+
+def prepare(folder: Path) -> Path:
+    """A recipe of a tiny model, its data and its tokenizer."""
+    german, english = "null eins zwei drei vier acht neun zehn", "zero one two three four eight nine ten"
+    words = list(zip(german.split(), english.split(), strict=True))
+    pairs = [(f"{a} und {b}", f"{c} and {d}") for a, c in words for b, d in words]
+    lines = [json.dumps({"source": source, "target": target}) for source, target in pairs]
+    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    train_tokenizer([text for pair in pairs for text in pair], 290, folder / "tokenizer")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=folder, timeout=TIMEOUT_SECONDS))
+    return recipe
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a saved model."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
