@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 #: Of all files those whose tests take longest. They run first, so that none of them is left at the end for one process.
 LONGEST = (
@@ -26,6 +27,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Some models take the softmax of attention in float32, even where the rest is float64. With vectors of 8 numbers
 # (AVX2) a row whose padding was cut off is then added up in another order: 1e-8 of the gradient norm.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
+# How long examples take to draw says how busy the machine is, and nothing of the code.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 # What tests prepare is not for the cache of whoever runs them; their commands inherit this one.
 _CACHE = os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="hf_gpipe-cache-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
