@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 import logging
 import os
 import shutil
@@ -13,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 #: Of all files those whose tests take longest. They run first, so that none of them is left at the end for one process.
 LONGEST = (
@@ -28,8 +28,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # (AVX2) a row whose padding was cut off is then added up in another order: 1e-8 of the gradient norm.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
 # How long examples take to draw says how busy the machine is, and nothing of the code.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+# The tests of tests/gpu run without hypothesis too.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 # What tests prepare is not for the cache of whoever runs them; their commands inherit this one.
 _CACHE = os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="hf_gpipe-cache-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
