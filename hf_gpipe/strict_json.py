@@ -73,15 +73,15 @@ def parse(
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
         if len(text) > MOST_BYTES:
-            raise ValueError(f"{len(text)} characters, and at most {MOST_BYTES} are allowed")
+            raise ValueError(f"it has {len(text)} characters, and at most {MOST_BYTES} are allowed")
         brackets = text.count("[") + text.count("{")
         if brackets + text.count(",") > MOST_VALUES:
-            raise ValueError(f"more than {MOST_VALUES} values")
+            raise ValueError(f"it has more than {MOST_VALUES} values")
         value = json.loads(text, parse_int=_whole_number, **options)
         if brackets > DEEPEST and is_deeper(value):
             raise RecursionError
     except RecursionError:
-        raise error(f"{source} is damaged: more than {DEEPEST} levels of lists and mappings") from None
+        raise error(f"{source} is damaged: it has more than {DEEPEST} levels of lists and mappings") from None
     except ValueError as caught:  # also of bytes that are not UTF-8
         raise error(f"{source} is damaged: it is not JSON that can be read ({_short(caught)})") from None
     fit(value, shape, source, error=error)
@@ -116,7 +116,7 @@ def _adapter(shape: Any) -> TypeAdapter[Any]:
 
 def _whole_number(digits: str) -> int:
     if len(digits) > _MOST_DIGITS + 1:
-        raise ValueError(f"a whole number of {len(digits)} digits")
+        raise ValueError(f"it has a whole number of {len(digits)} digits")
     return int(digits)
 
 

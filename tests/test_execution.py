@@ -143,7 +143,7 @@ def test_a_group_of_ties_has_one_device_of_each_process() -> None:
 
 
 def test_devices_that_do_not_fit_the_stages() -> None:
-    with pytest.raises(UserError, match="3 devices for the 2 stages of process 0"):
+    with pytest.raises(UserError, match="process 0 has 3 devices for 2 stages"):
         Pipeline(tiny_config("llama"), 2, device=["cpu", "cpu:1", "cpu:2"])
     with pytest.raises(UserError, match="cannot be shared out evenly"):
         Pipeline(tiny_config("llama"), 2, device=[])

@@ -248,8 +248,8 @@ def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[
         index = cached_file(str(path), SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
         if index is None:
             raise CheckpointError(
-                f"no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME} at {str(path)!r}; "
-                "a checkpoint in safetensors format is needed"
+                f"{str(path)!r} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; "
+                "give a checkpoint in safetensors format"
             )
         weight_map = read_weight_map(Path(index))
         needed = sorted({file for key, file in weight_map.items() if is_own(key)}) or sorted(set(weight_map.values()))
@@ -274,10 +274,10 @@ def read_weight_map(index: Path) -> dict[str, str]:
     content = strict_json.read(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: not an index of a sharded checkpoint: no mapping called weight_map")
+        raise CheckpointError(f"{index} is no index of a sharded checkpoint: it has no mapping weight_map")
     for file in weight_map.values():
         if not isinstance(file, str) or Path(file).name != file or file == ".." or "\0" in file:
-            raise CheckpointError(f"{index}: the index names {file!r}, which is not a file of the same directory")
+            raise CheckpointError(f"{index} names {file!r}, which is not a file of the same directory")
     return weight_map
 
 

@@ -32,11 +32,13 @@ def _parser() -> Parser:
     parser.add_argument("text", nargs="?", help="what to generate for (default: each line of stdin)")
     parser.add_argument("--num-stages", type=int, help="number of stages (default: one for each process or GPU)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens to generate (default: 128)")
-    parser.add_argument("--num-beams", type=int, help="beams of a search")
+    parser.add_argument("--num-beams", type=int, help="number of beams of a search")
     parser.add_argument("--do-sample", action="store_true", default=None, help="sample instead of searching")
-    parser.add_argument("--temperature", type=float, help="of sampling")
-    parser.add_argument("--top-p", type=float, help="of sampling")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
+    parser.add_argument("--temperature", type=float, help="the logits are divided by it when tokens are sampled")
+    parser.add_argument(
+        "--top-p", type=float, help="tokens are sampled from the likeliest ones that have this probability"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--system", help="system turn of the chat")
     parser.add_argument("--plain", action="store_true", help="do not use the chat template")
     parser.add_argument("--batch-size", type=int, default=8, help="lines of stdin at a time (default: 8)")

@@ -94,7 +94,7 @@ class EmbeddingExamples(EncodedConversations):
             self.num_truncated += 1
             texts = [list(ids) for ids in self._tokenizer(row["texts"], truncation=True, max_length=most)["input_ids"]]
         if not all(texts):
-            raise DataError(f"{conversation.where}: the tokenizer leaves no tokens of a text")
+            raise DataError(f"{conversation.where}: the tokenizer leaves no tokens of a text; leave the row out")
         score = math.nan if row["score"] is None else row["score"]
         return [token for ids in texts for token in ids], [len(ids) for ids in texts], [score]
 

@@ -100,7 +100,7 @@ def lines_of(opened: TextIO, path: Path) -> Iterator[str]:
     while line := opened.readline(_LONGEST_LINE + 1):
         number += 1
         if len(line) > _LONGEST_LINE:
-            raise DataError(f"{path}, line {number}: more than {_LONGEST_LINE} characters; divide it")
+            raise DataError(f"{path}, line {number} has more than {_LONGEST_LINE} characters; divide it")
         yield line
 
 
@@ -117,7 +117,7 @@ def numbered_lines(path: Path, newline: str | None = None) -> Iterator[tuple[int
 
 def not_utf8(path: Path, last_line: int, error: UnicodeDecodeError) -> DataError:
     """The error for bytes that are not UTF-8, somewhere after line `last_line`."""
-    return DataError(f"{path}, after line {last_line}: not UTF-8 ({error.reason}); convert the file")
+    return DataError(f"{path}, after line {last_line}, is not UTF-8 ({error.reason}); convert the file")
 
 
 # ---- JSON Lines
@@ -153,12 +153,12 @@ def _object(text: str, where: str) -> dict[str, Any]:
             raise json.JSONDecodeError("Extra data", text, end)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where}: not JSON ({error.msg} at column {error.colno}); write one object per line"
+            f"{where} is not JSON ({error.msg} at column {error.colno}); write one object per line"
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets by the thousand
-        raise DataError(f"{where}: JSON that cannot be read ({error}); write one object per line") from error
+        raise DataError(f"{where} is JSON that cannot be read ({error}); write one object per line") from error
     if not isinstance(value, dict):
-        raise DataError(f"{where}: a JSON {type(value).__name__} where an object such as {{...}} is needed")
+        raise DataError(f"{where} is a JSON {type(value).__name__}; write an object, {{...}}")
     return value
 
 
@@ -181,11 +181,11 @@ def read_json(path: Path, start: int = 0) -> Iterator[Row]:
             raise not_utf8(path, 0, error) from error
     brackets = text.count("[") + text.count("{")
     if len(text) > most or (brackets > strict_json.MOST_VALUES and brackets * 8 > len(text)):
-        raise DataError(f"{path}: a JSON array that is too large to be read at once; write one object per line")
+        raise DataError(f"{path} is a JSON array that is too large to be read at once; write one object per line")
     for number, entry in enumerate(_entries(text, path), start=1):
         where = f"{path}, entry {number}"
         if not isinstance(entry, dict):
-            raise DataError(f"{where}: a JSON {type(entry).__name__} where an object such as {{...}} is needed")
+            raise DataError(f"{where} is a JSON {type(entry).__name__}; write an object, {{...}}")
         if number > start:
             yield where, entry
 
@@ -203,7 +203,7 @@ def _entries(text: str, path: Path) -> Iterator[Any]:
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{path}: not a JSON array (entry {number}: {error}); correct it, or write one object per line"
+                f"{path} is not a JSON array (entry {number}: {error}); correct it, or write one object per line"
             ) from error
         yield entry
         is_first = False
@@ -211,7 +211,9 @@ def _entries(text: str, path: Path) -> Iterator[Any]:
             break
         place = _after_space(text, place + 1)
     if end := text[_after_space(text, place + 1) :][:20]:
-        raise DataError(f"{path}: not a JSON array ({end!r} stands after it); correct it, or write one object per line")
+        raise DataError(
+            f"{path} is not a JSON array ({end!r} stands after it); correct it, or write one object per line"
+        )
 
 
 def _after_space(text: str, place: int) -> int:
@@ -232,7 +234,7 @@ def read_csv(path: Path, start: int = 0, delimiter: str | None = None) -> Iterat
         try:
             yield from _csv_rows(reader, path, start)
         except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: not CSV ({error}); correct the line") from error
+            raise DataError(f"{path}, line {reader.line_num} is not CSV ({error}); correct the line") from error
         except UnicodeDecodeError as error:
             raise not_utf8(path, reader.line_num, error) from error
 

@@ -92,7 +92,7 @@ class LabelledExamples(EncodedConversations):
             self.num_truncated += 1
             ids = list(self._tokenizer(row["text"], truncation=True, max_length=self._max_length)["input_ids"])
         if not ids:
-            raise DataError(f"{conversation.where}: the tokenizer leaves no tokens of the text")
+            raise DataError(f"{conversation.where}: the tokenizer leaves no tokens of the text; leave the row out")
         return ids, [row["label"]]
 
     @property

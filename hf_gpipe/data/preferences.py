@@ -80,7 +80,9 @@ class PreferenceExamples(EncodedConversations):
         answers = [whole[start : most if self._cuts_answers else None] for whole in wholes]
         if not start or not all(answers):
             what = "its prompt" if not start else "an answer"
-            raise DataError(f"{conversation.where}: the tokenizer and its template leave no tokens of {what}")
+            raise DataError(
+                f"{conversation.where}: the tokenizer and its template leave no tokens of {what}; leave the row out"
+            )
         return prompt[:start], *answers
 
     def _ended(self, answer: Any) -> Any:

@@ -46,7 +46,10 @@ class PromptExamples:
         self._ids = [self._ids_of(f"row {number}", row, tokenizer) for number, row in enumerate(self.rows)]
         for number, length in enumerate(self.lengths):
             if max_length is not None and length > max_length:
-                raise DataError(f"row {number}: the prompt has {length} tokens, and max_length is {max_length}")
+                raise DataError(
+                    f"row {number}: the prompt has {length} tokens, and max_length is {max_length}; raise it, or "
+                    "leave the row out"
+                )
 
     @staticmethod
     def _ids_of(where: str, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -59,7 +62,7 @@ class PromptExamples:
         else:
             raise DataError(f"{where}: 'prompt' is {prompt!r}; it must be text, or a list of messages")
         if not ids:
-            raise DataError(f"{where}: the tokenizer leaves no tokens of the prompt")
+            raise DataError(f"{where}: the tokenizer leaves no tokens of the prompt; leave the row out")
         return ids
 
     def __len__(self) -> int:

@@ -89,7 +89,7 @@ def texts_of_rows(rows: Iterable[tuple[str, Mapping[str, Any]]], text_field: str
             )
         text = row[text_field]
         if text is not None and not isinstance(text, str):
-            raise DataError(f"{where}: field {text_field!r} is not text but {type(text).__name__}")
+            raise DataError(f"{where}: field {text_field!r} has the type {type(text).__name__}; give text")
         if text and text.strip():
             check_characters(text, text_field, where)
             yield text

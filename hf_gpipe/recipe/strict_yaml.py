@@ -121,7 +121,9 @@ def read(text: str, source: str) -> tuple[Any, Locations]:
     """
     locations = Locations(source)
     if len(text) > LONGEST:
-        raise RecipeError(f"{source}: {len(text)} characters, and a recipe has at most {LONGEST}.")
+        raise RecipeError(
+            f"{source} has {len(text)} characters, and a recipe has at most {LONGEST}; divide it, with extends."
+        )
     try:
         loader = _Loader(text)
         try:

@@ -152,7 +152,7 @@ class Shards:
     def _narrow(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Let each parameter and its gradient be its shard, for the optimizer."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
-            raise UserError("closure: with zero 1 an optimizer's step takes none; call train_step before it")
+            raise UserError("zero is 1 and step is given a closure, which it cannot run; call train_step before step")
         for name in self._ends:
             parameter = self._parameters[name]
             values, gradient = parameter.data, parameter.grad

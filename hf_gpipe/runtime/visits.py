@@ -59,8 +59,8 @@ def leave_on_host(model: StageModel, visitors: Visitors) -> None:
     for parameter in _parameters(model):
         if hasattr(parameter, "SCB"):
             raise UserError(
-                "offload_weights and a model in 8 bits: its layers keep the device's memory; quantise to 4 bits, or "
-                "leave offload_weights out"
+                "offload_weights is given and the model is in 8 bits, whose layers keep the device's memory; quantise "
+                "to 4 bits, or leave offload_weights out"
             )
         if model.device.type == "cpu" and parameter.requires_grad:
             # It changes, and must not depend on a file that may be replaced.

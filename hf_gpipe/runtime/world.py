@@ -138,8 +138,8 @@ class World:
             given = [one.name for one in self.ranks[rank].devices] or [str(_CPU)]
             if len(given) > len(stages):
                 raise UserError(
-                    f"{len(given)} devices for the {len(stages)} stages of process {rank}: {', '.join(given)}; "
-                    "name at most one per stage"
+                    f"process {rank} has {len(given)} devices for {len(stages)} stages: {', '.join(given)}; name at "
+                    "most one for each stage"
                 )
             names.update({(stage, worker): given[i * len(given) // len(stages)] for i, stage in enumerate(stages)})
         if any(len(rank.devices) > 1 for rank in self.ranks):

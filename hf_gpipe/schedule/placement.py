@@ -154,7 +154,7 @@ class Placement:
             ScheduleError: `times` is below 1.
         """
         if times < 1:
-            raise ScheduleError(f"{times} replicas of a stage: every stage has at least one.")
+            raise ScheduleError(f"a stage has {times} replicas; give it at least one.")
         starts = range(0, times * self.num_processes, self.num_processes)
         workers = [[start + process for start in starts for process in own] for own in self.workers]
         if self.devices is None:

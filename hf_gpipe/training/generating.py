@@ -57,7 +57,9 @@ class Generation:
         default_generator(self._pipe.world.device).manual_seed(seed)
         ids = self._pipe.generate(**inputs, **self._options)
         if len(ids) != len(inputs["input_ids"]):
-            raise UserError("num_return_sequences: an evaluation compares one generated row with each row of targets")
+            raise UserError(
+                "num_return_sequences: an evaluation compares one generated row with each row of targets; set it to 1"
+            )
         tokens: torch.Tensor = ids.cpu()
         return tokens
 
@@ -76,7 +78,10 @@ def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tens
     mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
     if mask.shape != ids.shape:
         shapes = tuple(mask.shape), tuple(ids.shape)
-        raise DataError(f"predict_with_generate: attention_mask has the shape {shapes[0]} and input_ids {shapes[1]}")
+        raise DataError(
+            f"predict_with_generate: attention_mask has the shape {shapes[0]} and input_ids {shapes[1]}; give "
+            "both one shape"
+        )
     positions = torch.arange(ids.shape[1])
     first = torch.where(is_target, positions, ids.shape[1]).amin(dim=1)
     in_prompt = mask & (positions < first[:, None])

@@ -226,7 +226,7 @@ def test_files_with_similar_names_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors"),
+        (lambda d: (d / "model.safetensors").unlink(), "has neither model.safetensors nor"),
         (lambda d: (d / "config.json").unlink(), "configuration"),
         (lambda d: (d / "model.safetensors").write_bytes(b"short"), "does not fit|cannot read"),
     ],

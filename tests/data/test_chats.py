@@ -233,5 +233,5 @@ def test_files_directories_and_their_splits(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: messages has no assistant turn"):
         of(tmp_path / "a.jsonl")
     (tmp_path / "b.json").write_text("[1]")
-    with pytest.raises(DataError, match=r"b\.json, entry 1: a JSON int where an object"):
+    with pytest.raises(DataError, match=r"b\.json, entry 1 is a JSON int; write an object"):
         of(tmp_path / "b.json")

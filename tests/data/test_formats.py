@@ -106,11 +106,11 @@ def test_values_are_text_and_tabs_part_them_as_they_are(tmp_path):
         ),
         ("rows.csv", b"a,b\n1\n", "line 2: the number of values is 1"),
         ("rows.csv", b"a,a\n1,2\n", "line 1: the column 'a' is given twice"),
-        ("rows.csv", b'a,b\n"1"x,2\n', "line 2: not CSV"),
+        ("rows.csv", b'a,b\n"1"x,2\n', "line 2 is not CSV"),
         ("rows.csv", b'a,b\n"1,2\n', "not CSV"),
         ("rows.csv", "a,b\ngrün,2\n".encode("latin-1"), "not UTF-8"),
         ("rows.csv.gz", b"a,b\n", r"rows\.csv\.gz cannot be read"),
-        ("rows.csv", b"a,b\n" + b"1" * 200_000 + b",2\n", "line 2: not CSV .*field limit"),
+        ("rows.csv", b"a,b\n" + b"1" * 200_000 + b",2\n", "line 2 is not CSV .*field limit"),
         ("rows.parquet", b"", r"rows\.parquet cannot be read as Parquet"),
         ("rows.parquet", b"PAR1" + b"\x00" * 40 + b"PAR1", r"rows\.parquet cannot be read as Parquet"),
         ("rows.parquet", "cut", r"rows\.parquet cannot be read as Parquet"),
@@ -203,7 +203,7 @@ def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(formats, "_LONGEST_LINE", 1000)
     file = tmp_path / "x.jsonl"
     file.write_text('{"a": 1}\n{"a": "' + "b" * 1000 + '"}\n')
-    with pytest.raises(DataError, match=r"x.jsonl, line 2: more than 1000 characters"):
+    with pytest.raises(DataError, match=r"x.jsonl, line 2 has more than 1000 characters"):
         list(formats.read_jsonl(file))
 
 
@@ -217,7 +217,7 @@ def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         ('[{"a": 1},]', "entry 2: Expecting value"),
         ("[,]", "entry 1: Expecting value"),
         ('[{"a": 1}] x', "'x' stands after it"),
-        ('[{"a": 1}, 3]', "entry 2: a JSON int"),
+        ('[{"a": 1}, 3]', "entry 2 is a JSON int"),
     ],
 )
 def test_arrays_that_are_damaged(text: str, message: str, tmp_path: Path) -> None:

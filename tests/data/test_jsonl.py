@@ -103,8 +103,8 @@ def test_without_a_language_field_there_is_one_language(tmp_path):
         ("{}", "line 3: no field 'en'; the fields found are none"),
         ('{"en": "a", "xx": 3}', "line 3: field 'xx' is 3; it must be text"),
         ('{"en": " ", "xx": "b"}', "line 3: field 'en' is ' '; it must be text that is not empty"),
-        ('{"en": "a", ', r"line 3: not JSON \(.* at column 12\)"),
-        ('["a", "b"]', "line 3: a JSON list where an object"),
+        ('{"en": "a", ', r"line 3 is not JSON \(.* at column 12\)"),
+        ('["a", "b"]', "line 3 is a JSON list; write an object"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):

@@ -103,7 +103,7 @@ def test_a_data_set_of_the_hub_is_found_again(tmp_path, cache):
 def test_a_corpus_that_cannot_be_read_leaves_nothing(tmp_path, cache):
     (tmp_path / "x.jsonl").write_text('{"source": "a", "target": "b"}\n{')
     for _ in range(2):
-        with pytest.raises(DataError, match="line 2: not JSON"):
+        with pytest.raises(DataError, match="line 2 is not JSON"):
             corpus(kind="jsonl", path=str(tmp_path / "x.jsonl"))
     assert entries(cache) == []
 

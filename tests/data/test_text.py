@@ -72,7 +72,7 @@ def test_a_data_set_s_own_splits_are_kept(where: str, tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"text": "\\ud800"}', "line 1: field 'text' has half of a surrogate pair"),
         ("a.jsonl", '{"txt": "a"}', "no field 'text'; did you mean 'txt'"),
-        ("a.jsonl", '{"text": 3}', "line 1: field 'text' is not text but int"),
+        ("a.jsonl", '{"text": 3}', "line 1: field 'text' has the type int"),
         ("a.txt", "", "no documents to train on"),
         ("a.doc", "text", "names that end in .txt, .jsonl or .parquet are read"),
     ],

@@ -141,7 +141,7 @@ def test_a_number_of_processes_that_does_not_fit() -> None:
     with pytest.raises(UserError, match="num_processes is 2 and 1 are running"):
         world_for(PipelineConfig(num_stages=2, num_processes=2))
     three = World.of_job().on(["cpu"] * 3)
-    with pytest.raises(UserError, match="3 devices for the 2 stages of process 0: cpu, cpu, cpu"):
+    with pytest.raises(UserError, match="process 0 has 3 devices for 2 stages: cpu, cpu, cpu"):
         three.placed(Placement.spread(2, 1))
 
 
