@@ -66,8 +66,8 @@ def _base(value: object, path: Path, locations: Locations, chain: Sequence[Path]
     # Messages quote a line of a file that is no recipe: it must not be a file of passwords.
     if not isinstance(value, str) or not value.endswith((".yaml", ".yml")):
         raise RecipeError(
-            f"{place}: {show(value)} is no recipe; give a file that ends in .yaml or .yml, such as base.yaml, by its path "
-            "from this file."
+            f"{place}: {show(value)} is no recipe; give a file that ends in .yaml or .yml, such as base.yaml, by its "
+            "path from this file."
         )
     base = path.parent / value
     try:
