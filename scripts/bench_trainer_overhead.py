@@ -24,7 +24,7 @@ from bench.runner import parser
 from transformers import TrainerCallback
 
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
-from hf_gpipe.training.loop import TrainingLoop
+from hf_gpipe.training.updates import Updates
 
 VOCABULARY, LENGTH = 8192, 128
 
@@ -84,7 +84,7 @@ def main() -> None:
         rows = random_rows(8 * given.rows, LENGTH, VOCABULARY)
         trainer = PipelineTrainer(config, args, train_dataset=rows, callbacks=[watch])
         trainer.optimizer = optimizer = torch.optim.AdamW(trainer.pipe.parameters(), lr=1e-4, fused=True)
-        watch.around(TrainingLoop, "_update", "update")
+        watch.around(Updates, "_update", "update")
         watch.around(trainer.pipe, "train_on", "train_on")
         watch.around(trainer.pipe, "clip_grad_norm_", "clipping")
         watch.between("optimizer", optimizer.register_step_pre_hook, optimizer.register_step_post_hook)

@@ -47,7 +47,7 @@ from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.runtime import batches, generation, stage
 from hf_gpipe.runtime.world import World
 from hf_gpipe.train import main as train
-from hf_gpipe.training import loader, loop
+from hf_gpipe.training import loader, updates
 from scripts.forked import Forked, is_running, stuck, train_forked
 from scripts.random_faults.search import search
 from scripts.tiny_run import TIMEOUT_SECONDS, prepare, weights
@@ -220,7 +220,7 @@ def wait_for_checkpoint(folder: Path) -> None:
 
     All processes wait, at the same place: while one waits for a slow disk, no other reaches its time limit.
     """
-    original, calls = loop.TrainingLoop._step, 0
+    original, calls = updates.Updates.run, 0
 
     def waiting(*args: Any) -> None:
         nonlocal calls
@@ -230,7 +230,7 @@ def wait_for_checkpoint(folder: Path) -> None:
             time.sleep(0.01)
         original(*args)
 
-    loop.TrainingLoop._step = waiting  # type: ignore[method-assign]
+    updates.Updates.run = waiting  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------------- one fault

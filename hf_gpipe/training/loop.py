@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 import transformers
@@ -18,58 +17,27 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from hf_gpipe.adapters.text import num_tokens
-from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.directory import step_of
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
-from hf_gpipe.errors import NonFiniteError
-from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.planner.advice import advising
 from hf_gpipe.runtime.batches import shared_stream
-from hf_gpipe.runtime.gradient_norm import LossAndNorm
 from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.timing import ActionTime
-from hf_gpipe.runtime.world import World
 from hf_gpipe.training.agreeing import Agreement
-from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.checkpoints import Checkpoints
 from hf_gpipe.training.evaluator import metric_of, note_best
-from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.logs import Logs
-from hf_gpipe.training.loss_scaling import LossScaler
-from hf_gpipe.training.optim import learning_rate, takes_metric
-from hf_gpipe.training.slow_machines import SlowMachines
+from hf_gpipe.training.optim import takes_metric
 from hf_gpipe.training.steps import TrainingLength
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
-from hf_gpipe.training.windows import StageUpdates, windows
+from hf_gpipe.training.trainer_of_loop import TrainerOfLoop
+from hf_gpipe.training.updates import Updates
+from hf_gpipe.training.windows import windows
 
 logger = transformers.logging.get_logger(__name__)
 
 #: The decisions that callbacks take.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-
-
-class TrainerOfLoop(Protocol):
-    """The parts of a trainer that the loop uses; scripts and callbacks may set or override most of this."""
-
-    args: PipelineTrainingArguments
-    pipe: Pipeline
-    uploads: HubUploads
-    state: TrainerState
-    control: TrainerControl
-    optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any
-    scaler: LossScaler | None
-    num_trained_tokens: int
-
-    def fire(self, event: str, **kwargs: Any) -> None: ...
-    def new_state(self) -> TrainerState: ...
-    def log(self, logs: dict[str, Any]) -> None: ...
-    def evaluate(self, *, ignore_keys: list[str] | None = ...) -> dict[str, float]: ...
-    @property
-    def updates_per_step(self) -> int: ...
-    def prepared(self, group: Sequence[Batch]) -> Sequence[Batch]: ...
-    def model_to_save(self, directory: Path, world: World) -> PendingWrite | None: ...
 
 
 class TrainingLoop:
@@ -102,15 +70,8 @@ class TrainingLoop:
         self._ignored_keys, self._resume_hint = ignored_keys, resume_hint
         self._args, self._pipe, self._world = trainer.args, trainer.pipe, trainer.pipe.world
         self._num_parameters = self._pipe.adapter.num_parameters(exclude_embeddings=True)
-        #: Of the last update: the norm of the gradient, and the learning rate.
-        self._norm: float | None = None
-        self._rate: float | None = None
-        #: Of a step whose update did not wait for them: its number, and the loss and the norm.
-        self._late_numbers: tuple[int, LossAndNorm] | None = None
-        #: Of each step of the last window the loss, the norm and the learning rate.
-        self._window: list[tuple[float, float, float]] = []
+        self._updates = Updates(trainer, logs)
         self._agreement = Agreement(self._world)
-        self._slow_machines = SlowMachines(self._pipe, self._args.slow_machine_steps)
         self._stop_request: StopRequest | None = None
         if self._args.enable_jit_checkpoint:
             self._stop_request = StopRequest(self._world, self._args.stop_seconds)
@@ -164,13 +125,13 @@ class TrainingLoop:
             job.note(f"training step {self._state.global_step + 1}")
             self._trainer.fire("on_step_begin")
             window = [self._trainer.prepared(group) for group in window]
-            self._step(window)
+            self._updates.run(window)
             asked: set[str] = set()
             for number, group in enumerate(window):
                 if number:
                     self._trainer.fire("on_step_begin")
                 if self._pipe.is_asynchronous:
-                    self._note_step_of_window(number, len(group))
+                    self._updates.note_step_of_window(number, len(group))
                 self._count(group)
                 self._trainer.num_trained_tokens += self._logs.count(group)
                 done += len(group)
@@ -183,7 +144,7 @@ class TrainingLoop:
             for flag in asked:
                 # Asked for by a step before the last one, it is done at the end of the window.
                 setattr(self._control, flag, True)
-            self._log_evaluate_save(waits=self._waits)
+            self._log_evaluate_save(waits=self._updates.wait)
             if self._control.should_epoch_stop or self._control.should_training_stop:
                 break
         if done == 0:
@@ -194,139 +155,6 @@ class TrainingLoop:
             self._run.position = DataPosition(epoch + 1)
         self._trainer.fire("on_epoch_end")
         self._log_evaluate_save(waits=True)
-
-    @property
-    def _waits(self) -> bool:
-        """Whether an update needs the loss or the norm, which follow from the gradients of all stages.
-
-        Where it does not, a process begins its next step as soon as its own update is done, and reads these numbers
-        after the next step.
-        """
-        args, world = self._args, self._world
-        clips = args.max_grad_norm is not None and args.max_grad_norm > 0
-        decides = self._trainer.scaler is not None or args.on_nonfinite_loss == "skip"
-        return clips or decides or world.num_processes == 1 or self._pipe.is_asynchronous
-
-    def _step(self, window: Sequence[Sequence[Batch]]) -> None:
-        """One update from one or more mini-batches, or those of a window."""
-        self._scale_loss()
-        step = self._state.global_step + 1
-        times = self._logs.meter.times(step, len(window))
-        if times is None:
-            times = self._slow_machines.times(len(window))
-        if self._pipe.is_asynchronous:
-            self._run_window(window, times)
-        else:
-            self._run_step(step, window[0], times)
-        self._slow_machines.count(len(window), times)
-
-    def _scale_loss(self) -> None:
-        """Let the next backwards have the scale of now, which an update changes."""
-        self._pipe.loss_scale = 1.0 if self._trainer.scaler is None else self._trainer.scaler.scale
-
-    def _run_step(self, step: int, group: Sequence[Batch], times: list[ActionTime] | None) -> None:
-        for _ in range(self._trainer.updates_per_step - 1):
-            self._pipe.steps.train_on(group, None, self._update_between)
-            self._pipe.zero_grad()
-            self._scale_loss()
-        if self._waits:
-            self._pipe.steps.train_on(group, times, partial(self._update, len(group)))
-        else:
-            numbers = self._pipe.steps.train_ahead(group, times, partial(self._update, len(group)))
-            self._read_late_numbers()
-            self._late_numbers = step, numbers
-        self._pipe.zero_grad()
-
-    def _run_window(self, window: Sequence[Sequence[Batch]], times: list[ActionTime] | None) -> None:
-        """The steps of a window under an asynchronous schedule, in which each stage updates by itself."""
-        trainer = self._trainer
-        assert trainer.optimizer is not None
-        updates = StageUpdates(self._pipe, trainer.optimizer, trainer.lr_scheduler, self._args.max_grad_norm)
-        numbers = self._pipe.train_window(window, updates, times).tolist()
-        assert self._pipe.window is not None
-        self._logs.add_window(self._pipe.window)
-        self._window = [(loss, norm, updates.rate(step)) for step, (loss, norm) in enumerate(numbers)]
-
-    def _note_step_of_window(self, number: int, num_mini_batches: int) -> None:
-        """Note the loss, the norm of the gradient and the rate of a step of the window that has run."""
-        for _ in range(num_mini_batches - 1):
-            self._trainer.fire("on_substep_end")
-        loss, norm, self._rate = self._window[number]
-        self._note(self._state.global_step + 1, loss, norm)
-
-    def _update(
-        self, num_mini_batches: int, loss: torch.Tensor | None = None, norm: torch.Tensor | None = None
-    ) -> None:
-        """The update in the table's U, once the gradients are complete: clip, step, schedule the rate.
-
-        Args:
-            num_mini_batches: of the step.
-            loss: of the whole step; None: it is not known yet, and no more is the norm.
-            norm: of the whole gradient.
-        """
-        optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
-        assert optimizer is not None
-        for _ in range(num_mini_batches - 1):
-            self._trainer.fire("on_substep_end")
-        is_applied = True
-        if loss is not None and norm is not None:
-            scaler, limit = self._trainer.scaler, self._args.max_grad_norm
-            scale = 1.0 if scaler is None else scaler.scale
-            if scaler is not None:
-                scaler.unscale_(self._pipe.parameters())
-            if limit is not None and limit > 0:
-                self._pipe.clip_grad_norm_(limit, float(norm) / scale)
-            is_applied = self._note(self._state.global_step + 1, float(loss), float(norm) / scale)
-        self._trainer.fire("on_pre_optimizer_step")
-        if is_applied:
-            optimizer.step()
-        self._trainer.fire("on_optimizer_step")
-        self._rate = learning_rate(optimizer)
-        if is_applied and not takes_metric(scheduler):
-            scheduler.step()
-
-    def _update_between(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        """An update of a step that has more of them: the rate stays, and nothing is logged."""
-        optimizer, scaler, limit = self._trainer.optimizer, self._trainer.scaler, self._args.max_grad_norm
-        assert optimizer is not None
-        scale = 1.0 if scaler is None else scaler.scale
-        if scaler is not None:
-            scaler.unscale_(self._pipe.parameters())
-        if limit is not None and limit > 0:
-            self._pipe.clip_grad_norm_(limit, float(norm) / scale)
-        if self._is_applied(self._state.global_step + 1, float(loss), float(norm) / scale):
-            optimizer.step()
-
-    def _read_late_numbers(self) -> None:
-        """Wait for the loss and the norm of a step whose update did not need them."""
-        if self._late_numbers is not None:
-            (step, numbers), self._late_numbers = self._late_numbers, None
-            self._note(step, *numbers().tolist())
-
-    def _note(self, step: int, loss: float, norm: float) -> bool:
-        """Note the loss and the norm of a step; returns whether its gradients are applied."""
-        is_applied = self._is_applied(step, loss, norm)
-        self._norm = norm
-        self._logs.add_loss(loss, step - 1)
-        return is_applied
-
-    def _is_applied(self, step: int, loss: float, norm: float) -> bool:
-        """Whether a step's gradients are applied. It follows from numbers that every process has, so that all agree."""
-        scaler, reaction = self._trainer.scaler, self._args.on_nonfinite_loss
-        has_overflowed = scaler is not None and not math.isfinite(norm)
-        if scaler is not None:
-            scaler.update(has_overflowed)
-        # With a scale, an infinite gradient of a finite loss only says that the scale is too large.
-        if math.isfinite(loss) and (has_overflowed or math.isfinite(norm)):
-            return not has_overflowed
-        if reaction == "stop":
-            raise NonFiniteError(
-                f"step {step}: the loss is {loss} and the gradient's norm {norm}; lower learning_rate or "
-                "max_grad_norm, look at the data, or set on_nonfinite_loss to skip"
-            )
-        if reaction == "skip" and self._world.is_reporter:
-            logger.warning(f"step {step} is skipped: its loss is {loss}, its gradient's norm {norm}")
-        return reaction == "ignore" and not has_overflowed
 
     def _count(self, group: Sequence[Batch]) -> None:
         """Note in the state how much a step has computed and read."""
@@ -348,7 +176,7 @@ class TrainingLoop:
         is_written, stop_signal = self._agree(waits=waits)
         is_kept = self._is_kept_in_memory
         if waits or is_written or stop_signal or is_kept or any(getattr(self._control, flag) for flag in _FLAGS):
-            self._read_late_numbers()
+            self._updates.read_late_numbers()
         if stop_signal:
             self._log()
             self._stop(stop_signal)
@@ -393,7 +221,7 @@ class TrainingLoop:
         return bool(agreed[-2]), agreed[-1]
 
     def _log(self) -> None:
-        logs = self._logs.read(self._state, self._norm, self._rate)
+        logs = self._logs.read(self._state, self._updates.norm, self._updates.rate)
         if logs is not None:
             self._trainer.log(logs)
 

@@ -1,0 +1,179 @@
+"""The steps of a training: the passes of each over its mini-batches, and the update that follows from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import transformers
+
+from hf_gpipe.errors import NonFiniteError
+from hf_gpipe.runtime.gradient_norm import LossAndNorm
+from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.logs import Logs
+from hf_gpipe.training.optim import learning_rate, takes_metric
+from hf_gpipe.training.slow_machines import SlowMachines
+from hf_gpipe.training.trainer_of_loop import TrainerOfLoop
+from hf_gpipe.training.windows import StageUpdates
+
+logger = transformers.logging.get_logger(__name__)
+
+
+class Updates:
+    """Runs the steps of a training, one after the other; the state of the trainer has the number of the last one.
+
+    Args:
+        trainer: whose model is trained.
+        logs: take the loss of each step.
+
+    Attributes:
+        norm, rate: of the last update that is known, the norm of the gradient and the learning rate.
+        wait: whether an update needs the loss or the norm, which follow from the gradients of all stages. Where it does
+            not, a process begins its next step as soon as its own update is done, and reads these numbers after the
+            next step.
+    """
+
+    def __init__(self, trainer: TrainerOfLoop, logs: Logs) -> None:
+        self._trainer, self._logs = trainer, logs
+        self._args, self._pipe, self._world = trainer.args, trainer.pipe, trainer.pipe.world
+        self.norm: float | None = None
+        self.rate: float | None = None
+        #: Of a step whose update did not wait for them: its number, and the loss and the norm.
+        self._late_numbers: tuple[int, LossAndNorm] | None = None
+        #: Of each step of the last window the loss, the norm and the learning rate.
+        self._window: list[tuple[float, float, float]] = []
+        self._slow_machines = SlowMachines(self._pipe, self._args.slow_machine_steps)
+
+    @property
+    def wait(self) -> bool:
+        decides = self._trainer.scaler is not None or self._args.on_nonfinite_loss == "skip"
+        return self._clips or decides or self._world.num_processes == 1 or self._pipe.is_asynchronous
+
+    @property
+    def _clips(self) -> bool:
+        return self._args.max_grad_norm is not None and self._args.max_grad_norm > 0
+
+    def run(self, window: Sequence[Sequence[Batch]]) -> None:
+        """One update from one or more mini-batches, or those of a window under an asynchronous schedule."""
+        self._scale_loss()
+        step = self._trainer.state.global_step + 1
+        times = self._logs.meter.times(step, len(window))
+        if times is None:
+            times = self._slow_machines.times(len(window))
+        if self._pipe.is_asynchronous:
+            self._run_window(window, times)
+        else:
+            self._run_step(step, window[0], times)
+        self._slow_machines.count(len(window), times)
+
+    def note_step_of_window(self, number: int, num_mini_batches: int) -> None:
+        """Note the loss, the norm of the gradient and the rate of a step of the window that has run."""
+        for _ in range(num_mini_batches - 1):
+            self._trainer.fire("on_substep_end")
+        loss, norm, self.rate = self._window[number]
+        self._note(self._trainer.state.global_step + 1, loss, norm)
+
+    def read_late_numbers(self) -> None:
+        """Wait for the loss and the norm of a step whose update did not need them."""
+        if self._late_numbers is not None:
+            (step, numbers), self._late_numbers = self._late_numbers, None
+            self._note(step, *numbers().tolist())
+
+    def _scale_loss(self) -> None:
+        """Let the next backwards have the scale of now, which an update changes."""
+        self._pipe.loss_scale = self._scale
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self._trainer.scaler is None else self._trainer.scaler.scale
+
+    def _run_step(self, step: int, group: Sequence[Batch], times: list[ActionTime] | None) -> None:
+        for _ in range(self._trainer.updates_per_step - 1):
+            self._pipe.steps.train_on(group, None, self._update_between)
+            self._pipe.zero_grad()
+            self._scale_loss()
+        if self.wait:
+            self._pipe.steps.train_on(group, times, partial(self._update, len(group)))
+        else:
+            numbers = self._pipe.steps.train_ahead(group, times, partial(self._update, len(group)))
+            self.read_late_numbers()
+            self._late_numbers = step, numbers
+        self._pipe.zero_grad()
+
+    def _run_window(self, window: Sequence[Sequence[Batch]], times: list[ActionTime] | None) -> None:
+        """The steps of a window under an asynchronous schedule, in which each stage updates by itself."""
+        trainer = self._trainer
+        assert trainer.optimizer is not None
+        updates = StageUpdates(self._pipe, trainer.optimizer, trainer.lr_scheduler, self._args.max_grad_norm)
+        numbers = self._pipe.train_window(window, updates, times).tolist()
+        assert self._pipe.window is not None
+        self._logs.add_window(self._pipe.window)
+        self._window = [(loss, norm, updates.rate(step)) for step, (loss, norm) in enumerate(numbers)]
+
+    def _update(
+        self, num_mini_batches: int, loss: torch.Tensor | None = None, norm: torch.Tensor | None = None
+    ) -> None:
+        """The update in the table's U, once the gradients are complete: clip, step, schedule the rate.
+
+        Args:
+            num_mini_batches: of the step.
+            loss: of the whole step; None: it is not known yet, and no more is the norm.
+            norm: of the whole gradient.
+        """
+        optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
+        assert optimizer is not None
+        for _ in range(num_mini_batches - 1):
+            self._trainer.fire("on_substep_end")
+        is_applied = True
+        if loss is not None and norm is not None:
+            is_applied = self._note(self._trainer.state.global_step + 1, float(loss), self._clipped(norm))
+        self._trainer.fire("on_pre_optimizer_step")
+        if is_applied:
+            optimizer.step()
+        self._trainer.fire("on_optimizer_step")
+        self.rate = learning_rate(optimizer)
+        if is_applied and not takes_metric(scheduler):
+            scheduler.step()
+
+    def _update_between(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """An update of a step that has more of them: the rate stays, and nothing is logged."""
+        assert self._trainer.optimizer is not None
+        if self._is_applied(self._trainer.state.global_step + 1, float(loss), self._clipped(norm)):
+            self._trainer.optimizer.step()
+
+    def _clipped(self, norm: torch.Tensor) -> float:
+        """Take the scale of the loss out of the gradients and clip them; the norm of the gradient before."""
+        own = float(norm) / self._scale
+        if self._trainer.scaler is not None:
+            self._trainer.scaler.unscale_(self._pipe.parameters())
+        if self._clips:
+            self._pipe.clip_grad_norm_(self._args.max_grad_norm, own)
+        return own
+
+    def _note(self, step: int, loss: float, norm: float) -> bool:
+        """Note the loss and the norm of a step; returns whether its gradients are applied."""
+        is_applied = self._is_applied(step, loss, norm)
+        self.norm = norm
+        self._logs.add_loss(loss, step - 1)
+        return is_applied
+
+    def _is_applied(self, step: int, loss: float, norm: float) -> bool:
+        """Whether a step's gradients are applied. It follows from numbers that every process has, so that all agree."""
+        scaler, reaction = self._trainer.scaler, self._args.on_nonfinite_loss
+        has_overflowed = scaler is not None and not math.isfinite(norm)
+        if scaler is not None:
+            scaler.update(has_overflowed)
+        # With a scale, an infinite gradient of a finite loss only says that the scale is too large.
+        if math.isfinite(loss) and (has_overflowed or math.isfinite(norm)):
+            return not has_overflowed
+        if reaction == "stop":
+            raise NonFiniteError(
+                f"step {step}: the loss is {loss} and the gradient's norm {norm}; lower learning_rate or "
+                "max_grad_norm, look at the data, or set on_nonfinite_loss to skip"
+            )
+        if reaction == "skip" and self._world.is_reporter:
+            logger.warning(f"step {step} is skipped: its loss is {loss}, its gradient's norm {norm}")
+        return reaction == "ignore" and not has_overflowed
