@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = import_module(f"hf_gpipe.commands.{name}").main(args)
         return code
     if name in ("", "-h", "--help"):
-        print(USAGE)
-        return 0 if name else EXIT_USER_ERROR
+        from hf_gpipe.commands.base import flushed
+
+        return flushed(lambda: print(USAGE) or (0 if name else EXIT_USER_ERROR))
     print(
         f"error: {name!r} is not a command; it must be one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}",
         file=sys.stderr,
