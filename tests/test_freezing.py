@@ -57,7 +57,7 @@ def _modules(model: PreTrainedModel, adapter: Adapter, part: str) -> Iterator[nn
 
 
 def plain(model: PreTrainedModel, adapter: Adapter, batch: Batch) -> Step:
-    expected = plain_step(model, batch, adapter.prepare)
+    expected = plain_step(model, batch, adapter)
     model.zero_grad()
     return expected
 

@@ -16,6 +16,7 @@ from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.embedders import Embedder, is_embedder
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
 from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_VERSIONS
+from hf_gpipe.adapters.image_text import FORMS, ImageText
 from hf_gpipe.adapters.quantised import Quantisation, find_quantisation, quantised_layers
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.adapters.structure import unlike_default
@@ -91,6 +92,8 @@ def build_adapter(
     elif model_class is not None and is_token_classifier(model_class):
         check_token_classifier(config, model_class)
         kind = TokenClassifier
+    elif config.model_type in FORMS:
+        kind = ImageText
     return kind(
         config,
         dtype,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -53,6 +54,20 @@ class Stage(Protocol):
     def captured(self) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What a row of tokens has beside them, such as images.
+
+    Attributes:
+        places: the columns of the tokens that stand for it.
+        entries: for each entry of the mini-batch its name, shape and type, of this row's share of it; and the values of
+            those that are whole numbers, by which shapes may follow.
+    """
+
+    places: tuple[int, ...]
+    entries: tuple[tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...] | None], ...]
+
+
 class Adapter(ABC):
     """The layers, boundaries, tied parameters and inputs of a model, known before any weight exists.
 
@@ -92,6 +107,8 @@ class Adapter(ABC):
     loss_keys: tuple[str, ...] = ("labels",)
     #: Keys of a mini-batch that have a value for each token of the target, where that is another text.
     target_keys: tuple[str, ...] = ()
+    #: Keys of a mini-batch with what rows of tokens have beside them, such as images.
+    other_keys: tuple[str, ...] = ()
     #: Whether the model classifies or scores rows: its logits are (B, C), those of one token of each row.
     is_classifier = False
     #: PEFT's name of the task, of which its adapters train the head too; None: they do not.
@@ -210,11 +227,33 @@ class Adapter(ABC):
         A cache is used only where `inputs` has one, as in generation: `past_key_values` and `use_cache`.
         """
 
+    def computed_once(self, stage: Stage, inputs: Inputs) -> Inputs:
+        """The inputs of a stage's forward, with what it computes of them alone by frozen layers.
+
+        A forward that is recomputed finds it there.
+        """
+        return inputs
+
     # ------------------------------------------------------------------ its inputs
 
     @abstractmethod
     def check_keys(self, batch: Tensors) -> None:
         """Raise DataError for a mini-batch that lacks an entry, or has one that the stages cannot compute with."""
+
+    def lengths_in_rows(self, batch: Tensors) -> Mapping[str, torch.Tensor]:
+        """Of entries whose first dimension is not the row, how much of it each row of a mini-batch has, (N,).
+
+        Raises DataError where these do not belong together.
+        """
+        return {}
+
+    def beside(self, batch: Tensors) -> Beside | None:
+        """Of the row of a mini-batch that has the most beside its tokens, what it has; None: no row has anything."""
+        return None
+
+    def with_beside(self, inputs: Tensors, beside: Beside) -> Tensors:
+        """A mini-batch of text each of whose rows has this beside it, for the planner."""
+        raise NotImplementedError(f"{type(self.reference).__name__} reads tokens alone")
 
     def as_rows(self, batch: Tensors) -> Tensors:
         """A mini-batch whose entries have a row each for what belongs together."""

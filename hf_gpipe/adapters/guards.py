@@ -14,6 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
@@ -271,11 +272,12 @@ def check_model(model: Any) -> None:
     ours = [c for c in type(model).__mro__ if c.__module__.startswith("transformers.models.")]
     heads |= set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()) | HEADLESS
     heads |= set(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())
+    heads |= set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
     if ours and not any(c.__name__ in heads for c in ours):
         raise UnsupportedModelError(
             f"{model.config.model_type}: {type(model).__name__} is no class of AutoModelForCausalLM, "
-            "AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoModelForTokenClassification or, without a "
-            "head, AutoModel, which read text; give a model of one of those"
+            "AutoModelForSeq2SeqLM, AutoModelForImageTextToText, AutoModelForSequenceClassification, "
+            "AutoModelForTokenClassification or, without a head, AutoModel; give a model of one of those"
         )
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise UserError(

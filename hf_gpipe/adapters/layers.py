@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.probe import BlockForm, Observation
 
-LayerKind = Literal["embedding", "block", "norm", "head"]
+LayerKind = Literal["vision", "embedding", "block", "norm", "head"]
 StackName = Literal["encoder", "decoder"]
 
 

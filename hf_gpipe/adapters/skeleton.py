@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hf_gpipe.adapters.guards import check_attention, check_config, check_sizes
 
@@ -30,6 +37,15 @@ def build_skeleton(
         return build(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
 
 
+def auto_class_of(config: PreTrainedConfig) -> Any:
+    """The auto class of a language model: one that reads images too only where its family has no other."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    family = type(config)
+    reads_images = family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and family not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
 def build(
     config: PreTrainedConfig,
     dtype: torch.dtype,
@@ -48,7 +64,7 @@ def build(
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     if model_class is not None:
         return model_class._from_config(config, dtype=dtype, **options)
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto = auto_class_of(config)
     return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
 
 

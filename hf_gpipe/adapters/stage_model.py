@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.autocast import scope_of
 from hf_gpipe.adapters.base import Adapter, Inputs, Tensors
@@ -18,6 +20,7 @@ from hf_gpipe.adapters.batch_norm import BatchNorms
 from hf_gpipe.adapters.document_positions import Borders, is_position_table, number_anew
 from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, key
 from hf_gpipe.adapters.head import DeferredLogits, Projection
+from hf_gpipe.adapters.intercept import extend_class
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.linear import hand_over
 from hf_gpipe.adapters.position_tables import hollow, lend_tables
@@ -184,6 +187,11 @@ class StageModel:
             self._projection = Projection(*(self.model.get_submodule(name) for name in projection))
         if self.adapter.routers:
             complete(self.model.get_submodule(self.adapter.stacks[-1].path), self.router_port)
+        for module in self.model.modules():
+            # A model in the model, all of whose layers are on other stages: transformers asks its weights.
+            if isinstance(module, PreTrainedModel) and next(module.parameters(), None) is None:
+                module._found_on = device, self.adapter.dtype
+                extend_class(module, _WithoutWeights)
         self.device = device
         self._generator = default_generator(device)
         self._layer_keys = {name: key(name) for layer in self.layers for name in layer.modules}
@@ -368,10 +376,8 @@ class StageModel:
         self.router_port.open(self.adapter.routers, carry, routers)
         # Positions that are given begin anew already.
         self._borders.lengths = {} if "position_ids" in inputs else self.adapter.document_lengths(inputs)
-        if micro_batch_seed is not None and self.model.training:
-            self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed, row_seeds)
         try:
-            with scope_of(self.adapter.autocast):
+            with self._seeded(micro_batch_seed, row_seeds):
                 if deferred is None or self._projection is None:
                     outputs = self.adapter.run(self, inputs, carry)
                     if isinstance(self.division, Division) and "logits" in outputs:
@@ -379,8 +385,24 @@ class StageModel:
                     return outputs
                 return self._projection.run(lambda: self.adapter.run(self, inputs, carry), deferred)
         finally:
-            self.port.close()
             self.router_port.close()
+
+    @torch.no_grad()
+    def computed_once(self, inputs: Inputs, micro_batch_seed: int, row_seeds: Sequence[int]) -> Inputs:
+        """As of `Adapter.computed_once`, with the dropout of this micro-batch."""
+        with self._seeded(micro_batch_seed, row_seeds):
+            return self.adapter.computed_once(self, inputs)
+
+    @contextmanager
+    def _seeded(self, micro_batch_seed: int | None, row_seeds: Sequence[int]) -> Iterator[None]:
+        """Context manager of a forward: mixed precision, and seeds of dropout. At the end nothing is in the port."""
+        if micro_batch_seed is not None and self.model.training:
+            self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed, row_seeds)
+        try:
+            with scope_of(self.adapter.autocast):
+                yield
+        finally:
+            self.port.close()
 
     def captured(self) -> torch.Tensor:
         """The hidden states (B, T, D) at the end of the stage."""
@@ -389,6 +411,20 @@ class StageModel:
             last = self.layers[-1].name
             raise RuntimeError(f"the model's forward ended without passing the end of the stage, after layer {last!r}")
         return hidden
+
+
+class _WithoutWeights:
+    """Mixed into the class of a module: see `StageModel.seal`."""
+
+    _found_on: tuple[torch.device, torch.dtype]
+
+    @property
+    def device(self) -> torch.device:
+        return self._found_on[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._found_on[1]
 
 
 def _forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -126,6 +126,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 2 * WIDTH // HEAD_WIDTH},
     "xlnet": {"d_head": HEAD_WIDTH},
 }
+#: Sizes of the part that reads images, and of what the text part reads of them.
+_IMAGES: dict[str, Any] = {
+    **{"image_size": 16, "patch_size": 4, "depth": NUM_BLOCKS, "embed_dim": WIDTH, "out_hidden_size": WIDTH},
+    **{"projection_dim": WIDTH, "mm_tokens_per_image": 4, "image_seq_length": 4, "window_size": 16},
+    "fullatt_block_indexes": [1, 3],
+}
+#: Families whose positions have three parts, which a default configuration does not size.
+_OF_THREE_POSITIONS = ("qwen2_vl_text", "qwen2_5_vl_text")
+#: The last token of the vocabulary, which no row of text has.
+IMAGE_TOKEN = VOCABULARY - 1
+_IMAGE_TOKENS = ("image_token_id", "image_token_index")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 
 
@@ -174,7 +185,28 @@ def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
             shrunk[name] = _shrink(value, sub_config)
         elif isinstance(value, list) and len(value) == num_blocks:  # one entry per block
             shrunk[name] = _spread(_small(name, value, names), NUM_BLOCKS)
+    if isinstance(full.get("vision_config"), dict):
+        _shrink_images(shrunk, full)
+    rope = full.get("rope_parameters") or {}
+    if "mrope_section" in rope or config.model_type in _OF_THREE_POSITIONS:
+        shrunk["rope_parameters"] = rope | {"mrope_section": [HEAD_WIDTH // 2 - 2, 1, 1]}
     return shrunk | _FAMILIES.get(config.model_type, {})
+
+
+def _shrink_images(shrunk: dict[str, Any], full: dict[str, Any]) -> None:
+    """Give the values of a model of images and text, and of its vision tower, small images."""
+    for values, given in ((shrunk, full), (shrunk["vision_config"], full["vision_config"])):
+        for name, size in _IMAGES.items():
+            if (value := given.get(name)) is not None:
+                is_pair = isinstance(value, list) and not isinstance(size, list)
+                values[name] = [size] * len(value) if is_pair else size
+    for name in _IMAGE_TOKENS:
+        if _is_size(full.get(name)):
+            shrunk[name] = IMAGE_TOKEN
+    if (layers := full.get("vision_feature_layer")) is not None:
+        # Of the tiny tower's hidden states, of which there is one more than it has blocks.
+        within = [max(-NUM_BLOCKS - 1, min(NUM_BLOCKS, n)) for n in (layers if isinstance(layers, list) else [layers])]
+        shrunk["vision_feature_layer"] = within if isinstance(layers, list) else within[0]
 
 
 def _small(name: str, entries: list[Any], sizes: dict[str, int]) -> list[Any]:

@@ -55,7 +55,7 @@ def _padding_predicts(adapter: TextAdapter, packing: bool, recomputes_blocks: bo
     )
     try:
         model, clone = clone_of(adapter, torch.float64)
-        batch = padded_batch(model)
+        batch = padded_batch(model, with_images=False)
         options = {"packing": packing, "recomputes_blocks": recomputes_blocks}
         difference = _difference(model, clone, batch, **options)
         clone.padding_predicts_in_chunks = True
@@ -77,7 +77,7 @@ def _difference(
     model: PreTrainedModel, clone: TextAdapter, batch: Batch, *, packing: bool, recomputes_blocks: bool
 ) -> float:
     """How far the clone's step with chunks is from that without."""
-    whole = split_step(model, clone, batch, 1, packing=True) if packing else plain_step(model, batch, clone.prepare)
+    whole = split_step(model, clone, batch, 1, packing=True) if packing else plain_step(model, batch, clone)
     model.zero_grad()
     num_stages = min(_STAGES, len(clone.layers))
     step = split_step(

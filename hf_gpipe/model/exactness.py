@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel, build_adapter, is_listed, unsupported
+from hf_gpipe.adapters.image_text import FORMS, example_batch
 from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.structure import unlike_default
@@ -270,15 +271,17 @@ def compare(
         try:
             model = exact_clone(config, dtype, model_class, trust_remote_code=trust_remote_code)
             batch = padded_batch(model)
-            untrimmed = plain_step(model, batch)
+            adapter = build_adapter(model.config, dtype, "eager", type(model))
+            is_known, adapter.padding_matters = adapter.padding_matters, True
+            untrimmed = plain_step(model, batch, adapter)
             break
         except Exception as error:
             failure = error
     else:
         what = f"{type(failure).__name__}: {first_line(failure)}"
         raise CloneError(f"{family}: a tiny clone of the plain model fails: {what}") from failure
-    adapter = build_adapter(model.config, dtype, "eager", type(model))
-    expected = plain_step(model, batch, adapter.prepare)
+    adapter.padding_matters = is_known
+    expected = plain_step(model, batch, adapter)
     if not 0 < expected.norm < float("inf"):
         raise CloneError(f"{family}: the plain model's gradient norm is {expected.norm} on a tiny clone")
     if untrimmed.difference(expected) > TRIMMING_TOLERANCE:
@@ -327,8 +330,18 @@ def first_line(error: Exception) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def padded_batch(model: PreTrainedModel) -> Batch:
-    """Return a mini-batch with rows of unequal length, padded on the right."""
+def padded_batch(model: PreTrainedModel, *, with_images: bool = True) -> Batch:
+    """Return a mini-batch with rows of unequal length, padded on the right.
+
+    Args:
+        model: the model.
+        with_images: whether rows have images, if it reads any.
+    """
+    if with_images and model.config.model_type in FORMS:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            # Several images in a row, a row without one beside it, and a micro-batch without any.
+            return example_batch(model, [2, 0, *[0] * (ROWS - 2)])
     config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(1)
     vocabulary = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
@@ -359,15 +372,18 @@ class _OfHidden(Loss):
         return self.of_rows(read.hidden, read.inputs)
 
 
-def plain_step(model: PreTrainedModel, batch: Batch, prepare: Callable[[Batch], Batch] = dict) -> Step:
+def plain_step(model: PreTrainedModel, batch: Batch, adapter: Adapter | None = None) -> Step:
     """`plain_run` on the micro-batches of a mini-batch.
 
     Args:
         model: the whole model.
         batch: the mini-batch.
-        prepare: the stages' preparation of a micro-batch, which cuts off columns of padding.
+        adapter: cuts it, and prepares a micro-batch; None: it is cut by rows, and taken as it is.
     """
-    return plain_run(model, [prepare(rows) for rows in split_rows(batch, MICRO_BATCHES)])
+    if adapter is None:
+        return plain_run(model, split_rows(batch, MICRO_BATCHES))
+    parts = split_rows(batch, MICRO_BATCHES, lengths=adapter.lengths_in_rows(batch))
+    return plain_run(model, [adapter.prepare(rows) for rows in parts])
 
 
 def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoothing: float = 0.0) -> Step:

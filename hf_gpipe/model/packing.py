@@ -89,7 +89,7 @@ def _depends_on_others(stage: StageModel, packed: Batch, documents: Sequence[Bat
 
 def _documents(model: PreTrainedModel, adapter: Adapter) -> list[Batch]:
     """Documents of unlike lengths, as of `Adapter.packed`."""
-    ids = padded_batch(model)["input_ids"].flatten().repeat(PACKED_LENGTHS[0])
+    ids = padded_batch(model, with_images=False)["input_ids"].flatten().repeat(PACKED_LENGTHS[0])
     sources = [ids[size : 2 * size] for size in PACKED_LENGTHS]
     if not adapter.target_keys:
         return [{"input_ids": one, "position_ids": torch.arange(len(one)), "labels": one} for one in sources]

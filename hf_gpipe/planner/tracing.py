@@ -292,7 +292,8 @@ def _forward(stage: Stage, context: Context, tracker: Tracker, first_layer: int)
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
     ):
         outputs = stage.forward(context, keep_graph=True)
-    gradients = {name: torch.empty_like(outputs[name]) for name, wanted in stage.trainable_outputs.items() if wanted}
+    wanted = [name for name, is_wanted in stage.trainable_outputs.items() if is_wanted and name in outputs]
+    gradients = {name: torch.empty_like(outputs[name]) for name in wanted}
     incoming = sum(gradient.untyped_storage().nbytes() for gradient in gradients.values())
     del outputs
     hidden = context.carry.get("hidden")

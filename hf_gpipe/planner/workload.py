@@ -13,6 +13,7 @@ from hf_gpipe.adapters.base import IGNORED_LABEL, Tensors
 from hf_gpipe.adapters.documents import attends_by_document
 from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.adapters.observations import Shapes
+from hf_gpipe.adapters.base import Beside
 from hf_gpipe.adapters.packing import is_flattened, packed_parts
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError, nearest
@@ -79,6 +80,7 @@ class Workload:
         chunk: the number of the chunk that is run, where there are several.
         entries: of a model that reads no tokens the entries of a mini-batch: name, shape of a row, and type. Each row
             then counts as one token.
+        beside: what each of its rows has beside its tokens, such as images; None: they are text alone.
 
     Raises:
         UserError: a size below 1.
@@ -95,6 +97,7 @@ class Workload:
     taper: float = 0.0
     chunk: int = 0
     entries: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+    beside: Beside | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "source_tokens", "target_tokens"):
@@ -169,10 +172,11 @@ class Workload:
             sources = [len(document["input_ids"]) for document in documents]
             targets = [len(document["labels"]) for document in documents] if target_keys else sources
             return cls.packed(len(documents), _mean_and_most(sources), _mean_and_most(targets))
+        beside = None if adapter is None else adapter.beside(on_cpu)
         num_rows, source = batch["input_ids"].shape
         mask = batch.get("attention_mask")
         rows, has_padding = largest_micro_batch(num_rows, num_micro_batches), mask is not None and not bool(mask.all())
-        return cls(rows, source, on_cpu["labels"].shape[-1], has_padding)
+        return cls(rows, source, on_cpu["labels"].shape[-1], has_padding, beside=beside)
 
     @classmethod
     def of_entries(cls, batch: Tensors) -> Workload:
@@ -243,7 +247,7 @@ class Workload:
                 if not adapter.config.is_encoder_decoder and not adapter.labels_rows:
                     labels[-1, -1] = IGNORED_LABEL
             inputs["attention_mask"] = mask
-        return adapter.prepare(inputs)
+        return adapter.prepare(inputs if self.beside is None else adapter.with_beside(inputs, self.beside))
 
 
 def _mean_and_most(lengths: Sequence[int]) -> tuple[int, int]:

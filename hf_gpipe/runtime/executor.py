@@ -154,8 +154,10 @@ class Executor:
                 message = planned.run(step, planned, received)
                 # 3. Send.
                 mark(action, device)
-                for one in planned.sent if message else ():
-                    one.channel.send(one.key, message, one.shapes(micro_batches[one.key[0]]))
+                for one in planned.sent:
+                    shapes = one.shapes(micro_batches[one.key[0]])
+                    if message or not shapes:  # of some micro-batches nothing crosses a boundary
+                        one.channel.send(one.key, message, shapes)
                 if message and not planned.sent:
                     result.outputs[planned.index] = message
                 mark(action, device)
@@ -240,7 +242,11 @@ class Executor:
                     for source in schedule.sources(action)
                     if self._is_read(source, action)
                 ),
-                sent=tuple(self._message(schedule, action, other) for other in schedule.consumers(action)),
+                sent=tuple(
+                    self._message(schedule, action, other)
+                    for other in schedule.consumers(action)
+                    if not action.kind.takes_gradient or any(stage.trainable_inputs.values())
+                ),
                 use=use,
                 is_last=action in last,
             )

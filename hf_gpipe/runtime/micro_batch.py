@@ -20,6 +20,8 @@ LogitsCallback = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
 """(logits (B, T, V), the micro-batch's inputs), called in evaluation."""
 
 
+#: Of a mini-batch whose entries all have a first dimension of rows.
+NO_LENGTHS: Batch = {}
 #: Under this name the numbers of the rows are cut together with their tensors.
 _NUMBER = "number of the row"
 
@@ -58,6 +60,12 @@ class MicroBatch:
         """The only micro-batch of a step that does not count, with these prepared inputs."""
         num_targets = inputs["labels"].numel() if "labels" in inputs else 1
         return cls(0, inputs, seed=0, num_units=num_targets, num_micro_batches=1)
+
+    def with_inputs(self, inputs: Mapping[str, torch.Tensor]) -> MicroBatch:
+        """The same micro-batch with other inputs, of the same shapes at the boundaries."""
+        changed = replace(self, inputs=inputs)
+        changed.shapes.update(self.shapes)
+        return changed
 
     @property
     def num_rows(self) -> int:
@@ -108,27 +116,53 @@ class Context:
     teacher: TeacherLogits | None = None
 
 
-def split_rows(batch: Batch, num_micro_batches: int, rows_per_unit: int = 1) -> list[dict[str, torch.Tensor]]:
+def split_rows(
+    batch: Batch, num_micro_batches: int, rows_per_unit: int = 1, lengths: Batch = NO_LENGTHS
+) -> list[dict[str, torch.Tensor]]:
     """Cut a mini-batch of n units into min(M, n) parts whose sizes differ by at most one (GPipe, section 2.3).
 
     Args:
         batch: tensors whose first dimension is the row.
         num_micro_batches: M.
         rows_per_unit: rows next to each other that stay together.
+        lengths: of entries whose first dimension is not the row, how much of it each row has, (n,).
 
     Raises:
         DataError: there are no tensors or no rows, the tensors differ in their number of rows, or a unit is not whole.
     """
-    num_units = _num_units(batch, rows_per_unit)
+    num_units = _num_units(batch, rows_per_unit, lengths)
     count = min(num_micro_batches, num_units)
     sizes = [(num_units // count + (part < num_units % count)) * rows_per_unit for part in range(count)]
-    parts = {name: tensor.split(sizes) for name, tensor in batch.items()}
-    return [{name: pieces[i] for name, pieces in parts.items()} for i in range(count)]
+    return _cut(batch, sizes, lengths)
 
 
-def _num_units(batch: Batch, rows_per_unit: int) -> int:
+def _cut(batch: Batch, sizes: list[int], lengths: Batch) -> list[dict[str, torch.Tensor]]:
+    """Parts of so many rows, one after the other. A part of whose rows none has an entry lacks it."""
+    pieces = {
+        name: tensor.split([int(one.sum()) for one in lengths[name].split(sizes)] if name in lengths else sizes)
+        for name, tensor in batch.items()
+    }
+    return [{n: parts[i] for n, parts in pieces.items() if len(parts[i])} for i in range(len(sizes))]
+
+
+def _in_order(batch: Batch, order: torch.Tensor, lengths: Batch) -> tuple[dict[str, torch.Tensor], Batch]:
+    """The rows of a mini-batch in another order, and their lengths."""
+    found = {}
+    for name, tensor in batch.items():
+        if name in lengths:
+            rows = tensor.split(lengths[name].tolist())
+            found[name] = torch.cat([rows[row] for row in order.tolist()])
+        else:
+            found[name] = tensor[order.to(tensor.device)]
+    return found, {name: one[order] for name, one in lengths.items()}
+
+
+def _num_units(batch: Batch, rows_per_unit: int, lengths: Batch) -> int:
     """Units of a mini-batch. Raises DataError like `split_rows`."""
-    rows = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in batch.items()}
+    rows = {
+        name: len(lengths[name]) if name in lengths else tensor.shape[0] if tensor.dim() else 0
+        for name, tensor in batch.items()
+    }
     if len(set(rows.values())) != 1 or not all(rows.values()):
         raise DataError(f"a mini-batch needs tensors with the same number of rows, at least one; found {rows}")
     num_rows = next(iter(rows.values()))
@@ -140,7 +174,7 @@ def _num_units(batch: Batch, rows_per_unit: int) -> int:
 
 
 def split_tokens(
-    batch: Batch, num_micro_batches: int, adapter: Adapter, rows_per_unit: int = 1
+    batch: Batch, num_micro_batches: int, adapter: Adapter, rows_per_unit: int = 1, lengths: Batch = NO_LENGTHS
 ) -> list[dict[str, torch.Tensor]]:
     """Cut a mini-batch as `split_rows` does, but by tokens: units of similar length together, the longest first.
 
@@ -152,14 +186,15 @@ def split_tokens(
         num_micro_batches: M.
         adapter: gives the length of a row.
         rows_per_unit: rows next to each other that stay together; the longest counts.
+        lengths: as of `split_rows`.
     """
-    count = min(num_micro_batches, _num_units(batch, rows_per_unit))
-    lengths = adapter.row_lengths(batch).view(-1, rows_per_unit).amax(dim=1)
-    units = lengths.argsort(descending=True, stable=True)
+    count = min(num_micro_batches, _num_units(batch, rows_per_unit, lengths))
+    tokens = adapter.row_lengths(batch).view(-1, rows_per_unit).amax(dim=1)
+    units = tokens.argsort(descending=True, stable=True)
     order = (units[:, None] * rows_per_unit + torch.arange(rows_per_unit)).flatten()
-    sizes = [size * rows_per_unit for size in _even_cut(lengths[units].tolist(), count)]
-    pieces = {name: tensor[order.to(tensor.device)].split(sizes) for name, tensor in batch.items()}
-    return [{name: parts[i] for name, parts in pieces.items()} for i in range(count)]
+    sizes = [size * rows_per_unit for size in _even_cut(tokens[units].tolist(), count)]
+    ordered, lengths = _in_order(batch, order, lengths)
+    return _cut(ordered, sizes, lengths)
 
 
 def _even_cut(lengths: Sequence[int], count: int) -> list[int]:
@@ -227,6 +262,7 @@ def make_micro_batches(
         adapter.check_keys(batch)
         if "shift_labels" in batch and not loss.is_of_tokens:
             raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
+        _check_whole(adapter, batch, packing=packing or adapter.is_flattened(batch), is_cut=sequence_chunks > 1)
     # On the CPU, where reading a value makes nobody wait.
     on_cpu = [{name: tensor.cpu() for name, tensor in batch.items()} for batch in batches]
     inputs: list[Mapping[str, torch.Tensor]] = []
@@ -243,11 +279,12 @@ def make_micro_batches(
             inputs += [adapter.packed(documents, is_compiled=is_compiled) for documents in parts]
             row_seeds += [()] * len(parts)
         else:
+            lengths = adapter.lengths_in_rows(batch)
             numbered = batch | {_NUMBER: num_rows + torch.arange(len(batch["labels"]))}
             rows = (
-                split_tokens(numbered, num_micro_batches, adapter, loss.rows_per_unit)
+                split_tokens(numbered, num_micro_batches, adapter, loss.rows_per_unit, lengths)
                 if length_bucketing
-                else split_rows(numbered, num_micro_batches, loss.rows_per_unit)
+                else split_rows(numbered, num_micro_batches, loss.rows_per_unit, lengths)
             )
             row_seeds += [tuple(mix(seed, step, key("row"), row) for row in one.pop(_NUMBER).tolist()) for one in rows]
             inputs += [adapter.with_known_masks(adapter.prepare(one)) for one in rows]
@@ -270,6 +307,16 @@ def make_micro_batches(
         return whole
     of_chunks = (chunk for one in whole for chunk in in_chunks(one, chunks, adapter, chunk_taper))
     return [replace(chunk, index=first + number) for number, chunk in enumerate(of_chunks)]
+
+
+def _check_whole(adapter: Adapter, batch: Batch, *, packing: bool, is_cut: bool) -> None:
+    """Raise UserError where rows with images would be packed, or cut into chunks."""
+    if (packing or is_cut) and (found := sorted(batch.keys() & set(adapter.other_keys))):
+        option = "packing" if packing else "sequence_chunks"
+        raise UserError(
+            f"the batch has {found[0]!r}, and {option} is for rows of text alone, whose tokens can be moved apart from "
+            f"their images; leave {option} out"
+        )
 
 
 def in_chunks(whole: MicroBatch, count: int, adapter: Adapter, taper: float = 0.0) -> list[MicroBatch]:

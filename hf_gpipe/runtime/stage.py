@@ -108,6 +108,8 @@ class Stage:
             keep_graph: whether backward follows without a recomputation.
         """
         context, of_teacher = self._beside_teacher(context)
+        if not keep_graph:
+            context = self._computed_once(context)
         with torch.set_grad_enabled(keep_graph):
             inputs, outputs = self._run(context)
         graph = self._graph(inputs, outputs) if keep_graph else None
@@ -115,6 +117,12 @@ class Stage:
         self._live[context.micro_batch.index] = _Live(context, graph, results.get("loss"))
         self._hand_to_head(context, results)
         return results | of_teacher
+
+    def _computed_once(self, context: Context) -> Context:
+        """The context with what frozen layers make of inputs alone, which R then need not run."""
+        micro_batch = context.micro_batch
+        inputs = self.model.computed_once(micro_batch.inputs, micro_batch.seed, micro_batch.row_seeds)
+        return context if inputs is micro_batch.inputs else replace(context, micro_batch=micro_batch.with_inputs(inputs))
 
     def _hand_to_head(self, context: Context, results: Tensors) -> None:
         """Of the last stage: keep what its part of the head reads."""
@@ -276,7 +284,7 @@ class Stage:
     def _graph(self, inputs: Tensors, outputs: Tensors) -> _Graph:
         roots = {}
         for name, is_wanted in self.trainable_outputs.items():
-            if outputs[name].requires_grad:
+            if name in outputs and outputs[name].requires_grad:
                 if not is_wanted:
                     raise RuntimeError(f"{name} depends on a trained parameter, and no gradient was agreed on for it")
                 roots[name] = get_gradient_edge(outputs[name])

@@ -1,0 +1,253 @@
+"""Models of images and text: a vision tower and a projector before a decoder, whose features replace image tokens.
+
+The tower with the projector is the first layer. What it sends are the features of a micro-batch's image tokens, and the
+next layer, the table of tokens, puts them in the places of these tokens. A micro-batch without images sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from hf_gpipe.adapters.base import IGNORED_LABEL, Beside, Inputs, Stage, Tensors
+from hf_gpipe.adapters.decoder_only import DecoderOnly
+from hf_gpipe.adapters.image_entries import ImageEntries, ImagesInOrder, ImagesOfGrids, ImagesOfRows
+from hf_gpipe.adapters.layers import Layer
+from hf_gpipe.errors import DataError, UnsupportedModelError
+
+#: By model_type the form of the images, of the families whose features are those of one forward of the tower.
+FORMS: Mapping[str, ImageEntries] = {
+    **dict.fromkeys(("aya_vision", "gemma3", "internvl", "llava", "paligemma", "vipllava"), ImagesInOrder()),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ImagesOfGrids()),
+    **dict.fromkeys(("idefics3", "smolvlm"), ImagesOfRows()),
+}
+#: Entries that a stage adds to its inputs: what the first modules of the tower gave, and the features.
+_OUTPUT, _FEATURES = "output of the tower", "features of the images"
+
+
+class ImageText(DecoderOnly):
+    """Llava and similar models: vision tower and projector, embedding, blocks, norm, head."""
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.images = FORMS[config.model_type]
+        first = self.layers[0]
+        if not first.idle:
+            raise UnsupportedModelError(f"{config.model_type}: no module is read for images alone")
+        #: The modules that read images, in their order.
+        self.tower = first.idle
+        self.layers = (
+            Layer(self.tower[0], "vision", "decoder", self.tower),
+            Layer(first.name, first.kind, first.stack, first.modules),
+            *self.layers[1:],
+        )
+        prefixes = tuple(f"{name}." for name in self.tower)
+        # They were observed without images.
+        self._constants = frozenset(name for name in self._constants if not name.startswith(prefixes))
+
+    # ------------------------------------------------------------------ its inputs
+
+    @property
+    def other_keys(self) -> tuple[str, ...]:
+        return self.images.names
+
+    @property
+    def image_token(self) -> int:
+        """The token in whose places features are read."""
+        token: int = self.config.image_token_id
+        return token
+
+    def reads(self, batch: Mapping[str, Any]) -> bool:
+        """Whether a mini-batch, or a micro-batch, has images."""
+        return "pixel_values" in batch or _FEATURES in batch or _OUTPUT in batch
+
+    def lengths_in_rows(self, batch: Tensors) -> dict[str, torch.Tensor]:
+        if not self.reads(batch):
+            return {}
+        return self.images.lengths(batch, (batch["input_ids"] == self.image_token).sum(dim=1))
+
+    def beside(self, batch: Tensors) -> Beside | None:
+        if not self.reads(batch):
+            return None
+        is_image = batch["input_ids"] == self.image_token
+        row, lengths = int(is_image.sum(dim=1).argmax()), self.lengths_in_rows(batch)
+        shares = {
+            name: batch[name].split(lengths[name].tolist())[row] if name in lengths else batch[name][row : row + 1]
+            for name in self.images.names
+            if name in batch
+        }
+        return Beside(
+            tuple(is_image[row].nonzero().flatten().tolist()),
+            tuple(
+                (name, tuple(t.shape), t.dtype, None if t.is_floating_point() else tuple(t.flatten().tolist()))
+                for name, t in shares.items()
+            ),
+        )
+
+    def with_beside(self, inputs: Tensors, beside: Beside) -> Tensors:
+        ids = inputs["input_ids"].clone()
+        ids[:, beside.places] = self.image_token
+        with_images = {**inputs, "input_ids": ids}
+        for name, shape, dtype, values in beside.entries:
+            share = torch.ones(shape, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype).view(shape)
+            with_images[name] = share.repeat(len(ids), *[1] * (len(shape) - 1))
+        if "mm_token_type_ids" in signature(self.reference.forward).parameters:
+            with_images["mm_token_type_ids"] = (ids == self.image_token).long()
+        return with_images
+
+    def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
+        inputs = super().prepare(micro_batch)
+        if not self.reads(inputs):
+            return inputs
+        if not bool((inputs["input_ids"] == self.image_token).any()):
+            return {name: tensor for name, tensor in inputs.items() if name not in self.images.names}
+        model = self.reference.model
+        if hasattr(model, "get_rope_index") and "position_ids" not in inputs:
+            # Here, where reading the sizes of images makes no device wait.
+            names = ("attention_mask", "mm_token_type_ids", "image_grid_thw")
+            if "mm_token_type_ids" not in inputs:
+                raise DataError("a mini-batch with images needs mm_token_type_ids, which the model's processor makes")
+            given = {name: inputs[name] for name in names if name in inputs}
+            inputs["position_ids"] = model.get_rope_index(inputs["input_ids"], **given)[0]
+        return inputs
+
+    # ------------------------------------------------------------------ the chain
+
+    def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
+        if boundary != 1:
+            return super().carry_shapes(boundary, inputs)
+        if not self.reads(inputs):
+            return {}
+        # On the CPU, where the micro-batches are made.
+        num_tokens = int((inputs["input_ids"] == self.image_token).sum())
+        return {"images": (num_tokens, self.stack_width("decoder"))}
+
+    def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
+        return {"images": self.layers[:1]} if boundary == 1 else super().sources(boundary)
+
+    def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
+        features = carry.get("images")
+        if stage.start == 0 and self.reads(inputs):
+            features = self._features(stage.model, inputs)
+        if stage.stop == 1:
+            return {} if features is None else {"images": features}
+        inputs = {name: value for name, value in inputs.items() if name not in (_OUTPUT, _FEATURES)}
+        if features is None:
+            inputs = {name: value for name, value in inputs.items() if name not in self.images.names}
+            return super().run(stage, inputs, carry)
+        made = BaseModelOutputWithPooling(pooler_output=_Pieces((features,)))
+        with _replaced(stage.model.model, "get_image_features", lambda *args, **kwargs: made):
+            return super().run(stage, inputs, carry)
+
+    def computed_once(self, stage: Stage, inputs: Inputs) -> Inputs:
+        if stage.start or not self.reads(inputs):
+            return inputs
+        towers = [stage.model.get_submodule(name) for name in self.tower]
+        frozen = [not any(p.requires_grad for p in one.parameters()) for one in towers]
+        if all(frozen):
+            return {**inputs, _FEATURES: self._features(stage.model, inputs)}
+        if not frozen[0]:
+            return inputs
+        found: list[Any] = []
+
+        def keep(_: nn.Module, args: Any, output: Any) -> None:
+            found.append(output)
+            raise _EnoughError
+
+        handle = towers[0].register_forward_hook(keep)
+        try:
+            self._features(stage.model, inputs)
+        except _EnoughError:
+            pass
+        finally:
+            handle.remove()
+        return {**inputs, _OUTPUT: found[0]}
+
+    def _features(self, model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
+        """The features of all image tokens (tokens, D), one after the other."""
+        if _FEATURES in inputs:
+            features: torch.Tensor = inputs[_FEATURES]
+            return features
+        given = {
+            name: inputs[name].to(self.dtype) if inputs[name].is_floating_point() else inputs[name]
+            for name in self.images.names
+            if name in inputs
+        }
+        if _OUTPUT in inputs:
+            with _replaced(model.get_submodule(self.tower[0]), "forward", lambda *args, **kwargs: inputs[_OUTPUT]):
+                output = model.model.get_image_features(**given, return_dict=True)
+        else:
+            output = model.model.get_image_features(**given, return_dict=True)
+        found = output.pooler_output
+        features = torch.cat(tuple(found)) if isinstance(found, list | tuple) else found
+        # The type of the embeddings, to which the model converts them.
+        return features.reshape(-1, features.shape[-1]).to(self.dtype)
+
+
+def example_batch(model: PreTrainedModel, num_images: Sequence[int], *, length: int = 0) -> dict[str, torch.Tensor]:
+    """A mini-batch of rows with so many images of the smallest size, and tokens drawn by torch's generator.
+
+    Args:
+        model: of this kind, in memory.
+        num_images: of each row.
+        length: of the longest row at least.
+    """
+    config, text = model.config, model.config.get_text_config()
+    entries = FORMS[config.model_type].example(config, num_images)
+    token: int = config.image_token_id
+    pixels = {name: one.to(model.dtype) if one.is_floating_point() else one for name, one in entries.items()}
+    vocabulary = min(token, text.vocab_size) - 1
+    rows = [torch.randint(3, vocabulary, (5 - row % 3,)) for row in range(len(num_images))]
+    if sum(num_images):
+        with torch.no_grad():
+            found = model.model.get_image_features(**pixels, return_dict=True).pooler_output
+        # Of each image; in some models all images of a row are one tensor.
+        sizes = [one.shape[:-1].numel() for one in found] if isinstance(found, list | tuple) else []
+        if len(sizes) != sum(num_images):
+            sizes = [sum(sizes or [found.shape[:-1].numel()]) // sum(num_images)] * sum(num_images)
+        images = iter(sizes)
+        for row, count in enumerate(num_images):
+            for _ in range(count):
+                rows[row] = torch.cat([rows[row][:1], torch.full((next(images),), token), rows[row]])
+    most = max(length, *(len(row) for row in rows))
+    for row, tokens in enumerate(rows):
+        # With little padding: of what no token sees, eager attention may make no number.
+        more = max(most - row % 3 - len(tokens), 0)
+        rows[row] = torch.cat([tokens, torch.randint(3, vocabulary, (more,))])
+    ids = torch.stack([F.pad(row, (0, most - len(row))) for row in rows])
+    mask = torch.stack([torch.arange(most) < len(row) for row in rows]).long()
+    batch = {"input_ids": ids, "attention_mask": mask}
+    batch["labels"] = ids.masked_fill((mask == 0) | (ids == token), IGNORED_LABEL)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in signature(model.forward).parameters:
+            batch[name] = (ids == token).long()
+    return batch | (pixels if sum(num_images) else {})
+
+
+class _Pieces(tuple[torch.Tensor, ...]):
+    """Features as a model's forward reads them: some models take a tuple, others one tensor."""
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self[0].to(*args, **kwargs)
+
+
+class _EnoughError(Exception):
+    """Ends a forward whose first part alone is wanted."""
+
+
+@contextmanager
+def _replaced(module: nn.Module, name: str, function: Any) -> Iterator[None]:
+    """Context manager in which a method of this one module is another function."""
+    vars(module)[name] = function
+    try:
+        yield
+    finally:
+        del vars(module)[name]

@@ -1,0 +1,100 @@
+"""Models of images and text in stages: loss, gradients and files are the plain model's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_gpipe import Pipeline
+from hf_gpipe.errors import DataError, UserError
+from tests import oracle
+from tests.image_text_families import FAMILIES, NUM_IMAGES, batch_of, clone, parts_of, run_plain
+
+#: K, M and options, in turn.
+CASES: list[dict[str, Any]] = [
+    {"num_stages": 1, "num_micro_batches": 1, "schedule": "gpipe", "recompute": "none"},
+    {"num_stages": 2, "num_micro_batches": 3, "schedule": "1f1b", "recompute": "stage"},
+    {"num_stages": 3, "num_micro_batches": 2, "schedule": "gpipe", "recompute": "block"},
+    {"num_stages": 3, "num_micro_batches": 4, "schedule": "zb_h1", "recompute": "none"},
+    {"num_stages": 8, "num_micro_batches": 4, "schedule": "1f1b", "recompute": "stage"},
+]
+#: What is frozen: nothing, the tower, tower and projector, and these with the table of tokens.
+FROZEN = (0, 1, 2, 3)
+
+
+def freeze(model: nn.Module, parts: int) -> list[str]:
+    """Freeze so many modules of the first layers; their names."""
+    names = ("model.vision_tower", "model.multi_modal_projector", "model.language_model.embed_tokens")
+    for name in names[:parts]:
+        model.get_submodule(name).requires_grad_(False)
+    return list(names[:parts])
+
+
+def pairs() -> list[Any]:
+    every = [(family, CASES[number % len(CASES)], 0) for number, family in enumerate(FAMILIES)]
+    return [*every, *(("llava", CASES[1 + turn], frozen) for turn, frozen in enumerate(FROZEN[1:]))]
+
+
+@pytest.mark.parametrize(("family", "case", "frozen"), pairs())
+def test_a_step_is_the_plain_model_s(family: str, case: dict[str, Any], frozen: int) -> None:
+    model = clone(family)
+    freeze(model, frozen)
+    batch = batch_of(model)
+    expected = run_plain(copy.deepcopy(model), parts_of(batch, NUM_IMAGES, case["num_micro_batches"]))
+    oracle.assert_same(oracle.run_pipeline(Pipeline(model, **case), batch), expected)
+
+
+@pytest.mark.parametrize("frozen", [1, 2])
+@pytest.mark.parametrize("num_stages", [1, 8])
+def test_a_frozen_tower_runs_once(monkeypatch: pytest.MonkeyPatch, frozen: int, num_stages: int) -> None:
+    model = clone("llava")
+    freeze(model, frozen)
+    batch = batch_of(model)
+    pipe = Pipeline(model, num_stages=num_stages, num_micro_batches=3, recompute="stage", schedule="gpipe")
+    tower = pipe.models[0].model.model.vision_tower
+    calls: list[bool] = []
+    tower.encoder.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    pipe.train_step(batch)
+    assert calls == [False, False], "two micro-batches have images, and no forward of the tower has a graph"
+    if num_stages > 1:
+        assert pipe.stages[0].trainable_outputs == {"images": frozen == 1}
+
+
+def test_rows_by_length_and_replicas() -> None:
+    """Rows in another order keep their images."""
+    model = clone("qwen2_vl")
+    batch = batch_of(model)
+    pipe = Pipeline(copy.deepcopy(model), num_stages=2, num_micro_batches=1, schedule="gpipe", recompute="none")
+    whole = oracle.run_pipeline(pipe, batch)
+    sorted_rows = Pipeline(model, num_stages=2, num_micro_batches=3, length_bucketing=True)
+    oracle.assert_same(oracle.run_pipeline(sorted_rows, batch), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pixel_values": lambda t: t[:3]}, "image tokens"),
+        ({"pixel_values_videos": lambda t: torch.zeros(1)}, "pixel_values_videos"),
+    ],
+)
+def test_images_that_are_not_the_rows(change: dict[str, Any], message: str) -> None:
+    model = clone("llava")
+    batch = batch_of(model)
+    for name, function in change.items():
+        if (tensor := function(batch.get(name))) is None:
+            del batch[name]
+        else:
+            batch[name] = tensor
+    with pytest.raises(DataError, match=message):
+        Pipeline(model, num_stages=2, num_micro_batches=2).train_step(batch)
+
+
+@pytest.mark.parametrize("options", [{"packing": True}, {"sequence_chunks": 2}])
+def test_rows_with_images_stay_whole(options: dict[str, Any]) -> None:
+    model = clone("llava")
+    with pytest.raises(UserError, match="rows of text alone|whole"):
+        Pipeline(model, num_stages=2, num_micro_batches=2, **options).train_step(batch_of(model))
