@@ -60,12 +60,12 @@ class Beside:
 
     Attributes:
         places: the columns of the tokens that stand for it.
-        entries: for each entry of the mini-batch its name, shape and type, of this row's share of it; and the values of
+        entries: for each entry of the mini-batch its name, shape and name of the type, of this row's share of it; and the values of
             those that are whole numbers, by which shapes may follow.
     """
 
     places: tuple[int, ...]
-    entries: tuple[tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...] | None], ...]
+    entries: tuple[tuple[str, tuple[int, ...], str, tuple[int, ...] | None], ...]
 
 
 class Adapter(ABC):

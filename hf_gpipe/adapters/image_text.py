@@ -29,6 +29,8 @@ FORMS: Mapping[str, ImageEntries] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ImagesOfGrids()),
     **dict.fromkeys(("idefics3", "smolvlm"), ImagesOfRows()),
 }
+#: Families whose image token may be outside of the vocabulary.
+_OUTSIDE = ("gemma3", "paligemma")
 #: Entries that a stage adds to its inputs: what the first modules of the tower gave, and the features.
 _OUTPUT, _FEATURES = "output of the tower", "features of the images"
 
@@ -87,7 +89,7 @@ class ImageText(DecoderOnly):
         return Beside(
             tuple(is_image[row].nonzero().flatten().tolist()),
             tuple(
-                (name, tuple(t.shape), t.dtype, None if t.is_floating_point() else tuple(t.flatten().tolist()))
+                (name, tuple(t.shape), str(t.dtype).removeprefix("torch."), None if t.is_floating_point() else tuple(t.flatten().tolist()))
                 for name, t in shares.items()
             ),
         )
@@ -96,7 +98,8 @@ class ImageText(DecoderOnly):
         ids = inputs["input_ids"].clone()
         ids[:, beside.places] = self.image_token
         with_images = {**inputs, "input_ids": ids}
-        for name, shape, dtype, values in beside.entries:
+        for name, shape, named, values in beside.entries:
+            dtype = getattr(torch, named)
             share = torch.ones(shape, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype).view(shape)
             with_images[name] = share.repeat(len(ids), *[1] * (len(shape) - 1))
         if "mm_token_type_ids" in signature(self.reference.forward).parameters:
@@ -118,6 +121,12 @@ class ImageText(DecoderOnly):
             given = {name: inputs[name] for name in names if name in inputs}
             inputs["position_ids"] = model.get_rope_index(inputs["input_ids"], **given)[0]
         return inputs
+
+    def check_ids(self, inputs: Inputs) -> None:
+        if self.config.model_type in _OUTSIDE:
+            ids = inputs["input_ids"]
+            inputs = {**inputs, "input_ids": ids.masked_fill(ids == self.image_token, 0)}
+        super().check_ids(inputs)
 
     # ------------------------------------------------------------------ the chain
 

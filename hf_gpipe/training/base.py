@@ -24,6 +24,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE, options_of_groups, read_state
+from hf_gpipe.data.image_text import ImageTextExamples
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.model.opening import chain_of
 from hf_gpipe.model.spec import ModelSpec
@@ -82,7 +83,7 @@ def options_of(optimizer: torch.optim.Optimizer | None) -> Any:
 def pipeline_of(
     model: Pipeline | ModelSource | None,
     args: PipelineTrainingArguments,
-    example: Callable[[], Workload | None],
+    example: Callable[[], Mapping[str, torch.Tensor] | Workload | None],
     loss: Loss | None = None,
     world: World | None = None,
     **options: Any,
@@ -190,7 +191,7 @@ def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]
 def _pipeline(
     model: Pipeline | ModelSource | None,
     args: PipelineTrainingArguments,
-    example: Callable[[], Workload | None],
+    example: Callable[[], Mapping[str, torch.Tensor] | Workload | None],
     loss: Loss | None,
     world: World | None,
     options: Mapping[str, Any],
@@ -219,7 +220,9 @@ def _pipeline(
     )
     # The layers of a chain are found by it.
     if chain_of(spec) is not None or not config.settled(can_plan=inputs.has_known_optimizer).is_decided:
-        inputs = replace(inputs, example=world.from_reader(example, takes_long=True))
+        found: list[Any] = []
+        world.from_reader(lambda: found.append(example()), takes_long=True)
+        inputs = replace(inputs, example=found[0] if found else None)
     if config.num_micro_batches in (None, AUTO):
         before = world.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
         inputs = replace(inputs, earlier_num_micro_batches=before)
@@ -236,8 +239,10 @@ def _num_micro_batches_before(output_dir: Path) -> int | None:
     return None
 
 
-def example_of(dataset: Any, args: PipelineTrainingArguments) -> Workload | None:
-    """The shape of the longest mini-batch to come, for the planner."""
+def example_of(dataset: Any, args: PipelineTrainingArguments) -> Mapping[str, torch.Tensor] | Workload | None:
+    """The longest mini-batch to come, or its shape, for the planner."""
+    if isinstance(dataset, ImageTextExamples):
+        return dataset.largest(args.per_device_train_batch_size)
     by_length = args.train_sampling_strategy == "group_by_length"
     return longest_mini_batch(
         dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=args.packs_rows

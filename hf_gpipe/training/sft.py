@@ -17,10 +17,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
     TrainerCallback,
 )
 
 from hf_gpipe.checkpoint.configuration import read_config
+from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples
 from hf_gpipe.data.sft import SFTCollator, SFTExamples
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
@@ -46,9 +48,10 @@ class PipelineSFTTrainer(PipelineTrainer):
         model: a decoder-only model as for `PipelineTrainer`; or a Pipeline made with `args.make_loss()` as its loss.
         args: the arguments; None: all defaults.
         data_collator: rows of "input_ids" and "labels" to a mini-batch; None: `SFTCollator`.
-        train_dataset: map-style: rows that `SFTExamples` takes, or its examples.
+        train_dataset: map-style: rows that `SFTExamples` takes, or its examples; with "image" or "images" rows that
+            `ImageTextExamples` takes.
         eval_dataset: the same, or a dict of several by name.
-        processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory, or was loaded
+        processing_class: the tokenizer, or of a model of images and text its processor; None: the model's own, where the model is a Hub id or directory, or was loaded
             from there.
         compute_loss_func: as for `PipelineTrainer`; `entropy` and `mean_token_accuracy` are not logged with it.
         compute_metrics: as for `PipelineTrainer`.
@@ -75,7 +78,7 @@ class PipelineSFTTrainer(PipelineTrainer):
         data_collator: Callable[[list[Any]], Batch] | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         compute_loss_func: Callable[..., Any] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
         callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
@@ -92,10 +95,12 @@ class PipelineSFTTrainer(PipelineTrainer):
         args.check()
         self.args = args
         join_with(args)
-        tokenizer = processing_class or _tokenizer_of(model, args)
+        processor = processing_class if isinstance(processing_class, ProcessorMixin) else None
+        given = processing_class if processor is None else processor.tokenizer
+        tokenizer = given or _tokenizer_of(model, args)
         if tokenizer is not None:
             _set_up(tokenizer, args)
-        self._tokenizer, self._formatting = tokenizer, formatting_func
+        self._tokenizer, self._formatting, self._processor = tokenizer, formatting_func, processor
         self._is_completion_only = bool(args.completion_only_loss)
         world = model.world if isinstance(model, Pipeline) else world_for(args.config)
         datasets: dict[str, Any] = {}
@@ -145,13 +150,15 @@ class PipelineSFTTrainer(PipelineTrainer):
             _tell_tokens(pipe.adapter.reference, tokenizer, args)
         if data_collator is None and tokenizer is not None:
             data_collator = SFTCollator(tokenizer.pad_token_id, args.packs_rows)
+            if processor is not None:
+                data_collator = ImageTextCollator(tokenizer.pad_token_id)
         super().__init__(
             pipe,
             args,
             data_collator,
             datasets.get("train"),
             datasets.get("eval"),
-            tokenizer,
+            processor or tokenizer,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -164,12 +171,12 @@ class PipelineSFTTrainer(PipelineTrainer):
     def _examples(self, dataset: Any, *, packing: bool) -> Any:
         """The examples of a dataset; None for None."""
         args = self.args
-        if dataset is None or isinstance(dataset, SFTExamples) or args.skips_preparation:
+        if dataset is None or isinstance(dataset, SFTExamples | ImageTextExamples) or args.skips_preparation:
             return dataset
         if not has_index(dataset):
             raise DataError("rows are tokenised before the training, and a stream has no end; give a map-style dataset")
         if {"image", "images"} & _first_row(dataset).keys():
-            raise DataError("the rows have images, which are not supported; give rows of text")
+            return self._with_images(dataset, packing=packing)
         if self._tokenizer is None:
             raise UserError("processing_class is None; give the tokenizer, or a dataset of SFTExamples")
         rows = (self._formatted(dataset[index]) for index in range(len(dataset)))
@@ -183,6 +190,27 @@ class PipelineSFTTrainer(PipelineTrainer):
             text_field=args.dataset_text_field if self._formatting is None else "text",
             packing=args.packing_strategy if packing else None,
             shuffle_seed=args.seed if args.shuffle_dataset else None,
+        )
+
+    def _with_images(self, rows: Any, *, packing: bool) -> ImageTextExamples:
+        """The examples of rows with images."""
+        args = self.args
+        if self._processor is None:
+            raise UserError("the rows have images; give the model's processor as processing_class")
+        for name, is_set in (
+            ("packing", packing or args.packs_rows),
+            ("assistant_only_loss", args.assistant_only_loss),
+            ("formatting_func", self._formatting is not None),
+            ("truncation_mode 'keep_end'", args.truncation_mode == "keep_end"),
+        ):
+            if is_set:
+                raise UserError(f"{name} is for rows of text alone, and the rows have images; leave it out")
+        return ImageTextExamples(
+            rows,
+            self._processor,
+            max_length=args.max_length,
+            completion_only_loss=self._is_completion_only,
+            text_field=args.dataset_text_field,
         )
 
     def _formatted(self, row: Any) -> Any:

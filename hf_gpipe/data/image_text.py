@@ -1,0 +1,187 @@
+"""Rows of images and text as a model's processor prepares them: token ids, and the images that image tokens stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from hf_gpipe.data.tokenized import IGNORE_INDEX
+from hf_gpipe.errors import DataError, UserError, listed, one_line
+
+#: Rows that are looked at for the longest: the images of each are prepared.
+_SAMPLE = 64
+#: Entries with a value for each token, and what fills shorter rows.
+_OF_TOKENS = {"attention_mask": 0, "labels": IGNORE_INDEX, "token_type_ids": 0, "mm_token_type_ids": 0}
+
+
+class ImageTextExamples:
+    """A map-style dataset of rows, each with the tokens of TRL's SFTTrainer and with its images.
+
+    Example of a row: {"input_ids": [...], "labels": [...], "pixel_values": (...)}, and what else the processor makes.
+    Images are decoded and prepared when a row is asked for.
+
+    Args:
+        rows: map-style: mappings with "images", a list, or "image"; and with "messages", or "prompt" and "completion",
+            or a text in `text_field`. Where messages have no places for the images, these come before the first text of
+            the user's.
+        processor: transformers' processor of the model.
+        max_length: the most tokens of a row; None: any number.
+        completion_only_loss: of a prompt and its completion, whether only the completion is learnt.
+        text_field: the column of texts.
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        processor: Any,
+        *,
+        max_length: int | None = None,
+        completion_only_loss: bool = False,
+        text_field: str = "text",
+    ) -> None:
+        self._rows, self._processor, self._max_length = rows, processor, max_length
+        self._completion_only, self._text_field = completion_only_loss, text_field
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Raise DataError for a row of another form, whose images are not those of its text, or that is too long."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        where, row = f"row {index}", {name: value for name, value in self._rows[index].items() if value is not None}
+        images = row.get("images", [row["image"]] if "image" in row else [])
+        try:
+            images = [image.convert("RGB") if hasattr(image, "convert") else image for image in images]
+            example = self._example(where, row, images)
+        except (DataError, UserError):
+            raise
+        except Exception as error:  # whatever a processor or a template raises
+            raise DataError(f"{where}: the processor cannot prepare it: {one_line(str(error), 200)}") from error
+        if self._max_length is not None and len(example["input_ids"]) > self._max_length:
+            return self._cut(where, example, self._max_length)
+        return example
+
+    def largest(self, num_rows: int) -> dict[str, torch.Tensor] | None:
+        """A mini-batch of so many times the longest of at most `_SAMPLE` rows; None: there are none."""
+        drawn = [self[index] for index in range(0, len(self), -(-len(self) // _SAMPLE))]
+        if not drawn:
+            return None
+        return ImageTextCollator(0)([max(drawn, key=lambda row: len(row["input_ids"]))] * num_rows)
+
+    def _example(self, where: str, row: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
+        if "messages" in row:
+            return self._prepared(self._render(_with_places(where, row["messages"], len(images))), images)
+        if isinstance(text := row.get(self._text_field), str):
+            return self._prepared(text, images)
+        if not {"prompt", "completion"} <= row.keys():
+            raise DataError(
+                f"{where} has none of 'messages', 'prompt' with 'completion', and a text in {self._text_field!r}; the "
+                f"columns found are {listed(list(map(str, row)))}"
+            )
+        prompt, completion = row["prompt"], row["completion"]
+        if not isinstance(prompt, str):
+            before = _with_places(where, prompt, len(images))
+            whole = self._render([*before, *_with_places(where, completion, 0)])
+            prompt = self._render(before, add_generation_prompt=True)
+            if not whole.startswith(prompt):
+                raise DataError(
+                    f"{where}: with the completion the chat template writes the prompt in another way; give messages"
+                )
+            completion = whole[len(prompt) :]
+        example, after = self._prepared(prompt, images), self._prepared(completion, [])
+        if self._completion_only:
+            example["labels"] = [IGNORE_INDEX] * len(example["labels"])
+        for name in ("input_ids", "labels", *_OF_TOKENS):
+            if name in example:
+                example[name] = example[name] + after.get(name, [0] * len(after["input_ids"]))
+        return example
+
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        text: str = self._processor.apply_chat_template(messages, tokenize=False, **options)
+        return text
+
+    def _prepared(self, text: str, images: list[Any]) -> dict[str, Any]:
+        """The row of a text. The chat template has written the tokens of its beginning and end."""
+        made = self._processor(
+            text=[text], **({"images": [images]} if images else {}), add_special_tokens=False, return_tensors="pt"
+        )
+        example: dict[str, Any] = {}
+        for name, tensor in made.items():
+            is_of_tokens = name == "input_ids" or name in _OF_TOKENS
+            example[name] = tensor[0].tolist() if is_of_tokens else tensor
+        example.pop("attention_mask", None)
+        return {**example, "labels": list(example["input_ids"])}
+
+    def _cut(self, where: str, example: dict[str, Any], most: int) -> dict[str, Any]:
+        token = getattr(self._processor, "image_token_id", None)
+        if token in example["input_ids"][most:]:
+            raise DataError(
+                f"{where} has {len(example['input_ids'])} tokens, and max_length={most} would cut its images off; "
+                "raise max_length, or give smaller images"
+            )
+        return {n: one[:most] if n == "input_ids" or n in _OF_TOKENS else one for n, one in example.items()}
+
+
+def _with_places(where: str, messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Messages whose contents are lists, with places for so many images, as TRL makes them."""
+    found, has_places = [], False
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            places = [] if has_places or message["role"] != "user" else [{"type": "image"}] * count
+            has_places = has_places or message["role"] == "user"
+            content = [*places, {"type": "text", "text": content}]
+        # Of rows of a table each part has every column.
+        parts = [{name: value for name, value in part.items() if value is not None} for part in content or ()]
+        found.append({**message, "content": parts})
+    if (places := sum(part.get("type") == "image" for one in found for part in one["content"])) != count:
+        raise DataError(f"{where} has {count} images, and its messages have places for {places}")
+    return found
+
+
+@dataclass(frozen=True)
+class ImageTextCollator:
+    """Mini-batches of rows of `ImageTextExamples`: tokens padded on the right, and the images of all rows.
+
+    Attributes:
+        pad_token_id: fills input_ids.
+    """
+
+    pad_token_id: int
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        given = [{"attention_mask": [1] * len(row["input_ids"]), **row} for row in rows]
+        batch = {}
+        for name, filler in {"input_ids": self.pad_token_id, **_OF_TOKENS}.items():
+            if all(name in row for row in given):
+                batch[name] = torch.tensor([row[name] + [filler] * (longest - len(row[name])) for row in given])
+        others = dict.fromkeys(n for row in given for n in row if n not in batch and isinstance(row[n], torch.Tensor))
+        for name in others:
+            parts = [row.get(name) for row in given]
+            # A row's own images (1, images, ...), or those of all rows one after the other.
+            is_of_rows = name.startswith("pixel_") and any(
+                part is not None and part.dim() == 5 for row in given if (part := row.get("pixel_values")) is not None
+            )
+            batch[name] = _filled(parts) if is_of_rows else torch.cat([part for part in parts if part is not None])
+        return batch
+
+
+def _filled(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The images of rows, each (1, images, ..., H, W) or None, with zeros up to the most and the largest: (N, ...)."""
+    largest = [max(sizes) for sizes in zip(*(part.shape for part in parts if part is not None), strict=True)]
+    first = next(part for part in parts if part is not None)
+    whole = []
+    for part in parts:
+        given = first.new_zeros(largest) if part is None else part
+        missing = [most - size for most, size in zip(largest, given.shape, strict=True)]
+        whole.append(F.pad(given, [pad for more in reversed(missing) for pad in (0, more)]))
+    return torch.cat(whole)
