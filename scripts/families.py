@@ -27,11 +27,13 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.families import EXACT, REFUSED
+from hf_gpipe.adapters.image_text import FORMS, UNREAD
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UnsupportedModelError, UserError
@@ -74,9 +76,10 @@ class Row(NamedTuple):
 
 
 def architectures() -> dict[str, str]:
-    """Model type -> name of its class, of transformers' causal and sequence-to-sequence auto mappings."""
+    """Model type -> name of its class, of transformers' causal and sequence-to-sequence auto mappings, and `FORMS`."""
     found = {}
-    for mapping in (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    of_images = {name: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name] for name in FORMS}
+    for mapping in (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, of_images):
         for name, model_class in mapping.items():
             found.setdefault(name, model_class if isinstance(model_class, str) else model_class[0])
     return dict(sorted(found.items()))
@@ -103,7 +106,8 @@ def variants(name: str) -> Iterator[PreTrainedConfig]:
 def examine(name: str, model_class: str) -> Row:
     """Build a tiny model of a family and compare it with its stages."""
     try:
-        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not default_config(name).is_encoder_decoder:
+        is_known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or name in FORMS
+        if not is_known and not default_config(name).is_encoder_decoder:
             return Row(name, model_class, "not built", "not a causal or sequence-to-sequence model of text alone")
         differences = []
         for config in variants(name):
@@ -174,14 +178,31 @@ def write_report(rows: Sequence[Row]) -> None:
     summary = fill(f"{versions}: {len(rows)} architectures, {counts}.", 100)
     lines = ["# Families", "", summary, "", _EXPLANATION]
     for verdict, (title, column) in _TITLES.items():
-        columns = ["architecture", "class", column, *(_OPTIONS if verdict == "exact" else ())]
-        lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-        for row in groups[verdict]:
-            cells = [row.name, row.model_class, row.detail.replace("|", "/"), *row.options]
-            lines.append(f"| {' | '.join(cells)} |")
+        of_text = [row for row in groups[verdict] if verdict != "exact" or row.name not in FORMS]
+        lines += _table(title, column, of_text, has_options=verdict == "exact")
+        if verdict == "exact":
+            of_images = [row for row in groups[verdict] if row.name in FORMS]
+            lines += _table("Images and text", column, of_images, has_options=True, text=_OF_IMAGES)
+            lines += ["", "| images are not read | reason |", "|---|---|"]
+            lines += [f"| {name} | {reason} |" for name, reason in sorted(UNREAD.items())]
     REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def _table(title: str, column: str, rows: Sequence[Row], *, has_options: bool, text: str = "") -> list[str]:
+    """Lines of a section of the report."""
+    columns = ["architecture", "class", column, *(_OPTIONS if has_options else ())]
+    lines = ["", f"## {title}", "", *([text, ""] if text else [])]
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return lines + [
+        f"| {' | '.join([one.name, one.model_class, one.detail.replace('|', '/'), *one.options])} |" for one in rows
+    ]
+
+
+_OF_IMAGES = """\
+Rows with and without images are in one mini-batch, several images in one row, and no image in one micro-batch
+([images and text](image_text.md)). Rows in chunks and packed rows have no images. Divided layers read them too:
+vision tower and projector are whole on each rank. Other families of `AutoModelForImageTextToText` train on text
+alone, where they are exact."""
 _EXPLANATION = """\
 Written by `python scripts/families.py`. A tiny model of each architecture's default configuration runs in
 3 stages and in one stage a layer, with 2 micro-batches. Its loss (relative) and every gradient (relative to

@@ -96,5 +96,5 @@ def test_images_that_are_not_the_rows(change: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize("options", [{"packing": True}, {"sequence_chunks": 2}])
 def test_rows_with_images_stay_whole(options: dict[str, Any]) -> None:
     model = clone("llava")
-    with pytest.raises(UserError, match="rows of text alone|whole"):
+    with pytest.raises(UserError, match=r"rows of text alone|whole"):
         Pipeline(model, num_stages=2, num_micro_batches=2, **options).train_step(batch_of(model))

@@ -15,8 +15,8 @@ from hf_gpipe.adapters.classifiers import Classifier, check_classifier, is_class
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.embedders import Embedder, is_embedder
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
-from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_VERSIONS
-from hf_gpipe.adapters.image_text import FORMS, ImageText
+from hf_gpipe.adapters.families import EXACT, LATER, REFUSED, VERIFIED_VERSIONS
+from hf_gpipe.adapters.image_text import FORMS, UNREAD, ImageText
 from hf_gpipe.adapters.quantised import Quantisation, find_quantisation, quantised_layers
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.adapters.structure import unlike_default
@@ -94,7 +94,7 @@ def build_adapter(
         kind = TokenClassifier
     elif config.model_type in FORMS:
         kind = ImageText
-    return kind(
+    adapter = kind(
         config,
         dtype,
         attn_implementation,
@@ -103,6 +103,8 @@ def build_adapter(
         autocast=autocast,
         quantisation=quantisation,
     )
+    adapter.why_not_other = UNREAD.get(config.model_type, "")
+    return adapter
 
 
 def is_listed(config: PreTrainedConfig) -> bool:
@@ -119,7 +121,8 @@ def is_known_exact(adapter: Adapter) -> bool:
     if not isinstance(adapter, TextAdapter):
         return True
     is_own_code = type(adapter.reference).__module__.startswith("transformers.")
-    is_verified = ".".join(transformers.__version__.split(".")[:2]) in VERIFIED_VERSIONS
+    verified = VERIFIED_VERSIONS[adapter.given_config.model_type in LATER :]
+    is_verified = ".".join(transformers.__version__.split(".")[:2]) in verified
     config = adapter.given_config
     return is_own_code and is_verified and is_listed(config) and not unlike_default(config)
 

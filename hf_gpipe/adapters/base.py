@@ -60,8 +60,8 @@ class Beside:
 
     Attributes:
         places: the columns of the tokens that stand for it.
-        entries: for each entry of the mini-batch its name, shape and name of the type, of this row's share of it; and the values of
-            those that are whole numbers, by which shapes may follow.
+        entries: of this row's share of each entry of the mini-batch the entry's name, the shape, and the name of the
+            type; of whole numbers, by which shapes may follow, also the values.
     """
 
     places: tuple[int, ...]
@@ -109,6 +109,8 @@ class Adapter(ABC):
     target_keys: tuple[str, ...] = ()
     #: Keys of a mini-batch with what rows of tokens have beside them, such as images.
     other_keys: tuple[str, ...] = ()
+    #: Why a model that reads images takes text alone; empty: it does not, or reads them.
+    why_not_other = ""
     #: Whether the model classifies or scores rows: its logits are (B, C), those of one token of each row.
     is_classifier = False
     #: PEFT's name of the task, of which its adapters train the head too; None: they do not.

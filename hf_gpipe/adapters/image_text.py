@@ -29,6 +29,14 @@ FORMS: Mapping[str, ImageEntries] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ImagesOfGrids()),
     **dict.fromkeys(("idefics3", "smolvlm"), ImagesOfRows()),
 }
+_OF_UNLIKE_SIZES = "its images have unlike numbers of tokens, which follow from image_sizes"
+_DEEP = "what the tower makes enters several blocks"
+#: By model_type why the images of other families are not read; of those that are not here, no one has compared them.
+UNREAD: Mapping[str, str] = {
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "mistral3"), _OF_UNLIKE_SIZES),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _DEEP),
+    **dict.fromkeys(("idefics", "mllama"), "its blocks attend to images"),
+}
 #: Families whose image token may be outside of the vocabulary.
 _OUTSIDE = ("gemma3", "paligemma")
 #: Entries that a stage adds to its inputs: what the first modules of the tower gave, and the features.
@@ -89,7 +97,12 @@ class ImageText(DecoderOnly):
         return Beside(
             tuple(is_image[row].nonzero().flatten().tolist()),
             tuple(
-                (name, tuple(t.shape), str(t.dtype).removeprefix("torch."), None if t.is_floating_point() else tuple(t.flatten().tolist()))
+                (
+                    name,
+                    tuple(t.shape),
+                    str(t.dtype).removeprefix("torch."),
+                    None if t.is_floating_point() else tuple(t.flatten().tolist()),
+                )
                 for name, t in shares.items()
             ),
         )

@@ -1,4 +1,4 @@
-"""Rows of images and text as a model's processor prepares them: token ids, and the images that image tokens stand for."""
+"""Rows of images and text as a model's processor prepares them: token ids, and the images of image tokens."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ImageTextExamples:
         example, after = self._prepared(prompt, images), self._prepared(completion, [])
         if self._completion_only:
             example["labels"] = [IGNORE_INDEX] * len(example["labels"])
-        for name in ("input_ids", "labels", *_OF_TOKENS):
+        for name in ("input_ids", *_OF_TOKENS):
             if name in example:
                 example[name] = example[name] + after.get(name, [0] * len(after["input_ids"]))
         return example

@@ -9,11 +9,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.base import IGNORED_LABEL, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Beside, Tensors
 from hf_gpipe.adapters.documents import attends_by_document
 from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.adapters.observations import Shapes
-from hf_gpipe.adapters.base import Beside
 from hf_gpipe.adapters.packing import is_flattened, packed_parts
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError, nearest

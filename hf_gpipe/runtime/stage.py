@@ -122,7 +122,9 @@ class Stage:
         """The context with what frozen layers make of inputs alone, which R then need not run."""
         micro_batch = context.micro_batch
         inputs = self.model.computed_once(micro_batch.inputs, micro_batch.seed, micro_batch.row_seeds)
-        return context if inputs is micro_batch.inputs else replace(context, micro_batch=micro_batch.with_inputs(inputs))
+        return (
+            context if inputs is micro_batch.inputs else replace(context, micro_batch=micro_batch.with_inputs(inputs))
+        )
 
     def _hand_to_head(self, context: Context, results: Tensors) -> None:
         """Of the last stage: keep what its part of the head reads."""

@@ -51,8 +51,8 @@ class PipelineSFTTrainer(PipelineTrainer):
         train_dataset: map-style: rows that `SFTExamples` takes, or its examples; with "image" or "images" rows that
             `ImageTextExamples` takes.
         eval_dataset: the same, or a dict of several by name.
-        processing_class: the tokenizer, or of a model of images and text its processor; None: the model's own, where the model is a Hub id or directory, or was loaded
-            from there.
+        processing_class: the tokenizer, or of a model of images and text its processor; None: the model's own
+            tokenizer, where the model is a Hub id or directory, or was loaded from there.
         compute_loss_func: as for `PipelineTrainer`; `entropy` and `mean_token_accuracy` are not logged with it.
         compute_metrics: as for `PipelineTrainer`.
         callbacks: as for `PipelineTrainer`.

@@ -646,8 +646,8 @@ class PipelineTrainer:
         """The mini-batches of a prediction."""
         return self._eval_batches(_given(test_dataset, "prediction requires a test_dataset"))
 
-    def _example(self, model: Any, peft_config: Any) -> Workload | None:
-        """The shape of a mini-batch: of a model that reads no tokens, from the first training row."""
+    def _example(self, model: Any, peft_config: Any) -> Batch | Workload | None:
+        """A mini-batch, or its shape: of a model that reads no tokens, from the first training row."""
         chain = chain_of(ModelSpec.of(model, peft_config=peft_config))
         if chain is None:
             return example_of(self.train_dataset, self.args)

@@ -1,0 +1,139 @@
+"""Rows of images and text: the mini-batches of a processor, and a training that is the plain model's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    CLIPImageProcessorPil,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    LlavaProcessor,
+)
+
+from hf_gpipe import PipelineSFTConfig, PipelineSFTTrainer
+from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples
+from hf_gpipe.errors import DataError, UserError
+from tests.data.chat_templates import tokenizer
+from tests.image_text_families import clone, parts_of, run_plain
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+#: By family the image token. Those of Qwen2-VL need torchvision.
+TOKENS = {"llava": "<image>", "idefics3": "<image>"}
+
+
+def processor(family: str) -> Any:
+    text = tokenizer()
+    text.add_special_tokens({"additional_special_tokens": [TOKENS[family], "<fake_token_around_image>"]})
+    text.pad_token = "</s>"
+    options = {"chat_template": TEMPLATE.replace("IMAGE", TOKENS[family])}
+    side = {"height": 16, "width": 16}
+    if family == "llava":
+        images = CLIPImageProcessorPil(size=side, crop_size=side)
+        return LlavaProcessor(
+            images,
+            text,
+            patch_size=4,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            **options,
+        )
+    images = Idefics3ImageProcessorPil(
+        do_image_splitting=False, size={"longest_edge": 16}, max_image_size={"longest_edge": 16}
+    )
+    return Idefics3Processor(images, text, image_seq_len=4, **options)
+
+
+def picture(seed: int, size: tuple[int, int] = (16, 16)) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+def rows(kind: str, counts: tuple[int, ...] = (2, 0, 1, 1)) -> list[dict[str, Any]]:
+    found = []
+    for number, count in enumerate(counts):
+        user, assistant = (
+            {"role": role, "content": f"{role} {'says ' * (number + 1)}"} for role in ("user", "assistant")
+        )
+        images = [picture(10 * number + one, (16, 24) if one else (16, 16)) for one in range(count)]
+        texts: dict[str, Any] = {"messages": [user, assistant]}
+        if kind == "completion":
+            texts = {"prompt": [user], "completion": [assistant]}
+        found.append({"images": images, **texts})
+    return found
+
+
+@pytest.mark.parametrize("kind", ["messages", "completion"])
+@pytest.mark.parametrize("family", TOKENS)
+def test_a_mini_batch_is_trl_s(family: str, kind: str) -> None:
+    made, completion_only = processor(family), kind == "completion"
+    examples = ImageTextExamples(rows(kind), made, completion_only_loss=completion_only)
+    found = ImageTextCollator(made.tokenizer.pad_token_id)(list(examples))
+    sft = pytest.importorskip("trl.trainer.sft_trainer")
+    collate = sft.DataCollatorForVisionLanguageModeling(made, completion_only_loss=completion_only)
+    expected = dict(collate(rows(kind)))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_step_of_the_trainer_is_the_plain_model_s(tmp_path: Any) -> None:
+    model, made = clone("llava"), processor("llava")
+    model.config.image_token_id = made.tokenizer.convert_tokens_to_ids(TOKENS["llava"])
+    model.resize_token_embeddings(len(made.tokenizer))
+    plain = copy.deepcopy(model)
+    args = PipelineSFTConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        max_steps=1,
+        learning_rate=0.1,
+        optim="sgd",
+        max_grad_norm=0.0,
+        num_stages=2,
+        num_micro_batches=2,
+        logging_steps=1,
+        use_cpu=True,
+        lr_scheduler_type="constant",
+        report_to="none",
+    )
+    trainer = PipelineSFTTrainer(model, args, train_dataset=rows("messages"), processing_class=made)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    batch = ImageTextCollator(made.tokenizer.pad_token_id)(list(ImageTextExamples(rows("messages"), made)))
+    expected = run_plain(plain, parts_of(batch, (2, 0, 1, 1), 1))
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.loss, abs=1e-9)
+    read = type(model).from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    weight = "model.vision_tower.embeddings.patch_embedding.weight"
+    change = dict(plain.named_parameters())[weight] - 0.1 * expected.gradients[weight]
+    assert torch.allclose(dict(read.named_parameters())[weight], change, atol=1e-9)
+    assert (tmp_path / "saved" / "processor_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"images": [picture(0)], "messages": [{"role": "assistant", "content": "a"}]}, {}, "places for 0"),
+        ({"images": [picture(0)]}, {}, "has none of"),
+        ({"images": [picture(0)], "text": "<image> a"}, {"max_length": 8}, "cut its images off"),
+    ],
+)
+def test_rows_that_are_refused(row: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ImageTextExamples([row], processor("llava"), **options)[0]
+
+
+def test_options_that_are_refused(tmp_path: Any) -> None:
+    args = PipelineSFTConfig(output_dir=str(tmp_path), use_cpu=True, num_stages=1, assistant_only_loss=True)
+    with pytest.raises(UserError, match="assistant_only_loss is for rows of text alone"):
+        PipelineSFTTrainer(clone("llava"), args, train_dataset=rows("messages"), processing_class=processor("llava"))
+    args = PipelineSFTConfig(output_dir=str(tmp_path), use_cpu=True, num_stages=1)
+    with pytest.raises(UserError, match="give the model's processor"):
+        PipelineSFTTrainer(clone("llava"), args, train_dataset=rows("messages"), processing_class=tokenizer())
