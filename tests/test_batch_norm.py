@@ -145,6 +145,34 @@ def test_replicas_have_the_averages_of_one_process(
     assert_averages(expected, plain)
 
 
+def _of_synchronised(schedule: str, recompute: str, num_stages: int) -> Result:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(classifier())
+    pipe = Pipeline(model, num_stages, 4, schedule, replicas=2, recompute=recompute)
+    result = train(pipe, SYNCHRONISED)
+    with pytest.raises(HfGpipeError, match="give every stage as many replicas"):
+        pipe.train_step(images(3, 1))
+    return result
+
+
+#: Of each mini-batch four micro-batches of two rows, of which two at a time are normalised together.
+SYNCHRONISED = [[images(8, 1)], [images(8, 2, 3.0), images(8, 3)]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "num_stages"), [("1f1b", "stage", 1), ("zb_h1", "none", 1), ("gpipe", "stage", 2)]
+)
+def test_replicas_share_the_statistics_of_sync_batch_norm(schedule: str, recompute: str, num_stages: int) -> None:
+    """As one process does with half as many micro-batches; without replicas it is a BatchNorm."""
+    plain = classifier()
+    expected = plain_steps(plain, SYNCHRONISED, 2)
+    for result in run_gloo(_of_synchronised, 2 * num_stages, schedule, recompute, num_stages):
+        assert abs(result.loss - expected.loss) <= 1e-10
+        norm = expected.norm
+        assert all((expected.gradients[name] - one).norm() <= 1e-10 * norm for name, one in result.gradients.items())
+    alone = Pipeline(nn.SyncBatchNorm.convert_sync_batchnorm(classifier()), 2, 2)
+    assert_same(train(alone, SYNCHRONISED), expected)
+
+
 def test_a_large_mean_loses_no_digits(tmp_path: Path) -> None:
     steps = [[images(9, 1, 1000.0, torch.float32)]]
     model = nn.Sequential(nn.BatchNorm2d(3, momentum=1.0), nn.Flatten(), nn.Linear(75, 5))
@@ -174,7 +202,7 @@ SHARED = nn.BatchNorm1d(2)
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (nn.SyncBatchNorm(2), "'1' is a SyncBatchNorm, whose forward is not that of torch's BatchNorm"),
+        (nn.LazyBatchNorm1d(), "'1' is a LazyBatchNorm1d"),
         (nn.BatchNorm1d(2, track_running_stats=False), "'1' is a BatchNorm1d without moving averages"),
         (nn.Sequential(SHARED, nn.Linear(2, 2), SHARED), "'1.2' and '1.0' are one BatchNorm1d"),
     ],

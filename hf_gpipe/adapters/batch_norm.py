@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hf_gpipe.adapters.sync_batch_norm import Gather, is_synchronised, normalise
 from hf_gpipe.errors import DataError, UnsupportedModelError
 
 
@@ -37,10 +38,11 @@ def hold_averages(model: nn.Module) -> None:
     """
     places: dict[int, str] = {}
     for name, module in batch_norms_of(model).items():
-        if type(module).forward is not _BatchNorm.forward:
+        if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
             raise UnsupportedModelError(
                 f"{name!r} is a {type(module).__name__}, whose forward is not that of torch's BatchNorm, so its "
-                "statistics are not known to be those of a micro-batch; use BatchNorm1d, BatchNorm2d or BatchNorm3d"
+                "statistics are not known to be those of a micro-batch; use BatchNorm1d, BatchNorm2d, BatchNorm3d or "
+                "SyncBatchNorm"
             )
         if (other := places.setdefault(id(module), name)) != name:
             raise UnsupportedModelError(
@@ -79,15 +81,37 @@ class BatchNorms:
         self._known: dict[int, torch.Tensor] = {}
         #: Of the micro-batch whose forward runs now, by layer; None: they are known, or not wanted.
         self._found: dict[str, torch.Tensor] | None = None
+        #: Gathers a tensor of each replica, where these share statistics.
+        self.gather: Gather | None = None
+        #: Of the micro-batch whose forward runs now, and of each micro-batch by layer, those of all replicas.
+        self._index = -1
+        self._shared: dict[int, dict[str, torch.Tensor]] = {}
         for name, layer in self._layers.items():
             layer.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
+            if is_synchronised(layer):
+                layer.forward = partial(self._synchronised, name, layer)
 
     def __bool__(self) -> bool:
         return bool(self._layers)
 
+    @property
+    def are_synchronised(self) -> bool:
+        """Whether replicas of the stage share statistics."""
+        return any(map(is_synchronised, self._layers.values()))
+
+    def _synchronised(self, name: str, layer: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+        if self.gather is None or not layer.training:
+            return _BatchNorm.forward(layer, input)
+        shared = self._shared.setdefault(self._index, {})
+        if name not in shared:
+            assert self._found is not None, "the first forward of a micro-batch notes its statistics"
+            shared[name] = reduce(_joined, self.gather(self._found[name]))
+        return normalise(layer, input, shared[name], self.gather)
+
     @contextmanager
     def of_micro_batch(self, index: int) -> Iterator[None]:
         """Context manager for a training forward of a micro-batch, the first one or another."""
+        self._index = index
         if not self or index in self._known:
             yield
             return
@@ -132,6 +156,7 @@ class BatchNorms:
         if not self:
             return
         channels = [layer.num_features for layer in self._layers.values()]
+        self._shared.clear()
         statistics = torch.zeros(len(mini_batches), 3, sum(channels), dtype=torch.float64)
         for index, known in self._known.items():
             statistics[index] = known
@@ -147,6 +172,7 @@ class BatchNorms:
     def reset(self) -> None:
         """Drop the statistics of a failed step."""
         self._known.clear()
+        self._shared.clear()
 
 
 def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -111,6 +111,8 @@ class Executor:
         shares = on_devices(own, self._devices)
         actions = schedule.actions[self._worker]
         self.prepare(schedule)
+        if self._replicas is not None and any(kind.takes_gradient for kind in schedule.kinds):
+            self._replicas.check(schedule, len(micro_batches))
         for versions in self._versions.values():
             versions.begin()
         timer = Timer(self._devices) if is_measured else None

@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters.sync_batch_norm import is_synchronised
+from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.world import World
+from hf_gpipe.schedule.table import Schedule
 
 #: Gradients travel in messages of about this size: large ones use a link well, and the first ones leave early.
 BUCKET_BYTES = 25 << 20
@@ -135,6 +139,8 @@ class Replicas:
             on_cpu = world.new_group(ranks, torch.device("cpu"))
             on_cuda = world.device.type == "cuda"
             groups[workers] = world.new_group(ranks, world.device) if on_cuda else on_cpu, on_cpu
+        self._world, self._models = world, models
+        self._share_statistics()
         for stage, workers in enumerate(world.placement.workers):
             if stage not in models or len(workers) == 1:
                 continue
@@ -144,6 +150,40 @@ class Replicas:
             # From the last one, whose gradient comes first.
             self._buckets[stage] = list(in_buckets([p for name, p in reversed(own) if name not in ties.names]))
             self._followed += [p for name, p in own if not world.is_in_first_replica(ties.owner_stage[name])]
+
+    def _share_statistics(self) -> None:
+        """Connect the SyncBatchNorms of replicas. They have groups of their own, for gradients travel beside them."""
+        models = [one.adapter.reference for one in self._models.values()]
+        if not any(is_synchronised(layer) for layer in models[0].modules()):
+            return
+        for workers in self._world.placement.groups:
+            ranks = tuple(map(self._world.peer, workers))
+            group = self._world.new_group(ranks, self._world.device)
+            for stage, own in enumerate(self._world.placement.workers):
+                if own == workers and stage in self._models:
+                    self._models[stage].batch_norms.gather = partial(_gathered, group, len(ranks))
+
+    def check(self, schedule: Schedule, num_micro_batches: int) -> None:
+        """Raise UserError where replicas whose SyncBatchNorms share statistics do not run the same actions.
+
+        Args:
+            schedule: the table.
+            num_micro_batches: of the step.
+        """
+        placement = self._world.placement
+        shared = [stage for stage, model in self._models.items() if model.batch_norms.gather is not None]
+        for stage in shared:
+            count = placement.replicas[stage]
+            rows = {
+                tuple((one.kind, one.stage, (one.micro_batch or 0) // count) for one in schedule.actions[worker])
+                for worker in placement.workers[stage]
+            }
+            if num_micro_batches % count or len(set(placement.replicas)) > 1 or len(rows) > 1:
+                raise UserError(
+                    f"stage {stage} has SyncBatchNorm and {count} replicas, which normalise as many micro-batches "
+                    f"together; a step has {num_micro_batches}, on stages of {list(placement.replicas)} replicas: give "
+                    "every stage as many replicas, and every step a multiple of them in micro-batches"
+                )
 
     def groups_of(self, stage: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """The replicas of a stage of this process: their groups for tensors on its device, and on the CPU."""
@@ -208,6 +248,14 @@ class Replicas:
         """
         for number in list(self._sums) if stage is None else {stage} & self._sums.keys():
             self._sums.pop(number).finish()
+
+
+def _gathered(group: dist.ProcessGroup, count: int, tensor: Tensor) -> list[Tensor]:
+    """A tensor of each replica, in their order."""
+    tensor = tensor.contiguous()
+    found = [torch.empty_like(tensor) for _ in range(count)]
+    dist.all_gather(found, tensor, group=group)
+    return found
 
 
 def in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
