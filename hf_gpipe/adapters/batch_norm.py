@@ -89,7 +89,7 @@ class BatchNorms:
         for name, layer in self._layers.items():
             layer.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
             if is_synchronised(layer):
-                layer.forward = partial(self._synchronised, name, layer)
+                layer.forward = partial(self._synchronised, name, layer)  # type: ignore[method-assign]
 
     def __bool__(self) -> bool:
         return bool(self._layers)
@@ -99,7 +99,7 @@ class BatchNorms:
         """Whether replicas of the stage share statistics."""
         return any(map(is_synchronised, self._layers.values()))
 
-    def _synchronised(self, name: str, layer: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+    def _synchronised(self, name: str, layer: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
         if self.gather is None or not layer.training:
             return _BatchNorm.forward(layer, input)
         shared = self._shared.setdefault(self._index, {})

@@ -49,6 +49,7 @@ class ImageText(DecoderOnly):
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.images = FORMS[config.model_type]
+        self.other_keys = self.images.names
         first = self.layers[0]
         if not first.idle:
             raise UnsupportedModelError(f"{config.model_type}: no module is read for images alone")
@@ -64,10 +65,6 @@ class ImageText(DecoderOnly):
         self._constants = frozenset(name for name in self._constants if not name.startswith(prefixes))
 
     # ------------------------------------------------------------------ its inputs
-
-    @property
-    def other_keys(self) -> tuple[str, ...]:
-        return self.images.names
 
     @property
     def image_token(self) -> int:

@@ -250,7 +250,7 @@ class Replicas:
             self._sums.pop(number).finish()
 
 
-def _gathered(group: dist.ProcessGroup, count: int, tensor: Tensor) -> list[Tensor]:
+def _gathered(group: dist.ProcessGroup, count: int, tensor: torch.Tensor) -> list[torch.Tensor]:
     """A tensor of each replica, in their order."""
     tensor = tensor.contiguous()
     found = [torch.empty_like(tensor) for _ in range(count)]
