@@ -56,7 +56,7 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class Beside:
-    """What a row of tokens has beside them, such as images.
+    """The entries that a row has beside its tokens, such as images.
 
     Attributes:
         places: the columns of the tokens that stand for it.

@@ -79,30 +79,10 @@ class ImageText(DecoderOnly):
     def lengths_in_rows(self, batch: Tensors) -> dict[str, torch.Tensor]:
         if not self.reads(batch):
             return {}
-        return self.images.lengths(batch, (batch["input_ids"] == self.image_token).sum(dim=1))
+        return _lengths(self.config, batch)
 
     def beside(self, batch: Tensors) -> Beside | None:
-        if not self.reads(batch):
-            return None
-        is_image = batch["input_ids"] == self.image_token
-        row, lengths = int(is_image.sum(dim=1).argmax()), self.lengths_in_rows(batch)
-        shares = {
-            name: batch[name].split(lengths[name].tolist())[row] if name in lengths else batch[name][row : row + 1]
-            for name in self.images.names
-            if name in batch
-        }
-        return Beside(
-            tuple(is_image[row].nonzero().flatten().tolist()),
-            tuple(
-                (
-                    name,
-                    tuple(t.shape),
-                    str(t.dtype).removeprefix("torch."),
-                    None if t.is_floating_point() else tuple(t.flatten().tolist()),
-                )
-                for name, t in shares.items()
-            ),
-        )
+        return beside_of(self.config, batch) if self.reads(batch) else None
 
     def with_beside(self, inputs: Tensors, beside: Beside) -> Tensors:
         ids = inputs["input_ids"].clone()
@@ -209,6 +189,30 @@ class ImageText(DecoderOnly):
         features = torch.cat(tuple(found)) if isinstance(found, list | tuple) else found
         # The type of the embeddings, to which the model converts them.
         return features.reshape(-1, features.shape[-1]).to(self.dtype)
+
+
+def _lengths(config: PreTrainedConfig, batch: Tensors) -> dict[str, torch.Tensor]:
+    """As of `Adapter.lengths_in_rows`, for a mini-batch with images."""
+    return FORMS[config.model_type].lengths(batch, (batch["input_ids"] == config.image_token_id).sum(dim=1))
+
+
+def beside_of(config: PreTrainedConfig, batch: Tensors) -> Beside:
+    """As of `Adapter.beside`, for a mini-batch with images and a model of this configuration."""
+    is_image, lengths = batch["input_ids"] == config.image_token_id, _lengths(config, batch)
+    row = int(is_image.sum(dim=1).argmax())
+    shares = {
+        name: batch[name].split(lengths[name].tolist())[row] if name in lengths else batch[name][row : row + 1]
+        for name in FORMS[config.model_type].names
+        if name in batch
+    }
+    entries = tuple(
+        (name, tuple(t.shape), str(t.dtype).removeprefix("torch."), _whole_numbers(t)) for name, t in shares.items()
+    )
+    return Beside(tuple(is_image[row].nonzero().flatten().tolist()), entries)
+
+
+def _whole_numbers(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return None if tensor.is_floating_point() else tuple(tensor.flatten().tolist())
 
 
 def example_batch(model: PreTrainedModel, num_images: Sequence[int], *, length: int = 0) -> dict[str, torch.Tensor]:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
+from PIL import Image
 from torch.nn import functional as F
+from transformers import AutoProcessor, ProcessorMixin
 
+from hf_gpipe.data.hub import asked
+from hf_gpipe.data.images import splits_with_images
+from hf_gpipe.data.pairs import SPLITS, split_of
+from hf_gpipe.data.splits import Splits, drawn
 from hf_gpipe.data.tokenized import IGNORE_INDEX
 from hf_gpipe.errors import DataError, UserError, listed, one_line
+from hf_gpipe.recipe import DataSection
 
 #: Rows that are looked at for the longest: the images of each are prepared.
 _SAMPLE = 64
@@ -130,6 +141,44 @@ class ImageTextExamples:
         return {n: one[:most] if n == "input_ids" or n in _OF_TOKENS else one for n, one in example.items()}
 
 
+def image_text_corpus(data: DataSection, evaluated: Collection[str] = ("validation", "test")) -> Splits[Any]:
+    """The rows of `data.path` in three splits, images not decoded yet.
+
+    A data set's own splits "validation" and "test" are kept. A split that it has not is cut off from the training rows
+    by a hash of the texts of each.
+
+    Args:
+        data: the section, of the kind "image_text".
+        evaluated: the splits to evaluate on; of a data set's own splits the others are left empty.
+
+    Raises:
+        DataError: no such data set, rows without images, or nothing to train on.
+    """
+    splits = splits_with_images(data)
+    for name, is_list in (("images", True), ("image", False)):
+        if name in splits["train"].column_names:
+            feature = datasets.List(datasets.Image()) if is_list else datasets.Image()
+            splits = asked(str(data.path), None, partial(splits.cast_column, name, feature))
+            break
+    else:
+        columns = listed(splits["train"].column_names)
+        raise DataError(f"{data.path} has no field 'images' or 'image'; it has {columns}")
+    own = {name: splits[name] for name in ("validation", "test") if name in splits}
+    fractions = (
+        0.0 if "validation" in own else data.validation_fraction,
+        0.0 if "test" in own else data.test_fraction,
+    )
+    texts = splits["train"].remove_columns(name)
+    cut: dict[str, list[int]] = {split: [] for split in SPLITS}
+    for number in drawn(list(range(len(texts))), data.max_examples, "max_examples", data.seed):
+        cut[split_of(json.dumps(texts[number], sort_keys=True, default=str), *fractions)].append(number)
+    if not cut["train"]:
+        raise DataError(f"{data.path} has no rows to train on; give more, or smaller fractions held out")
+    parts = {split: splits["train"].select(rows) for split, rows in cut.items()}
+    parts |= {split: rows if split in evaluated else rows.select([]) for split, rows in own.items()}
+    return Splits(*(parts[split] for split in SPLITS))
+
+
 def _with_places(where: str, messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
     """Messages whose contents are lists, with places for so many images, as TRL makes them."""
     found, has_places = [], False
@@ -185,3 +234,24 @@ def _filled(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
         missing = [most - size for most, size in zip(largest, given.shape, strict=True)]
         whole.append(F.pad(given, [pad for more in reversed(missing) for pad in (0, more)]))
     return torch.cat(whole)
+
+
+def read_processor(source: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The processor of a directory or Hub id, whose images PIL prepares. Raises DataError where there is none."""
+    try:
+        processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, backend="pil")
+    except Exception as error:  # the library raises whatever a broken file, or a missing one, makes it do
+        raise DataError(f"there is no processor at {str(source)!r}: {one_line(str(error), 300)}") from error
+    if not isinstance(processor, ProcessorMixin):
+        raise DataError(f"at {str(source)!r} is a {type(processor).__name__}, and rows with images need a processor")
+    return processor
+
+
+def blank_row(processor: Any, num_images: int) -> dict[str, torch.Tensor]:
+    """A mini-batch of one row with so many blank images of 1024 by 1024 pixels, for the planner."""
+    turns = [{"role": role, "content": "text"} for role in ("user", "assistant")]
+    images = [Image.new("RGB", (1024, 1024)) for _ in range(num_images)]
+    row: dict[str, Any] = {"images": images, "messages": turns}
+    if processor.chat_template is None:
+        row = {"images": images, "text": " ".join([processor.image_token] * num_images)}
+    return ImageTextCollator(0)([ImageTextExamples([row], processor)[0]])

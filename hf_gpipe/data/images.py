@@ -104,14 +104,7 @@ def image_corpus(data: DataSection, evaluated: Collection[str] = ("validation", 
         UserError: torchvision, which augments, is not installed.
     """
     path, augment = str(data.path), augmentation_of(data.augmentation)
-    options: dict[str, Any]
-    if glob.has_magic(path) or path.endswith(".parquet"):
-        source, options = "parquet", {"data_files": sorted(glob.glob(path)) or path}
-    else:
-        source, options = path, {"name": data.subset, "revision": data.revision}
-    splits = asked(path, None, lambda: datasets.load_dataset(source, **options))
-    if "train" not in splits:
-        raise DataError(f"{path} has no split 'train'; its splits are {', '.join(map(str, splits))}")
+    splits = splits_with_images(data)
     for name in (data.image_field, data.label_field):
         if name not in (columns := splits["train"].column_names):
             raise DataError(
@@ -133,6 +126,19 @@ def image_corpus(data: DataSection, evaluated: Collection[str] = ("validation", 
         Images(parts[name], data, f"{path}, split {name}", augment if name == "train" else None) for name in SPLITS
     ]
     return Splits(*images)
+
+
+def splits_with_images(data: DataSection) -> Any:
+    """The splits of `data.path`, which `datasets` reads. Raises DataError where "train" is none of them."""
+    path, options = str(data.path), dict[str, Any]()
+    if glob.has_magic(path) or path.endswith(".parquet"):
+        source, options = "parquet", {"data_files": sorted(glob.glob(path)) or path}
+    else:
+        source, options = path, {"name": data.subset, "revision": data.revision}
+    splits = asked(path, None, lambda: datasets.load_dataset(source, **options))
+    if "train" not in splits:
+        raise DataError(f"{path} has no split 'train'; its splits are {', '.join(map(str, splits))}")
+    return splits
 
 
 def _cut(rows: Any, numbers: Sequence[int], data: DataSection, own: Collection[str]) -> dict[str, list[int]]:

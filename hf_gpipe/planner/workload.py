@@ -46,6 +46,10 @@ def sent_share(boundary_dtype: str | None, dtype: str) -> float:
     return 1.0 if boundary_dtype is None else ITEM_BYTES[boundary_dtype] / ITEM_BYTES[dtype]
 
 
+# The adapters know nothing of processes.
+sendable(Beside)
+
+
 def largest_micro_batch(num_rows: int, num_micro_batches: int) -> int:
     """Rows of the largest of the min(M, n) parts that a mini-batch of n rows is cut into."""
     return -(-num_rows // min(num_micro_batches, num_rows))

@@ -33,6 +33,7 @@ _FILES = {
     "text": ".txt, .jsonl or .parquet",
     **dict.fromkeys(ROW_LENGTH_KINDS, ".jsonl, .json or .parquet"),
     "images": "a directory of images, or .parquet",
+    "image_text": ".parquet",
 }
 
 
@@ -80,6 +81,7 @@ def _check_fields(recipe: Recipe) -> None:
     _check_distillation(recipe)
     _check_grpo(recipe)
     _check_classification(recipe)
+    _check_image_text(recipe)
     _check_precision(recipe)
     _check_quantization(recipe)
     training = recipe.training
@@ -298,6 +300,25 @@ def _check_classification(recipe: Recipe) -> None:
             raise RecipeError(
                 f"training.{name} is {show(value)} and data.kind is {data.kind}, whose rows have one label each"
                 f"{'' if name in _OF_TEXT['images'] else ' and are padded'}; leave it out."
+            )
+
+
+def _check_image_text(recipe: Recipe) -> None:
+    if recipe.data.kind != "image_text":
+        return
+    if recipe.model.path is None:
+        raise RecipeError(
+            "data.kind is image_text and model.path is null; give a model's path, whose processor prepares the rows."
+        )
+    for key, value in (
+        ("training.packing", recipe.training.packing),
+        ("training.batch_tokens", recipe.training.batch_tokens),
+        ("pipeline.sequence_chunks", (recipe.pipeline.sequence_chunks or 1) > 1),
+        ("tokenizer.path", recipe.tokenizer.path),
+    ):
+        if value:
+            raise RecipeError(
+                f"{key} is {show(value)} and data.kind is image_text, whose rows have images; leave it out."
             )
 
 

@@ -21,7 +21,7 @@ PAIRED_KINDS = ("preferences", "rewards")
 CLASSIFIER_KINDS = ("classification", "rewards", "images")
 
 #: Kinds whose rows are cut to `max_length` tokens.
-ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "process_rewards", "classification", "embeddings")
+ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "process_rewards", "classification", "embeddings", "image_text")
 
 #: Kinds whose rows are one sequence, which decoder-only models learn.
 SEQUENCE_KINDS = ("text", *ROW_LENGTH_KINDS)
@@ -39,6 +39,7 @@ CLASSIFICATION = Kinds(("classification",))
 EMBEDDINGS = Kinds(("embeddings",))
 PROMPTS = Kinds(("prompts",))
 IMAGES = Kinds(("images",))
+IMAGE_TEXT = Kinds(("image_text",))
 LABELLED = Kinds((*CLASSIFICATION.names, *IMAGES.names))
 MESSAGES = Kinds(MESSAGE_KINDS)
 ROW_LENGTHS = Kinds(ROW_LENGTH_KINDS)
@@ -67,6 +68,7 @@ Kind = Literal[
     "embeddings",
     "prompts",
     "images",
+    "image_text",
 ]
 
 
@@ -88,7 +90,8 @@ class DataSection:
     or more, the first of which belongs to the second and not to the others, or of two texts and a score, for an encoder
     or a decoder-only model without its head, and the loss of the section `embeddings`. prompts: prompts with an answer,
     for a decoder-only model that learns from rewards of its own completions, by the section `grpo`. images: images with
-    a label, for an image classifier."""
+    a label, for an image classifier. image_text: conversations, or prompts and completions, with images, for a model of
+    images and text."""
 
     seed: int = 0
     """Seed for generating and sampling the corpus; `training.seed` decides the order of training examples."""
@@ -146,7 +149,8 @@ class DataSection:
     """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
     gzipped. hub, text, chat, preferences, kto, rewards, process_rewards, classification, embeddings, prompts: id
     or directory of a data set.
-    images: a directory that has one of images for each class, .parquet files, or the id of a data set. Required."""
+    images: a directory that has one of images for each class, .parquet files, or the id of a data set. image_text:
+    .parquet files, a directory of them, or the id of a data set. Required."""
 
     made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROWS] = None
     """Command that makes the file at `path`; the error says it if the file is not there."""
@@ -178,8 +182,11 @@ class DataSection:
     """Which side is English; `direction` needs to know it. null: if only one side's field has {language} in it, the
     other side."""
 
-    text_field: Annotated[Text, Kinds((*TEXT.names, *CLASSIFICATION.names))] = "text"
+    text_field: Annotated[Text, Kinds((*TEXT.names, *CLASSIFICATION.names, *IMAGE_TEXT.names))] = "text"
     """Field that holds a document, or the text to classify; in a .txt file each paragraph is a document."""
+
+    images_per_row: Annotated[Count, IMAGE_TEXT] = 1
+    """Images of each row by which the planner counts; a row may have others."""
 
     image_field: Annotated[Text, IMAGES] = "image"
     """Field that holds an image."""
@@ -217,7 +224,7 @@ class DataSection:
     assistant_only_loss: Annotated[bool, CHAT] = True
     """Whether only what the assistant says is learnt, or all tokens of a conversation."""
 
-    completion_only_loss: Annotated[bool, CHAT] = True
+    completion_only_loss: Annotated[bool, Kinds((*CHAT.names, *IMAGE_TEXT.names))] = True
     """Whether only completions are learnt, or prompts too, where rows have a prompt and a completion."""
 
     split_by: Annotated[Literal["source", "target"], ROWS] = "source"

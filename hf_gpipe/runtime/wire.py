@@ -27,7 +27,6 @@ import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from hf_gpipe.adapters.base import Beside
 from hf_gpipe.errors import MessageError, UserError, error_of_data, error_to_data
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.recipe.pipeline import DecidedConfig
@@ -62,7 +61,7 @@ def sendable(cls: Class) -> Class:
 
 
 # Modules that know nothing of processes have these.
-for _cls in (Action, ActionKind, Beside, DecidedConfig, Level, Placement, Schedule):
+for _cls in (Action, ActionKind, DecidedConfig, Level, Placement, Schedule):
     sendable(_cls)
 
 

@@ -20,6 +20,7 @@ from hf_gpipe.adapters.chain import as_image_classifier
 from hf_gpipe.adapters.classifiers import ONE_CLASS, as_classifier, change
 from hf_gpipe.adapters.embedders import as_embedder
 from hf_gpipe.adapters.guards import check_sizes
+from hf_gpipe.adapters.image_text import FORMS, UNREAD, beside_of
 from hf_gpipe.adapters.peft import need_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
 from hf_gpipe.adapters.token_classifiers import as_token_classifier
@@ -29,6 +30,7 @@ from hf_gpipe.data import Corpus, StreamedCorpus
 from hf_gpipe.data.chats import ChatCorpus
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.files import read_template
+from hf_gpipe.data.image_text import blank_row, read_processor
 from hf_gpipe.data.images import image_processor, shape_read
 from hf_gpipe.data.text import TextCorpus
 from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer, trained_tokenizer
@@ -155,8 +157,33 @@ def processor_of(recipe: Recipe, checkpoint: Path | None = None) -> Any:
     return image_processor(checkpoint or recipe.model.path, model_config(recipe, None), size)
 
 
+def image_text_processor_of(recipe: Recipe, checkpoint: Path | None = None) -> Any:
+    """The processor of images and text: a resumed run's own, or that of `model.path`."""
+    assert recipe.model.path is not None, "it was checked"
+    return read_processor(checkpoint or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+
+
+def _workload_with_images(recipe: Recipe, config: PreTrainedConfig) -> Workload:
+    data = recipe.data
+    if config.model_type not in FORMS:
+        reason = UNREAD.get(config.model_type, "no one has compared them with the plain model's")
+        raise UnsupportedModelError(
+            f"data.kind is image_text, and images of the family {config.model_type} are not read: {reason}; choose "
+            f"another, such as {', '.join(sorted(FORMS)[:4])}"
+        )
+    beside = beside_of(config, blank_row(image_text_processor_of(recipe), data.images_per_row))
+    if (most := beside.places[-1] + 1) > data.max_length:
+        raise RecipeError(
+            f"data.max_length is {data.max_length}, and data.images_per_row {data.images_per_row} take {most} tokens; "
+            "raise max_length"
+        )
+    return replace(Workload.of_recipe(recipe, 1, is_encoder_decoder=False), beside=beside)
+
+
 def workload_of(recipe: Recipe, config: PreTrainedConfig) -> Workload:
     """The shape of the recipe's longest mini-batch, for a model of this configuration."""
+    if recipe.data.kind == "image_text":
+        return _workload_with_images(recipe, config)
     if recipe.data.kind != "images":
         return Workload.of_recipe(recipe, 1, is_encoder_decoder=bool(config.is_encoder_decoder))
     pixels = shape_read(processor_of(recipe))

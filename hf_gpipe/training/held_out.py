@@ -74,14 +74,18 @@ all) -> the report. On every process it raises the DataError of the rows."""
 
 
 def evaluate_text(
-    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
+    pipe: Pipeline,
+    make_rows: Callable[[], Dataset],
+    batch_size: int,
+    max_rows: int | None = None,
+    collate: Callable[[list[Any]], Batch] | None = None,
 ) -> HeldOutReport:
     """The loss per target token, each counting alike, and its exponential; rows are {"input_ids", "labels"}.
 
     Of a block of text all tokens but the first are targets, of a conversation those that are learnt.
     """
     # The mask leaves padding out, so any token serves as padding.
-    num_rows, batches = _mini_batches(pipe, make_rows, PairCollator(0), batch_size, max_rows)
+    num_rows, batches = _mini_batches(pipe, make_rows, collate or PairCollator(0), batch_size, max_rows)
     nll, num_tokens = 0.0, 0
     for log_probs, batch in _log_probs(pipe, batches):
         nll -= float(log_probs.sum())

@@ -19,6 +19,7 @@ from hf_gpipe.data.chat_examples import ChatExamples
 from hf_gpipe.data.chats import ChatCorpus, Read, chat_corpus, preference_of
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.embeddings import EmbeddingExamples, embedded_of
+from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
 from hf_gpipe.data.images import ImageExamples, image_corpus
 from hf_gpipe.data.kto import KTOExamples, judged_of
 from hf_gpipe.data.labelled import LabelCollator, LabelledExamples, labelled_of
@@ -37,7 +38,7 @@ from hf_gpipe.training.evaluate_translation import (
     characters_of,
     evaluate_translation,
 )
-from hf_gpipe.training.from_recipe import AnyCorpus, processor_of, tokenizer_of
+from hf_gpipe.training.from_recipe import AnyCorpus, image_text_processor_of, processor_of, tokenizer_of
 from hf_gpipe.training.held_out import (
     Evaluate,
     evaluate_classes,
@@ -331,6 +332,24 @@ TASKS: dict[str, Task] = {
         size=lambda data, corpus: f"{len(corpus.train)} training images, {len(data.labels)} classes",
         processor=lambda recipe, corpus, checkpoint: processor_of(recipe, checkpoint),
         collator=lambda processor, pipe: default_data_collator,
+    ),
+    "image_text": _of_sequences(
+        partial(evaluate_text, collate=ImageTextCollator(0)),
+        lambda data, split, processor: ImageTextExamples(
+            split,
+            processor,
+            max_length=data.max_length,
+            completion_only_loss=data.completion_only_loss and "completion" in split.column_names,
+            text_field=data.text_field,
+        ),
+        evaluating="predicting the text beside images",
+        items="rows",
+        read=lambda recipe: image_text_corpus(recipe.data, _evaluated(recipe)),
+        size=_of_length("rows of images and text"),
+        processor=lambda recipe, corpus, checkpoint: image_text_processor_of(recipe, checkpoint),
+        collator=lambda processor, pipe: ImageTextCollator(
+            PairCollator.for_tokenizer(processor.tokenizer).pad_token_id
+        ),
     ),
 }
 """The task of each kind of data."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import io
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
 from transformers import (
+    AutoModelForImageTextToText,
     CLIPImageProcessorPil,
     Idefics3ImageProcessorPil,
     Idefics3Processor,
@@ -19,6 +25,10 @@ from transformers import (
 from hf_gpipe import PipelineSFTConfig, PipelineSFTTrainer
 from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.runtime.job import Job
+from hf_gpipe.training import job
+from hf_gpipe.training.from_recipe import check_model
 from tests.data.chat_templates import tokenizer
 from tests.image_text_families import clone, parts_of, run_plain
 
@@ -115,6 +125,38 @@ def test_a_step_of_the_trainer_is_the_plain_model_s(tmp_path: Any) -> None:
     change = dict(plain.named_parameters())[weight] - 0.1 * expected.gradients[weight]
     assert torch.allclose(dict(read.named_parameters())[weight], change, atol=1e-9)
     assert (tmp_path / "saved" / "processor_config.json").exists()
+
+
+def test_a_recipe_learns_from_parquet_files(tmp_path: Path) -> None:
+    model, made = clone("llava", torch.float32), processor("llava")
+    model.config.image_token_id = made.tokenizer.convert_tokens_to_ids(TOKENS["llava"])
+    model.resize_token_embeddings(len(made.tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    made.save_pretrained(tmp_path / "model")
+    given = rows("completion", (1, 2, 0, 1) * 5)
+    for row in given:
+        files = [io.BytesIO() for _ in row["images"]]
+        for image, file in zip(row["images"], files, strict=True):
+            image.save(file, format="PNG")
+        row["images"] = [{"bytes": file.getvalue(), "path": None} for file in files]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(given), tmp_path / "rows.parquet")
+    text = f"""
+model: {{path: {tmp_path}/model}}
+data: {{kind: image_text, path: {tmp_path}/rows.parquet, max_length: 160, validation_fraction: 0.2, test_fraction: 0.2}}
+training: {{output_dir: {tmp_path}/out, batch_size: 4, max_steps: 2, eval_steps: 2}}
+evaluation: {{batch_size: 2}}
+pipeline: {{num_stages: 2, num_micro_batches: 2, partition: count, schedule: 1f1b, recompute: none, device: cpu}}
+"""
+    job.run(parse_recipe(text), Job.current())
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["num_rows"] > 0
+    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out").config.model_type == "llava"
+    for old, new, message in (
+        (f"path: {tmp_path}/model", "config: {model_type: llava}", "give a model's path"),
+        ("max_length: 160", "max_length: 8", r"take .* tokens; raise max_length"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_model(parse_recipe(text.replace(old, new)))
 
 
 @pytest.mark.parametrize(
