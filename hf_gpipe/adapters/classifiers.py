@@ -48,7 +48,7 @@ class Classifier(RowModel):
 
     def _is_used(self, inputs: Tensors) -> torch.Tensor:
         # The model looks for the last token by its id, whatever the mask says.
-        is_token = inputs["input_ids"] != self.config.get_text_config().pad_token_id
+        is_token = self.main_input(inputs) != self.config.get_text_config().pad_token_id
         return inputs["attention_mask"].bool() | is_token
 
     def targets(self, inputs: Tensors) -> torch.Tensor:

@@ -38,7 +38,8 @@ class Embedder(RowModel):
 
     def targets(self, inputs: Inputs) -> torch.Tensor:
         """Zeros (B, 1), which count the rows."""
-        return torch.zeros(len(inputs["input_ids"]), 1, dtype=torch.long, device=inputs["input_ids"].device)
+        ids = self.main_input(inputs)
+        return torch.zeros(len(ids), 1, dtype=torch.long, device=ids.device)
 
 
 def is_embedder(model_class: type[PreTrainedModel]) -> bool:

@@ -313,10 +313,10 @@ def _check_image_text(recipe: Recipe) -> None:
     for key, value in (
         ("training.packing", recipe.training.packing),
         ("training.batch_tokens", recipe.training.batch_tokens),
-        ("pipeline.sequence_chunks", (recipe.pipeline.sequence_chunks or 1) > 1),
+        ("pipeline.sequence_chunks", recipe.pipeline.sequence_chunks),
         ("tokenizer.path", recipe.tokenizer.path),
     ):
-        if value:
+        if value not in (None, False, 1):
             raise RecipeError(
                 f"{key} is {show(value)} and data.kind is image_text, whose rows have images; leave it out."
             )

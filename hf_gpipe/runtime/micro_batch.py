@@ -321,7 +321,7 @@ def _check_whole(adapter: Adapter, batch: Batch, *, packing: bool, is_cut: bool)
 
 def in_chunks(whole: MicroBatch, count: int, adapter: Adapter, taper: float = 0.0) -> list[MicroBatch]:
     """The chunks of a micro-batch in place of it, all with its index. A chunk's seeds depend on its number too."""
-    length = whole.inputs["input_ids"].shape[1]
+    length = adapter.main_input(whole.inputs).shape[1]
     return [
         replace(
             whole,

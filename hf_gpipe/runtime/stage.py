@@ -355,7 +355,7 @@ class Stage:
         if chunk.sequence not in self.row_caches:
             self.row_caches[chunk.sequence] = RowCache(self.model, chunk.length)
         rows = self.row_caches[chunk.sequence]
-        routers = rows.routers_at(chunk.start, *inputs["input_ids"].shape)
+        routers = rows.routers_at(chunk.start, *self.model.adapter.main_input(inputs).shape)
         return {**inputs, "past_key_values": rows.at(chunk.start), "use_cache": True}, routers
 
     def _loss_of(

@@ -150,7 +150,7 @@ class _Columns:
         input_of: a mini-batch -> what is kept of its inputs.
         predictions: of each mini-batch (rows, ...): logits, or what `preprocess` left of them, or generated tokens.
         labels: (rows, T) of each.
-        inputs: of each, where they are wanted, the entry that the model reads first, such as input_ids (rows, S).
+        inputs: of each, where they are wanted, the entry that the model reads first, such as token ids (rows, S).
         row_losses: mean negative log-likelihood (rows,) of each.
     """
 
