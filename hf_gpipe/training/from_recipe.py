@@ -105,6 +105,8 @@ def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapt
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         # A run takes it from the tokenizer. Any token will do here.
         config.decoder_start_token_id = 0
+    if data.kind == "image_text":
+        workload_of(recipe, config)  # raises its errors before the data are read
     spec = replace(spec_of(recipe, config), model=config, config_overrides=None)
     try:
         if (chain := chain_of(spec)) is not None:
