@@ -56,7 +56,7 @@ def test_prompt_learning_on_a_given_model() -> None:
     model = peft.get_peft_model(plain_model(tiny_config("llama")), config)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    with pytest.raises(UnsupportedModelError, match="prompt learning is not supported"):
+    with pytest.raises(UnsupportedModelError, match="PROMPT_TUNING is not supported: prompt learning changes what"):
         Pipeline(model, 2, 2)
 
 

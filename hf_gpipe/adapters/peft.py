@@ -7,6 +7,7 @@ PEFT itself puts its layers into each stage's model and decides their names, wha
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -82,7 +83,7 @@ class PeftAdapter:
             config.modules_to_save = config.trainable_token_indices = config.modules_to_tie = None
             config.ensure_weight_tying = False
             if absent:
-                config.exclude_modules = _also_excluded(config.exclude_modules, absent)
+                config.exclude_modules = _also_excluded(getattr(config, "exclude_modules", None), absent)
             with _having_input_embeddings(model), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the whole model it has warned before, and the rest is no matter
                 inject_adapter_in_model(config, model, self.name)
@@ -198,6 +199,9 @@ class PeftAdapter:
         from peft import get_peft_model_state_dict
 
         state = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+        for path, module in model.named_modules():  # some methods save what is not trained, such as indices
+            own = module._buffers.keys() - module._non_persistent_buffers_set
+            state |= {f"{path}.{name}": buffer for name in own if (buffer := module._buffers[name]) is not None}
         with _having_input_embeddings(model):
             found = get_peft_model_state_dict(
                 model, state_dict=state, adapter_name=self.name, save_embedding_layers=self.saves_embeddings
@@ -207,7 +211,38 @@ class PeftAdapter:
 
     def tensors(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         """The adapter's tensors in a model or a stage of it, under the names of PEFT's saved format."""
-        return {saved: model.get_parameter(name).detach() for saved, name in self.saved_names(model).items()}
+        return {saved: tensor_of(model, name) for saved, name in self.saved_names(model).items()}
+
+
+def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
+    """The parameter or buffer of this name."""
+    path, _, last = name.rpartition(".")
+    tensor: torch.Tensor = getattr(model.get_submodule(path), last)
+    return tensor.detach()
+
+
+@contextmanager
+def planting_before_layers(peft: PeftAdapter, plant: Callable[[str], object]) -> Iterator[None]:
+    """Context manager in which PEFT calls `plant` with the name of each module before it makes the adapters of it."""
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[peft.config.peft_type]
+    create = tuner._create_and_replace
+
+    @functools.wraps(create)
+    def planted(*args: Any, **options: Any) -> Any:
+        plant(options.get("current_key", args[-1]))
+        return create(*args, **options)
+
+    is_own = "_create_and_replace" in vars(tuner)
+    tuner._create_and_replace = planted
+    try:
+        yield
+    finally:
+        if is_own:
+            tuner._create_and_replace = create
+        else:
+            del tuner._create_and_replace
 
 
 @contextmanager

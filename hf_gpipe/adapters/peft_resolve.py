@@ -21,7 +21,16 @@ _UNSUPPORTED = {
     "megatron_config": "it is for Megatron's layers",
     "arrow_config": "it routes each token among several adapters",
     "alora_invocation_tokens": "adapters would be turned on by the tokens before them",
+    "velora_config": "its layers keep a projection of the first rows that they see, which would depend on the stages",
+    "monteclora_config": "its layers draw noise, which would depend on the stages",
     "use_bdlora": "it divides the adapters among devices",
+}
+
+#: Methods of PEFT's model of adapters, where it has its own -> what it does there that no stage would do.
+_OF_WHOLE_MODELS = {
+    ("forward", "generate"): "its model computes more than its layers do, such as another term of the loss",
+    ("update_and_allocate",): "its model changes the layers between two updates, by the gradients of all of them",
+    ("_pre_injection_hook", "_post_injection_hook"): "layers of several stages would share its tensors",
 }
 
 #: Values of `init_lora_weights` that decompose the weights, and subtract from them what the adapters begin with.
@@ -44,10 +53,10 @@ def resolve_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = Tru
     need_peft()
     from peft import inject_adapter_in_model
 
-    family = adapter.config.model_type
-    if config.is_prompt_learning:
+    family, method = adapter.config.model_type, config.peft_type.value
+    if reason := _why_not_held(config):
         raise UnsupportedModelError(
-            f"{family}: PEFT's prompt learning is not supported; use LoRA on linear layers of the blocks"
+            f"{family}: peft's {method} is not supported: {reason}; use LoRA on linear layers of the blocks"
         )
     for option, reason in _UNSUPPORTED.items():
         if getattr(config, option, None):
@@ -57,8 +66,14 @@ def resolve_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = Tru
     whole = adapter.skeleton()
     try:
         inject_adapter_in_model(known := before_injection(resolved), whole, name)
-    except (ValueError, TypeError, AttributeError) as error:  # PEFT raises them for what it cannot wrap or tie
-        raise UnsupportedModelError(f"{family}: {error}") from error
+    except NotImplementedError as error:  # of an operator on meta tensors
+        raise UnsupportedModelError(
+            f"{family}: peft's {method} is not supported: it reads the weights while its layers are added, and stages "
+            "have none then; use LoRA on linear layers of the blocks"
+        ) from error
+    # PEFT raises them for what it cannot wrap or tie.
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UnsupportedModelError(f"{family}: peft's {method}: {error}") from error
     resolved.target_modules = known.target_modules
     if hasattr(known, "fan_in_fan_out"):
         resolved.fan_in_fan_out = known.fan_in_fan_out
@@ -76,6 +91,22 @@ def resolve_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = Tru
     saves_embeddings = _saves_embeddings(adapter, resolved, whole)
     adapter.peft = PeftAdapter(name, resolved, _wrapped(whole, name), trained, ties, saves_embeddings)
     adapter.projection = adapter.peft.projection(adapter.projection, whole)
+
+
+def _why_not_held(config: Any) -> str:
+    """Why stages cannot hold adapters of a method, or an empty text: they run layers, and not PEFT's model of them."""
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.tuners.tuners_utils import BaseTuner
+
+    if config.is_prompt_learning:
+        return "prompt learning changes what the model reads, and not its layers"
+    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+    if not issubclass(tuner, BaseTuner):
+        return "it puts modules around those of the model"
+    for methods, reason in _OF_WHOLE_MODELS.items():
+        if any(getattr(tuner, one, None) is not getattr(BaseTuner, one, None) for one in methods):
+            return reason
+    return ""
 
 
 def _name_classifier(adapter: Adapter, config: Any) -> None:
@@ -159,7 +190,7 @@ def _saves_embeddings(adapter: Adapter, config: Any, whole: PreTrainedModel) -> 
     """Whether PEFT would save the embeddings and the head with the adapters; see `PeftAdapter`."""
     if not adapter.stacks:  # images have no vocabulary
         return False
-    if getattr(config, "trainable_token_indices", None) is None:
+    if config.peft_type.value != "TRAINABLE_TOKENS" and getattr(config, "trainable_token_indices", None) is None:
         layers = (whole.get_input_embeddings(), whole.get_output_embeddings())
         if any(hasattr(layer, "base_layer") for layer in layers):
             return True

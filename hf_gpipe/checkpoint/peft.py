@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters import StageModel
-from hf_gpipe.adapters.peft import PeftAdapter, need_peft
+from hf_gpipe.adapters.peft import PeftAdapter, need_peft, tensor_of
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.copies import Files, PendingWrite, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
@@ -155,7 +155,7 @@ def _tensors(model: StageModel, peft: PeftAdapter) -> Iterator[tuple[str, str, t
     """Of each tensor of a stage's adapters its name in PEFT's files, its own name, and this rank's part of it."""
     ties = model.model.all_tied_weights_keys
     for saved, own in peft.saved_names(model.model).items():
-        yield saved, ties.get(own, own), model.model.get_parameter(own).detach()
+        yield saved, ties.get(own, own), tensor_of(model.model, own)
 
 
 def check_adapters(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:

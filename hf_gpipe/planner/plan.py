@@ -15,6 +15,7 @@ from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
+from hf_gpipe.planner.before import NOTHING_BEFORE, Before, generation_seconds
 from hf_gpipe.planner.beside import Beside, besides
 from hf_gpipe.planner.chunks import each_chunk, taper_of, typical
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts, Seconds
@@ -34,6 +35,7 @@ from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
     LONGEST_WINDOW,
     Costs,
+    Placement,
     Schedule,
     Timeline,
     build,
@@ -88,7 +90,7 @@ class Plan:
     """The prediction of one step by `Planner.plan`.
 
     Attributes:
-        first_pass_seconds: of forwards before the table, for a loss that needs them.
+        before: the seconds of what runs before the table.
     """
 
     settings: DecidedConfig
@@ -97,7 +99,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     processes: tuple[ProcessPlan, ...]
     timeline: Timeline
-    first_pass_seconds: float = 0.0
+    before: Before = NOTHING_BEFORE
 
     def __repr__(self) -> str:
         fits = (
@@ -111,8 +113,16 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """From the first action to the last update; under an asynchronous schedule the mean of a window's steps."""
-        return self.first_pass_seconds + float(self.timeline.total_seconds) / self.timeline.schedule.num_steps
+        """From the first action to the last update; under an asynchronous schedule the mean of a window's steps.
+
+        A step with several updates from the same rollouts runs its table for each.
+        """
+        return sum(self.before) + self.planner.inputs.updates * self.table_seconds
+
+    @property
+    def table_seconds(self) -> float:
+        """Of the table alone, which has one update."""
+        return float(self.timeline.total_seconds) / self.timeline.schedule.num_steps
 
     @property
     def bubble(self) -> float:
@@ -176,7 +186,8 @@ class Planner:
     Attributes:
         lighter: by keys of a recipe that have adapters trained in place of all weights, what plans that.
         chunks: how rows are cut into chunks of tokens, at most one a token.
-        has_first_pass: whether all forwards run once more before each step.
+        num_forwards: how often all forwards run before each step.
+        of_tokens: rows and their tokens -> the costs of the model's layers, where rows are generated.
 
     Raises:
         UserError: there is no mini-batch, or the optimizer's state has no known size.
@@ -205,7 +216,8 @@ class Planner:
         self.speeds = speeds
         self.lighter: Mapping[str, Callable[[], Plan]] = {}
         self.chunks = Chunks()
-        self.has_first_pass = False
+        self.num_forwards = 0
+        self.of_tokens: Callable[[int, int], ModelCosts] | None = None
         self._sums: dict[tuple[int, Chunks, int], tuple[LayerSums, Sequence[LayerSums]]] = {}
         self._of_teacher: dict[int, LayerSums] = {}
 
@@ -269,12 +281,17 @@ class Planner:
             def of_teacher(rows: int) -> ModelCosts:
                 return beside().costs(mini_batch.of_rows(rows))
 
-        inputs = replace(inputs, example=mini_batch)
+        vocabulary = adapter.config.get_text_config().vocab_size if inputs.new_tokens else 0
+        inputs = replace(inputs, example=mini_batch, vocabulary=vocabulary)
         planner = cls(
             *(costs_of, inputs, device, memory_bytes, cluster, speeds, tensor_parallel),
             teacher=of_teacher,
         )
-        planner.has_first_pass = loss.compares_units
+        planner.num_forwards = inputs.forwards + loss.num_forwards(has_reference=adapter.peft is not None)
+        if inputs.new_tokens:
+            planner.of_tokens = lambda rows, tokens: tracer().costs(
+                replace(mini_batch, rows=rows, source_tokens=tokens, target_tokens=tokens)
+            )
         return planner
 
     def within(self, memory_bytes: MemoryLimit) -> Planner:
@@ -455,12 +472,29 @@ class Planner:
                     busy_seconds=float(timeline.busy_seconds(number)) / table.num_steps,
                 )
             )
-        first = 0.0
-        if self.has_first_pass:
+        return Plan(settings, self, costs, tuple(plans), tuple(processes), timeline, self._before(settings, placement))
+
+    def _before(self, settings: DecidedConfig, placement: Placement) -> Before:
+        """The seconds of what runs before the table of a step."""
+        forwards = generation = 0.0
+        if self.num_forwards:
             number = self.micro_batches_of_step(settings.num_micro_batches)
-            forwards = self._with_visits(build("forward_only", settings.num_stages, number, placement), settings)
-            first = float(simulate(forwards, self.table_costs(settings, forwards)).total_seconds)
-        return Plan(settings, self, costs, tuple(plans), tuple(processes), timeline, first)
+            table = self._with_visits(build("forward_only", settings.num_stages, number, placement), settings)
+            own = float(simulate(table, self.table_costs(settings, table)).total_seconds)
+            forwards = self.num_forwards * own
+        if (of_tokens := self.of_tokens) is not None:
+            example, new_tokens = self.inputs.mini_batch(), self.inputs.new_tokens
+            generation = self.inputs.accumulation * generation_seconds(
+                lambda rows, tokens: LayerSums(of_tokens(rows, tokens), self.device),
+                -(-self.rows // min(placement.replicas)),
+                example.target_tokens - new_tokens,
+                new_tokens,
+                self.inputs.vocabulary,
+                self.stage_layers(settings),
+                speeds_of(self.speeds, placement),
+                Network(self.cluster or one_level(self.device, placement.num_processes), placement),
+            )
+        return Before(forwards, generation)
 
 
 def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:

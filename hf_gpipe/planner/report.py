@@ -90,7 +90,7 @@ def report(plan: Plan) -> str:
     lines += mesh_lines(plan)
     lines_after = [
         ("step", _step(plan)),
-        ("first pass", _first_pass(plan)),
+        ("before", _before(plan)),
         ("memory", memory_why(plan)),
         ("visits", visits_text(plan)),
         ("optimizer", offload_text(plan)),
@@ -122,10 +122,16 @@ def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _first_pass(plan: Plan) -> str:
-    """The time of forwards that a loss needs before the step; empty where there are none."""
-    seconds = plan.first_pass_seconds
-    return f"{seconds_text(seconds)} of the step: the loss compares all rows of a mini-batch" if seconds else ""
+def _before(plan: Plan) -> str:
+    """The time of what a step does before its table; empty where there is nothing."""
+    forwards, generation = plan.before
+    inputs, count = plan.planner.inputs, plan.planner.num_forwards
+    words = [f"{seconds_text(generation)} for {inputs.new_tokens} new tokens a row"] if generation else []
+    if forwards:
+        words.append(f"{seconds_text(forwards)} for {count} {'pass' if count == 1 else 'passes'} of forwards")
+    if inputs.updates > 1:
+        words.append(f"then the table {inputs.updates} times, {seconds_text(plan.table_seconds)} each")
+    return f"of the step, {', '.join(words)}" if words else ""
 
 
 def verdict(plan: Plan) -> str:
@@ -233,6 +239,7 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
         "micro_batch": asdict(plan.costs.workload),
         "is_measured": plan.costs.is_measured,
         "step_seconds": plan.step_seconds,
+        "before_seconds": plan.before._asdict(),
         "bubble": plan.bubble,
         "peak_bytes": plan.peak_bytes,
         "fits": plan.fits,

@@ -278,6 +278,10 @@ class PlanInputs:
         saves_in_background: whether checkpoints are written from copies in CPU memory.
         keeps_in_memory: whether the machines keep checkpoints in their memory.
         tables: by the path that names them as a schedule, the tables that were read from files.
+        new_tokens: tokens that are generated of each row before a step, and are among those of the mini-batch.
+        vocabulary: the number of tokens that the model knows, where any are generated.
+        forwards: how often all forwards run before a step, beside those that the loss needs.
+        updates: of a step, each from the same rows.
         earlier_num_micro_batches: M of the run that goes on. It is kept where M is left open, because dropout depends
             on the micro-batch; None: a new run.
     """
@@ -293,12 +297,16 @@ class PlanInputs:
     keeps_in_memory: bool = False
     tables: Mapping[str, Schedule] = field(default_factory=dict)
     earlier_num_micro_batches: int | None = None
+    new_tokens: int = 0
+    vocabulary: int = 0
+    forwards: int = 0
+    updates: int = 1
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, mini_batch: Workload) -> PlanInputs:
         """A recipe's own, with the shape of its longest mini-batch."""
         training = recipe.training
-        return cls(
+        inputs = cls(
             mini_batch,
             training.optim,
             training.fp32_master_weights,
@@ -309,6 +317,14 @@ class PlanInputs:
             training.save_in_background != "never",
             training.memory_save_steps is not None,
         )
+        if recipe.data.kind != "prompts":
+            return inputs
+        return inputs.of_rollouts(recipe.grpo.max_completion_length, recipe.grpo.num_iterations)
+
+    def of_rollouts(self, new_tokens: int, updates: int) -> PlanInputs:
+        """The same where each step generates so many tokens of each row, and has so many updates from them."""
+        # With several updates one more pass notes the probabilities before them.
+        return replace(self, new_tokens=new_tokens, forwards=int(updates > 1), updates=updates)
 
     def mini_batch(self, adapter: Adapter | None = None) -> Workload:
         """The shape of `example`, for the model of this adapter. Raises UserError where there is none."""

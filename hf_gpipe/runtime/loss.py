@@ -148,7 +148,16 @@ class Loss:
     @property
     def planned(self) -> Loss:
         """A loss of the same cost, for the planner, whose tensors have no values."""
-        return _Planned(self.reads, self.compares_units)
+        counts = self.num_forwards(has_reference=False), self.num_forwards(has_reference=True)
+        return _Planned(self.reads, self.compares_units, counts)
+
+    def num_forwards(self, *, has_reference: bool) -> int:
+        """How often all forwards run before a step.
+
+        Args:
+            has_reference: whether the model before its training is there, as the model without its PEFT adapters.
+        """
+        return int(self.compares_units) + int(self.needs_reference and has_reference)
 
     def of_mini_batch(self, name: tuple[int, int], *, is_training: bool) -> Loss:
         """The same loss, which notes its metrics under the name of a mini-batch; in evaluation without clipping."""
@@ -207,6 +216,10 @@ class _Planned(Loss):
 
     reads: Reads
     compares_units: bool = False
+    counts: tuple[int, int] = (0, 0)
+
+    def num_forwards(self, *, has_reference: bool) -> int:
+        return self.counts[has_reference]
 
     def total(self, read: LossInputs) -> torch.Tensor:
         if Reads.LOGITS in self.reads:

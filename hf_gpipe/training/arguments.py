@@ -16,6 +16,7 @@ from transformers.training_args import ParallelMode
 from transformers.utils import is_bitsandbytes_available
 
 from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
 from hf_gpipe.recipe.pipeline import PLANNED
 from hf_gpipe.runtime.loss import TokenLoss
@@ -225,6 +226,10 @@ class PipelineTrainingArguments(TrainingArguments):
             device="cpu" if self.device.type == "cpu" else "auto",
             torch_compile_backend=self.torch_compile_backend if self.torch_compile else None,
         )
+
+    def planned(self, inputs: PlanInputs) -> PlanInputs:
+        """The planner's inputs with what a step does beside its table."""
+        return inputs
 
     @property
     def packs_rows(self) -> bool:

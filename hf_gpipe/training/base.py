@@ -218,6 +218,7 @@ def _pipeline(
         saves_in_background=args.save_in_background != "never",
         keeps_in_memory=args.memory_save_steps is not None,
     )
+    inputs = args.planned(inputs)
     # The layers of a chain are found by it.
     if chain_of(spec) is not None or not config.settled(can_plan=inputs.has_known_optimizer).is_decided:
         found: list[Any] = []

@@ -105,7 +105,7 @@ def _predicted(pipe: Pipeline, batches: Batches) -> dict[str, Any]:
         # A training that is done must not fail because it cannot be predicted.
         return {"error": f"{type(error).__name__}: {error}"}
     return {
-        "step_seconds": step.step_seconds,
+        "step_seconds": step.table_seconds,
         "bubble": step.bubble,
         "peak_bytes": [process.memory.total for process in longest.processes],
     }

@@ -32,6 +32,7 @@ class Evaluator:
         pad_token_id: fills generated rows; None: the model's own.
         on_batch: called after each mini-batch.
         metrics_of_loss: called in every process at the end, for other metrics of the loss.
+        prepared: a mini-batch of the loader -> the one to evaluate; called in every process.
     """
 
     pipe: Pipeline
@@ -41,6 +42,7 @@ class Evaluator:
     pad_token_id: int | None
     on_batch: Callable[[], None]
     metrics_of_loss: Callable[[], dict[str, float]]
+    prepared: Callable[[Batch], Batch]
 
     def evaluate(self, batches: Iterable[Batch] | None, prefix: str, options: Mapping[str, Any]) -> dict[str, float]:
         """Loss, metrics of `compute_metrics` and speed.
@@ -92,6 +94,7 @@ class Evaluator:
             with_logits=predicts and generation is None,
             preprocess=self.preprocess,
             generation=generation,
+            prepared=self.prepared,
         )
         for predicted in results:
             losses.append(predicted.evaluation.loss)

@@ -465,7 +465,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
 
         made_as, others = PipelineEmbeddingConfig, {**vars(recipe.embeddings), "max_length": recipe.data.max_length}
     if recipe.data.kind == "prompts":
-        from hf_gpipe.training.grpo import PipelineGRPOConfig
+        from hf_gpipe.training.grpo_config import PipelineGRPOConfig
 
         values = {name: value for name, value in vars(recipe.grpo).items() if name != "reward"}
         made_as, others = PipelineGRPOConfig, {**values, "max_length": recipe.data.max_length}

@@ -18,6 +18,11 @@ from hf_gpipe.runtime.generation import check_generates
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Batch
 
+#: Every setting of `generate`, so that none of the model's generation_config changes what is generated.
+NEUTRAL: dict[str, Any] = {
+    **{name: None for name in vars(GenerationConfig()) if name[0] != "_" and name != "use_cache"},
+    **{"num_beams": 1, "num_return_sequences": 1},
+}
 _TARGET_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 

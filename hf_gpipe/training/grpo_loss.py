@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from hf_gpipe.training.preference_loss import PairLoss
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")
 SCALES = ("group", "batch", "none")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
 def advantages_of(rewards: torch.Tensor, num_generations: int, scale_rewards: str = "group") -> torch.Tensor:
@@ -34,6 +36,21 @@ def advantages_of(rewards: torch.Tensor, num_generations: int, scale_rewards: st
         within = groups if scale_rewards == "group" else rewards.view(1, -1)
         differences = differences / (deviations(within) + 1e-4)
     return differences.flatten().nan_to_num(nan=0.0)
+
+
+def summed(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sums (N,) of rewards (N, F), NaN where all of a row are."""
+    return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
+
+
+def advantages_of_each(rewards: torch.Tensor, weights: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """The advantages (N,) of rewards (N, F) of several functions, each of which is normalised by itself first.
+
+    They are the weighted sums, normalised over the whole batch (GDPO, arXiv 2601.05242).
+    """
+    own = torch.stack([advantages_of(one, num_generations) for one in rewards.unbind(dim=1)], dim=1)
+    total = summed(own.masked_fill(rewards.isnan(), math.nan), weights)
+    return ((total - total.nanmean()) / (deviations(total[None])[0] + 1e-4)).nan_to_num(nan=0.0)
 
 
 def deviations(groups: torch.Tensor) -> torch.Tensor:
@@ -120,6 +137,9 @@ class GRPOLoss(PairLoss):
     @property
     def of_tokens(self) -> TokenLoss:
         return TemperedLoss(temperature=self.temperature)
+
+    def num_forwards(self, *, has_reference: bool) -> int:
+        return int(self.beta > 0)
 
     def with_passes(self, batch: Mapping[str, torch.Tensor], *passes: LogProbs) -> Mapping[str, torch.Tensor]:
         """The mini-batch itself. Raises DataError where it lacks an entry that is read, or has another shape."""

@@ -28,6 +28,7 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.training.checkable import checked_by
 from hf_gpipe.training.embedding_loss import EmbeddingLoss
+from hf_gpipe.training.generating import NEUTRAL
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.predicting import predict
 
@@ -302,8 +303,9 @@ def evaluate_completions(
     rewards: list[float] = []
     for (batch,) in shared_stream(None if batches is None else ([one] for one in batches), world):
         ids = batch["input_ids"]
-        options = {"max_new_tokens": max_completion_length, "do_sample": False, "eos_token_id": end, "num_beams": 1}
-        found = pipe.generate(input_ids=ids, attention_mask=batch["attention_mask"], pad_token_id=end or 0, **options)
+        options = NEUTRAL | {"max_new_tokens": max_completion_length, "do_sample": False, "eos_token_id": end}
+        options |= {"input_ids": ids, "attention_mask": batch["attention_mask"], "pad_token_id": end or 0}
+        found = pipe.generate(**options)
 
         def of_batch(batch: Batch = batch, found: torch.Tensor = found[:, ids.shape[1] :]) -> list[float]:
             assert tokenizer is not None, "the reader has the tokenizer"

@@ -57,6 +57,11 @@ class KTOLoss(NotingLoss):
         """Whether it reads prompts with answers of other prompts."""
         return self.loss_type == "kto"
 
+    def num_forwards(self, *, has_reference: bool) -> int:
+        """With the forwards of mismatched rows, by the model and by the reference."""
+        mismatched = (1 + has_reference) * self.reads_mismatches
+        return super().num_forwards(has_reference=has_reference) + mismatched
+
     def with_passes(
         self, batch: Mapping[str, torch.Tensor], model: LogProbs, reference: LogProbs
     ) -> Mapping[str, torch.Tensor]:

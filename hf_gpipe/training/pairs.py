@@ -65,6 +65,16 @@ class PairArguments(PipelineTrainingArguments, ABC):
     def make_loss(self) -> NotingLoss:
         """The loss that these arguments ask for."""
 
+    @property
+    def rows_per_example(self) -> int:
+        """Rows of a mini-batch that an example becomes."""
+        return self.make_loss().rows_per_unit
+
+    @property
+    def generated_tokens(self) -> int:
+        """The most tokens that are generated after those of an example."""
+        return 0
+
 
 class PairTrainer(PipelineTrainer, ABC):
     """A trainer whose loss is of pairs; its subclasses explain the arguments."""
@@ -143,8 +153,8 @@ class PairTrainer(PipelineTrainer, ABC):
         """The shape of the longest mini-batch to come, for the planner."""
         if dataset is None or not hasattr(dataset, "lengths"):
             return None
-        longest = max(dataset.lengths)
-        return Workload(args.make_loss().rows_per_unit * args.per_device_train_batch_size, longest, longest)
+        longest = max(dataset.lengths) + args.generated_tokens
+        return Workload(args.rows_per_example * args.per_device_train_batch_size, longest, longest)
 
     @property
     def _padding(self) -> int:

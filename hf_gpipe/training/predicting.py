@@ -56,6 +56,7 @@ def predict(
     with_logits: bool = False,
     preprocess: Preprocess | None = None,
     generation: Generation | None = None,
+    prepared: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Iterator[Predicted]:
     """Evaluate mini-batches, one after the other. Every process iterates over it, to the end.
 
@@ -65,14 +66,15 @@ def predict(
         with_logits: whether logits are kept.
         preprocess: reduces a micro-batch's logits as soon as they exist; what it leaves goes to the host.
         generation: generates for each row.
+        prepared: a mini-batch as it is read -> the one to evaluate; called in every process.
 
     Raises:
         DataError: a mini-batch without labels.
     """
-    source = ([_with_labels(batch)] for batch in batches) if batches is not None and pipe.world.is_reader else None
+    source = ([batch] for batch in batches) if batches is not None and pipe.world.is_reader else None
     with pipe.ties.holding_values():
         for (batch,), is_last in _with_end(shared_stream(source, pipe.world)):
-            batch = pipe.adapter.as_rows(batch)
+            batch = pipe.adapter.as_rows(_with_labels(prepared(batch)))
             logits = _Logits(preprocess, pipe.adapter.autocast is not None) if with_logits else None
             evaluation = pipe.steps.eval_on(batch, None if logits is None else logits.add)
             yield Predicted(

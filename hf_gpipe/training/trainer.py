@@ -402,6 +402,10 @@ class PipelineTrainer:
         """The mini-batches of a step as they are trained on, from those of the loader; every process calls it."""
         return group
 
+    def prepared_to_evaluate(self, batch: Batch) -> Batch:
+        """A mini-batch as it is evaluated, from one of the loader; every process calls it."""
+        return batch
+
     def fire(self, event: str, **kwargs: Any) -> None:
         """Call an event of the callbacks of this process."""
         try:
@@ -518,6 +522,7 @@ class PipelineTrainer:
             pad_token_id,
             on_batch=lambda: self.fire("on_prediction_step"),
             metrics_of_loss=lambda: self._metrics_of_loss(is_training=False),
+            prepared=self.prepared_to_evaluate,
         )
 
     # ------------------------------------------------------------------ saving

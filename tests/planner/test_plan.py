@@ -10,13 +10,21 @@ import pytest
 from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.planner.advice import smallest_fix
 from hf_gpipe.planner.choose import best_plan
+from hf_gpipe.planner.costs import ModelCosts
 from hf_gpipe.planner.cut import choose_partition
 from hf_gpipe.planner.live_graphs import choose_recompute
 from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.report import report
 from hf_gpipe.planner.search import search
+from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.runtime.loss import Loss, TokenLoss
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.text import size_text
+from hf_gpipe.training.embedding_loss import EmbeddingLoss
+from hf_gpipe.training.grpo_loss import GRPOLoss
+from hf_gpipe.training.kto_loss import KTOLoss
+from hf_gpipe.training.preference_loss import PreferenceLoss
 from tests.planner.models import MIB, blocks, layer, model, planner, settings
 
 
@@ -60,6 +68,48 @@ def test_auto_considers_a_split_backward_but_not_with_compiled_blocks() -> None:
     assert best_plan(planner(costs, rows=6), asked).settings.schedule == "zb_h1"
     compiled = best_plan(planner(costs, rows=6), replace(asked, torch_compile=True))
     assert compiled.settings.schedule == "1f1b"
+
+
+def test_a_step_has_its_rollouts_and_passes_before_its_tables() -> None:
+    """Tokens come one after another, of all rows and through all stages; then forwards, and the table twice."""
+    made = planner(blocks(4), rows=4)
+    alone = made.plan(settings((2, 2)))
+    assert alone.before == (0, 0)
+    assert alone.step_seconds == alone.table_seconds
+    seen: list[tuple[int, int]] = []
+
+    def of_tokens(rows: int, tokens: int) -> ModelCosts:
+        seen.append((rows, tokens))
+        return model(*(layer(f"h.{index}", seconds=0.25 * tokens) for index in range(4)))
+
+    made.of_tokens, made.num_forwards = of_tokens, 3
+    made.inputs = replace(made.inputs, example=Workload(4, 4, 4), new_tokens=2, vocabulary=8, updates=2)
+    plan = made.plan(settings((2, 2)))
+    assert set(seen) == {(4, 2), (4, 1)}  # of four tokens two are generated
+    assert plan.before.generation == pytest.approx(2 + 1, rel=1e-3)
+    # Four micro-batches go through two stages of two blocks, a second each.
+    assert plan.before.forwards == pytest.approx(3 * (4 + 1) * 2, rel=1e-3)
+    assert plan.step_seconds == pytest.approx(sum(plan.before) + 2 * alone.table_seconds)
+    assert "2 new tokens a row" in report(plan)
+    assert "3 passes of forwards, then the table 2 times" in report(plan)
+
+
+@pytest.mark.parametrize(
+    ("loss", "without", "with_reference"),
+    [
+        (TokenLoss(), 0, 0),
+        (PreferenceLoss(), 0, 1),
+        (KTOLoss(), 1, 3),
+        (KTOLoss(loss_type="apo_zero_unpaired"), 0, 1),
+        (GRPOLoss(), 0, 0),
+        (GRPOLoss(0.1), 1, 1),
+        (EmbeddingLoss(), 1, 1),
+    ],
+)
+def test_passes_of_a_loss(loss: Loss, without: int, with_reference: int) -> None:
+    for own in (loss, loss.planned):
+        assert own.num_forwards(has_reference=False) == without
+        assert own.num_forwards(has_reference=True) == with_reference
 
 
 def test_measured_seconds_go_before_rates() -> None:

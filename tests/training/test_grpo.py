@@ -20,6 +20,7 @@ from hf_gpipe.data.prompts import PromptExamples, prompted_of
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.training.checkable import checked_by
 from hf_gpipe.training.grpo_loss import GRPOLoss, advantages_of, deviations
+from hf_gpipe.training.rewarding import Rewards
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, Result, assert_same, run_pipeline, tiny_config
 from tests.training.toy import Recorder, trained_alike, weights
@@ -160,7 +161,8 @@ LETTERS = [{"prompt": f"{letter}:" + "a" * number, "letter": letter} for number,
 def made_trainer(
     folder: Path, model: Any, reward: Any = None, stop_at: int | None = None, **values: Any
 ) -> tuple[PipelineGRPOTrainer, Recorder]:
-    given = {"train_dataset": LETTERS, "processing_class": tokenizer(), "peft_config": None}
+    given = {"train_dataset": LETTERS, "processing_class": tokenizer(), "peft_config": None, "rollout_func": None}
+    given |= {"eval_dataset": None, "reward_processing_classes": None}
     given |= {name: values.pop(name) for name in given if name in values}
     common: dict[str, Any] = {
         "num_stages": 2,
@@ -180,7 +182,7 @@ def made_trainer(
     recorder = Recorder()
     made = PipelineGRPOTrainer(
         model,
-        reward or share_of_letter,
+        share_of_letter if reward is None else reward,
         PipelineGRPOConfig(output_dir=str(folder), **common | values),
         callbacks=[recorder, *([StopAt(stop_at)] if stop_at else [])],
         **given,
@@ -263,7 +265,8 @@ def test_the_reward_rises() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"loss_type": "grpo", "beta": 0.05},
+        {"loss_type": "grpo", "beta": 0.05, "reward_weights": [0.5, 2.0]},
+        {"loss_type": "dapo", "reward_weights": [1.0, 3.0], "multi_objective_aggregation": "normalize_then_sum"},
         {"loss_type": "dapo", "temperature": 0.8, "mask_truncated_completions": True},
         {"loss_type": "dr_grpo", "scale_rewards": "batch", "num_iterations": 2, "epsilon": 0.01, "delta": 1.05},
         {"loss_type": "bnpo", "scale_rewards": "none", "num_iterations": 2, "epsilon": 1e-3}
@@ -298,6 +301,11 @@ def test_thirty_steps_of_trl(values: dict[str, Any], tmp_path: Path) -> None:
     def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
         return [ids[0] / 10 + len(ids) for ids in completion_ids]
 
+    def second(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+        return [None if len(ids) == 4 else ids[-1] / 7 for ids in completion_ids]
+
+    others = [second] if "reward_weights" in values else []
+
     def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
         return {"prompt_ids": tokenizer()(prompts)["input_ids"], "completion_ids": rollouts.pop(0), "logprobs": None}
 
@@ -306,13 +314,13 @@ def test_thirty_steps_of_trl(values: dict[str, Any], tmp_path: Path) -> None:
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     shared: dict[str, Any] = {"peft_config": lora, "processing_class": tokenizer()}
     made, ours = made_trainer(
-        *(tmp_path, copy.deepcopy(model), noted),
+        *(tmp_path, copy.deepcopy(model), [noted, *others]),
         **common | shared | {"num_micro_batches": 2, "train_sampling_strategy": "sequential", "max_steps": 30},
     )
     options: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "shuffle_dataset": False}
     theirs = GRPOTrainer(
         model,
-        reward,
+        [reward, *others],
         GRPOConfig(
             output_dir=str(tmp_path / "trl"),
             per_device_train_batch_size=6,
@@ -326,7 +334,8 @@ def test_thirty_steps_of_trl(values: dict[str, Any], tmp_path: Path) -> None:
         callbacks=[recorder],
         **shared,
     )
-    names = ["reward", "reward_std", "completions/mean_length"]
+    names = ["reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"]
+    names += [f"rewards/second/{of}" for of in ("mean", "std") if others]
     names += (
         [] if "mask_truncated_completions" in values else [f"clip_ratio/{n}_mean" for n in ("low", "high", "region")]
     )
@@ -351,6 +360,16 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
         ({"scale_rewards": "all"}, "scale_rewards='all' is not supported"),
         ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, "loss_type='bnpo': it is a mean over the tokens"),
         ({"temperature": 0.0}, "temperature=0.0: expected a finite number above 0"),
+        ({"multi_objective_aggregation": "mean"}, "multi_objective_aggregation='mean' is not supported; choose one of"),
+        ({"num_generations_eval": 0}, "num_generations_eval=0: expected a whole number of at least 1"),
+        ({"rollout_sync_steps": 0}, "rollout_sync_steps=0: expected a whole number of at least 1"),
+        ({"rollout_server": "localhost:8000"}, "rollout_server='localhost:8000': expected a URL such as"),
+        ({"rollout_server": "http://a:b"}, "rollout_server='http://a:b': expected a URL such as"),
+        (
+            {"rollout_server": "http://a", "rollout_timeout": 0.0},
+            "rollout_timeout=0.0: expected a finite number above 0",
+        ),
+        ({"rollout_server": "http://a", "rollout_reload": "tgi"}, "rollout_reload='tgi': expected one of vllm, sglang"),
     ):
         with pytest.raises(UserError, match=message):
             PipelineGRPOConfig(output_dir=str(tmp_path), **options).check()  # type: ignore[arg-type]
@@ -403,20 +422,18 @@ def test_rewards_that_are_none(tmp_path: Path) -> None:
     )
     made, _ = trained(tmp_path, small(), max_steps=1)
     for function, message in given:
-        made._reward_funcs = [function]
+        made._rewards = Rewards(function)
         with pytest.raises(UserError, match=message) as caught:
             made.train()
     assert isinstance(caught.value.__cause__, KeyError)
-    for method in (made.evaluate, made.predict):
-        with pytest.raises(UserError, match=r"rewards of other prompts are not supported; call Pipeline\.generate"):
-            method([{"prompt": "a:"}])
     for functions, message in (
         ([], "reward_funcs is empty"),
-        ("some/model", "reward_funcs has 'some/model', a str: reward models are not supported"),
-        ([share_of_letter, torch.nn.ReLU()], r"reward_funcs has ReLU\(\), a ReLU: reward models are not supported"),
+        (1, "reward_funcs has 1, a int; give functions, or models that classify rows"),
+        ([share_of_letter, torch.nn.ReLU()], r"reward_funcs: ReLU has None labels and is no reward; give a model of"),
+        ("/no/such/model", "reward_funcs: '/no/such/model' cannot be read as a model of rewards"),
     ):
         with pytest.raises(UserError, match=message):
-            PipelineGRPOTrainer(small(), functions, PipelineGRPOConfig(output_dir=str(tmp_path), use_cpu=True))
+            made_trainer(tmp_path, small(), functions)
 
 
 def test_rows_that_no_step_could_use(tmp_path: Path) -> None:
@@ -468,19 +485,27 @@ def _logs_of_a_run(folder: str, values: dict[str, Any]) -> tuple[list[tuple[floa
     common |= {"loss_type": "grpo", "train_sampling_strategy": "group_by_length", "num_micro_batches": 4}
     made, logs = trained(Path(folder), small(), _length, **common | values)
     names = ("loss", "grad_norm", "reward", "clip_ratio/region_mean")
-    return [tuple(log[name] for name in names) for log in logs], weights(made)
+    made._rollout_func = _rows_of_threes
+    metrics = made.evaluate(LETTERS)
+    evaluated = tuple(metrics[f"eval_{name}"] for name in ("loss", "reward", "reward_std", "completions/mean_length"))
+    return [*(tuple(log[name] for name in names) for log in logs), evaluated], weights(made)
+
+
+def _rows_of_threes(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    completions = [[3 + number % 3] * (1 + number % 4) for number in range(len(prompts))]
+    return {"prompt_ids": tokenizer()(prompts)["input_ids"], "completion_ids": completions, "logprobs": None}
 
 
 def _replicas_that_go_on_as_stages(folder: str) -> Any:
     values: dict[str, Any] = {"num_stages": 1, "replicas": 2, "zero": 1, "save_strategy": "steps", "stop_at": 1}
     first, _ = _logs_of_a_run(folder, values)
     second, found = _logs_of_a_run(folder, {"resumes": True})
-    return first + second, found
+    return first[:-1] + second, found
 
 
 def test_two_processes(tmp_path: Path) -> None:
     expected, plain = _logs_of_a_run(str(tmp_path / "one"), {"num_stages": 1})
-    assert len(expected) == 2
+    assert len(expected) == 3
     for logs, found in run_gloo(_replicas_that_go_on_as_stages, 2, str(tmp_path / "two")):
         torch.testing.assert_close(torch.tensor(logs), torch.tensor(expected), rtol=1e-6, atol=1e-9)
         for name, parameter in plain.items():
