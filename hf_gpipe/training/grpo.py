@@ -269,7 +269,7 @@ class PipelineGRPOTrainer(PairTrainer):
         self._served_step = step
 
     def _columns(self, batch: Batch, examples: Any, count: int, rollouts: Rollouts) -> dict[str, Any]:
-        """What reward functions get of the completions of a mini-batch; the reader calls it."""
+        """The arguments of reward functions for the completions of a mini-batch; the reader calls it."""
         assert self._tokenizer is not None, "the reader has the tokenizer"
         given = [examples.rows[row] for row in batch["row"].tolist() for _ in range(count)]
         texts: list[Any] = self._tokenizer.batch_decode(rollouts.completions, skip_special_tokens=True)
