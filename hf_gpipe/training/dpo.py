@@ -85,11 +85,8 @@ class PipelineDPOTrainer(ReferenceTrainer):
         train_dataset: map-style: rows that `PreferenceExamples` takes, or its examples.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory.
-        compute_metrics: as for `PipelineTrainer`.
-        callbacks: as for `PipelineTrainer`.
-        optimizers: as for `PipelineTrainer`.
-        quantization_config: as for `Pipeline`.
-        peft_config: as for `Pipeline`.
+        compute_metrics, callbacks, optimizers: as for `PipelineTrainer`.
+        quantization_config, peft_config: as for `Pipeline`.
 
     Raises:
         UserError: an argument that is not supported, by its name.

@@ -23,7 +23,8 @@ from hf_gpipe.training.preference_loss import PairLoss
 POOLINGS: tuple[str, ...] = get_args(Pooling)
 LOSS_TYPES: tuple[str, ...] = get_args(EmbeddingLossType)
 _DISTANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "euclidean": F.pairwise_distance,
+    # Of equal rows the derivative is 0.
+    "euclidean": lambda x, y: torch.linalg.vector_norm(x - y, dim=1),
     "cosine": lambda x, y: 1 - F.cosine_similarity(x, y),
 }
 

@@ -57,16 +57,10 @@ class PipelineEmbeddingTrainer(PairTrainer):
         model: the Hub id or directory of an encoder (bert, xlm-roberta, ...) or a decoder-only model, whose head is
             left out, or of PEFT adapters; its configuration; a model in memory of AutoModel; or a Pipeline made with
             `args.make_loss()` as its loss.
-        args: the arguments; None: all defaults.
         data_collator: rows to a mini-batch; None: `EmbeddingCollator`.
-        train_dataset: map-style: rows that `EmbeddingExamples` takes, or its examples.
-        eval_dataset: the same, or a dict of several by name.
-        processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory.
-        compute_metrics: as for `PipelineTrainer`.
-        callbacks: as for `PipelineTrainer`.
-        optimizers: as for `PipelineTrainer`.
-        quantization_config: as for `Pipeline`.
-        peft_config: as for `Pipeline`.
+        train_dataset, eval_dataset: rows that `EmbeddingExamples` takes, or its examples.
+        args, processing_class, compute_metrics, callbacks, optimizers, quantization_config, peft_config: as for
+            `PipelineDPOTrainer`.
 
     Raises:
         UserError: what is not supported, by name.

@@ -305,9 +305,9 @@ class PipelineGRPOTrainer(PairTrainer):
             "completions/clipped_ratio": sum(is_clipped) / len(is_clipped),
         }
         for name, own in zip(self._rewards.names, rewards.unbind(dim=1), strict=True):
-            mean = float(own.nanmean())
-            std = math.nan if math.isnan(mean) else float(deviations(own[None]))
-            found |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
+            has_several = int((~own.isnan()).sum()) > 1
+            std = float(deviations(own[None])) if has_several else math.nan
+            found |= {f"rewards/{name}/mean": float(own.nanmean()), f"rewards/{name}/std": std}
         self._noted[is_training].append(found)
 
     def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:

@@ -46,15 +46,10 @@ class PipelineRewardTrainer(PairTrainer):
         model: the Hub id or directory of a decoder-only model, which gets a new head with one label unless it has
             one, or of PEFT adapters; its configuration; a model in memory of AutoModelForSequenceClassification with
             `num_labels=1`; or a Pipeline made with `args.make_loss()` as its loss.
-        args: the arguments; None: all defaults.
         data_collator: rows to a mini-batch; None: `RewardCollator`.
-        train_dataset: map-style: rows that `RewardExamples` takes, or its examples.
-        eval_dataset: the same, or a dict of several by name.
-        processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory.
-        compute_metrics: as for `PipelineTrainer`.
-        callbacks: as for `PipelineTrainer`.
-        optimizers: as for `PipelineTrainer`.
-        quantization_config: as for `Pipeline`.
+        train_dataset, eval_dataset: rows that `RewardExamples` takes, or its examples.
+        args, processing_class, compute_metrics, callbacks, optimizers, quantization_config: as for
+            `PipelineDPOTrainer`.
         peft_config: as for `Pipeline`; new adapters on a new head need `task_type="SEQ_CLS"`, which trains the head.
 
     Raises:
