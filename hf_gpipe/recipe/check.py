@@ -254,11 +254,6 @@ def _check_preferences(recipe: Recipe) -> None:
 
 
 def _check_grpo(recipe: Recipe) -> None:
-    if recipe.data.kind == "prompts" and recipe.training.eval_steps:
-        raise RecipeError(
-            f"training.eval_steps is {recipe.training.eval_steps} and data.kind is prompts, whose rewards are measured "
-            "at the end; leave it out."
-        )
     if recipe.grpo.beta and recipe.lora.r is None:
         raise RecipeError(
             f"grpo.beta is {recipe.grpo.beta} and lora.r is null: the reference is the model without its new adapters; "
