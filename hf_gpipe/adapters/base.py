@@ -243,7 +243,7 @@ class Adapter(ABC):
         """Raise DataError for a mini-batch that lacks an entry, or has one that the stages cannot compute with."""
 
     def lengths_in_rows(self, batch: Tensors) -> Mapping[str, torch.Tensor]:
-        """Of entries whose first dimension is not the row, how much of it each row of a mini-batch has, (N,).
+        """How much each row of a mini-batch has, (N,), of entries whose first dimension is not the row.
 
         Raises DataError where these do not belong together.
         """
@@ -316,7 +316,7 @@ class Adapter(ABC):
             )
 
     def document_lengths(self, inputs: Inputs) -> dict[StackName, tuple[int, ...]]:
-        """Of a packed micro-batch the tokens of each document, for each stack; of rows nothing."""
+        """The tokens of each document of a packed micro-batch, for each stack; of rows nothing."""
         return {}
 
     @abstractmethod

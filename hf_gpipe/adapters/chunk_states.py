@@ -12,7 +12,7 @@ import torch
 
 
 class States:
-    """Of some rows the keys, or the values, of one block, or the logits of one router, and their gradient.
+    """The keys, or the values, of some rows in one block, or the logits of one router, and their gradient.
 
     Args:
         length: T, tokens of the rows. The shape is (..., T, width), for keys and values (B, heads, T, width).

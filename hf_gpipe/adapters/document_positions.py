@@ -18,7 +18,7 @@ from hf_gpipe.adapters.layers import StackName
 
 
 class Borders:
-    """Of the packed row that is under way the tokens of each document, for each stack; empty for other rows."""
+    """The packed row that is under way: the tokens of each document, for each stack; empty for other rows."""
 
     def __init__(self) -> None:
         self.lengths: Mapping[StackName, tuple[int, ...]] = {}

@@ -192,7 +192,7 @@ class PeftAdapter:
             ) from error
 
     def saved_names(self, model: PreTrainedModel) -> dict[str, str]:
-        """Of the adapter's tensors in a model or a stage of it, by the names of PEFT's saved format, the model's own.
+        """The model's own names of the adapter's tensors in it, or in a stage, by those of PEFT's saved format.
 
         A tensor that is tied has several names, as in PEFT's own files.
         """

@@ -315,7 +315,7 @@ class StageModel:
 
     @property
     def projection(self) -> nn.Linear:
-        """Of the head: the linear layer that makes the logits."""
+        """The linear layer of the head that makes the logits."""
         found: nn.Linear = self.model.get_submodule(self.adapter.projection.names[0])
         return found
 

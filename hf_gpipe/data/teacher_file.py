@@ -150,7 +150,7 @@ class WithTeacher(Dataset[dict[str, Any]]):
 
     @property
     def lengths(self) -> list[int]:
-        """Of the rows, for length bucketing."""
+        """The lengths of the rows, for length bucketing."""
         return list(self._dataset.lengths)
 
 

@@ -142,7 +142,7 @@ class _Merged:
 
     @classmethod
     def of(cls, adapter: Adapter, whole: Any) -> _Merged:
-        """Of the merged model on the meta device. A tied tensor belongs to the lowest layer that has it."""
+        """Make it of the merged model on the meta device. A tied tensor belongs to the lowest layer that has it."""
         found, ignored = cls(adapter), set(getattr(whole, "_keys_to_ignore_on_save", None) or ())
         names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in whole.state_dict(keep_vars=True).items():

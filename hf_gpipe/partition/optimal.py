@@ -217,7 +217,7 @@ class _Search:
         return slowest.get(self.num_layers)
 
     def most_even(self, bottleneck: float) -> tuple[int, ...]:
-        """Of the splits with this bottleneck the least sum of squares, and of these the longer first stages."""
+        """The split with this bottleneck that has the least sum of squares, and then the longer first stages."""
         limit = bottleneck * (1 + _EQUAL)
         windows = self.windows(limit)
         assert windows is not None, "the bottleneck is that of a split"

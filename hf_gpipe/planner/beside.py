@@ -32,7 +32,7 @@ class Beside:
     backward_seconds: float = 0.0
 
     def forward_peak(self, own_bytes: float) -> float:
-        """Of an F whose forward of the student takes so many bytes, after the teacher's."""
+        """The peak of an F whose forward of the student takes so many bytes, after the teacher's."""
         return max(self.forward_bytes, self.input_bytes + self.sent_bytes + own_bytes)
 
 

@@ -137,7 +137,7 @@ class SumsOverRanks(NamedTuple):
     num_bytes: int = 0
 
     def seconds(self, size: int, link: Level) -> float:
-        """In rings of so many ranks (Patarasuk and Yuan 2009), where each waits for the one before it."""
+        """Seconds in rings of so many ranks (Patarasuk and Yuan 2009), where each waits for the one before it."""
         rounds = 2 * (size - 1)
         return rounds * (self.number * link.latency_seconds + self.num_bytes / size / link.bytes_per_second)
 

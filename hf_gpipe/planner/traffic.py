@@ -28,7 +28,7 @@ class Traffic:
 
     @property
     def total(self) -> float:
-        """Of the plan."""
+        """The bytes of the whole plan."""
         return self.gradients + self.boundaries + self.sums
 
 

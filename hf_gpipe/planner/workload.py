@@ -205,7 +205,7 @@ class Workload:
         return replace(self, rows=rows, source_tokens=source, target_tokens=target)
 
     def within(self, adapter: Adapter) -> Workload:
-        """As much of it as the model has positions for; longer rows cannot be trained on."""
+        """The part of it that the model has positions for; longer rows cannot be trained on."""
         if self.entries:
             return self
         if adapter.labels_rows:  # its labels are no tokens

@@ -235,7 +235,7 @@ class HeadPart:
                 target += gradient.t() @ inputs
 
     def gradient(self, context: Context, parts: Mapping[str, torch.Tensor]) -> Tensors:
-        """Of the last stage, for its B: the gradient of the hidden states (B, T, D), from those of all stages."""
+        """The gradient of the hidden states (B, T, D) for the B of the last stage, from those of all stages."""
         every = [parts[f"{_GRADIENT} {stage}"] for stage in range(self._last)]
         every.append(self._of_hidden.pop(context.micro_batch.index))
         total = torch.stack(every).sum(0) if self._last else every[0]
@@ -249,7 +249,7 @@ class HeadPart:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """For generation: logits (B, T, V) of hidden states (B, T, D), with zeros outside of this part."""
+        """Logits (B, T, V) of hidden states (B, T, D) for generation, with zeros outside of this part."""
         deferred = self._recorded(inputs, hidden)
         flat = hidden.flatten(0, -2).to(deferred.autocast_dtype or hidden.dtype)
         matrix, bias = self._tensors(flat.dtype)

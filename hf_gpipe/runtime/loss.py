@@ -192,7 +192,7 @@ class Loss:
         return self._checked(read).sum() / read.num_units
 
     def of_each_row(self, read: LossInputs) -> torch.Tensor:
-        """In evaluation the loss of each unit at its first row, and 0 at the others, (B,)."""
+        """The loss of each unit at its first row, and 0 at the others, (B,), for an evaluation."""
         of_units = self._checked(read)[:, None]
         return F.pad(of_units, (0, self.rows_per_unit - 1)).flatten()
 

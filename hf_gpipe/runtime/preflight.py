@@ -153,7 +153,7 @@ def _differing(values: Sequence[tuple[str, str]]) -> str:
 
 
 def machines(everyone: Sequence[RankFacts]) -> list[str]:
-    """Of several machines a line about each: its processes, and the addresses and interfaces of gloo and NCCL."""
+    """A line about each of several machines: its processes, and the addresses and interfaces of gloo and NCCL."""
     lines: list[str] = []
     if not everyone or not everyone[0].address or len({one.host for one in everyone}) == 1:
         return lines

@@ -216,7 +216,7 @@ class Replicas:
     def before_last_weights(
         self, stage: int, incomplete: Collection[torch.nn.Parameter]
     ) -> Callable[[torch.nn.Parameter], None] | None:
-        """As `in_last_backward`, for the last W of a stage.
+        """The same as `in_last_backward`, for the last W of a stage.
 
         Args:
             stage: its number.

@@ -190,7 +190,7 @@ class Shards:
     # ------------------------------------------------------------------ state
 
     def cut_state(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Of state that an optimizer made before its first step, keep that of this replica's shards.
+        """Keep what is of this replica's shards in the state that an optimizer made before its first step.
 
         Args:
             optimizer: whose state is of whole parameters.
@@ -202,7 +202,7 @@ class Shards:
                 optimizer.state[parameter] = slots
 
     def cut(self, name: str, slots: Mapping[str, Any]) -> Slots:
-        """Of the state of a whole parameter, what the optimizer keeps of this replica's shard; {} where it has none."""
+        """The part of a whole parameter's state that the optimizer keeps of this shard; {} where it has none."""
         if not self.has_part(name):
             return {}
         found = {}

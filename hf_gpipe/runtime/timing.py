@@ -83,7 +83,7 @@ class NamedRanges:
         self._range: torch.profiler.record_function | None = None
 
     def mark(self, action: Action, device: torch.device) -> None:
-        """As `Timer.mark`: the first of an action's four calls opens its range, and the last one closes it."""
+        """The same as `Timer.mark`: the first of an action's four calls opens its range, and the last one closes it."""
         if self._num_marks % 4 == 0:
             # Not "2F0" alone: torch takes it for a mangled name of C++ and shows "F0".
             self._range = torch.profiler.record_function(f"action {action}")

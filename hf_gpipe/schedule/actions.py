@@ -100,7 +100,7 @@ class Action:
 
     @property
     def reduction(self) -> Action:
-        """Of an update: the reduction of its step, if its stage has replicas."""
+        """The reduction of an update's step, if its stage has replicas."""
         return Action(REDUCE, self.stage, step=self.step)
 
     def source(self, num_stages: int, split: Split = frozenset()) -> Action | None:

@@ -200,7 +200,7 @@ def needs_of(kind: ActionKind) -> tuple[ActionKind, ...]:
 
 @functools.cache
 def awaited_by(kind: ActionKind) -> tuple[ActionKind, ...]:
-    """Of these the kinds that go on beside a worker's actions, so that an action on another resource waits for them."""
+    """The needed kinds that go on beside a worker's actions, so that an action on another resource waits for them."""
     return tuple(one for one in needs_of(kind) if one.resource not in (Resource.COMPUTE, kind.resource))
 
 

@@ -131,7 +131,7 @@ class Timeline:
 
     @cached_property
     def total_seconds(self) -> Seconds:
-        """From the start of the first action to the end of the last one."""
+        """Seconds from the start of the first action to the end of the last one."""
         return max((span.end for span in self.spans), default=0)
 
     @cached_property
@@ -164,7 +164,7 @@ class Timeline:
 
     @cached_property
     def ends(self) -> Mapping[tuple[int, Action], Seconds]:
-        """By process, when each action ended."""
+        """The time at which each action ended, by process."""
         return {(span.process, span.action): span.end for span in self.spans}
 
     @cached_property

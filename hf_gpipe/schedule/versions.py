@@ -69,7 +69,7 @@ def num_stashes(schedule: Schedule, stage: int, process: int | None = None) -> i
 
 
 def staleness(schedule: Schedule, stage: int) -> Sequence[int]:
-    """Of each micro-batch, how many updates its gradient is late on a stage.
+    """The number of updates by which the gradient of each micro-batch is late on a stage.
 
     It is the number of updates between the version of the weights that its forward has read and the one that it
     changes: 0 in a synchronous table.

@@ -17,7 +17,7 @@ from hf_gpipe.training.meter import peak_memory_bytes
 
 @dataclass(frozen=True)
 class Speed:
-    """Of all updates that a log has lines for, also of those before the run was interrupted and resumed.
+    """The speed of all updates that a log has lines for, also of those before the run was interrupted and resumed.
 
     Attributes:
         num_steps: these updates.
@@ -35,7 +35,7 @@ class Speed:
 
     @classmethod
     def of_log(cls, log_history: Sequence[Mapping[str, Any]]) -> Speed:
-        """From the history of a trainer's state, which its checkpoints keep."""
+        """Read it from the history of a trainer's state, which its checkpoints keep."""
         lines = [line for line in log_history if "training_seconds" in line]
         ends = [line["step"] for line in lines]
         steps = [end - start for start, end in pairwise([0, *ends])]

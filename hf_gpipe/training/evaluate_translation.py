@@ -33,7 +33,7 @@ MOST_LINES = 12
 @sendable
 @dataclass(frozen=True)
 class Scores:
-    """Of the pairs of one language, or averaged over languages.
+    """Scores of the pairs of one language, or averaged over languages.
 
     Attributes:
         num_pairs: how many pairs were translated.

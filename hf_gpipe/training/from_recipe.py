@@ -87,7 +87,7 @@ def check_model(recipe: Recipe) -> None:
 
 
 def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapter:
-    """Of the recipe's model, by its configuration alone.
+    """The adapter of the recipe's model, by its configuration alone.
 
     Args:
         recipe: its model and data.

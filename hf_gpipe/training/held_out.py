@@ -116,7 +116,7 @@ def evaluate_classes(
 def evaluate_images(
     pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
 ) -> HeldOutReport:
-    """As `evaluate_classes`, and how often the right class is among the five most likely ones; of `ImageExamples`."""
+    """The report of `evaluate_classes`, with the share of rows whose class is among the five most likely ones."""
     values, words = _classes(pipe, make_rows, default_data_collator, batch_size, max_rows, top=5)
     return HeldOutReport("image classification", values, ("images", f"{values['num_rows']} images"), words)
 

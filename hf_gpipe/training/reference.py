@@ -159,5 +159,5 @@ class _WithReference(Dataset[dict[str, Any]]):
 
     @property
     def lengths(self) -> list[int]:
-        """Of the examples, for length bucketing."""
+        """The lengths of the examples, for length bucketing."""
         return list(self._dataset.lengths)

@@ -24,7 +24,7 @@ def teacher_alone(spec: ModelSpec) -> Pipeline:
 def top_k_of(
     pipe: Pipeline, rows: Any, k: int, *, temperature: float, batch_size: int
 ) -> Iterator[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
-    """Of each row its ids, and of each position the k most likely next tokens and their log-probabilities, (T, k) both.
+    """Yield each row's ids, and each position's k most likely next tokens and their log-probabilities, (T, k) both.
 
     Args:
         pipe: the teacher, in one process.

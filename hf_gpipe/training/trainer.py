@@ -239,7 +239,7 @@ class PipelineTrainer:
         return self._train(resume_from_checkpoint, ignored_keys=ignore_keys_for_eval)
 
     def train_from(self, checkpoint: Path | None, resume_hint: str) -> TrainOutput:
-        """As `train`, from a checkpoint that was already found to be whole; None: from the beginning.
+        """Train as `train` does, from a checkpoint that was already found to be whole; None: from the beginning.
 
         Args:
             checkpoint: the same in every process.
