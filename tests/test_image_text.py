@@ -93,6 +93,17 @@ def test_images_that_are_not_the_rows(change: dict[str, Any], message: str) -> N
         Pipeline(model, num_stages=2, num_micro_batches=2).train_step(batch)
 
 
+def test_text_is_generated_and_images_are_refused() -> None:
+    model = clone("qwen2_vl").eval()
+    batch = batch_of(model, (1, 0))
+    given = {"input_ids": batch["input_ids"][1:], "attention_mask": batch["attention_mask"][1:]}
+    expected = model.generate(**given, max_new_tokens=4, do_sample=False)
+    pipe = Pipeline(model, num_stages=3, num_micro_batches=1)
+    assert torch.equal(pipe.generate(**given, max_new_tokens=4, do_sample=False), expected)
+    with pytest.raises(UserError, match="a pipeline generates from text alone"):
+        pipe.generate(**given, pixel_values=batch["pixel_values"])
+
+
 @pytest.mark.parametrize("options", [{"packing": True}, {"sequence_chunks": 2}])
 def test_rows_with_images_stay_whole(options: dict[str, Any]) -> None:
     model = clone("llava")
