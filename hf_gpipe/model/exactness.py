@@ -28,7 +28,7 @@ from hf_gpipe.model.assembly import assemble
 from hf_gpipe.partition import partition
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.edges import Edge
-from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.executor import Executor, Row
 from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.micro_batch import chunks_of, make_micro_batches, split_rows
 from hf_gpipe.runtime.stage import Stage
@@ -474,7 +474,7 @@ def split_step(
     )
     if splits_backward:
         table = _with_weights_last(table)
-    loss = Executor(stages, edges, 0).run(table, micro_batches).loss
+    loss = Executor({0: Row(stages)}, edges).run(table, micro_batches).loss
     assert loss is not None
     parts = {name: (one, p.grad) for one in models.values() for name, p in one.parameters.items() if p.grad is not None}
     gradients = {name: one.whole(name, gradient) for name, (one, gradient) in parts.items()}

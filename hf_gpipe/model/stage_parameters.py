@@ -18,6 +18,7 @@ from hf_gpipe.checkpoint.save import pending_model
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.trainable import TrainableLayers
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
+from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.shards import Shards, treats_elements_alone
 from hf_gpipe.runtime.ties import Ties
@@ -33,6 +34,7 @@ class StageParameters:
         world: the processes.
         zero: 1: replicas share the updates of an optimizer.
         seed: of dropout, and of weights that a checkpoint does not have.
+        homes: of dealt stages; None: the stages are this process's own.
 
     Attributes:
         ties: between stages.
@@ -40,9 +42,17 @@ class StageParameters:
         trainable: what is trained.
     """
 
-    def __init__(self, adapter: Adapter, models: dict[int, StageModel], world: World, zero: int, seed: int) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        models: dict[int, StageModel],
+        world: World,
+        zero: int,
+        seed: int,
+        homes: Homes | None = None,
+    ) -> None:
         self.adapter, self.models, self.world = adapter, models, world
-        self.ties = Ties(models, world)
+        self.ties = Ties(models, world, homes)
         self.replicas = Replicas(models, self.ties, world)
         self.trainable = TrainableLayers.of(adapter, models, world)
         self.seed, self._zero = seed, zero

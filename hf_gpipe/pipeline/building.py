@@ -19,8 +19,9 @@ from hf_gpipe.pipeline.decision import Decision, PipelineRequest
 from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.recipe import TrainingSection
 from hf_gpipe.runtime.divided_head import HeadPart
-from hf_gpipe.runtime.edges import connect, connect_head
-from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
+from hf_gpipe.runtime.executor import Executor, Row
+from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.loss import whole_logits
 from hf_gpipe.runtime.teacher import PREFIX
 from hf_gpipe.runtime.ties import trained_by_several
@@ -38,37 +39,52 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     sent = _boundary_dtype(config.boundary_dtype, adapter)
     seed = TrainingSection.seed if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
-    models, ranks, divides_head = {}, world.worker_ranks(), decision.full_table.divides_head
+    ranks, divides_head = world.worker_ranks(), decision.full_table.divides_head
     num_layers = len(adapter.layers)
-    for stage, device in world.stage_devices.items():
-        layers = decision.partition[stage]
+    homes = Homes(world) if world.placement.is_dealt else None
+    #: Of each of this process's workers the stages that it runs.
+    run_by: dict[int, dict[int, StageModel]] = {worker: {} for worker in world.workers}
+    for stage, layers in enumerate(decision.partition):
         if divides_head:
             layers = range(layers.start, min(layers.stop, num_layers - 1))
         maps_files = config.offload_weights is not None
-        models[stage] = assemble(adapter, layers, weights, device, seed, maps_files=maps_files, ranks=ranks)
-        if config.offload_weights is not None:
-            # One stage after another, for together they may not fit.
-            leave_on_host(models[stage], config.offload_weights)
-    for stage, model in models.items():
-        if stage in decision.recompute.block_stages:
-            model.checkpoint_blocks()
-        if config.torch_compile:
-            model.compile_blocks(config.torch_compile_backend)
+        for worker, own in run_by.items():
+            if stage not in world.placement.stages_run_by(worker):
+                continue
+            device = world.device_of(worker, stage)
+            own[stage] = assemble(adapter, layers, weights, device, seed, maps_files=maps_files, ranks=ranks)
+            if config.offload_weights is not None:
+                # One stage after another, for together they may not fit.
+                leave_on_host(own[stage], config.offload_weights, is_shared=homes is not None)
+            if stage in decision.recompute.block_stages:
+                own[stage].checkpoint_blocks()
+            if config.torch_compile:
+                own[stage].compile_blocks(config.torch_compile_backend)
+        if homes is not None:
+            homes.add(stage, {worker: own[stage] for worker, own in run_by.items()})
+    models = {n: run_by[worker][n] for worker in world.workers for n in world.placement.stages_of(worker)}
+    models = dict(sorted(models.items()))
     parts: dict[int, HeadPart] = {}
     if divides_head:
         head = range(num_layers - 1, num_layers)
         heads = {n: assemble(adapter, head, weights, device, seed) for n, device in world.stage_devices.items()}
         for number, rows in divide_head(heads, models, world).items():
             parts[number] = HeadPart(heads[number], rows, number, config.num_stages, decision.loss)
-    parameters = StageParameters(adapter, models, world, config.zero, seed)
-    if decision.is_asynchronous:
+    parameters = StageParameters(adapter, models, world, config.zero, seed, homes)
+    if decision.is_asynchronous or homes is not None:
         _check_no_batch_norm(decision)
+    if decision.is_asynchronous:
         _check_no_tie(decision, parameters)
-    visits = _visits(decision, models)
-    parameters.ties.leave_out({one for one in visits.parameters if not one.requires_grad})
+    visits = _visits(decision, run_by, homes)
+    parameters.ties.leave_out({p for own in visits.values() for p in own.parameters if not p.requires_grad})
     teacher = decision.teacher
     teachers = {} if teacher is None else teacher.stages(world.stage_devices, ranks)
-    stages = parameters.trainable.stages(models, decision.loss, teachers)
+    rows = {
+        worker: Row(parameters.trainable.stages(own, decision.loss, teachers), visits[worker])
+        for worker, own in run_by.items()
+    }
+    owners = {n: worker for worker in world.workers for n in world.placement.stages_of(worker)}
+    stages = {n: rows[owners[n]].stages[n] for n in models}
     for number, part in parts.items():
         stages[number].head = part
     if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
@@ -81,7 +97,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
 
     edges = connect(world, dtype_of, sent)
     head_edges = connect_head(world, next(iter(parts.values())).dtype_of) if parts else {}
-    executor = Executor(stages, edges, world.worker, parameters.replicas, visits, head_edges)
+    executor = Executor(rows, edges, parameters.replicas, head_edges, connect_relays(world), homes)
     executor.prepare(decision.full_table)
     if request.model.saved_adapters is not None:
         parameters.load_pretrained(request.model.saved_adapters)
@@ -91,7 +107,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         stages,
         edges,
         executor,
-        visits,
+        {n: visits[owners[n]] for n in models},
         num_micro_batches=config.num_micro_batches,
         length_bucketing=request.length_bucketing,
         packing=request.inputs.packing,
@@ -99,13 +115,16 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     )
 
 
-def _visits(decision: Decision, models: Mapping[int, StageModel]) -> VisitingWeights:
-    """The visits of the stages' weights. Raises UserError, on every process, where no weight could visit."""
+def _visits(
+    decision: Decision, run_by: Mapping[int, Mapping[int, StageModel]], homes: Homes | None
+) -> dict[int, VisitingWeights]:
+    """Of each of this process's workers the visits of its stages' weights. Raises UserError, on every process, where no
+    weight could visit."""
     visitors = decision.config.offload_weights
     if visitors is None:
-        return VisitingWeights({})
-    visits = VisitingWeights(models, visitors)
-    if not any(decision.world.gather_objects(sum(visits.hosted_bytes.values()))):
+        return {worker: VisitingWeights({}) for worker in run_by}
+    visits = {worker: VisitingWeights(models, visitors, homes) for worker, models in run_by.items()}
+    if not any(decision.world.gather_objects(sum(sum(one.hosted_bytes.values()) for one in visits.values()))):
         raise UserError(
             "offload_weights is frozen, and every weight is trained; use all, train adapters on the model "
             "(peft_config, or lora.r), freeze a part of it, or leave offload_weights out"

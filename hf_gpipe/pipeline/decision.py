@@ -162,6 +162,11 @@ class Decision:
         partition = cut(len(adapter.layers), config.num_stages, config.partition)
         placement = config.placed(config.schedule) if table is None else table.placement
         placement = replace(placement, ranks_per_worker=config.tensor_parallel)
+        if table is not None and placement.is_dealt and any(len(rank.devices) > 1 for rank in world.ranks):
+            raise UserError(
+                f"the table {table.name!r} deals its stages, and a process has several devices; start a process for each "
+                "device, or name the schedule, which makes a table for the devices"
+            )
         world = world.placed(placement)
         links = compare_with_machines(planning, config, world)
         if table is not None:
@@ -172,9 +177,10 @@ class Decision:
         decision = cls(given, config, planned, adapter, loss, partition, world, links, table, planning, teacher)
         if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
+        _check_dealt(decision, loss)
         if config.offload_weights:
             check_visits(decision.full_table, are_trained=config.offload_weights == "all")
-            if config.offload_weights == "all" and world.placement.has_replicas:
+            if config.offload_weights == "all" and world.placement.has_replicas and not world.placement.is_dealt:
                 raise UserError(
                     "offload_weights is all and stages have replicas, whose gradients would be on the host when they "
                     "are summed; use offload_weights frozen, or one replica"
@@ -252,6 +258,23 @@ class Decision:
                     config = replace(config, recompute=recompute_under(table, "stage"))
                 inputs = replace(inputs, tables={config.schedule: table})
         return replace(self.planning, inputs=inputs).planner(config).plan(config)
+
+
+def _check_dealt(decision: Decision, loss: Loss) -> None:
+    """Raise UserError where stages are dealt and something needs them in one place."""
+    config, name = decision.config, decision.config.schedule
+    if not decision.world.placement.is_dealt:
+        return
+    if config.offload_weights != "all":
+        raise UserError(
+            f"schedule {name!r} and offload_weights {config.offload_weights or 'null'}: its stages are dealt to all "
+            "processes, so all weights visit, adapters too; set offload_weights to all"
+        )
+    if config.tensor_parallel > 1:
+        raise UserError(f"schedule {name!r} and tensor_parallel {config.tensor_parallel}: use one of the two")
+    if decision.teacher is not None or loss.compares_units:
+        what = "a teacher" if decision.teacher is not None else f"a {type(loss).__name__}, which compares rows"
+        raise UserError(f"schedule {name!r} and {what}: the last stage must be in one place; use breadth_first")
 
 
 def _table_of(config: PipelineConfig, inputs: PlanInputs, world: World) -> Schedule | None:

@@ -68,7 +68,7 @@ class Steps:
         stages: of this process, by number.
         edges: at the ends of these stages.
         executor: of these stages.
-        visits: of their weights.
+        visits: of the weights of each of these stages.
         num_micro_batches: of a mini-batch.
         length_bucketing, packing: as of `Pipeline`.
         has_new_adapters: whether the model before its training is there, as the model without its PEFT adapters.
@@ -80,7 +80,7 @@ class Steps:
     stages: dict[int, Stage]
     edges: Edges
     executor: Executor
-    visits: VisitingWeights
+    visits: Mapping[int, VisitingWeights]
     num_micro_batches: int
     length_bucketing: bool
     packing: bool
@@ -247,6 +247,7 @@ class Steps:
                 "window: call train_window, or use a synchronous schedule, such as 1f1b"
             )
         self.parameters.replicas.begin()
+        self.parameters.ties.begin()
         micro_batches = self._compared(self._micro_batches(batches, self.step))
         numbers: list[LossAndNorm] = []
 

@@ -14,6 +14,7 @@ from hf_gpipe.recipe.section import OR_NULL, Count, NotNegative, OneOf, Positive
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
+    DEALT,
     DIVIDED_HEAD,
     SCHEDULES,
     TABLE_SUFFIX,
@@ -468,7 +469,7 @@ class PipelineConfig:
                 f"placement is {self.placement!r}; write the processes of each stage, those of replicas with commas, "
                 'such as "0,2 1,3".'
             )
-        placement = Placement(workers, ranks_per_worker=self.tensor_parallel)
+        placement = Placement(workers, ranks_per_worker=self.tensor_parallel, is_dealt=schedule in DEALT)
         sizes = placement.num_stages, placement.num_processes
         if sizes != (num_stages, self.processes) or placement.replicas != replicas_of(num_stages, replicas):
             raise UserError(

@@ -61,7 +61,7 @@ def connect(
     links = {link: _communicator(world, link) for link in communicators(world.placement)}
     edges: dict[tuple[int, int, int], Edge] = {}
     for stage, worker, following in world.placement.edges:
-        if world.worker in (worker, following):
+        if {worker, following} & {*world.workers}:
             dtypes, tags = partial(dtype_of, stage + 1), (2 * stage, 2 * stage + 1)
             edge = _edge(
                 world, links, (stage, stage + 1), (worker, following), tags, partial(_sent_dtype, dtypes, sent)
@@ -91,6 +91,26 @@ def connect_head(world: World, dtype_of: Callable[[str], torch.dtype]) -> dict[t
     }
 
 
+def connect_relays(world: World) -> dict[tuple[int, int, int], Channel]:
+    """The channels between the workers of other processes and this one's, to which stages are dealt, by (stage, sender,
+    receiver). A message on one says that the gradients of a visit of the stage's weights are on the host."""
+    placement = world.placement
+    if not placement.is_dealt or world.num_processes == 1:
+        return {}
+    cpu, first = torch.device("cpu"), 2 * placement.num_stages
+    group, own = world.group_on(cpu), {*world.workers}
+    return {
+        (stage, sender, receiver): RemoteChannel(
+            world.peer(receiver if sender in own else sender), first + stage, group, cpu, lambda _: torch.uint8
+        )
+        for stage in range(placement.num_stages)
+        for crew in placement.crews
+        for sender in crew
+        for receiver in crew
+        if (sender in own) != (receiver in own)
+    }
+
+
 def _edge(
     world: World,
     links: Mapping[Link, dist.ProcessGroup],
@@ -101,13 +121,13 @@ def _edge(
 ) -> Edge:
     """The edge between two stages, on one worker of each."""
     (lower, upper), (worker, following) = stages, workers
-    if worker == following:
-        devices = world.stage_devices[lower], world.stage_devices[upper]
+    if {worker, following} <= {*world.workers}:
+        devices = world.device_of(worker, lower), world.device_of(following, upper)
         return Edge(_within(*devices), _within(*devices[::-1]))
     down, up = links_between(world.placement, lower, worker, following, upper)
-    is_sender = world.worker == worker
+    is_sender = worker in world.workers
     peer = world.peer(following if is_sender else worker)
-    device = world.stage_devices[lower if is_sender else upper]
+    device = world.device_of(worker, lower) if is_sender else world.device_of(following, upper)
     return Edge(
         RemoteChannel(peer, tags[0], links[down], device, dtype_of),
         RemoteChannel(peer, tags[1], links[up], device, dtype_of),

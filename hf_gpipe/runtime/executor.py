@@ -10,14 +10,17 @@ In an asynchronous table the weights of a stage change between its actions: each
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from hf_gpipe.errors import StageError
+from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
+from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.micro_batch import PLAIN_STEP, MicroBatch, StepOptions, on_devices
 from hf_gpipe.runtime.performing import Message, Planned, Step, StepResult, UpdateStage, performed, reading, visiting
 from hf_gpipe.runtime.replicas import Replicas
@@ -27,42 +30,55 @@ from hf_gpipe.runtime.versions import Versions
 from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import LOAD
-from hf_gpipe.schedule.messages import messages
+from hf_gpipe.schedule.messages import in_rows, messages
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.versions import Use, uses
 
-__all__ = ["Executor", "StepResult", "UpdateStage"]
+__all__ = ["Executor", "Row", "StepResult", "UpdateStage"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What runs the row of a worker.
+
+    Attributes:
+        stages: those whose actions may stand in the row, by number.
+        visits: of their weights, for tables with L and D.
+    """
+
+    stages: Mapping[int, Stage]
+    visits: VisitingWeights = field(default_factory=lambda: VisitingWeights({}))
 
 
 class Executor:
     """Runs tables on the stages of this process.
 
     Args:
-        stages: the stages of this process, by number.
+        rows: of this process's workers, by their numbers: one, or where stages are dealt one for each of its devices.
         edges: the edges at the ends of these stages, by stage, its worker and that of the next stage.
-        worker: whose row of a table this process runs.
         replicas: those that these stages have in other processes, if any.
-        visits: of the stages' weights, for tables with L and D.
         head_edges: between these stages and the last one, by stage, its worker and that of the last stage, where the
             head is divided.
+        relays: of `edges.connect_relays`, where stages are dealt.
+        homes: of the weights and gradients of dealt stages.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        rows: Mapping[int, Row],
         edges: Edges,
-        worker: int,
         replicas: Replicas | None = None,
-        visits: VisitingWeights | None = None,
         head_edges: Edges | None = None,
+        relays: Mapping[tuple[int, int, int], Channel] | None = None,
+        homes: Homes | None = None,
     ) -> None:
-        self._stages = stages
-        self._edges, self._head_edges = edges, head_edges or {}
+        self._rows, self._workers = rows, {*rows}
+        self._edges, self._head_edges, self._relays = edges, head_edges or {}, relays or {}
         self._every_edge = (*edges.values(), *self._head_edges.values())
-        self._replicas = replicas
-        self._worker = worker
-        self._visits = VisitingWeights({}) if visits is None else visits
-        self._devices = {stage.device for stage in stages.values()}
+        self._channels = (*(way for edge in self._every_edge for way in (edge.down, edge.up)), *self._relays.values())
+        self._replicas, self._homes = replicas, homes
+        self._every_stage = [stage for row in rows.values() for stage in row.stages.values()]
+        self._devices = {stage.device for stage in self._every_stage}
         self._table: Schedule | None = None
         self._planned: list[Planned] = []
         #: Of each stage, while the table is asynchronous.
@@ -100,19 +116,19 @@ class Executor:
                 one process can run the next step after it; one of several cannot.
             HfGpipeError: a step failed before, in a pipeline of several processes.
         """
-        for edge in self._every_edge:
-            edge.check()
-        for stage in self._stages.values():
+        for channel in self._channels:
+            channel.check()
+        for stage in self._every_stage:
             if stage.head is not None:
                 stage.head.begin(options)
         result = StepResult()
         # Those of other replicas stay on the host.
-        own = [micro_batches[index] for index in schedule.micro_batches_of(self._worker)]
-        shares = on_devices(own, self._devices)
-        actions = schedule.actions[self._worker]
+        indices = {index for worker in self._rows for index in schedule.micro_batches_of(worker)}
+        shares = on_devices([micro_batches[index] for index in sorted(indices)], self._devices)
         self.prepare(schedule)
         if self._replicas is not None and any(kind.takes_gradient for kind in schedule.kinds):
             self._replicas.check(schedule, len(micro_batches))
+        actions = [planned.action for planned in self._planned]
         for versions in self._versions.values():
             versions.begin()
         timer = Timer(self._devices) if is_measured else None
@@ -129,7 +145,7 @@ class Executor:
             update,
             update_stage,
             timer,
-            self._visits,
+            self._collect,
         )
         action = None
         # The clock of a worker. Each action of its row has three phases, between four marks; what an action waits for
@@ -172,7 +188,7 @@ class Executor:
             self._reset()
             where = f"stage {action.stage}, action {action}" if action is not None else "before the first action"
             row = row_around(actions, action) if action is not None else ""
-            raise StageError(f"process {self._worker}, {where}: {type(error).__name__}: {error}{row}") from error
+            raise StageError(f"process {min(self._rows)}, {where}: {type(error).__name__}: {error}{row}") from error
         for versions in self._versions.values():
             versions.end()
         result.stash_bytes = sum(versions.most_bytes for versions in self._versions.values())
@@ -190,18 +206,29 @@ class Executor:
         """Before the update: wait until everything was computed and sent, then call `reduce`."""
         self._flush()
         mini_batches = [one.mini_batch for one in micro_batches]
-        for number, stage in sorted(self._stages.items()):
-            stage.end_step(mini_batches, None if self._replicas is None else partial(self._replicas.total, number))
-        self._visits.finish()
+        for row in self._rows.values():
+            for number, stage in sorted(row.stages.items()):
+                stage.end_step(mini_batches, None if self._replicas is None else partial(self._replicas.total, number))
+        self._collect()
         if timer is not None:
             timer.synchronize()
         if reduce is not None:
             reduce(result)
 
-    def _is_read(self, source: Action, consumer: Action) -> bool:
-        """Whether a message is sent: gradients that no earlier stage needs are not."""
+    def _collect(self) -> None:
+        """Wait until the gradients of weights that visit are on the host, and of dealt stages those of all workers."""
+        for row in self._rows.values():
+            row.visits.finish()
+        if self._homes is not None:
+            self._homes.collect()
+
+    def _is_read(self, schedule: Schedule, source: Action, consumer: Action) -> bool:
+        """Whether a message is sent: gradients that no earlier stage needs are not; nor is that a visit is over, which
+        a process knows of its own workers."""
+        if source.kind.is_of_visit:
+            return not {schedule.worker_of(source), schedule.worker_of(consumer)} <= self._workers
         if source.kind.takes_gradient:
-            return any(self._stages[consumer.stage].trainable_outputs.values())
+            return any(self._rows[schedule.worker_of(consumer)].stages[consumer.stage].trainable_outputs.values())
         return True
 
     def prepare(self, schedule: Schedule) -> None:
@@ -213,44 +240,56 @@ class Executor:
             return
         expected = defaultdict(list)
         for message in messages(schedule):
-            if message.receiver == self._worker and self._is_read(message.source, message.consumer):
-                expected[message.before].append(self._message(schedule, message.source, message.consumer))
-        for number in {number for number, _ in schedule.split} & self._stages.keys():
-            self._stages[number].model.defer_weight_gradients()
+            if message.receiver in self._workers and message.sender not in self._workers:
+                if self._is_read(schedule, message.source, message.consumer):
+                    one = self._message(schedule, message.source, message.consumer)
+                    expected[message.receiver, message.before].append(one)
         self._planned = []
         self._versions = {}
-        read: Sequence[Use | None] = [None] * len(schedule.actions[self._worker])
-        if schedule.is_asynchronous:
-            read = uses(schedule, self._worker)
-            self._versions = {n: Versions(stage.model.parameters.values()) for n, stage in self._stages.items()}
-        actions = schedule.actions[self._worker]
-        last = last_backwards(actions)
+        read: dict[int, Sequence[Use | None]] = {}
+        for worker, row in self._rows.items():
+            for number in {number for number, _ in schedule.split} & row.stages.keys():
+                row.stages[number].model.defer_weight_gradients()
+            if schedule.is_asynchronous:
+                read[worker] = uses(schedule, worker)
+                self._versions = {n: Versions(stage.model.parameters.values()) for n, stage in row.stages.items()}
+        actions = in_rows(schedule, self._workers)
+        # Other workers add to the gradients of a dealt stage.
+        last = frozenset() if schedule.placement.is_dealt else last_backwards([action for _, action in actions])
         if not schedule.is_asynchronous:
-            last |= {*[one for one in actions if one.kind.changes_weights][-1:]}
-        for place, (action, use) in enumerate(zip(actions, read, strict=True)):
-            stage, (run, wait) = self._stages[action.stage], performed(action.kind)
+            last |= {*[one for _, one in actions if one.kind.changes_weights][-1:]}
+        places: Counter[int] = Counter()
+        for worker, action in actions:
+            place = places[worker]
+            places[worker] += 1
+            use = read[worker][place] if worker in read else None
+            row = self._rows[worker]
+            stage, (run, wait) = row.stages[action.stage], performed(action.kind)
             if LOAD in schedule.kinds and action.micro_batch is not None:
                 run = visiting(run)
             planned = Planned(
                 action=action,
                 index=-1 if action.micro_batch is None else action.micro_batch,
                 stage=stage,
+                visits=row.visits,
                 device=stage.device,
                 run=run if use is None or not action.kind.reads_weights else reading(run),
                 wait=wait,
-                expected=tuple(expected[place]),
+                expected=tuple(expected[worker, place]),
                 received=tuple(
                     self._message(schedule, source, action)
                     for source in schedule.sources(action)
-                    if self._is_read(source, action)
+                    if self._is_read(schedule, source, action)
                 ),
                 sent=tuple(
                     self._message(schedule, action, other)
                     for other in schedule.consumers(action)
                     if not action.kind.takes_gradient or any(stage.trainable_inputs.values())
+                    if not action.kind.is_of_visit or self._is_read(schedule, action, other)
                 ),
                 use=use,
                 is_last=action in last,
+                is_moving=schedule.is_moving(action),
             )
             self._planned.append(planned)
         self._table = schedule
@@ -258,9 +297,14 @@ class Executor:
     def _message(self, schedule: Schedule, source: Action, consumer: Action) -> Message:
         """The message of an action to another one, between the workers in whose rows they stand."""
         sender, receiver = schedule.worker_of(source), schedule.worker_of(consumer)
+        is_sender = sender in self._workers
+        if source.kind.is_of_visit:
+            relay = self._relays[source.stage, sender, receiver]
+            return Message(relay, (_index(consumer), 0), lambda _: {"done": (1,)})
         key = _index(source), source.kind.turn
+        stages = self._rows[sender if is_sender else receiver].stages
         if source.kind.turn or consumer.kind.turn:
-            head = self._stages[source.stage if sender == self._worker else consumer.stage].head
+            head = stages[source.stage if is_sender else consumer.stage].head
             assert head is not None, "the stage has no part of the head"
             if source.stage < consumer.stage:
                 return Message(self._head_edges[source.stage, sender, receiver].down, key, partial(head.shapes, source))
@@ -269,32 +313,27 @@ class Executor:
         lower, upper = sorted((source.stage, consumer.stage))
         if source.kind.takes_gradient:
             channel = self._edges[lower, receiver, sender].up
-            shapes = (
-                self._stages[upper].input_gradient_shapes
-                if sender == self._worker
-                else self._stages[lower].output_gradient_shapes
-            )
+            shapes = stages[upper].input_gradient_shapes if is_sender else stages[lower].output_gradient_shapes
         else:
             channel = self._edges[lower, sender, receiver].down
-            shapes = self._stages[lower].output_shapes if sender == self._worker else self._stages[upper].input_shapes
+            shapes = stages[lower].output_shapes if is_sender else stages[upper].input_shapes
         return Message(channel, key, shapes)
 
     def _flush(self) -> None:
         """Wait until all messages have been sent."""
-        for edge in self._every_edge:
-            edge.down.flush()
-            edge.up.flush()
+        for channel in self._channels:
+            channel.flush()
 
     def _reset(self) -> None:
         """Drop the micro-batches and messages of a failed step, so that the next one does not get them."""
         for versions in self._versions.values():
             versions.end()
-        for stage in self._stages.values():
-            stage.reset()
-        self._visits.reset()
-        for edge in self._every_edge:
-            edge.down.reset()
-            edge.up.reset()
+        for row in self._rows.values():
+            for stage in row.stages.values():
+                stage.reset()
+            row.visits.reset()
+        for channel in self._channels:
+            channel.reset()
 
 
 def last_backwards(actions: Sequence[Action]) -> frozenset[Action]:

@@ -102,7 +102,7 @@ class Generator:
         stages: the stages of this process, by number.
         edges: the edges at the ends of these stages, by stage, its worker and that of the next stage.
         world: the processes.
-        visits: of the stages' weights.
+        visits: of the weights of each stage of this process.
         heads: the parts of the head that these stages have, where it is divided over all.
     """
 
@@ -113,7 +113,7 @@ class Generator:
         stages: Mapping[int, StageModel],
         edges: Edges,
         world: World,
-        visits: VisitingWeights,
+        visits: Mapping[int, VisitingWeights],
         heads: Mapping[int, HeadPart],
     ) -> None:
         check_generates(adapter)
@@ -229,7 +229,7 @@ class Generator:
         hidden = self._from_last("decoder", hidden)
         logits = torch.zeros(num_rows, 1, head.size, device=self.device)
         for stage, part in self._heads.items():
-            if self._worker_of(stage) == self._world.worker:
+            if self._worker_of(stage) in self._world.workers:
                 logits += part.logits(hidden, inputs).float()
         if self._group is None:
             return self._world.all_reduce(logits)
@@ -256,7 +256,7 @@ class Generator:
             edge.check()
         outputs: dict[str, torch.Tensor] = {}
         for number, stage in self._stages.items():
-            if not stage.runs(stack) or self._worker_of(number) != self._world.worker:
+            if not stage.runs(stack) or self._worker_of(number) not in self._world.workers:
                 continue
             given = {n: v.to(stage.device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
             if cache is not None:
@@ -267,7 +267,7 @@ class Generator:
                     channel = self._channel(number - 1)
                     channel.expect(self._number, self._shapes(stage.start, inputs))
                     carry = channel.receive(self._number)
-                with self._visits.visit(number):
+                with self._visits[number].visit(number):
                     outputs = stage(given, carry)
                 if number < self._last[stack]:
                     self._channel(number).send(self._number, outputs, self._shapes(stage.stop, inputs))

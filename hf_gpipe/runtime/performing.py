@@ -48,8 +48,10 @@ class StepResult:
 
     @property
     def loss(self) -> torch.Tensor | None:
-        """The sum of the micro-batches' losses; None in processes without the last stage."""
+        """The sum of the micro-batches' losses; None in processes without the last stage. Where that is dealt, several
+        devices may have some of them."""
         losses = [one["loss"] for one in self.outputs.values()]
+        losses = [one.to(losses[0].device, non_blocking=True) for one in losses]
         return sum(losses[1:], losses[0]) if losses else None
 
 
@@ -80,8 +82,8 @@ class Step:
     update: Callable[[], None] | None
     update_stage: UpdateStage | None
     timer: Timer | None
-    visits: VisitingWeights
-    """Of the stages' weights, in a table with L and D."""
+    collect: Callable[[], None]
+    """Waits until gradients of visiting weights are on the host, of dealt stages those of all workers."""
     is_updating: bool = False
     """Whether `update` runs, whose errors are the caller's own."""
 
@@ -106,6 +108,8 @@ class Planned:
     index: int
     """Number of the micro-batch; -1 for an action that concerns a step."""
     stage: Stage
+    visits: VisitingWeights
+    """Of the weights of the worker's stages, in a table with L and D."""
     device: torch.device
     run: Run
     wait: Callable[[Step, Planned], None] | None
@@ -119,17 +123,24 @@ class Planned:
     """The version of the weights that it reads or replaces; None of a reduction, and in a synchronous table."""
     is_last: bool
     """Of an update: whether it is the process's last one. Of a B or W: whether its stage's G can begin in it."""
+    is_moving: bool
+    """Whether forward and backward of its micro-batch are on different workers, where the stage is dealt."""
 
 
 def _forward(step: Step, planned: Planned, received: Tensors) -> Tensors:
     context = Context(step.shares[planned.device][planned.index], received, step.options)
     if step.schedule.is_training:
         keep_graph = step.schedule.keeps_graph(planned.action.stage, planned.index)
-        return planned.stage.forward(context, keep_graph=keep_graph)
+        message = planned.stage.forward(context, keep_graph=keep_graph)
+        if planned.is_moving:
+            planned.stage.give(planned.index)
+        return message
     return planned.stage.evaluate(context)
 
 
 def _recompute(step: Step, planned: Planned, received: Tensors) -> Tensors:
+    if planned.is_moving:
+        planned.stage.take(Context(step.shares[planned.device][planned.index], received, step.options))
     planned.stage.recompute(planned.index)
     return {}
 
@@ -171,6 +182,11 @@ def _logits_gradient(step: Step, planned: Planned, received: Tensors) -> Tensors
     return head.add_gradient(context)
 
 
+def _await_gradients(step: Step, planned: Planned) -> None:
+    if step.schedule.placement.is_dealt:
+        step.collect()
+
+
 def _reduce(step: Step, planned: Planned, received: Tensors) -> Tensors:
     assert step.replicas is not None, "the stage has no replicas"
     step.replicas.start(planned.action.stage)
@@ -200,20 +216,23 @@ def _update(step: Step, planned: Planned, received: Tensors) -> Tensors:
 
 
 def _load(step: Step, planned: Planned, received: Tensors) -> Tensors:
-    step.visits.load(planned.action.stage)
+    planned.visits.load(planned.action.stage)
     return {}
 
 
 def _drop(step: Step, planned: Planned, received: Tensors) -> Tensors:
-    step.visits.drop(planned.action.stage)
-    return {}
+    planned.visits.drop(planned.action.stage)
+    if not planned.sent:
+        return {}
+    planned.visits.wait_for_gradients()
+    return {"done": torch.ones(1, dtype=torch.uint8)}
 
 
 def visiting(run: Run) -> Run:
     """The same in a visit of the stage's weights, in a table with L and D."""
 
     def run_in_visit(step: Step, planned: Planned, received: Tensors) -> Tensors:
-        step.visits.enter(planned.action.stage)
+        planned.visits.enter(planned.action.stage, adds_gradients=planned.action.kind.completes_micro_batch)
         return run(step, planned, received)
 
     return run_in_visit
@@ -239,7 +258,7 @@ PERFORMED: dict[str, Performed] = {
     kinds.WEIGHT: Performed(_weight),
     kinds.LOGITS: Performed(_logits),
     kinds.LOGITS_GRADIENT: Performed(_logits_gradient),
-    kinds.REDUCE: Performed(_reduce),
+    kinds.REDUCE: Performed(_reduce, _await_gradients),
     kinds.UPDATE: Performed(_update, _await_update),
     kinds.LOAD: Performed(_load),
     kinds.DROP: Performed(_drop),

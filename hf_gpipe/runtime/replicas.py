@@ -137,7 +137,8 @@ class Replicas:
         for workers in world.placement.groups:
             ranks = tuple(map(world.peer, workers))
             on_cpu = world.new_group(ranks, torch.device("cpu"))
-            on_cuda = world.device.type == "cuda"
+            # Gradients of dealt stages are on the host.
+            on_cuda = world.device.type == "cuda" and not world.placement.is_dealt
             groups[workers] = world.new_group(ranks, world.device) if on_cuda else on_cpu, on_cpu
         self._world, self._models = world, models
         self._share_statistics()

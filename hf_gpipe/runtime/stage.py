@@ -126,6 +126,14 @@ class Stage:
             context if inputs is micro_batch.inputs else replace(context, micro_batch=micro_batch.with_inputs(inputs))
         )
 
+    def take(self, context: Context) -> None:
+        """Take a micro-batch whose forward ran elsewhere: R comes next."""
+        self._live[context.micro_batch.index] = _Live(self._computed_once(context))
+
+    def give(self, micro_batch: int) -> None:
+        """Drop a micro-batch after its forward, for its backward runs elsewhere."""
+        del self._live[micro_batch]
+
     def _hand_to_head(self, context: Context, results: Tensors) -> None:
         """Of the last stage: keep what its part of the head reads."""
         if self.head is not None and self.head.is_at_end:

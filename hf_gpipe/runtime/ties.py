@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision
+from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.world import World
 
 
@@ -59,10 +60,12 @@ class Ties:
     Args:
         models: the stages of this process, by number.
         world: the processes.
+        homes: of dealt stages, where a tied parameter has one home and no copies; else None.
     """
 
-    def __init__(self, models: Mapping[int, StageModel], world: World) -> None:
-        self._local_ties = [_LocalTie(*pair) for pair in share_within_process(models)]
+    def __init__(self, models: Mapping[int, StageModel], world: World, homes: Homes | None = None) -> None:
+        self._homes = homes
+        self._local_ties = [] if homes else [_LocalTie(*pair) for pair in share_within_process(models)]
         self._rank = world.rank
         self._holds_values = self._copies_are_fresh = False
         mine = {
@@ -90,7 +93,7 @@ class Ties:
         groups: dict[tuple[tuple[int, str], ...], dist.ProcessGroup] = {}
         for name in sorted(holders):
             lowest = {process: stage for stage in reversed(holders[name]) for process in replicas[stage]}
-            if len(holders[name]) == 1 or len(lowest) == 1:
+            if len(holders[name]) == 1 or len(lowest) == 1 or homes is not None:
                 continue
             self.names.add(name)
             # NCCL has a communicator for each group and device. With one device of a process in a group, all its
@@ -108,6 +111,11 @@ class Ties:
                 if of_stages and isinstance(division, HeadDivision):
                     of_all = tuple(one for (one,) in division.cut.parts)
                 self._ties.append(_Tie(parameter, owners, groups[places], of_all, own_run))
+
+    def begin(self) -> None:
+        """Before a step of training: gradients of earlier steps go where those of this one are added."""
+        if self._homes is not None:
+            self._homes.begin()
 
     def leave_out(self, parameters: Set[torch.nn.Parameter]) -> None:
         """Take out parameters that never change: their copies stay right. Every process must call it alike."""
@@ -148,6 +156,8 @@ class Ties:
         if self._holds_values and self._copies_are_fresh:
             return
         self._copies_are_fresh = True
+        if self._homes is not None:
+            self._homes.meet()
         for tie in self._ties:
             for piece in tie.pieces(tie.parameter.data):
                 dist.broadcast(piece, src=tie.owners[0], group=tie.group)

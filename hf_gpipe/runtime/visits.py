@@ -22,6 +22,7 @@ from torch import nn
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.pipeline import Visitors
+from hf_gpipe.runtime.homes import Homes
 
 #: Each weight of a buffer begins at a multiple of it, as memory that CUDA hands out.
 _ALIGNMENT = 512
@@ -46,13 +47,17 @@ class _Loaded:
     weights: dict[nn.Parameter, torch.Tensor]
     """The same in the buffer."""
     earlier: dict[nn.Parameter, torch.Tensor]
-    """On CUDA, gradients that were on the host before."""
+    """On CUDA, and of a dealt stage, gradients that were on the host before."""
     is_copied: torch.cuda.Event | None
     """On CUDA, when all have come; None once the device waits for them."""
+    adds_gradients: bool = False
+    """Of a dealt stage, whether the gradients of its earlier visits have come."""
 
 
-def leave_on_host(model: StageModel, visitors: Visitors) -> None:
+def leave_on_host(model: StageModel, visitors: Visitors, *, is_shared: bool = False) -> None:
     """Move the weights of a stage that visit to the host, where they stay between visits; call it after assembly.
+
+    Those of dealt stages, which workers share, are then moved to their homes (`hf_gpipe.runtime.homes`).
 
     Raises UserError for weights that bitsandbytes has quantised to 8 bits, whose layers keep memory of their own.
     """
@@ -62,10 +67,10 @@ def leave_on_host(model: StageModel, visitors: Visitors) -> None:
                 "offload_weights is given and the model is in 8 bits, whose layers keep the device's memory; quantise "
                 "to 4 bits, or leave offload_weights out"
             )
-        if model.device.type == "cpu" and parameter.requires_grad:
+        if model.device.type == "cpu" and not is_shared and parameter.requires_grad:
             # It changes, and must not depend on a file that may be replaced.
             parameter.data = parameter.data.clone()
-    if model.device.type != "cpu":
+    if model.device.type != "cpu" and not is_shared:
         visiting = list(_visiting(model, visitors))
         for parameter, home in zip(visiting, _pinned([one.data for one in visiting]), strict=True):
             parameter.data = home.copy_(parameter.data)
@@ -77,14 +82,23 @@ class VisitingWeights:
     Args:
         models: these stages, by number, after `leave_on_host`.
         visitors: as there.
+        homes: of dealt stages, all of whose weights visit; None: the stages are this process's own.
 
     Attributes:
         hosted_bytes: of these weights, of each stage.
         parameters: all that visit.
     """
 
-    def __init__(self, models: Mapping[int, StageModel], visitors: Visitors = "frozen") -> None:
-        self._visiting = {stage: _visiting(model, visitors) for stage, model in models.items()}
+    def __init__(
+        self, models: Mapping[int, StageModel], visitors: Visitors = "frozen", homes: Homes | None = None
+    ) -> None:
+        if homes is None:
+            self._visiting = {stage: _visiting(model, visitors) for stage, model in models.items()}
+        else:
+            self._visiting = {stage: _parameters(model) for stage, model in models.items()}
+        self._homes = homes
+        #: Of dealt stages.
+        self._gradients = {} if homes is None else {n: homes.gradients(n, model) for n, model in models.items()}
         self._devices = {stage: model.device for stage, model in models.items()}
         self.hosted_bytes = {stage: sum(_aligned(p.nbytes) for p in own) for stage, own in self._visiting.items()}
         counts: defaultdict[nn.Parameter, int] = defaultdict(int)
@@ -120,18 +134,28 @@ class VisitingWeights:
             with torch.cuda.stream(stream):
                 _copy(weights, homes)
                 is_copied = stream.record_event()
+        else:
+            _copy(weights, homes)
+        if buffer.is_free is not None or self._homes is not None:
             for parameter in homes:
                 if parameter.grad is not None:
                     earlier[parameter], parameter.grad = parameter.grad, None
-        else:
-            _copy(weights, homes)
         for parameter, weight in weights.items():
             parameter.data = weight
         self._there[stage] = _Loaded(buffer, homes, weights, earlier, is_copied)
 
-    def enter(self, stage: int) -> None:
-        """Before each action of a stage that is there: its device waits for the weights, once."""
+    def enter(self, stage: int, *, adds_gradients: bool = False) -> None:
+        """Before each action of a stage that is there: its device waits for the weights, once.
+
+        Args:
+            stage: its number.
+            adds_gradients: whether the action adds to the gradients of the weights, so that those of earlier visits
+                must be there.
+        """
         loaded = self._there[stage]
+        if adds_gradients and not loaded.adds_gradients and self._homes is not None:
+            loaded.adds_gradients = True
+            self._fetch_gradients(stage)
         if loaded.is_copied is not None:
             torch.cuda.current_stream(self._devices[stage]).wait_event(loaded.is_copied)
             loaded.is_copied = None
@@ -144,7 +168,9 @@ class VisitingWeights:
         Their gradients begin their way to the host; on the CPU they are there.
         """
         device, loaded = self._devices[stage], self._there.pop(stage)
-        if device.type == "cuda":
+        if self._homes is not None:
+            self._give_gradients(stage, loaded)
+        elif device.type == "cuda":
             gradients = {p: p.grad for p in loaded.homes if p.grad is not None}
             computed = torch.cuda.current_stream(device).record_event()
             loaded.buffer.is_free = computed
@@ -166,11 +192,63 @@ class VisitingWeights:
                 parameter.data = home
         self._free[device].append(loaded.buffer)
 
-    def finish(self) -> None:
-        """Wait until the gradients of a step are on the host, and add those that were there before."""
+    def _fetch_gradients(self, stage: int) -> None:
+        """Bring the gradients of a dealt stage's earlier visits to its device; on the CPU they are added to at home."""
+        device, homes = self._devices[stage], self._gradients[stage]
+        there = {parameter: home.value for parameter, home in homes.items() if home.is_there}
+        if device.type != "cuda":
+            for parameter, value in there.items():
+                parameter.grad = value
+        elif there:
+            stream = self._stream(device, "in")
+            assert self._homes is not None, "the stage is dealt"
+            if (given := self._homes.given.get(stage)) is not None:
+                stream.wait_event(given)
+            for parameter, value in there.items():
+                parameter.grad = torch.empty_like(value, device=device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for parameter, value in there.items():
+                    assert parameter.grad is not None
+                    parameter.grad.copy_(value, non_blocking=True)
+                    parameter.grad.record_stream(stream)
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    def _give_gradients(self, stage: int, loaded: _Loaded) -> None:
+        """At the end of a dealt stage's visit: its gradients go to their homes."""
+        device, homes = self._devices[stage], self._gradients[stage]
+        gradients = {p: home for p, home in homes.items() if p.grad is not None}
+        if device.type == "cuda":
+            computed = torch.cuda.current_stream(device).record_event()
+            loaded.buffer.is_free = computed
+            if gradients:
+                stream = self._stream(device, "out")
+                stream.wait_event(computed)
+                with torch.cuda.stream(stream):
+                    for parameter, home in gradients.items():
+                        assert parameter.grad is not None
+                        home.value.copy_(parameter.grad, non_blocking=True)
+                        parameter.grad.record_stream(stream)
+                assert self._homes is not None, "the stage is dealt"
+                self._homes.given[stage] = stream.record_event()
+        for parameter, home in gradients.items():
+            if device.type != "cuda" and parameter.grad.data_ptr() != home.value.data_ptr():  # type: ignore[union-attr]
+                home.value.copy_(parameter.grad)
+            home.is_there.fill_(1)
+        for parameter, home_weight in loaded.homes.items():
+            parameter.grad = None
+            parameter.data = home_weight
+            parameter.grad = loaded.earlier.get(parameter)
+
+    def wait_for_gradients(self) -> None:
+        """Wait until the gradients of the visits that are over are on the host."""
         for (_, way), stream in self._streams.items():
             if way == "out":
                 stream.synchronize()
+
+    def finish(self) -> None:
+        """Wait until the gradients of a step are on the host, and add those that were there before."""
+        self.wait_for_gradients()
         for parameter, gradient in self._added:
             assert parameter.grad is not None, "it has come"
             parameter.grad += gradient

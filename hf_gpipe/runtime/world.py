@@ -132,6 +132,8 @@ class World:
                 f"({', '.join(device.name for device in several[0].devices)}); give each process one device, and start "
                 "more processes"
             )
+        if placement.is_dealt:
+            return self._dealt(placement)
         names: dict[tuple[int, int], str] = {}
         for worker in range(placement.num_processes):
             stages, (rank, *_) = placement.stages_of(worker), placement.ranks_of(worker)
@@ -146,6 +148,40 @@ class World:
             placement = replace(placement, devices=tuple(names[place] for place in placement.places))
         return replace(self, stages_placed=placement)
 
+    def _dealt(self, placement: Placement) -> Self:
+        """The world of a pipeline whose stages are dealt to its devices: of a process with several, each is a worker.
+
+        Raises:
+            UserError: the processes of a pipeline are on several machines, or have different numbers of devices.
+        """
+        counts = {max(1, len(rank.devices)) for rank in self.ranks}
+        if len(counts) > 1:
+            raise UserError(
+                f"stages are dealt to processes with {' and '.join(map(str, sorted(counts)))} devices; give each "
+                "process as many"
+            )
+        (each,) = counts
+        if each > 1:
+            own = [[worker * each for worker in workers] for workers in placement.workers]
+            # The stages of a process are updated in turn by its devices' workers.
+            turns = [sum(earlier == workers for earlier in own[:stage]) % each for stage, workers in enumerate(own)]
+            spread = [[first + turn for first in workers] for workers, turn in zip(own, turns, strict=True)]
+            if {worker for workers in spread for worker in workers} != set(range(each * placement.num_processes)):
+                raise UserError(
+                    f"{placement.num_stages} stages are dealt to {each} devices of each of {placement.num_processes} "
+                    "processes, and each updates one at least; give more stages, or fewer devices"
+                )
+            devices = [device.name for rank in self.ranks for device in rank.devices]
+            placement = Placement(spread, devices, is_dealt=True, workers_per_rank=each)
+        for crew in placement.crews:
+            hosts = {self.hosts[rank] for worker in crew for rank in placement.ranks_of(worker)}
+            if len(hosts) > 1:
+                raise UserError(
+                    f"the stages of a pipeline are dealt to processes on {' and '.join(sorted(hosts))}, which share no "
+                    "memory; use replicas, one for each machine, or another schedule, such as breadth_first"
+                )
+        return replace(self, stages_placed=placement)
+
     @property
     def placement(self) -> Placement:
         """The workers of each stage, and its devices where a process has several."""
@@ -156,6 +192,16 @@ class World:
     def worker(self) -> int:
         """The worker that this process belongs to: it runs the worker's row of a table."""
         return self.placement.worker_with(self.rank)
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """The workers whose rows this process runs: `worker`, and where stages are dealt one for each device."""
+        return self.placement.workers_with(self.rank)
+
+    def device_of(self, worker: int, stage: int) -> torch.device:
+        """The device on which one of this process's workers runs a stage."""
+        name = self.placement.device_of(stage, worker)
+        return self.device if name is None else torch.device(name)
 
     def peer(self, worker: int) -> int:
         """The rank that stands for this one in another worker: their messages go there."""
@@ -173,13 +219,13 @@ class World:
     @cached_property
     def local_stages(self) -> tuple[int, ...]:
         """The stages of this process, ascending."""
-        return tuple(self.placement.stages_of(self.worker))
+        return tuple(sorted(stage for worker in self.workers for stage in self.placement.stages_of(worker)))
 
     @cached_property
     def stage_devices(self) -> Mapping[int, torch.device]:
         """The device of each of this process's stages."""
-        names = {stage: self.placement.device_of(stage, self.worker) for stage in self.local_stages}
-        return {stage: self.device if name is None else torch.device(name) for stage, name in names.items()}
+        owners = {stage: worker for worker in self.workers for stage in self.placement.stages_of(worker)}
+        return {stage: self.device_of(owners[stage], stage) for stage in self.local_stages}
 
     def leader_of(self, stage: int) -> int:
         """The first process of the stage's first replica: it writes the stage's files."""
@@ -191,7 +237,7 @@ class World:
 
     def is_in_first_replica(self, stage: int) -> bool:
         """Whether this process has the stage's first replica, or a part of it: its parameters count once."""
-        return self.placement.workers[stage][0] == self.worker
+        return self.placement.workers[stage][0] in self.workers
 
     # ------------------------------------------------------------------ roles
 

@@ -8,6 +8,7 @@ from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, LONGEST_WINDOW
 from hf_gpipe.schedule.breakdown import Breakdown, Parts, breakdown
 from hf_gpipe.schedule.builders import (
+    DEALT,
     DIVIDED_HEAD,
     IN_TURN,
     RECOMPUTE_MODES,
@@ -29,6 +30,7 @@ from hf_gpipe.schedule.versions import num_stashes, staleness
 
 __all__ = [
     "ASYNCHRONOUS_SCHEDULES",
+    "DEALT",
     "DIVIDED_HEAD",
     "IN_TURN",
     "LONGEST_WINDOW",

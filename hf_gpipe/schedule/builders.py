@@ -24,9 +24,10 @@ from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, asynchronous
 from hf_gpipe.schedule.breadth_first import breadth_first_orders
 from hf_gpipe.schedule.file import TABLE_SUFFIX
 from hf_gpipe.schedule.interleaved import interleaved_orders
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, LOGITS, LOGITS_GRADIENT, REDUCE, UPDATE
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, LOGITS, LOGITS_GRADIENT, RECOMPUTE, REDUCE, UPDATE
 from hf_gpipe.schedule.placement import Placement, replicas_of
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
+from hf_gpipe.schedule.round_robin import Deal, deal_of, round_robin_orders
 from hf_gpipe.schedule.table import MOST_ACTIONS, Schedule
 from hf_gpipe.schedule.validate import check_table
 from hf_gpipe.schedule.zero_bubble import forwards_ahead, v_half, whole_backwards, zb_h1, zb_h2, zb_v
@@ -204,6 +205,34 @@ def breadth_first(num_stages: int, num_micro_batches: int, placement: Placement,
     return merge_with_recomputations(orders, placement, fused_last(limits))
 
 
+def round_robin(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """Slots of forwards and backwards that are dealt to the processes in turn, whatever their stages, whose weights
+    visit (RoundPipe, arXiv 2604.27085): see `hf_gpipe.schedule.round_robin`.
+
+    Here all stages are equal, so three of them have their forwards in one slot. With S slots in a round and P processes
+    the bubble is about (P-1) / (S M / P + P-1), if the slots of all rounds are a multiple of P.
+
+    K = 4, M = 2, on two processes, with L and D left out:
+
+        process 0  0F0 1F0 2F0 0F1 1F1 2F1 2R0 2B0 --- 2R1 2B1 --- ... 0R0 0B0 --- 0R1 0B1 ---
+        process 1  ... ... ... 3F0 3B0 --- 3F1 3B1 --- ... 1R0 1B0 --- 1R1 1B1 --- ... ... ...
+    """
+    deal = _deal_of_equal_stages(num_stages, num_micro_batches, placement)
+    if None in limits[: deal.together.start]:
+        raise ScheduleError(
+            "schedule 'round_robin' recomputes, for the backward of a stage is on another worker than its forward; let "
+            "recompute be stage."
+        )
+    return round_robin_orders(placement, num_micro_batches, deal)
+
+
+def _deal_of_equal_stages(num_stages: int, num_micro_batches: int, placement: Placement) -> Deal:
+    size = len(placement.crew_of(0))
+    count = -(-num_micro_batches // len(placement.crews)) if placement.is_dealt else num_micro_batches
+    forward, recompute, backward = ([kind.ticks] * num_stages for kind in (FORWARD, RECOMPUTE, BACKWARD))
+    return deal_of(forward, recompute, backward, size, count)
+
+
 def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """Evaluation: forwards only, no update. `recompute` has nothing to act on.
 
@@ -302,6 +331,9 @@ DIVIDED_HEAD = ("vocab_1f1b", "vocab_gpipe")
 IN_TURN = ("interleaved_1f1b", "breadth_first")
 """Those whose stages are assigned to the processes in turn."""
 
+DEALT = ("round_robin",)
+"""Those whose stages are dealt: their weights are in memory that the processes share, and visit."""
+
 #: The synchronous ones. `hf_gpipe.schedule.asynchronous` has the others.
 SCHEDULES: dict[str, Builder] = {
     "naive": naive,
@@ -310,6 +342,7 @@ SCHEDULES: dict[str, Builder] = {
     "1f1b": one_forward_one_backward,
     "interleaved_1f1b": interleaved_1f1b,
     "breadth_first": breadth_first,
+    "round_robin": round_robin,
     **SPLIT_SCHEDULES,
     "vocab_gpipe": vocab_gpipe,
     "vocab_1f1b": vocab_1f1b,
@@ -320,7 +353,7 @@ SCHEDULES: dict[str, Builder] = {
 
 def placement_for(name: str, num_stages: int, num_processes: int, replicas: int | Sequence[int] = 1) -> Placement:
     """The placement of a schedule's stages: assigned in turn for interleaved_1f1b and breadth_first, in the
-    shape of a V for zb_v and v_half, consecutive for every other.
+    shape of a V for zb_v and v_half, dealt for round_robin, consecutive for every other.
 
     Args:
         name: one of `SCHEDULES` or `ASYNCHRONOUS_SCHEDULES`.
@@ -348,6 +381,7 @@ def placement_for(name: str, num_stages: int, num_processes: int, replicas: int 
             "has processes of its own, and as many as the others; use a multiple of replicas."
         )
     places = {**dict.fromkeys(IN_TURN, Placement.interleaved), **dict.fromkeys(V_SHAPED, Placement.v_shaped)}
+    places |= dict.fromkeys(DEALT, Placement.dealt)
     place = places.get(name, Placement.spread)
     return place(num_stages, num_processes // counts[0]).replicated(counts[0])
 
@@ -404,10 +438,15 @@ def build(
             f"schedule {name!r}: num_stages is {num_stages} and num_micro_batches is {num_micro_batches}; a table has "
             f"at most {MOST_ACTIONS} actions, and these are more: let one of the numbers be smaller."
         )
-    placement = placement or Placement.one_stage_each(num_stages, 1 if replicas is None else replicas)
+    if placement is None:
+        one_each = Placement.dealt(num_stages, num_stages) if name in DEALT else None
+        counts = 1 if replicas is None else replicas
+        placement = (
+            Placement.one_stage_each(num_stages, counts) if one_each is None else one_each.replicated(_one(counts))
+        )
     if chunks > 1:
-        if is_asynchronous or name in DIVIDED_HEAD:
-            others = [one for one in SCHEDULES if not one.startswith("vocab")]
+        if is_asynchronous or name in (*DIVIDED_HEAD, *DEALT):
+            others = [one for one in SCHEDULES if not one.startswith("vocab") and one not in DEALT]
             raise ScheduleError(
                 f"schedule {name!r} has no order for rows that are cut into chunks (chunks is {chunks}); use one of "
                 f"{', '.join(others)}, or let chunks be 1."
@@ -473,6 +512,8 @@ def _with_reductions(order: list[Action], process: int, placement: Placement) ->
     order of them.
     """
     last = {action.stage: index for index, action in enumerate(order) if action.kind.completes_micro_batch}
+    if placement.is_dealt:
+        last = {}  # other processes may add to the gradients later
     waiting = [stage for stage in placement.stages_of(process) if placement.replicas[stage] > 1]
     result: list[Action] = []
     for index, action in enumerate(order):
@@ -480,6 +521,14 @@ def _with_reductions(order: list[Action], process: int, placement: Placement) ->
         while waiting and last.get(waiting[-1], len(order)) <= index:
             result.append(Action(REDUCE, waiting.pop()))
     return result + [Action(REDUCE, stage) for stage in reversed(waiting)]
+
+
+def _one(replicas: int | Sequence[int]) -> int:
+    """The number of replicas of all stages. Raises ScheduleError where they differ."""
+    counts = {replicas} if isinstance(replicas, int) else set(replicas)
+    if len(counts) > 1:
+        raise ScheduleError(f"replicas is {list(counts)}: dealt stages have one number of replicas.")
+    return counts.pop()
 
 
 def _check_name(name: str) -> None:

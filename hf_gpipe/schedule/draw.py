@@ -41,36 +41,36 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
     # Sums of floats are a little off: a millionth of a column is none.
     num_columns = math.ceil(timeline.total_seconds / column_seconds - 1e-6) if column_seconds else 0
     placement = timeline.schedule.placement
-    names = [name_in_text(placement, *place) for place in placement.places]
+    names = [name_in_text(placement, *row) for row in placement.rows]
     margin = max(map(len, names)) + 2
-    cell = max((len(_label(span)) for span in busy), default=0)
+    cell = max((len(_label(placement, span)) for span in busy), default=0)
     labelled = margin + num_columns * (cell + 1) - 1 <= width
     if not labelled and num_columns > width - margin:
         num_columns = max(1, width - margin)
         column_seconds = timeline.total_seconds / num_columns
     lines = []
-    for place, name in zip(placement.places, names, strict=True):
-        columns = _columns([span for span in busy if _place(span) == place], num_columns, column_seconds)
+    for row, name in zip(placement.rows, names, strict=True):
+        columns = _columns([span for span in busy if _row(placement, span) == row], num_columns, column_seconds)
         if labelled:
-            row = " ".join(_cell(columns, index, cell) for index in range(num_columns))
+            text = " ".join(_cell(placement, columns, index, cell) for index in range(num_columns))
         else:
-            row = "".join("." if span is None else span.action.kind for span in columns)
-        lines.append(name.ljust(margin) + row)
+            text = "".join("." if span is None else span.action.kind for span in columns)
+        lines.append(name.ljust(margin) + text)
     lines.append(f"total {_seconds(timeline)}, bubble {float(timeline.bubble):.1%}")
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _label(span: Span) -> str:
-    return span.action.label
+def _label(placement: Placement, span: Span) -> str:
+    return str(span.action) if placement.is_dealt else span.action.label
 
 
-def _cell(columns: Sequence[Span | None], index: int, width: int) -> str:
+def _cell(placement: Placement, columns: Sequence[Span | None], index: int, width: int) -> str:
     span = columns[index]
     if span is None:
         return "." * width
     if index > 0 and columns[index - 1] is span:
         return "-" * width
-    return _label(span).ljust(width)
+    return _label(placement, span).ljust(width)
 
 
 def _columns(spans: Sequence[Span], num_columns: int, column_seconds: Seconds) -> list[Span | None]:
@@ -123,7 +123,7 @@ def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    num_rows = [len(timeline.schedule.placement.places) for timeline in timelines]
+    num_rows = [len(timeline.schedule.placement.rows) for timeline in timelines]
     num_slots = max(3 * (t.schedule.num_micro_batches + t.schedule.num_stages) for t in timelines)
     picture = Figure(
         figsize=(min(20.0, max(9.0, 0.21 * num_slots)), 1.0 + sum(0.75 + 0.32 * rows for rows in num_rows)),
@@ -155,19 +155,23 @@ def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
 
 def _draw_panel(panel: Axes, timeline: Timeline, title: str) -> None:
     placement, total = timeline.schedule.placement, float(timeline.total_seconds)
-    for row, place in enumerate(placement.places):
-        stage, process = place
+    for row, (stage, process) in enumerate(placement.rows):
         bottom = row - _BAR_HEIGHT / 2
         # The row is idle until something covers it: pale for the other stages of its process, then its own bars.
         panel.broken_barh([(0, total)], (bottom, _BAR_HEIGHT), facecolor=_IDLE_COLOUR)
         others = [
             span
             for span in timeline.spans
-            if span.process == process and span.action.stage != stage and span.action.kind.resource is Resource.COMPUTE
+            if span.process == process and span.action.kind.resource is Resource.COMPUTE
+            if stage not in (None, span.action.stage)
         ]
         panel.broken_barh([_bar(span) for span in others], (bottom, _BAR_HEIGHT), facecolor=_ELSEWHERE_COLOUR)
         for kind in KINDS.values():
-            own = [span for span in timeline.spans if _place(span) == place and span.action.kind == kind]
+            own = [
+                span
+                for span in timeline.spans
+                if _row(placement, span) == (stage, process) and span.action.kind == kind
+            ]
             panel.broken_barh(
                 [_bar(span) for span in own],
                 (bottom, _BAR_HEIGHT),
@@ -175,7 +179,7 @@ def _draw_panel(panel: Axes, timeline: Timeline, title: str) -> None:
                 edgecolor="white",
                 linewidth=0.4,
             )
-    names = [row_name(placement, *place) for place in placement.places]
+    names = [row_name(placement, *row) for row in placement.rows]
     panel.set_ylim(len(names) - 0.5, -0.5)
     panel.set_yticks(range(len(names)), labels=names)
     panel.tick_params(axis="y", length=0)
@@ -190,39 +194,43 @@ def _bar(span: Span) -> tuple[float, float]:
     return float(span.start + span.waiting), float(span.busy)
 
 
-def _place(span: Span) -> tuple[int, int]:
-    """The row of a span: its stage and its process."""
-    return span.action.stage, span.process
+def _row(placement: Placement, span: Span) -> tuple[int | None, int]:
+    return placement.row_of(span.action.stage, span.process)
 
 
-def name_in_text(placement: Placement, stage: int, process: int) -> str:
-    """A stage, and where any has replicas also the process."""
+def name_in_text(placement: Placement, stage: int | None, process: int) -> str:
+    """A stage, and where any has replicas also the process; without a stage the process."""
+    if stage is None:
+        return f"process {process}"
     return f"stage {stage} (process {process})" if placement.has_replicas else f"stage {stage}"
 
 
-def row_name(placement: Placement, stage: int, process: int) -> str:
-    """A stage, with its process where that may have another number."""
-    if placement.num_processes == placement.num_stages:
+def row_name(placement: Placement, stage: int | None, process: int) -> str:
+    """A stage, with its process where that may have another number; without a stage the process."""
+    if stage is None or placement.num_processes == placement.num_stages:
         return name_in_text(placement, stage, process)
     return f"stage {stage} (process {process})"
 
 
 def _label_bars(panel: Axes, timeline: Timeline, points_per_second: float) -> None:
     """Writes micro-batches into bars, for each row and kind of action whose typical bar has room for its longest."""
-    number = {place: row for row, place in enumerate(timeline.schedule.placement.places)}
+    placement = timeline.schedule.placement
+    number = {where: row for row, where in enumerate(placement.rows)}
     rows: dict[tuple[int, str], list[Span]] = {}
     for span in timeline.spans:
-        rows.setdefault((number[_place(span)], span.action.kind), []).append(span)
+        rows.setdefault((number[_row(placement, span)], span.action.kind), []).append(span)
     for (row, _), spans in rows.items():
-        if median(_bar(span)[1] for span in spans) * points_per_second < max(map(_label_width, spans)):
+        if median(_bar(span)[1] for span in spans) * points_per_second < max(
+            _label_width(placement, span) for span in spans
+        ):
             continue
         for span in spans:
             left, seconds = _bar(span)
-            if seconds * points_per_second >= _label_width(span):
+            if seconds * points_per_second >= _label_width(placement, span):
                 panel.text(
                     left + seconds / 2,
                     row,
-                    _number(span),
+                    _number(placement, span),
                     ha="center",
                     va="center_baseline",
                     fontsize=_LABEL_POINTS,
@@ -230,12 +238,14 @@ def _label_bars(panel: Axes, timeline: Timeline, points_per_second: float) -> No
                 )
 
 
-def _label_width(span: Span) -> float:
+def _label_width(placement: Placement, span: Span) -> float:
     """In points: a digit of the default font is about 0.64 of its size wide, and a little air belongs on both sides."""
-    return 0.64 * _LABEL_POINTS * len(_number(span)) + 2.5
+    return 0.64 * _LABEL_POINTS * len(_number(placement, span)) + 2.5
 
 
-def _number(span: Span) -> str:
+def _number(placement: Placement, span: Span) -> str:
+    if placement.is_dealt:
+        return str(span.action.stage)
     return span.action.label if span.action.micro_batch is None else str(span.action.micro_batch)
 
 

@@ -4,7 +4,7 @@ For stage s and micro-batch m:
 
     F  runs the stage and sends its outputs to stage s+1
     R  runs the forward again with gradients. It does not need the incoming gradient, so a worker may run it while it
-       would otherwise wait
+       would otherwise wait. On another worker than its F it receives the inputs too, from F of stage s-1
     B  takes the gradient that B or I of stage s+1 sent (the last stage starts from its own loss), adds to the gradients
        of the weights and sends the gradient of the stage's inputs
     I  does what B does, but leaves the gradients of the weights to W: the backward in two parts (zero bubble, arXiv
@@ -218,7 +218,7 @@ FORWARD = add_kind(ActionKind(
     receives=Held.INPUT, makes=Held.GRAPH, frees=(Held.INPUT,), working=Held.FORWARD, working_alone=Held.FORWARD_ONLY))
 RECOMPUTE = add_kind(ActionKind(
     "R", "recompute", (("recompute_seconds", 1), ("forward_seconds", 1)), "recompute", "#f2c14e", ticks=1,
-    needs=(FORWARD,), fills_idle=True, makes=Held.GRAPH, working=Held.FORWARD))
+    needs=(FORWARD,), fills_idle=True, receives=Held.INPUT, makes=Held.GRAPH, working=Held.FORWARD))
 BACKWARD = add_kind(ActionKind(
     "B", "backward", (("backward_seconds", 1),), "backward", "#2a7f62", "white", ticks=2,
     needs=(FORWARD, RECOMPUTE), chunk_before=1, after_update=True, sends=True, rule=_ONCE, completes_micro_batch=True,

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -104,7 +105,8 @@ def head_communicators(placement: Placement) -> tuple[Link, ...]:
 
 def _links(placement: Placement, edges: Iterable[tuple[int, int, int, int]]) -> tuple[Link, ...]:
     links = [link for edge in edges for link in links_between(placement, *edge)]
-    return tuple(dict.fromkeys(link for link in links if link.sender != link.receiver))
+    ranks_of = placement.ranks_of
+    return tuple(dict.fromkeys(link for link in links if ranks_of(link.sender) != ranks_of(link.receiver)))
 
 
 def num_communicators(placement: Placement, process: int) -> int:
@@ -160,6 +162,16 @@ def executable_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
             f"process {stopped[0][0]}",
         )
     return tuple(order)
+
+
+def in_rows(schedule: Schedule, workers: AbstractSet[int]) -> list[tuple[int, Action]]:
+    """The actions of some workers as (worker, action): of one its row, of several in the order of the clock."""
+    if len(workers) == 1:
+        (worker,) = workers
+        return [(worker, action) for action in schedule.actions[worker]]
+    order = [(worker, action) for worker, action in _clock_order(schedule) if worker in workers]
+    # What concerns the gradients of a step comes after the visits of all these workers.
+    return sorted(order, key=lambda one: one[1].kind.is_of_mini_batch and not one[1].kind.is_of_visit)
 
 
 def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate
 
+from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import DROP, Held
-from hf_gpipe.schedule.simulate import Costs, Seconds, Timeline, simulate
+from hf_gpipe.schedule.simulate import Costs, Seconds, Span, Timeline, simulate
 from hf_gpipe.schedule.table import Schedule
 
 
@@ -24,10 +25,18 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
     """Yield the things that a stage holds in one of its workers for each micro-batch: (what, from, until)."""
     schedule, ran = timeline.schedule, timeline.spans_of
     own = schedule.micro_batches_of(process, stage)
-    completed = [span for m in own for span in ran[stage][m] if span.action.kind.completes_micro_batch]
-    first_completed = min(completed, key=lambda span: span.end, default=None)
+    spans_of = {m: [span for span in ran[stage][m] if span.process == process] for m in own}
+    completed = [span for spans in spans_of.values() for span in spans if span.action.kind.completes_micro_batch]
+    completed.sort(key=lambda span: span.end)
+    first_completed = next(iter(completed), None)
+    drops: dict[Action, Span] = {}
+    for span in completed:
+        for drop in schedule.concerned(process, span.action, [DROP]):
+            drops.setdefault(drop, span)
+    for drop, span in drops.items():
+        yield Held.VISITING_GRADIENTS, span.end, timeline.ends[process, drop]
     for micro_batch in own:
-        spans = ran[stage][micro_batch]
+        spans = spans_of[micro_batch]
         yield Held.MICRO_BATCH, spans[0].computes, spans[-1].end
         frees_at = {what: span.end for span in spans for what in span.action.kind.frees}
         maker = {span.action.kind.makes: span for span in spans}
@@ -35,6 +44,8 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
             kind = span.action.kind
             if (received := kind.receives) is not None:
                 for source in schedule.sources(span.action):
+                    if not source.kind.sends and not source.kind.turn:
+                        continue
                     sent_at = timeline.ends[schedule.worker_of(source), source]
                     yield received, sent_at, frees_at.get(received, span.computes)
             makes = kind.makes if maker[kind.makes] is span and kind.makes in frees_at else None
@@ -46,10 +57,8 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
             if span is first_completed:
                 yield Held.FIRST_BACKWARD, span.computes, span.end
                 yield Held.WEIGHT_GRADIENTS, span.end, math.inf
-                for drop in schedule.concerned(process, span.action, [DROP]):
-                    yield Held.VISITING_GRADIENTS, span.end, timeline.ends[process, drop]
     for row in schedule.placement.rows_of(own) if schedule.chunks > 1 else ():
-        spans = [span for micro_batch in row for span in ran[stage][micro_batch]]
+        spans = [span for micro_batch in row for span in spans_of[micro_batch]]
         backwards = [span for span in spans if span.action.kind.takes_gradient]
         end = max(span.end for span in backwards or spans)
         yield Held.ROW, min(span.computes for span in spans), end
@@ -99,7 +108,8 @@ def occupancy(
 def most_held(timeline: Timeline, stage: int) -> dict[Held, int]:
     """The most of each thing that a stage holds at once in any one of its workers, as a number of micro-batches."""
     most = dict.fromkeys(Held, 0)
-    for process in timeline.schedule.placement.workers[stage]:
+    placement = timeline.schedule.placement
+    for process in range(placement.num_processes) if placement.is_dealt else placement.workers[stage]:
         changes: defaultdict[Held, list[tuple[Seconds, int]]] = defaultdict(list)
         for held, start, end in holdings(timeline, stage, process):
             if end > start:

@@ -22,16 +22,21 @@ class Placement:
     rows are cut into c chunks, each a micro-batch, all of a row run on replica (m // c) % r. Where an action runs, its
     row in the table says. Several stages may share a worker, in any order.
 
+    Where stages are dealt, their weights are in the host's memory, which the workers of a replica's pipeline share (its
+    crew). An action may then stand in the row of any of them. `workers` has of each stage the one that updates it.
+
     Args:
         workers: of each stage its worker, or the workers of its replicas in order.
         devices: the device string of each stage on each of its workers, for example "cuda:1", in the order of `places`;
             None: the process's default device.
         chunks: into how many chunks of tokens each row is cut; those of a row are consecutive micro-batches.
         ranks_per_worker: T, the number of processes that form a worker, each with a part of every divided layer.
+        is_dealt: whether stages are dealt; `devices` then has one for each worker.
+        workers_per_rank: where they are, the number of workers that one process runs, each on a device of its own.
 
     Raises:
-        ScheduleError: no chunk, no stage, a worker without a stage or twice in one, or devices that do not fit the
-            places.
+        ScheduleError: no chunk, no stage, a worker without a stage or twice in one, devices that do not fit the
+            places, or dealt stages whose replicas share workers.
     """
 
     workers: tuple[tuple[int, ...], ...]
@@ -39,6 +44,8 @@ class Placement:
     devices: tuple[str, ...] | None
     chunks: int
     ranks_per_worker: int
+    is_dealt: bool
+    workers_per_rank: int
 
     def __init__(
         self,
@@ -46,12 +53,16 @@ class Placement:
         devices: Sequence[str] | None = None,
         chunks: int = 1,
         ranks_per_worker: int = 1,
+        is_dealt: bool = False,
+        workers_per_rank: int = 1,
     ) -> None:
         every = tuple((own,) if isinstance(own, int) else tuple(own) for own in workers)
         object.__setattr__(self, "workers", every)
         object.__setattr__(self, "devices", None if devices is None else tuple(devices))
         object.__setattr__(self, "chunks", chunks)
         object.__setattr__(self, "ranks_per_worker", ranks_per_worker)
+        object.__setattr__(self, "is_dealt", is_dealt)
+        object.__setattr__(self, "workers_per_rank", workers_per_rank)
         if chunks < 1:
             raise ScheduleError(f"chunks is {chunks}: a row has at least one chunk.")
         if not every:
@@ -68,9 +79,19 @@ class Placement:
                 f"placement {self}: the processes must be numbered from 0 to {len(used) - 1} without a gap, for each "
                 "process holds at least one stage."
             )
+        if is_dealt and (len(set(map(len, every))) > 1 or sum(map(len, self.crews)) > len(used)):
+            raise ScheduleError(
+                f"placement {self}: stages are dealt to the workers of their replica's pipeline, so each stage has as "
+                'many replicas, and no worker is of two; write for example "0,2 1,3".'
+            )
         if self.devices is None:
             return
-        if len(self.devices) != len(self.places):
+        if is_dealt and len(self.devices) != len(used):
+            raise ScheduleError(
+                f"placement: {len(self.devices)} devices for {len(used)} workers to which stages are dealt; name one "
+                "for each."
+            )
+        if not is_dealt and len(self.devices) != len(self.places):
             raise ScheduleError(
                 f"placement: {len(self.devices)} devices for {len(every)} stages with {len(self.places)} replicas in "
                 "all; name one device per stage, or one for each of its replicas."
@@ -132,6 +153,20 @@ class Placement:
         return cls(tuple(stage % num_processes for stage in range(num_stages)))
 
     @classmethod
+    def dealt(cls, num_stages: int, num_workers: int) -> Placement:
+        """Stages that are dealt to workers; stage s is updated by worker s % num_workers.
+
+        Raises:
+            ScheduleError: no worker, or more workers than stages.
+        """
+        if not 1 <= num_workers <= num_stages:
+            raise ScheduleError(
+                f"{num_stages} stages cannot be dealt to {num_workers} workers: every worker updates one. Use between 1 "
+                "and num_stages workers."
+            )
+        return cls(tuple(stage % num_workers for stage in range(num_stages)), is_dealt=True)
+
+    @classmethod
     def v_shaped(cls, num_stages: int, num_processes: int) -> Placement:
         """Stages in the shape of a V: process k of P has the stages k and 2P-1-k, so the last one has two neighbours.
 
@@ -157,8 +192,9 @@ class Placement:
             raise ScheduleError(f"a stage has {times} replicas; give it at least one.")
         starts = range(0, times * self.num_processes, self.num_processes)
         workers = [[start + process for start in starts for process in own] for own in self.workers]
-        if self.devices is None:
-            return Placement(workers, chunks=self.chunks)
+        if self.devices is None or self.is_dealt:
+            each = None if self.devices is None else self.devices * times
+            return Placement(workers, each, chunks=self.chunks, is_dealt=self.is_dealt)
         devices = dict(zip(self.places, self.devices, strict=True))
         copied = [devices[stage, process] for stage, own in enumerate(self.workers) for _ in starts for process in own]
         return Placement(workers, copied, self.chunks)
@@ -183,6 +219,19 @@ class Placement:
         return max(self.replicas) > 1
 
     @property
+    def crews(self) -> tuple[tuple[int, ...], ...]:
+        """Where stages are dealt, of each replica of the pipeline its workers, ascending."""
+        return tuple(tuple(sorted({own[r] for own in self.workers})) for r in range(min(self.replicas)))
+
+    def crew_of(self, worker: int) -> tuple[int, ...]:
+        """The workers among which a worker's stages are dealt, itself among them."""
+        return next((crew for crew in self.crews if worker in crew), (worker,)) if self.is_dealt else (worker,)
+
+    def workers_for(self, stage: int, micro_batch: int) -> tuple[int, ...]:
+        """The workers in whose rows the actions of a stage's micro-batch may stand."""
+        return self.crew_of(self.worker_of(stage, micro_batch))
+
+    @property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Every (stage, worker that holds it), by stage and then by replica."""
         return tuple((stage, process) for stage, own in enumerate(self.workers) for process in own)
@@ -198,13 +247,29 @@ class Placement:
             raise ScheduleError(f"placement {self}: a stage has several processes; ask for `workers`.")
         return tuple(own[0] for own in self.workers)
 
+    @property
+    def rows(self) -> tuple[tuple[int | None, int], ...]:
+        """The rows of pictures: the places, or where stages are dealt (None, worker)."""
+        return tuple((None, worker) for worker in range(self.num_processes)) if self.is_dealt else self.places
+
+    def row_of(self, stage: int, process: int) -> tuple[int | None, int]:
+        """That of a stage's action in one of its workers."""
+        return None if self.is_dealt else stage, process
+
     def ranks_of(self, worker: int) -> tuple[int, ...]:
         """The processes that form a worker, by their ranks, which follow each other."""
+        if self.workers_per_rank > 1:
+            return (worker // self.workers_per_rank,)
         return tuple(range(worker * self.ranks_per_worker, (worker + 1) * self.ranks_per_worker))
 
     def worker_with(self, rank: int) -> int:
-        """The worker that a process belongs to."""
-        return rank // self.ranks_per_worker
+        """The worker that a process belongs to; of several that it runs the first."""
+        return rank // self.ranks_per_worker * self.workers_per_rank
+
+    def workers_with(self, rank: int) -> tuple[int, ...]:
+        """The workers whose rows a process runs."""
+        first = self.worker_with(rank)
+        return tuple(range(first, first + self.workers_per_rank))
 
     def worker_of(self, stage: int, micro_batch: int | None) -> int:
         """The worker to which a stage's micro-batch is dealt out; of a stage without replicas its only one.
@@ -224,15 +289,21 @@ class Placement:
 
     def device_of(self, stage: int, process: int) -> str | None:
         """The device string of a stage in one of its workers; None: the process's default device."""
-        return None if self.devices is None else self.devices[self.places.index((stage, process))]
+        if self.devices is None:
+            return None
+        return self.devices[process if self.is_dealt else self.places.index((stage, process))]
 
     def place_of(self, process: int, stage: int) -> tuple[int, str | None]:
         """The device of a stage in one of its workers, as (process, device)."""
         return process, self.device_of(stage, process)
 
     def stages_of(self, process: int) -> tuple[int, ...]:
-        """The stages that a worker holds, ascending."""
+        """The stages that a worker holds, ascending; of dealt ones those that it updates."""
         return tuple(stage for stage, own in enumerate(self.workers) if process in own)
+
+    def stages_run_by(self, process: int) -> tuple[int, ...]:
+        """The stages whose actions may stand in a worker's row."""
+        return tuple(range(self.num_stages)) if self.is_dealt else self.stages_of(process)
 
     def micro_batches_of(self, stage: int, process: int, num_micro_batches: int) -> Sequence[int]:
         """The micro-batches, of so many, that a stage runs in one of its workers; it may be none."""
@@ -255,6 +326,9 @@ class Placement:
 
         A worker that holds both stages is in it too: its edge is within the process.
         """
+        if self.is_dealt:
+            every = [(one, other) for crew in self.crews for one in crew for other in crew]
+            return tuple(sorted((stage, *pair) for stage in range(self.num_stages - 1) for pair in every))
         return _edges(pairwise(self.workers))
 
     @property

@@ -241,6 +241,8 @@ class _Clock:
         reached_at: defaultdict[Action, list[Seconds]] = defaultdict(list)
         #: By process, when what goes on beside its actions ends.
         ends_at: dict[tuple[int, Action], Seconds] = {}
+        #: Of a table whose stages are dealt, when everything but the updates ends.
+        all_end: Seconds = 0
 
         def collect() -> None:
             """The collectives that all replicas have reached by now, in the order in which these did."""
@@ -254,11 +256,15 @@ class _Clock:
                     spans.append(Span(lane[0], action, start, end))
 
         # Those of a synchronous table come last on every process: all reductions are known by then.
-        updates_last = placement.has_replicas and not schedule.is_asynchronous
+        updates_last = (placement.has_replicas or placement.is_dealt) and not schedule.is_asynchronous
         order = sorted(self._order, key=lambda one: updates_last and one[1].kind.changes_weights)
         for process, action in order:
             kind, lane = action.kind, _lane_of(placement, process, action)
             start = started[process]
+            if kind.changes_weights and placement.is_dealt:
+                # Other workers have added to the gradients of its stage.
+                all_end = all_end or max(span.end for span in spans)
+                start = max(start, all_end)
             if kind.resource is not Resource.COMPUTE and any(
                 one.resource is Resource.COMPUTE for one in needs_of(kind)
             ):
@@ -292,6 +298,8 @@ class _Clock:
         return spans
 
     def _seconds_of_message(self, action: Action, process: int, consumer: Action, target: int) -> Seconds:
+        if action.kind.is_of_visit:
+            return 0
         if action.kind.turn or consumer.kind.turn:
             # Between S and T there are a few numbers for each token.
             return 0 if action.kind.turn == 1 else self._head_seconds

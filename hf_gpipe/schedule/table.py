@@ -3,7 +3,7 @@
 A table is plain data. The same object is validated, simulated, drawn and executed, and it has a text form that can be
 read, compared and edited. GPipe with two stages and two micro-batches, recomputation on:
 
-    table: 7
+    table: 8
     schedule: gpipe
     num_stages: 2
     num_micro_batches: 2
@@ -31,6 +31,12 @@ where the stage has r of them.
 
 Where weights visit their device (`hf_gpipe.schedule.visits`), each run of a stage's actions stands between an L and a
 D, which are numbered by the visits of the stage: `0L0 1L0 0F0 0F1 0D0 2L0 1F0 1F1 1D0`.
+
+A line `dealt: yes` after the placement says that weights are in memory of the host that the workers of a pipeline
+share. An action of a micro-batch may then stand in the row of any of them, between an L and a D of its stage; all
+visits of a stage are numbered together. The placement gives the worker that updates each stage. A recomputation on
+another worker than its forward receives the stage's inputs from the stage before, as the forward does. Where the
+backwards of a stage are in several visits, each visit adds to the gradients that the one before has left.
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError, nearest
@@ -57,7 +64,7 @@ MOST_ACTIONS = 600_000
 """The most actions of a table: of more, the checks alone would take minutes."""
 
 _HEADER_KEYS = ("table", "schedule", "num_stages", "num_micro_batches", "placement")
-_OPTIONAL_KEYS = ("chunks", "steps", "stashes", "devices")
+_OPTIONAL_KEYS = ("chunks", "dealt", "steps", "stashes", "devices")
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,8 @@ class Schedule:
         if action not in self._sources:
             source = action.source(self.num_stages, self.split)
             of_head = head_sources(action, self.num_stages) if self.divides_head else ()
-            self._sources[action] = (*of_head, *(() if source is None else (source,)))
+            far = self._far_sources.get(action, ()) if self.placement.is_dealt else ()
+            self._sources[action] = (*of_head, *far, *(() if source is None else (source,)))
         return self._sources[action]
 
     @cached_property
@@ -184,8 +192,42 @@ class Schedule:
         """The actions of other stages that receive this one's message."""
         consumer = action.consumer(self.num_stages, self.split)
         of_head = head_consumers(action, self.num_stages, self.split) if self.divides_head else ()
+        far = self._far_consumers.get(action, ()) if self.placement.is_dealt else ()
         # In evaluation there is no T.
-        return (*(one for one in of_head if one.kind in self.kinds), *(() if consumer is None else (consumer,)))
+        of_head = tuple(one for one in of_head if one.kind in self.kinds)
+        return (*of_head, *far, *(() if consumer is None else (consumer,)))
+
+    @cached_property
+    def _far_sources(self) -> Mapping[Action, tuple[Action, ...]]:
+        """Where stages are dealt, of actions on other workers than those before them on the stage: whose messages they
+        receive beside those of their neighbours. A recomputation receives the inputs of its forward; the first backward
+        of a visit waits for the D of the visit before, which leaves the gradients of the stage's weights."""
+        found: dict[Action, tuple[Action, ...]] = {}
+        for action, worker in self._worker_of.items():
+            if action.kind.receives is Held.INPUT and not action.kind.sends and action.stage:
+                forward = replace(action, kind=FORWARD)
+                if self._worker_of.get(forward, worker) != worker:
+                    found[action] = (replace(forward, stage=action.stage - 1),)
+        of_stages: dict[int, list[tuple[int | None, int, Action, Action | None]]] = {}
+        for worker in range(len(self.actions)):
+            for visit in self.visits(worker):
+                if backwards := [one for one in visit.actions if one.kind.completes_micro_batch]:
+                    first = min(one.micro_batch or 0 for one in backwards)
+                    of_stages.setdefault(visit.load.stage, []).append((first, worker, backwards[0], visit.drop))
+        for visits in of_stages.values():
+            visits.sort(key=lambda one: one[:2])
+            for (_, before, _, drop), (_, worker, backward, _) in pairwise(visits):
+                if before != worker and drop is not None:
+                    found[backward] = (*found.get(backward, ()), drop)
+        return found
+
+    @cached_property
+    def _far_consumers(self) -> Mapping[Action, tuple[Action, ...]]:
+        found: dict[Action, tuple[Action, ...]] = {}
+        for consumer, sources in self._far_sources.items():
+            for source in sources:
+                found[source] = (*found.get(source, ()), consumer)
+        return found
 
     def concerned(self, process: int, action: Action, kinds: Iterable[ActionKind]) -> Iterator[Action]:
         """Yield the actions of some kinds on the stage and micro-batch of an action that a worker runs; and on its step
@@ -265,17 +307,32 @@ class Schedule:
 
     def num_recomputations(self, stage: int) -> int:
         """How many micro-batches a stage recomputes, on all its replicas together."""
-        rows = (self.actions[process] for process in self.placement.workers[stage])
-        return sum(a.stage == stage and a.kind == RECOMPUTE for actions in rows for a in actions)
+        return sum(a.stage == stage and a.kind == RECOMPUTE for row in self.actions for a in row)
 
     def worker_of(self, action: Action) -> int:
-        """The worker in whose row the action of a micro-batch stands: it sends and receives the action's messages."""
+        """The worker in whose row the action of a micro-batch stands: it sends and receives the action's messages. Where
+        stages are dealt, that of an L or a D too."""
         return self._worker_of[action]
 
     @cached_property
     def _worker_of(self) -> Mapping[Action, int]:
-        rows = enumerate(self.actions)
-        return {action: worker for worker, row in rows for action in row if action.micro_batch is not None}
+        rows, is_dealt = enumerate(self.actions), self.placement.is_dealt
+        return {
+            action: worker
+            for worker, row in rows
+            for action in row
+            if action.micro_batch is not None or (is_dealt and action.kind.is_of_visit)
+        }
+
+    def is_moving(self, action: Action) -> bool:
+        """Of a forward or recomputation of a dealt stage: whether the other one, and the backward, are on another
+        worker."""
+        if not self.placement.is_dealt or action.micro_batch is None or not self.is_training:
+            return False
+        if action.kind != FORWARD and (action.kind.sends or action.kind.receives is not Held.INPUT):
+            return False
+        forward, recompute = replace(action, kind=FORWARD), replace(action, kind=RECOMPUTE)
+        return self._worker_of[forward] != self._worker_of.get(recompute, self._worker_of[forward])
 
     def micro_batches_of(self, process: int, stage: int | None = None) -> tuple[int, ...]:
         """The micro-batches that a worker runs on a stage, or on any of its stages, ascending."""
@@ -328,6 +385,8 @@ class Schedule:
         ]
         if self.chunks > 1:
             lines.append(f"chunks: {self.chunks}")
+        if self.placement.is_dealt:
+            lines.append("dealt: yes")
         if self.steps is not None:
             lines.append(f"steps: {' '.join(map(str, self.steps))}")
         if not self.stashes:
@@ -416,9 +475,12 @@ class Schedule:
         num_stages, num_micro_batches, steps = read("num_stages"), read("num_micro_batches"), read_steps()
         if header.get("stashes", "no") != "no":
             fail("stashes", "no, or no such line")
+        if header.get("dealt", "yes") != "yes":
+            fail("dealt", "yes, or no such line")
         devices = tuple(header["devices"].split()) if "devices" in header else None
+        chunks = read("chunks") if "chunks" in header else 1
         try:
-            placement = Placement(read_workers(), devices, read("chunks") if "chunks" in header else 1)
+            placement = Placement(read_workers(), devices, chunks, is_dealt="dealt" in header)
         except ScheduleError as error:
             raise error if error.line else ScheduleError(f"line {places['placement']}: {error}", "placement") from None
         try:

@@ -48,16 +48,18 @@ def write_trace(path: str | Path, *timelines: Timeline, titles: Sequence[str] | 
 
 def _events(timeline: Timeline, title: str) -> Iterator[Event]:
     placement = timeline.schedule.placement
-    threads = {place: number for number, place in enumerate(placement.places)}
+    threads = {row: number for number, row in enumerate(placement.rows)}
     yield {"ph": "M", "name": "process_name", "args": {"name": title}}
-    for place, thread in threads.items():
-        yield {"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": row_name(placement, *place)}}
+    for row, thread in threads.items():
+        yield {"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": row_name(placement, *row)}}
         yield {"ph": "M", "name": "thread_sort_index", "tid": thread, "args": {"sort_index": thread}}
     for span in timeline.spans:
-        yield from _parts(span, threads[span.action.stage, span.process])
+        yield from _parts(span, threads[placement.row_of(span.action.stage, span.process)])
     if timeline.spans and timeline.schedule.is_training:
         for stage, process in threads:
-            for time, level in occupancy(timeline, {stage: {Held.MICRO_BATCH: {"micro-batches": 1}}}, process):
+            stages = placement.stages_run_by(process) if stage is None else (stage,)
+            held = {one: {Held.MICRO_BATCH: {"micro-batches": 1}} for one in stages}
+            for time, level in occupancy(timeline, held, process):
                 name = f"live micro-batches of {name_in_text(placement, stage, process)}"
                 yield {"ph": "C", "name": name, "ts": _microseconds(time), "args": level}
 

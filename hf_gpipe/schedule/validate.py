@@ -25,10 +25,13 @@ from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import FORWARD, KINDS, LOAD, UPDATE, ActionKind, needs_of
+from hf_gpipe.schedule.kinds import FORWARD, KINDS, LOAD, UPDATE, ActionKind, Held, needs_of
 from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.visits import wrong_visit
+
+
+_ONE_ROW = "where stages are dealt, it stands in the row of one of them."
 
 
 def check_table(schedule: Schedule) -> None:
@@ -44,6 +47,8 @@ def check_table(schedule: Schedule) -> None:
     positions = _check_places(schedule)
     _check_complete(schedule, positions)
     _check_visits(schedule)
+    if schedule.placement.is_dealt:
+        _check_dealt(schedule)
     _check_order_in_process(schedule, positions)
     _check_versions(schedule)
     _check_order_of_reductions(schedule)
@@ -135,9 +140,18 @@ def _check_home(schedule: Schedule, process: int, action: Action) -> None:
     Everything else takes the worker of an action from its row.
     """
     own = schedule.placement.workers[action.stage]
+    if schedule.placement.is_dealt and not (action.micro_batch is None and not action.kind.is_of_visit):
+        own = tuple(range(len(schedule.actions)))
     if process not in own:
         problem = f"stage {action.stage} is placed on {' and '.join(map(str, own))}"
     elif process not in _homes(schedule, action):
+        if schedule.placement.is_dealt:
+            _fail(
+                schedule,
+                f"{action} is on process {process}, and the pipeline of its micro-batch has the processes "
+                f"{list(_homes(schedule, action))}; move it to one of them.",
+                process,
+            )
         row = f"{action.micro_batch}{f' // {schedule.chunks}' if schedule.chunks > 1 else ''}"
         problem = (
             f"micro-batch {action.micro_batch} belongs to replica {row} % {len(own)} of stage {action.stage}, on "
@@ -149,16 +163,27 @@ def _check_home(schedule: Schedule, process: int, action: Action) -> None:
 
 
 def _homes(schedule: Schedule, action: Action) -> tuple[int, ...]:
-    """The processes on which an action stands: one, or for G and U every replica of its stage."""
-    own = schedule.placement.workers[action.stage]
-    if action.micro_batch is None:
-        return own
-    return (schedule.placement.worker_of(action.stage, action.micro_batch),)
+    """The processes on which an action stands: one, or for G and U every replica of its stage. Where stages are dealt,
+    those on one of which an action of a micro-batch or a visit stands."""
+    placement = schedule.placement
+    if action.micro_batch is not None:
+        return placement.workers_for(action.stage, action.micro_batch)
+    if placement.is_dealt and action.kind.is_of_visit:
+        return tuple(range(len(schedule.actions)))
+    return placement.workers[action.stage]
 
 
 def _check_complete(schedule: Schedule, positions: list[dict[Action, int]]) -> None:
+    is_dealt = schedule.placement.is_dealt
+
     def check(action: Action) -> None:
-        for home in _homes(schedule, action):
+        homes = _homes(schedule, action)
+        if is_dealt and action.micro_batch is not None:
+            count = sum(action in positions[home] for home in homes)
+            if count != 1:
+                _fail(schedule, f"{action} stands on {count} of the processes {list(homes)}; {_ONE_ROW}", homes[0])
+            return
+        for home in homes:
             if action not in positions[home]:
                 _fail(schedule, f"{action} is missing from process {home}; {action.kind.rule}", home)
 
@@ -241,6 +266,40 @@ def _check_visits(schedule: Schedule) -> None:
         _fail(schedule, "its weights change within the table, so they cannot visit; leave L and D out.", "steps")
 
 
+def _check_dealt(schedule: Schedule) -> None:
+    """What a dealt stage must find on the worker of its action, wherever the other actions of its micro-batch are."""
+    if schedule.chunks > 1 or schedule.is_asynchronous or schedule.divides_head:
+        what = "chunks" if schedule.chunks > 1 else "steps" if schedule.is_asynchronous else "process 0"
+        _fail(schedule, "its stages are dealt, so its rows are whole, it has one step and no S and T.", what)
+    numbers: dict[Action, int] = {}
+    for process, row in enumerate(schedule.actions):
+        makers: dict[int, set[int | None]] = {}
+        visiting = {action.stage for action in row if action.kind == LOAD}
+        for action in row:
+            if action.kind.is_of_visit and numbers.setdefault(action, process) != process:
+                problem = "visits of a dealt stage are numbered over all processes"
+                _fail(schedule, f"{action} is on processes {numbers[action]} and {process}: {problem}.", process)
+            if action.micro_batch is None:
+                continue
+            if action.stage not in visiting and schedule.is_training:
+                _fail(
+                    schedule, f"{action} without an L of stage {action.stage}, which is dealt; write L before.", process
+                )
+            graphs = makers.setdefault(action.stage, set())
+            if Held.GRAPH in action.kind.frees and action.micro_batch not in graphs:
+                _fail(
+                    schedule,
+                    f"{action} finds no graph on process {process}: its forward is on another one; write R before it.",
+                    process,
+                )
+            if action.kind.makes is Held.GRAPH:
+                graphs.add(action.micro_batch)
+                if action.stage == schedule.num_stages - 1 and not action.kind.sends:
+                    forward = Action(FORWARD, action.stage, action.micro_batch)
+                    if schedule.worker_of(forward) != process:
+                        _fail(schedule, f"{action}: the last stage's loss stays on the process of {forward}.", process)
+
+
 def _check_versions(schedule: Schedule) -> None:
     """Every version of the weights that a forward names is there when it is read."""
     if not schedule.stashes and (schedule.versions or not schedule.is_asynchronous):
@@ -292,7 +351,8 @@ def _check_order_on_edges(schedule: Schedule) -> None:
     ) -> None:
         sender, receiver = schedule.worker_of(source), schedule.worker_of(to)
         if sender != receiver:
-            kind = "" if source.kind.takes_gradient else source.kind
+            # A carry of dealt stages is for a forward or a recomputation, each in an order of its own.
+            kind = "" if source.kind.takes_gradient else source.kind + ("" if to.kind.sends else to.kind)
             messages.setdefault((kind, source.stage, to.stage, sender, receiver), []).append(one)
 
     for actions in schedule.actions:

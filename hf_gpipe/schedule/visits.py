@@ -113,6 +113,9 @@ def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
     Raises:
         ScheduleError: every device has, or a stage would give its gradients to the host in parts; says what would help.
     """
+    placement = schedule.placement
+    if placement.is_dealt:
+        return
     for worker in range(len(schedule.actions)) if are_trained else ():
         visits = schedule.visits(worker)
         backwards = Counter(v.load.stage for v in visits if any(one.kind.completes_micro_batch for one in v.actions))
@@ -122,7 +125,6 @@ def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
                 f"{backwards[again[0]]} visits, and gradients leave the device at the end of one; use schedule "
                 "'breadth_first', or offload_weights frozen."
             )
-    placement = schedule.placement
     stages = [
         Counter(placement.device_of(stage, worker) for stage, worker in placement.places if worker == number)
         for number in range(placement.num_processes)
@@ -146,7 +148,11 @@ def wrong_visit(schedule: Schedule, worker: int) -> str | None:
     for action in row:
         stage = action.stage
         if action.kind.is_of_visit:
-            is_next = (action.kind == DROP) == (stage in there) and action.step == num_visits[stage]
+            expected = num_visits[stage]
+            if schedule.placement.is_dealt:
+                # Numbered over all rows.
+                expected = there[stage].step if stage in there else max(action.step, expected)
+            is_next = (action.kind == DROP) == (stage in there) and action.step == expected
             if not is_next:
                 return f"{action} is not the next L or D of stage {stage}: they alternate, and are numbered from 0"
             if action.kind == LOAD:
@@ -155,7 +161,7 @@ def wrong_visit(schedule: Schedule, worker: int) -> str | None:
             if graphs[stage]:
                 return f"{action} comes while stage {stage} holds an autograd graph, which may keep its weights"
             del there[stage]
-            num_visits[stage] += 1
+            num_visits[stage] = action.step + 1
         elif action.micro_batch is not None and stage in visiting:
             if stage not in there:
                 return f"{action} comes while the weights of stage {stage} are on the host, between its D and its L"

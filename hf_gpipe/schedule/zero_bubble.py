@@ -125,7 +125,7 @@ def whole_backwards(order: Sequence[Action], process: int, placement: Placement)
         device = placement.device_of(action.stage, process)
         place = last_on.get(device, -1)
         before = result[place] if place >= 0 else None
-        if before == Action(_I, action.stage, action.micro_batch) and action.kind == _W:
+        if action.kind == _W and before == Action(_I, action.stage, action.micro_batch):
             consumer = before.consumer(placement.num_stages)
             other = consumer and placement.worker_of(consumer.stage, consumer.micro_batch)
             if consumer is None or (other, device) == (process, placement.device_of(consumer.stage, process)):

@@ -24,7 +24,7 @@ from bench.processes import run_job
 from bench.slow_links import SlowReplicas, slow, wait_until
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.edges import connect, connect_head
-from hf_gpipe.runtime.executor import Executor, StepResult
+from hf_gpipe.runtime.executor import Executor, Row, StepResult
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime
@@ -378,7 +378,7 @@ class _Pipeline:
             seconds = dict(enumerate(setting.reduction_seconds()))
             self.replicas = SlowReplicas(waiting, ties, world, seconds)
         of_head = connect_head(world, lambda name: boundary.dtype) if self.table.divides_head else {}
-        self.executor = Executor(stages, edges, world.worker, self.replicas, head_edges=of_head)
+        self.executor = Executor({world.worker: Row(stages)}, edges, self.replicas, of_head)
         self.world = world
         #: Of the step before, where several run one after another.
         self.earlier: Callable[[], torch.Tensor] | None = None

@@ -118,18 +118,37 @@ class Order {
   }
   // The host waits.
   void end(const Clock& ended) {
+    end_those([&] { merge(host_, ended); }, [&](const Copy& one) { return knows(one.stream, one.number); });
+  }
+  // A stream is about to copy pinned memory: earlier copies of it that the stream has waited for end before.
+  void settle(Place stream, const at::Tensor& host) {
+    const auto* low = static_cast<const char*>(host.const_data_ptr());
+    const auto* high = low + host.nbytes();
+    end_those([] {}, [&](const Copy& one) {
+      const auto* other = static_cast<const char*>(one.host.const_data_ptr());
+      const auto& clock = clocks_[stream];
+      const auto found = clock.find(one.stream);
+      return other < high && low < other + one.host.nbytes() && found != clock.end() && one.number <= found->second;
+    });
+  }
+
+ private:
+  template <typename Before, typename IsDone>
+  void end_those(Before before, IsDone is_done) {
     std::vector<Copy> done;
     {
       std::lock_guard lock(mutex_);
-      merge(host_, ended);
+      before();
       std::vector<Copy> rest;
-      for (auto& one : copies_) (knows(one.stream, one.number) ? done : rest).push_back(std::move(one));
+      for (auto& one : copies_) (is_done(one) ? done : rest).push_back(std::move(one));
       copies_ = std::move(rest);
     }
     at::AutoDispatchBelowADInplaceOrView below;
     impl::ExcludeDispatchKeyGuard without_modes(python_ks);
     for (const auto& one : done) one.end();
   }
+
+ public:
   bool has_ended(Place stream, uint64_t number) {
     std::lock_guard lock(mutex_);
     return knows(stream, number);
@@ -531,6 +550,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
     return self;
   }
   impl::ExcludeDispatchKeyGuard without_modes(python_ks);
+  order().settle(current(device), on_host);
   const auto kept = value.to(target.scalar_type()).contiguous().clone();
   target.copy_(self.is_cuda() ? kept : without_meaning(kept));
   // To the device, the host's memory is compared with what it was.

@@ -19,7 +19,7 @@ from hf_gpipe.runtime import edges as edges_module
 from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
 from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.edges import Edge, connect
-from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.executor import Executor, Row
 from hf_gpipe.runtime.facts import DeviceFacts, RankFacts
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.runtime.world import World
@@ -125,7 +125,7 @@ def run_processes(table: Schedule) -> list[float]:
                 own[s, one, other] = Edge(BlockingChannel(lines[one, other]), BlockingChannel(lines[other, one]))
         stages: Any = {s: Stage(s, num_stages) for s in table.placement.stages_of(rank)}
         try:
-            outputs = Executor(stages, own, rank).run(table, micro_batches(table.num_micro_batches)).outputs
+            outputs = Executor({rank: Row(stages)}, own).run(table, micro_batches(table.num_micro_batches)).outputs
             outcomes[rank] = {index: float(one["loss"]) for index, one in outputs.items()}
         except StageError as error:
             outcomes[rank] = error
@@ -250,7 +250,7 @@ def test_a_tensor_is_kept_until_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> 
 def test_after_a_failed_step_a_pipeline_of_several_processes_does_not_go_on() -> None:
     table = build("gpipe", 2, 2)
     stages: Any = {0: Stage(0, 2, fails=True)}
-    executor = Executor(stages, {(0, 0, 1): Edge(remote(), remote())}, worker=0)
+    executor = Executor({0: Row(stages)}, {(0, 0, 1): Edge(remote(), remote())})
     with pytest.raises(StageError, match="stage 0, action 0F0: RuntimeError: out of luck"):
         executor.run(table, micro_batches(2))
     stages[0].fails = False
@@ -261,7 +261,7 @@ def test_after_a_failed_step_a_pipeline_of_several_processes_does_not_go_on() ->
 def test_after_a_failed_step_a_pipeline_of_one_process_goes_on() -> None:
     table = build("gpipe", 2, 2, Placement.spread(2, 1))
     stages: Any = {0: Stage(0, 2), 1: Stage(1, 2, fails=True)}
-    executor = Executor(stages, {(0, 0, 0): Edge(LocalChannel(CPU), LocalChannel(CPU))}, worker=0)
+    executor = Executor({0: Row(stages)}, {(0, 0, 0): Edge(LocalChannel(CPU), LocalChannel(CPU))})
     with pytest.raises(StageError, match="stage 1, action 1F0: RuntimeError: out of luck"):
         executor.run(table, micro_batches(2))
     stages[1].fails = False

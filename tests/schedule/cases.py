@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hf_gpipe.schedule import DIVIDED_HEAD, SCHEDULES, V_SHAPED, Action, Placement, Schedule, build
+from hf_gpipe.schedule import DEALT, DIVIDED_HEAD, SCHEDULES, V_SHAPED, Action, Placement, Schedule, build
 from hf_gpipe.schedule.kinds import BACKWARD, INPUT, UPDATE, WEIGHT, Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
 
@@ -21,6 +21,9 @@ def placements(draw: st.DrawFn, name: str = "gpipe") -> Placement:
     if name == "interleaved_1f1b":
         num_processes = draw(st.integers(1, 4))
         return Placement.interleaved(num_processes * draw(st.integers(1, 4)), num_processes)
+    if name in DEALT:
+        num_stages = draw(st.integers(1, 6))
+        return Placement.dealt(num_stages, draw(st.integers(1, min(num_stages, 4))))
     if name in V_SHAPED:
         num_processes = draw(st.integers(1, 4))
         return Placement.v_shaped(2 * num_processes, num_processes)
@@ -31,8 +34,10 @@ def placements(draw: st.DrawFn, name: str = "gpipe") -> Placement:
 
 
 @st.composite
-def recomputes(draw: st.DrawFn, num_stages: int) -> Recompute:
+def recomputes(draw: st.DrawFn, num_stages: int, name: str = "gpipe") -> Recompute:
     """Either mode, or a limit for each stage."""
+    if name in DEALT:
+        return "stage"
     limit = st.none() | st.integers(1, 7)
     return draw(st.sampled_from(["stage", "none"]) | st.tuples(*[limit] * num_stages))
 
@@ -42,8 +47,8 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = tuple(SCHEDULES)) -> tup
     """A table, of whole rows or of rows cut into chunks, and how it was asked to recompute."""
     name = draw(st.sampled_from(names))
     placement = draw(placements(name))
-    recompute = draw(recomputes(placement.num_stages))
-    chunks = 1 if name in VOCABULARY else draw(st.sampled_from([1, 1, 2, 3, 5]))
+    recompute = draw(recomputes(placement.num_stages, name))
+    chunks = 1 if name in (*VOCABULARY, *DEALT) else draw(st.sampled_from([1, 1, 2, 3, 5]))
     count = chunks * draw(st.integers(1, max(1, 7 // chunks)))
     return build(name, placement.num_stages, count, placement, recompute, chunks=chunks), recompute
 

@@ -13,7 +13,7 @@ F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
 W = WEIGHT
 
 GPIPE_2_2 = """\
-table: 7
+table: 8
 schedule: gpipe
 num_stages: 2
 num_micro_batches: 2
@@ -39,14 +39,14 @@ def test_text_that_is_not_an_action(text: str) -> None:
 @pytest.mark.parametrize(("text", "kind"), [("2X0", "X"), ("1A3", "A")])
 def test_a_kind_that_this_version_does_not_have(text: str, kind: str) -> None:
     with pytest.raises(
-        ScheduleError, match=f"'{text}': {kind} is not .* version 7 .* has F, R, B, I, W, G, U, D, L, S, T"
+        ScheduleError, match=f"'{text}': {kind} is not .* version 8 .* has F, R, B, I, W, G, U, D, L, S, T"
     ):
         Action.parse(text)
 
 
 @pytest.mark.parametrize("text", ["2F", "2I", "2W"])
 def test_only_a_reduction_and_an_update_stand_without_a_micro_batch(text: str) -> None:
-    with pytest.raises(ScheduleError, match=rf"action {text}: .* in version 7 of the table's text"):
+    with pytest.raises(ScheduleError, match=rf"action {text}: .* in version 8 of the table's text"):
         Action.parse(text)
 
 
@@ -171,14 +171,14 @@ def test_text_round_trip_is_exact(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("table: 7\n", "", "^line 1: found 'schedule: gpipe', expected a line that starts with table:"),
+        ("table: 8\n", "", "^line 1: found 'schedule: gpipe', expected a line that starts with table:"),
         (
-            "table: 7",
             "table: 8",
-            "^line 1: .*version '8', and this version of hf_gpipe reads versions 1, 2, 3, 4, 5, 6 and 7",
+            "table: 8",
+            "^line 1: .*version '8', and this version of hf_gpipe reads versions 1, 2, 3, 4, 5, 6, 7 and 8",
         ),
-        ("table: 7", "table:", "^line 1: .*version ''"),
-        ("table: 7\n", "# mine\ntable: 1\n", "^line 1: found '# mine'"),
+        ("table: 8", "table:", "^line 1: .*version ''"),
+        ("table: 8\n", "# mine\ntable: 1\n", "^line 1: found '# mine'"),
         ("schedule: gpipe\n", "", "^line 2: found 'num_stages: 2', expected .* schedule:"),
         ("schedule: gpipe", "schedule:", "^line 2: schedule name ''"),
         ("num_stages", "num_stage", "^line 3: .*did you mean 'num_stages'"),
@@ -189,7 +189,7 @@ def test_text_round_trip_is_exact(schedule: Schedule) -> None:
         (
             "placement: 0 1",
             "placement: 0,x 1",
-            "^line 5: placement: found '0,x 1', .* one process .* 0,1 2 .*version 7",
+            "^line 5: placement: found '0,x 1', .* one process .* 0,1 2 .*version 8",
         ),
         ("placement: 0 1", "placement: 0, 1", "^line 5: placement: found '0, 1'"),
         ("placement: 0 1", "placement: 0,0 1", "^line 5: placement: the replicas of stage 0 .*none twice"),

@@ -1,0 +1,214 @@
+"""The weights and gradients of dealt stages: one home for each in memory of the host, which all workers share.
+
+Each worker has a model of every stage, whose parameters are views of the homes between visits. The process that owns a
+stage makes their memory and updates them. Processes of one machine map the same memory. A weight that several stages
+use has one home, that of the lowest of them. Gradients have a home for each stage: two stages may add at the same time.
+
+A step has two meeting points of all processes: before it, after which no weight changes, and before its update, when
+all gradients are there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hf_gpipe.adapters import StageModel
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.world import World
+
+#: Where files are memory that processes share.
+_SHARED_MEMORY = Path("/dev/shm")
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The home of the gradient of a parameter in one stage.
+
+    Attributes:
+        value: of the parameter's shape.
+        is_there: whether it has a value, (), uint8.
+    """
+
+    value: torch.Tensor
+    is_there: torch.Tensor
+
+
+class Homes:
+    """The homes of the weights and gradients of this process's pipeline. Every process creates it.
+
+    Stages are added one after another, so that a process has the weights of one stage twice for a while, and no more.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._crew = world.placement.crew_of(world.worker)
+        self._is_shared = len({world.placement.ranks_of(worker) for worker in self._crew}) > 1
+        #: By stage, on CUDA, when the gradients of the last visit in this process are at home.
+        self.given: dict[int, torch.cuda.Event] = {}
+        self._weights: dict[str, torch.Tensor] = {}
+        self._gradients: dict[tuple[int, str], Gradient] = {}
+        self._stages_of: dict[str, list[int]] = {}
+        #: The parameters that this process updates, by stage and name.
+        self._own: dict[tuple[int, str], nn.Parameter] = {}
+        self._is_collected = False
+
+    def add(self, stage: int, models: Mapping[int, StageModel]) -> None:
+        """Move the weights of a stage to their homes. Every process calls it, with the next stage.
+
+        Args:
+            stage: its number.
+            models: of the stage, of each worker of this process.
+
+        Raises:
+            UserError: the machine has too little shared memory.
+        """
+        placement = self._world.placement
+        first = next(iter(models.values()))
+        moved: dict[str, torch.Tensor] = {}
+        sizes: list[int] = []
+        for name, parameter in first.parameters.items():
+            self._stages_of.setdefault(name, []).append(stage)
+            is_new = name not in self._weights
+            if is_new and (parameter.requires_grad or not _is_mapped(parameter.data)):
+                moved[name] = parameter.data
+                sizes.append(_aligned(parameter.nbytes))
+            if parameter.requires_grad:
+                sizes.append(_aligned(parameter.nbytes) + _ALIGNMENT)
+        owner = next(own for own in placement.workers[stage] if own in self._crew)
+        memory = self._memory(sum(sizes), placement.ranks_of(owner)[0])
+        is_owner, start = owner in self._world.workers, 0
+
+        def piece(size: int) -> torch.Tensor:
+            nonlocal start
+            start += _aligned(size)
+            return memory[start - _aligned(size) :][:size]
+
+        for name, parameter in first.parameters.items():
+            if name in moved:
+                value = moved[name]
+                home = piece(value.nbytes).view(value.dtype).view(value.shape)
+                if is_owner:
+                    home.copy_(value)
+                self._weights[name] = home
+            elif name not in self._weights and not self._is_shared:
+                self._weights[name] = parameter.data
+            if parameter.requires_grad:
+                value = piece(parameter.nbytes).view(parameter.dtype).view(parameter.shape)
+                self._gradients[stage, name] = Gradient(value, piece(1)[0])
+                self._gradients[stage, name].is_there.zero_()
+        for worker, model in models.items():
+            for name, parameter in model.parameters.items():
+                if name in self._weights:
+                    parameter.data = self._weights[name]
+                if worker == owner and parameter.requires_grad:
+                    self._own[stage, name] = parameter
+
+    def gradients(self, stage: int, model: StageModel) -> dict[nn.Parameter, Gradient]:
+        """The homes of the gradients of a stage, by the parameters of one of its models."""
+        return {p: self._gradients[stage, n] for n, p in model.parameters.items() if p.requires_grad}
+
+    def begin(self) -> None:
+        """Before a step of training: put the gradients that `.grad` has, or none, into their homes."""
+        self._is_collected = False
+        for (stage, name), parameter in self._own.items():
+            home, gradient = self._gradients[stage, name], parameter.grad
+            if gradient is not None and gradient.data_ptr() != home.value.data_ptr():
+                home.value.copy_(gradient)
+            home.is_there.fill_(gradient is not None)
+            parameter.grad = None
+
+    def collect(self) -> None:
+        """Once the gradients of this process's visits are at home: wait until those of all are, and give them to the
+        parameters that this process updates. Later calls in the same step do nothing."""
+        if self._is_collected:
+            return
+        self._is_collected = True
+        self._world.barrier()
+        for (stage, name), parameter in self._own.items():
+            stages, home = self._stages_of[name], self._gradients[stage, name]
+            if stage != stages[0]:
+                continue
+            for other in stages[1:]:
+                more = self._gradients[other, name]
+                if not more.is_there:
+                    continue
+                if home.is_there:
+                    home.value.add_(more.value)
+                else:
+                    home.value.copy_(more.value)
+                    home.is_there.fill_(1)
+            parameter.grad = home.value if home.is_there else None
+
+    def meet(self) -> None:
+        """Wait until every process has updated its weights."""
+        self._world.barrier()
+
+    def _memory(self, size: int, owner: int) -> torch.Tensor:
+        """Memory of the host, which the processes of the pipeline share where there are several; pinned on CUDA."""
+        is_cuda = self._world.device.type == "cuda"
+        if not self._is_shared:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
+        size = max(size, mmap.PAGESIZE)
+        path = _new_file(size) if owner == self._world.rank else None
+        found = self._world.gather_objects(str(path))[owner]
+        if found.startswith(_FAILED):
+            raise UserError(found.removeprefix(_FAILED))
+        storage = torch.UntypedStorage.from_file(found, shared=True, nbytes=size)
+        self._world.barrier()
+        if owner == self._world.rank:
+            Path(found).unlink()
+        memory = torch.tensor([], dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        if is_cuda:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        return memory
+
+
+_FAILED = "failed: "
+
+
+def _new_file(size: int) -> str:
+    """The path of a new file of shared memory, which has so many bytes; or what has failed."""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="hf_gpipe-", dir=_SHARED_MEMORY)
+    except OSError as error:
+        return f"{_FAILED}stages are dealt to several processes, which share memory in {_SHARED_MEMORY}: {error}"
+    try:
+        # Without it a write to memory that is not there would end the process.
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        os.unlink(path)
+        return (
+            f"{_FAILED}stages are dealt to several processes, and {_SHARED_MEMORY} has no room for {size} bytes more "
+            f"({error.strerror}); enlarge it (docker: --shm-size, or mount -o remount,size=...), or use one process "
+            "with several devices"
+        )
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor on the CPU is a mapped file, whose memory all processes share that map it."""
+    maps = Path("/proc/self/maps")
+    if tensor.device.type != "cpu" or not maps.exists():
+        return False
+    address = tensor.data_ptr()
+    for line in maps.read_text().splitlines():
+        ends, _, _, _, inode, *_ = line.split()
+        low, high = (int(end, 16) for end in ends.split("-"))
+        if low <= address < high:
+            return inode != "0"
+    return False
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

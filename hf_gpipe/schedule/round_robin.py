@@ -1,0 +1,183 @@
+"""The order of the round-robin pipeline: no stage belongs to a worker (RoundPipe, arXiv 2604.27085).
+
+Weights are in memory of the host that all workers share. The work of a few micro-batches is cut into slots of about
+equal time: forwards of a group of stages, then forwards and backwards of the last group together, then backwards of a
+group of stages. The slots are dealt to the workers in turn, and so are those of the next micro-batches after them: a
+round is the slots of some micro-batches. The forward and the backward of a stage so are on any two workers, and a heavy
+head fills one slot, in place of binding one worker.
+
+A slot of backwards takes about three times as long as one of forwards of the same stages, for it recomputes. So groups
+of forwards have more stages. Within a slot a worker takes one micro-batch after another, and the next slot begins on
+the next worker as soon as the first of them is there. The weights of a worker's next slot are loaded while it runs the
+one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TypeAlias
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, LOAD, RECOMPUTE
+from hf_gpipe.schedule.placement import Placement
+
+Seconds: TypeAlias = float | Fraction
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The work of one worker on some micro-batches.
+
+    Attributes:
+        stages: consecutive ones.
+        has_forwards, has_backwards: of these stages; with both, a forward keeps its graph.
+    """
+
+    stages: range
+    has_forwards: bool
+    has_backwards: bool
+
+    def actions(self, micro_batches: Sequence[int]) -> Iterator[Action]:
+        """The actions of a micro-batch on all stages, then those of the next one."""
+        for m in micro_batches:
+            if self.has_forwards:
+                yield from (Action(FORWARD, stage, m) for stage in self.stages)
+            for stage in reversed(self.stages) if self.has_backwards else ():
+                if not self.has_forwards:
+                    yield Action(RECOMPUTE, stage, m)
+                yield Action(BACKWARD, stage, m)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """The slots of a round, and the number of rounds."""
+
+    slots: tuple[Slot, ...]
+    num_rounds: int
+
+    @property
+    def together(self) -> range:
+        """The stages whose forwards and backwards are in one slot."""
+        return next(slot.stages for slot in self.slots if slot.has_forwards and slot.has_backwards)
+
+
+def deal_of(
+    forward: Sequence[Seconds], recompute: Sequence[Seconds], backward: Sequence[Seconds], workers: int, count: int
+) -> Deal:
+    """The smallest slots of about equal time, and the number of rounds with which a step is shortest.
+
+    No slot is longer than that of one stage must be, so groups are as small as they can be: a device holds the weights
+    of two. With rounds of m micro-batches and slots of at most t seconds for each of them, a step takes about (slots of
+    a worker * m + workers - 1) * t. More rounds deal the slots more evenly, and load weights more often; of equally
+    good numbers the least is taken.
+
+    Args:
+        forward, recompute, backward: seconds of a micro-batch on each stage.
+        workers: among which the slots are dealt.
+        count: number of micro-batches.
+    """
+    repeated = [one + other for one, other in zip(recompute, backward, strict=True)]
+    together = [one + other for one, other in zip(forward, backward, strict=True)]
+    slots = _slots(forward, repeated, together, max(together[-1], *forward[:-1], *repeated[:-1], 0))
+
+    def length(rounds: int) -> int:
+        return -(-rounds * len(slots) // workers) * -(-count // rounds)
+
+    return Deal(slots, min(range(1, max(1, count // workers) + 1), key=length))
+
+
+def _slots(
+    forward: Sequence[Seconds], repeated: Sequence[Seconds], together: Sequence[Seconds], limit: Seconds
+) -> tuple[Slot, ...]:
+    """Slots of at most so many seconds for a micro-batch, and as few as that allows."""
+    first = len(forward) - 1
+    seconds = together[first]
+    while first and seconds + together[first - 1] <= limit:
+        first -= 1
+        seconds += together[first]
+    slots = [Slot(group, True, False) for group in _groups(forward[:first], limit)]
+    slots.append(Slot(range(first, len(forward)), True, True))
+    # From the last stage on, in the order in which gradients come.
+    for group in _groups(list(reversed(repeated[:first])), limit):
+        slots.append(Slot(range(first - group.stop, first - group.start), False, True))
+    return tuple(slots)
+
+
+def _groups(seconds: Sequence[Seconds], limit: Seconds) -> list[range]:
+    groups: list[range] = []
+    start = 0
+    for number in range(len(seconds)):
+        if sum(seconds[start : number + 1]) > limit and number > start:
+            groups.append(range(start, number))
+            start = number
+    return [*groups, range(start, len(seconds))] if seconds else []
+
+
+def round_robin_orders(placement: Placement, num_micro_batches: int, deal: Deal) -> list[list[Action]]:
+    """The actions of each worker, with L and D.
+
+    Raises:
+        ScheduleError: the placement does not deal its stages.
+    """
+    if not placement.is_dealt:
+        raise ScheduleError(
+            f"schedule 'round_robin' and the placement {placement} do not go together: its stages have workers of their "
+            "own, and these are dealt; leave the placement out."
+        )
+    orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
+    for replica, crew in enumerate(placement.crews):
+        own = range(replica, num_micro_batches, len(placement.crews))
+        for worker, order in zip(crew, _of_crew(len(crew), own, deal), strict=True):
+            orders[worker] = order
+    return orders
+
+
+def _of_crew(size: int, micro_batches: Sequence[int], deal: Deal) -> list[list[Action]]:
+    """The actions of each worker of a pipeline."""
+    rounds = min(deal.num_rounds, max(1, len(micro_batches)))
+    base, extra = divmod(len(micro_batches), rounds)
+    dealt: list[list[tuple[Slot, Sequence[int], dict[int, int]]]] = [[] for _ in range(size)]
+    num_visits: dict[int, int] = {}
+    number, start = 0, 0
+    for index in range(rounds):
+        stop = start + base + (index < extra)
+        for slot in deal.slots if stop > start else ():
+            before = dealt[number % size][-1:]
+            # A stage of the slot before is still there.
+            visits = {s: before[0][2][s] for s in slot.stages if before and s in before[0][2]}
+            for stage in slot.stages:
+                if stage not in visits:
+                    visits[stage] = num_visits[stage] = num_visits.get(stage, -1) + 1
+            dealt[number % size].append((slot, micro_batches[start:stop], visits))
+            number += 1
+        start = stop
+    return [_with_visits(slots) for slots in dealt]
+
+
+def _with_visits(slots: Sequence[tuple[Slot, Sequence[int], dict[int, int]]]) -> list[Action]:
+    """The actions of a worker's slots: the next slot's weights are loaded before those of the first micro-batch of a
+    slot, and its own are dropped after its last."""
+    order: list[Action] = []
+    loaded: set[tuple[int, int]] = set()
+
+    def load(visits: dict[int, int]) -> None:
+        for visit in visits.items():
+            if visit not in loaded:
+                loaded.add(visit)
+                order.append(_of_visit(Action(LOAD, visit[0]), visit[1]))
+
+    for number, (slot, micro_batches, visits) in enumerate(slots):
+        load(visits)
+        following = slots[number + 1][2] if number + 1 < len(slots) else {}
+        # One that is there in another visit must go first.
+        load({stage: visit for stage, visit in following.items() if stage not in visits})
+        order += slot.actions(micro_batches)
+        order += [_of_visit(Action(DROP, s), v) for s, v in visits.items() if following.get(s) != v]
+    return order
+
+
+def _of_visit(action: Action, visit: int) -> Action:
+    return replace(action, step=visit)
