@@ -25,6 +25,10 @@ as where most of the time is attention.
 "head" is K = 4 and M = 32, where the head takes as long as four stages: on the last stage, and divided over all. The
 bound is that of equal stages with a quarter of the head each.
 
+"dealt" is K = 16 stages on 4 processes and M = 32, where all recompute: stages that are dealt (round_robin), with
+copies of a stage's weights that take as long as 4 of its forwards, in and out; and the same with a head that takes as
+long as four stages, dealt by a table for its cost, and interleaved.
+
 "memory" is about tables under a limit of memory (`bench/memory_limits.py`): the best one of named schedules, those that
 list scheduling finds with one stage a process and with two in a V, and the optimum with one, as it was published with
 the cases. Then K = 4 runs with the best named and the best of all. The planner takes the better of them too.
@@ -35,6 +39,7 @@ the cases. Then K = 4 runs with the best named and the best of all. The planner 
     python scripts/bench_emulated.py --paces memory                    two minutes
     python scripts/bench_emulated.py --paces chunks                    a minute
     python scripts/bench_emulated.py --paces head                      two minutes
+    python scripts/bench_emulated.py --paces dealt                     a minute
 """
 
 from __future__ import annotations
@@ -50,7 +55,8 @@ from bench.memory_limits import OPTIMA, UNIT, Case, best_named, listed
 from bench.report import Spread, table, write_json
 from bench.runner import await_quiet, bench_parser, say
 
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, SPLIT_SCHEDULES
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, SPLIT_SCHEDULES, placement_for
+from hf_gpipe.schedule.round_robin import dealt_table
 
 KIBIBYTE = 1024
 
@@ -69,7 +75,7 @@ class Pace(NamedTuple):
 
 EASY, HARD = Pace(0.020, 0.040, 64 * KIBIBYTE), Pace(0.005, 0.010, 1024 * KIBIBYTE)
 PACES = {"easy": EASY, "hard": HARD}
-OTHERS = ("mesh", "memory", "chunks", "head")
+OTHERS = ("mesh", "memory", "chunks", "head", "dealt")
 #: One row: the time of each chunk, over their mean.
 ROW = tuple((1 + 3 * chunk / 15) / 2.5 for chunk in range(16))
 QUICK = Pace(0.001, 0.002, 64 * KIBIBYTE)
@@ -170,6 +176,27 @@ def head_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     return [
         Emulated(schedule="1f1b", **one | on_last),
         *(Emulated(schedule=name, **one, head_seconds=head) for name in DIVIDED_HEAD),
+    ]
+
+
+def dealt_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
+    """Dealt stages alone, and with a heavy head beside an interleaved pipeline."""
+    count, each, micro_batches = (2, 2, 4) if quick else (4, 4, 32)
+    stages = count * each
+    one = {"processes": count, "stages_each": each, "micro_batches": micro_batches, "recompute": "stage"}
+    one["boundary_bytes"] = pace.boundary_bytes
+    heads = [1.0] * (stages - 1) + [5.0]
+    # Of a process, of whose time each stage has its part.
+    forward, backward = ([share * seconds for share in heads] for seconds in pace[:2])
+    placement = placement_for("round_robin", stages, count)
+    table = dealt_table(placement, micro_batches, forward, forward, backward)
+    copies = pace.forward_seconds / each * 4
+    plain = {"forward_seconds": pace.forward_seconds, "backward_seconds": pace.backward_seconds}
+    on_last = {"forward_seconds": forward, "backward_seconds": backward}
+    return [
+        Emulated(schedule="round_robin", **one, **plain, copy_seconds=(copies, copies)),
+        Emulated(schedule="round_robin, head", **one, **on_last, table_text=str(table)),
+        Emulated(schedule="interleaved_1f1b", **one, **on_last),
     ]
 
 
@@ -281,10 +308,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = []
     for name in ["", *OTHERS] if quick else options.paces:
         pace, is_mesh = QUICK if quick else PACES.get(name, EASY), name == "mesh"
+        of_pace = {"chunks": chunk_settings, "head": head_settings, "dealt": dealt_settings}
         if name == "memory":
             settings = memory_settings(quick=quick)
-        elif name in ("chunks", "head"):
-            settings = (chunk_settings if name == "chunks" else head_settings)(pace, quick=quick)
+        elif name in of_pace:
+            settings = of_pace[name](pace, quick=quick)
         else:
             settings = mesh_settings(pace, quick=quick) if is_mesh else settings_of(pace, processes, micro_batches)
         settings = [one for one in settings if not options.schedules or one.schedule in options.schedules]
@@ -292,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = emulate(settings, steps, say)
         header = f"{1000 * UNIT:g} ms a unit" if name == "memory" else pace.text()
         print(f"{header}\n\n{summary(settings, found)}\n", flush=True)
-        has_targets = pace == EASY and name not in ("memory", "chunks", "head")
+        has_targets = pace == EASY and name not in ("memory", *of_pace)
         if text := mesh_verdicts(settings, found) if is_mesh else verdicts(settings, found) if has_targets else "":
             print(f"{text}\n", flush=True)
         for setting, own in zip(settings, found, strict=True):

@@ -79,12 +79,12 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     parameters.ties.leave_out({p for own in visits.values() for p in own.parameters if not p.requires_grad})
     teacher = decision.teacher
     teachers = {} if teacher is None else teacher.stages(world.stage_devices, ranks)
-    rows = {
+    of_workers = {
         worker: Row(parameters.trainable.stages(own, decision.loss, teachers), visits[worker])
         for worker, own in run_by.items()
     }
     owners = {n: worker for worker in world.workers for n in world.placement.stages_of(worker)}
-    stages = {n: rows[owners[n]].stages[n] for n in models}
+    stages = {n: of_workers[owners[n]].stages[n] for n in models}
     for number, part in parts.items():
         stages[number].head = part
     if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
@@ -97,7 +97,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
 
     edges = connect(world, dtype_of, sent)
     head_edges = connect_head(world, next(iter(parts.values())).dtype_of) if parts else {}
-    executor = Executor(rows, edges, parameters.replicas, head_edges, connect_relays(world), homes)
+    executor = Executor(of_workers, edges, parameters.replicas, head_edges, connect_relays(world), homes)
     executor.prepare(decision.full_table)
     if request.model.saved_adapters is not None:
         parameters.load_pretrained(request.model.saved_adapters)

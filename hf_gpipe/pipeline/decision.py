@@ -164,8 +164,8 @@ class Decision:
         placement = replace(placement, ranks_per_worker=config.tensor_parallel)
         if table is not None and placement.is_dealt and any(len(rank.devices) > 1 for rank in world.ranks):
             raise UserError(
-                f"the table {table.name!r} deals its stages, and a process has several devices; start a process for each "
-                "device, or name the schedule, which makes a table for the devices"
+                f"the table {table.name!r} deals its stages, and a process has several devices; start a process for "
+                "each device, or name the schedule, which makes a table for the devices"
             )
         world = world.placed(placement)
         links = compare_with_machines(planning, config, world)

@@ -240,10 +240,10 @@ class Executor:
             return
         expected = defaultdict(list)
         for message in messages(schedule):
-            if message.receiver in self._workers and message.sender not in self._workers:
-                if self._is_read(schedule, message.source, message.consumer):
-                    one = self._message(schedule, message.source, message.consumer)
-                    expected[message.receiver, message.before].append(one)
+            is_incoming = message.receiver in self._workers and message.sender not in self._workers
+            if is_incoming and self._is_read(schedule, message.source, message.consumer):
+                one = self._message(schedule, message.source, message.consumer)
+                expected[message.receiver, message.before].append(one)
         self._planned = []
         self._versions = {}
         read: dict[int, Sequence[Use | None]] = {}

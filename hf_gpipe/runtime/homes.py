@@ -162,11 +162,10 @@ class Homes:
         found = self._world.gather_objects(str(path))[owner]
         if found.startswith(_FAILED):
             raise UserError(found.removeprefix(_FAILED))
-        storage = torch.UntypedStorage.from_file(found, shared=True, nbytes=size)
+        memory = torch.from_file(found, shared=True, size=size, dtype=torch.uint8)
         self._world.barrier()
         if owner == self._world.rank:
             Path(found).unlink()
-        memory = torch.tensor([], dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
         if is_cuda:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
         return memory

@@ -232,8 +232,10 @@ class VisitingWeights:
                 assert self._homes is not None, "the stage is dealt"
                 self._homes.given[stage] = stream.record_event()
         for parameter, home in gradients.items():
-            if device.type != "cuda" and parameter.grad.data_ptr() != home.value.data_ptr():  # type: ignore[union-attr]
-                home.value.copy_(parameter.grad)
+            gradient = parameter.grad
+            assert gradient is not None
+            if device.type != "cuda" and gradient.data_ptr() != home.value.data_ptr():
+                home.value.copy_(gradient)
             home.is_there.fill_(1)
         for parameter, home_weight in loaded.homes.items():
             parameter.grad = None

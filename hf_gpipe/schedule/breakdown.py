@@ -58,7 +58,7 @@ class Breakdown:
 
     @property
     def stages(self) -> tuple[Parts, ...]:
-        """For each stage the mean of its replicas."""
+        """For each stage the mean of its replicas, of a dealt one that of the processes."""
         replicas: dict[int, list[Parts]] = {}
         for own in self.stages_of:
             for stage, parts in own.items():
@@ -115,7 +115,7 @@ def breakdown(timeline: Timeline) -> Breakdown:
             parts.append(_parts(spans, sum(waits) + spans[0].start + total - spans[-1].end, total))
         processes.append(_mean(parts))
         stages_of.append({})
-        for stage in placement.stages_of(process):
+        for stage in placement.stages_run_by(process):
             own = [(span, wait) for span, wait in waited if span.action.stage == stage]
             stages_of[-1][stage] = _parts([span for span, _ in own], sum(wait for _, wait in own), total)
     return Breakdown(total, tuple(processes), tuple(stages_of))

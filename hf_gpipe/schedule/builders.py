@@ -27,7 +27,7 @@ from hf_gpipe.schedule.interleaved import interleaved_orders
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, LOGITS, LOGITS_GRADIENT, RECOMPUTE, REDUCE, UPDATE
 from hf_gpipe.schedule.placement import Placement, replicas_of
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
-from hf_gpipe.schedule.round_robin import Deal, deal_of, round_robin_orders
+from hf_gpipe.schedule.round_robin import Deal, deal_of, round_robin_orders, with_updates
 from hf_gpipe.schedule.table import MOST_ACTIONS, Schedule
 from hf_gpipe.schedule.validate import check_table
 from hf_gpipe.schedule.zero_bubble import forwards_ahead, v_half, whole_backwards, zb_h1, zb_h2, zb_v
@@ -380,8 +380,9 @@ def placement_for(name: str, num_stages: int, num_processes: int, replicas: int 
             f"replicas is {counts[0]} and the number of processes is {num_processes}: every replica of the pipeline "
             "has processes of its own, and as many as the others; use a multiple of replicas."
         )
-    places = {**dict.fromkeys(IN_TURN, Placement.interleaved), **dict.fromkeys(V_SHAPED, Placement.v_shaped)}
-    places |= dict.fromkeys(DEALT, Placement.dealt)
+    places: dict[str, Callable[[int, int], Placement]] = dict.fromkeys(IN_TURN, Placement.interleaved)
+    places.update(dict.fromkeys(V_SHAPED, Placement.v_shaped))
+    places.update(dict.fromkeys(DEALT, Placement.dealt))
     place = places.get(name, Placement.spread)
     return place(num_stages, num_processes // counts[0]).replicated(counts[0])
 
@@ -494,7 +495,9 @@ def _build_asynchronous(name: str, steps: tuple[int, ...], placement: Placement,
 def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> Schedule:
     orders = SCHEDULES[name](num_stages, num_micro_batches, placement, limits)
     orders = [whole_backwards(order, process, placement) for process, order in enumerate(orders)]
-    if any(action.kind.takes_gradient for order in orders for action in order):
+    if placement.is_dealt and name in DEALT:
+        orders = with_updates(orders, placement)
+    elif any(action.kind.takes_gradient for order in orders for action in order):
         for process, order in enumerate(orders):
             orders[process] = _with_reductions(order, process, placement)
             # The updates of a process stand at its end, where every gradient is complete: see `validate`.
@@ -512,8 +515,6 @@ def _with_reductions(order: list[Action], process: int, placement: Placement) ->
     order of them.
     """
     last = {action.stage: index for index, action in enumerate(order) if action.kind.completes_micro_batch}
-    if placement.is_dealt:
-        last = {}  # other processes may add to the gradients later
     waiting = [stage for stage in placement.stages_of(process) if placement.replicas[stage] > 1]
     result: list[Action] = []
     for index, action in enumerate(order):

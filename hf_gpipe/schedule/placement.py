@@ -161,8 +161,8 @@ class Placement:
         """
         if not 1 <= num_workers <= num_stages:
             raise ScheduleError(
-                f"{num_stages} stages cannot be dealt to {num_workers} workers: every worker updates one. Use between 1 "
-                "and num_stages workers."
+                f"{num_stages} stages cannot be dealt to {num_workers} workers: every worker updates one. Use between "
+                "1 and num_stages workers."
             )
         return cls(tuple(stage % num_workers for stage in range(num_stages)), is_dealt=True)
 

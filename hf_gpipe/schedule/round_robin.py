@@ -21,8 +21,9 @@ from typing import TypeAlias
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, LOAD, RECOMPUTE
+from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, LOAD, RECOMPUTE, REDUCE, UPDATE
 from hf_gpipe.schedule.placement import Placement
+from hf_gpipe.schedule.table import Schedule
 
 Seconds: TypeAlias = float | Fraction
 
@@ -116,6 +117,41 @@ def _groups(seconds: Sequence[Seconds], limit: Seconds) -> list[range]:
     return [*groups, range(start, len(seconds))] if seconds else []
 
 
+def dealt_table(
+    placement: Placement,
+    count: int,
+    forward: Sequence[Seconds],
+    recompute: Sequence[Seconds],
+    backward: Sequence[Seconds],
+    name: str = "round_robin",
+) -> Schedule:
+    """A table whose slots are made for stages of unequal cost; `check_table` has not seen it.
+
+    Args:
+        placement: whose stages are dealt.
+        count: number of micro-batches.
+        forward, recompute, backward: seconds of a micro-batch on each stage.
+        name: of the table.
+
+    Raises:
+        ScheduleError: the placement does not deal its stages.
+    """
+    size, replicas = len(placement.crew_of(0)), max(1, len(placement.crews))
+    deal = deal_of(forward, recompute, backward, size, -(-count // replicas))
+    orders = round_robin_orders(placement, count, deal)
+    return Schedule(name, placement.num_stages, count, placement, tuple(map(tuple, with_updates(orders, placement))))
+
+
+def with_updates(orders: Sequence[Sequence[Action]], placement: Placement) -> list[list[Action]]:
+    """The order of each worker with G and U at its end: only then are the gradients of dealt stages complete."""
+    ends: list[list[Action]] = []
+    for worker in range(len(orders)):
+        own = placement.stages_of(worker)
+        ends.append([Action(REDUCE, stage) for stage in reversed(own) if placement.replicas[stage] > 1])
+        ends[-1] += [Action(UPDATE, stage) for stage in own]
+    return [[*order, *end] for order, end in zip(orders, ends, strict=True)]
+
+
 def round_robin_orders(placement: Placement, num_micro_batches: int, deal: Deal) -> list[list[Action]]:
     """The actions of each worker, with L and D.
 
@@ -124,23 +160,23 @@ def round_robin_orders(placement: Placement, num_micro_batches: int, deal: Deal)
     """
     if not placement.is_dealt:
         raise ScheduleError(
-            f"schedule 'round_robin' and the placement {placement} do not go together: its stages have workers of their "
-            "own, and these are dealt; leave the placement out."
+            f"schedule 'round_robin' and the placement {placement} do not go together: its stages have workers of "
+            "their own, and these are dealt; leave the placement out."
         )
     orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
+    num_visits: dict[int, int] = {}
     for replica, crew in enumerate(placement.crews):
         own = range(replica, num_micro_batches, len(placement.crews))
-        for worker, order in zip(crew, _of_crew(len(crew), own, deal), strict=True):
+        for worker, order in zip(crew, _of_crew(len(crew), own, deal, num_visits), strict=True):
             orders[worker] = order
     return orders
 
 
-def _of_crew(size: int, micro_batches: Sequence[int], deal: Deal) -> list[list[Action]]:
-    """The actions of each worker of a pipeline."""
+def _of_crew(size: int, micro_batches: Sequence[int], deal: Deal, num_visits: dict[int, int]) -> list[list[Action]]:
+    """The actions of each worker of a pipeline; the visits of each stage follow those that are counted."""
     rounds = min(deal.num_rounds, max(1, len(micro_batches)))
     base, extra = divmod(len(micro_batches), rounds)
     dealt: list[list[tuple[Slot, Sequence[int], dict[int, int]]]] = [[] for _ in range(size)]
-    num_visits: dict[int, int] = {}
     number, start = 0, 0
     for index in range(rounds):
         stop = start + base + (index < extra)
@@ -150,7 +186,8 @@ def _of_crew(size: int, micro_batches: Sequence[int], deal: Deal) -> list[list[A
             visits = {s: before[0][2][s] for s in slot.stages if before and s in before[0][2]}
             for stage in slot.stages:
                 if stage not in visits:
-                    visits[stage] = num_visits[stage] = num_visits.get(stage, -1) + 1
+                    visits[stage] = num_visits.get(stage, 0)
+                    num_visits[stage] = visits[stage] + 1
             dealt[number % size].append((slot, micro_batches[start:stop], visits))
             number += 1
         start = stop

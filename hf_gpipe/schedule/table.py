@@ -208,12 +208,14 @@ class Schedule:
                 forward = replace(action, kind=FORWARD)
                 if self._worker_of.get(forward, worker) != worker:
                     found[action] = (replace(forward, stage=action.stage - 1),)
-        of_stages: dict[int, list[tuple[int | None, int, Action, Action | None]]] = {}
+        of_stages: dict[tuple[int, tuple[int, ...]], list[tuple[int, int, Action, Action | None]]] = {}
         for worker in range(len(self.actions)):
+            crew = self.placement.crew_of(worker)
             for visit in self.visits(worker):
                 if backwards := [one for one in visit.actions if one.kind.completes_micro_batch]:
                     first = min(one.micro_batch or 0 for one in backwards)
-                    of_stages.setdefault(visit.load.stage, []).append((first, worker, backwards[0], visit.drop))
+                    own = of_stages.setdefault((visit.load.stage, crew), [])
+                    own.append((first, worker, backwards[0], visit.drop))
         for visits in of_stages.values():
             visits.sort(key=lambda one: one[:2])
             for (_, before, _, drop), (_, worker, backward, _) in pairwise(visits):
@@ -310,8 +312,8 @@ class Schedule:
         return sum(a.stage == stage and a.kind == RECOMPUTE for row in self.actions for a in row)
 
     def worker_of(self, action: Action) -> int:
-        """The worker in whose row the action of a micro-batch stands: it sends and receives the action's messages. Where
-        stages are dealt, that of an L or a D too."""
+        """The worker in whose row the action of a micro-batch stands: it sends and receives the action's messages.
+        Where stages are dealt, that of an L or a D too."""
         return self._worker_of[action]
 
     @cached_property

@@ -30,7 +30,6 @@ from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.visits import wrong_visit
 
-
 _ONE_ROW = "where stages are dealt, it stands in the row of one of them."
 
 
@@ -46,9 +45,9 @@ def check_table(schedule: Schedule) -> None:
     _check_shape(schedule)
     positions = _check_places(schedule)
     _check_complete(schedule, positions)
-    _check_visits(schedule)
     if schedule.placement.is_dealt:
         _check_dealt(schedule)
+    _check_visits(schedule)
     _check_order_in_process(schedule, positions)
     _check_versions(schedule)
     _check_order_of_reductions(schedule)

@@ -23,20 +23,23 @@ from bench import machine
 from bench.processes import run_job
 from bench.slow_links import SlowReplicas, slow, wait_until
 from hf_gpipe.runtime.channel import Shapes
-from hf_gpipe.runtime.edges import connect, connect_head
+from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
 from hf_gpipe.runtime.executor import Executor, Row, StepResult
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, Costs, Schedule, build, seconds_of_steps
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.builders import placement_for
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, LOGITS, LOGITS_GRADIENT, RECOMPUTE, WEIGHT
+from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, INPUT, LOAD, LOGITS, LOGITS_GRADIENT, RECOMPUTE, WEIGHT
 
 _FLOAT_BYTES = 4
 #: Layers of a stage with replicas, whose gradients are reduced one after another.
 _NUM_LAYERS = 8
+#: Kinds whose time is not of `Costs`, in the order of `head_seconds` and `copy_seconds`.
+_OTHERS = (LOGITS, LOGITS_GRADIENT, LOAD, DROP)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Emulated:
         transfer_seconds: of a message on an edge, for each of the K - 1 boundaries; None: as long as `boundary_bytes`
             take.
         head_seconds: of S and T of one micro-batch in each stage, where the schedule divides the head.
+        copy_seconds: of L and D of each stage, where its weights visit: bytes over the link's bytes a second.
     """
 
     schedule: str
@@ -83,6 +87,7 @@ class Emulated:
     table_text: str | None = None
     chunk_shares: Sequence[float] = (1.0,)
     head_seconds: tuple[float, float] = (0.0, 0.0)
+    copy_seconds: tuple[float, float] = (0.0, 0.0)
 
     def table(self) -> Schedule:
         """The actions that run; a late recomputation is part of the backward."""
@@ -157,7 +162,7 @@ class Emulated:
             weight_seconds=weights,
             transfer_seconds=transfer,
             reduce_seconds=self.reduction_seconds(),
-            others=dict(zip((LOGITS, LOGITS_GRADIENT), self.head_seconds, strict=True)),
+            others=dict(zip(_OTHERS, (*self.head_seconds, *self.copy_seconds), strict=True)),
         )
         return float(seconds_of_steps(self.table(), costs, self.steps))
 
@@ -201,6 +206,12 @@ class WaitingStage:
     def _share(self, micro_batch: int) -> float:
         return self._shares[micro_batch % len(self._shares)]
 
+    def take(self, context: Context) -> None:
+        """There is nothing to keep."""
+
+    def give(self, micro_batch: int) -> None:
+        """There is nothing to drop."""
+
     def recompute(self, micro_batch: int) -> None:
         wait(self._share(micro_batch) * self._forward_seconds)
 
@@ -242,6 +253,35 @@ class WaitingStage:
         """There is nothing to forget."""
 
     end_step = reset
+
+
+class WaitingVisits:
+    """The same of `VisitingWeights`: copies that go on beside the stages, one after another in each direction."""
+
+    def __init__(self, setting: Emulated) -> None:
+        self._in_seconds, self._out_seconds = setting.copy_seconds
+        self._in_free = self._out_free = 0.0
+        self._there: dict[int, float] = {}
+
+    def load(self, stage: int) -> None:
+        self._in_free = max(self._in_free, time.perf_counter()) + self._in_seconds
+        self._there[stage] = self._in_free
+
+    def enter(self, stage: int, *, adds_gradients: bool) -> None:
+        wait_until(self._there[stage])
+
+    def drop(self, stage: int) -> None:
+        self._out_free = max(self._out_free, time.perf_counter()) + self._out_seconds
+        del self._there[stage]
+
+    def wait_for_gradients(self) -> None:
+        wait_until(self._out_free)
+
+    def finish(self) -> None:
+        wait_until(self._out_free)
+
+    def reset(self) -> None:
+        self._there.clear()
 
 
 class WaitingHead:
@@ -349,7 +389,7 @@ def _late_seconds(setting: Emulated, one: ActionTime) -> float:
     forward, backward = setting.stage_seconds(one.action.stage)
     weight = setting.weight_seconds_of(one.action.stage)
     should = {FORWARD: forward, RECOMPUTE: forward, BACKWARD: backward, INPUT: backward - weight, WEIGHT: weight}
-    should |= dict(zip((LOGITS, LOGITS_GRADIENT), setting.head_seconds, strict=True))
+    should |= dict(zip(_OTHERS, setting.head_seconds, strict=False))
     if one.action.kind not in should:
         return one.end - one.start - one.waiting - one.sending
     share = setting.chunk_shares[one.action.micro_batch % len(setting.chunk_shares)]
@@ -366,7 +406,8 @@ class _Pipeline:
         if setting.transfer_seconds is not None:
             boundary = torch.zeros(1, dtype=torch.float64)
         # The executor is typed for stages that compute.
-        waiting = {number: WaitingStage(setting, number, boundary) for number in world.local_stages}
+        own = self.table.placement.stages_run_by(world.worker)
+        waiting = {number: WaitingStage(setting, number, boundary) for number in own}
         stages = {number: cast(Stage, stage) for number, stage in waiting.items()}
         edges = connect(world, lambda stage, name: boundary.dtype)
         if setting.transfer_seconds is not None:
@@ -378,7 +419,9 @@ class _Pipeline:
             seconds = dict(enumerate(setting.reduction_seconds()))
             self.replicas = SlowReplicas(waiting, ties, world, seconds)
         of_head = connect_head(world, lambda name: boundary.dtype) if self.table.divides_head else {}
-        self.executor = Executor({world.worker: Row(stages)}, edges, self.replicas, of_head)
+        visits = cast(VisitingWeights, WaitingVisits(setting))
+        rows = {world.worker: Row(stages, visits)}
+        self.executor = Executor(rows, edges, self.replicas, of_head, connect_relays(world))
         self.world = world
         #: Of the step before, where several run one after another.
         self.earlier: Callable[[], torch.Tensor] | None = None

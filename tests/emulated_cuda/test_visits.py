@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_gpipe import Pipeline
 from hf_gpipe.runtime.visits import VisitingWeights
+from hf_gpipe.schedule.kinds import DROP
+from hf_gpipe.schedule.visits import most_loaded
 from tests.emulated_cuda.comparing import assert_near, config_of, gathered
 from tests.emulated_cuda.device import counting
 from tests.emulated_cuda.happens_before import checking
@@ -103,6 +105,43 @@ def test_trained_weights_visit_too(family: str, tied: bool, device: Any, options
     assert_near(comes[1], stays[1], 1e-12, "weight")
 
 
+def dealt(device: Any, **options: Any) -> Pipeline:
+    """The slots of two rounds are dealt to the devices, so gradients of a stage go from one to the other."""
+    given = {"num_stages": 5, "num_micro_batches": 4, "schedule": "round_robin", "offload_weights": "all"} | options
+    return Pipeline(plain_model(config_of("llama", dropout=0.2, tied=False)), seed=3, device=device, **given)
+
+
+def gradients_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
+    """Of two steps, the second with weights that have changed, and once more without."""
+    batch, found = padded_batch(pipe.adapter.config), {}
+    for step in range(3):
+        found[f"loss {step}"] = pipe.train_step(batch).cpu()
+        for name, parameter in pipe.named_parameters():
+            assert parameter.grad is not None
+            found[f"{name} {step}"] = parameter.grad.cpu().clone()
+            if not step:
+                parameter.data -= 0.1 * parameter.grad
+                parameter.grad = None
+    return found
+
+
+@on_emulated_cuda()
+def test_dealt_stages_have_the_numbers_of_stages_that_stay() -> None:
+    expected = gradients_of(dealt("cuda:0", schedule="breadth_first", offload_weights=None))
+    pipe = dealt(["cuda:0", "cuda:1"])
+    table = pipe.schedule(4)
+    assert table.placement.is_dealt
+    assert len(table.actions) == 2
+    assert any(source.kind == DROP for one in table.actions[1] for source in table.sources(one))
+    assert_near(gradients_of(pipe), expected, 0.0, "number")
+    # A device has the weights of two slots.
+    for worker, most in enumerate(most_loaded(table)):
+        visits = pipe.steps.executor._rows[worker].visits
+        (buffers,) = visits._free.values()
+        assert len(buffers) == most
+        assert {buffer.memory.nbytes for buffer in buffers} == {max(visits.hosted_bytes.values())}
+
+
 @on_emulated_cuda(2)
 def test_trained_weights_in_two_processes() -> None:
     options: dict[str, Any] = {"num_stages": 6, "num_processes": 2}
@@ -177,7 +216,10 @@ def test_a_training_with_its_checkpoints(tmp_path: Path, fp32_master_weights: bo
 
 def problems_of_steps(visitors: str = "frozen") -> list[str]:
     with checking() as (checker, _):
-        pipe = pipeline("llama", "cuda:0", tied=True, num_stages=5, offload_weights=visitors)
+        if visitors == "dealt":
+            pipe = dealt(["cuda:0", "cuda:1"])
+        else:
+            pipe = pipeline("llama", "cuda:0", tied=True, num_stages=5, offload_weights=visitors)
         for _ in range(2):
             pipe.train_step(padded_batch(pipe.adapter.config))
             pipe.zero_grad()
@@ -188,6 +230,7 @@ def problems_of_steps(visitors: str = "frozen") -> list[str]:
 def test_streams_wait_for_each_other() -> None:
     assert not problems_of_steps()
     assert not problems_of_steps("all")
+    assert not problems_of_steps("dealt")
 
 
 @pytest.mark.parametrize(
@@ -204,3 +247,18 @@ def test_a_wait_less(line: str, problem: str) -> None:
     mutate(VisitingWeights, line, "pass")
     found = problems_of_steps("all")
     assert any(problem in one for one in found), found
+
+
+@on_emulated_cuda()
+def test_a_wait_less_of_dealt_stages() -> None:
+    expected = gradients_of(dealt(["cuda:0", "cuda:1"]))
+    mutate(VisitingWeights, "stream.wait_event(given)", "pass")
+    # Gradients that have not come home have no meaning there.
+    with pytest.raises(Exception, match=r"number|pinned memory was written before its copy"):
+        assert_near(gradients_of(dealt(["cuda:0", "cuda:1"])), expected, 0.0, "number")
+
+
+@on_emulated_cuda()
+def test_gradients_of_earlier_visits_are_waited_for() -> None:
+    mutate(VisitingWeights, "torch.cuda.current_stream(device).wait_stream(stream)", "pass")
+    assert any("is not ordered after" in one for one in problems_of_steps("dealt"))

@@ -40,7 +40,7 @@ from hf_gpipe.schedule.kinds import (
     Held,
 )
 from hf_gpipe.schedule.recompute import Limits
-from tests.schedule.cases import VOCABULARY, Recompute, peak, placements, recomputes, schedules, stage_order, whole
+from tests.schedule.cases import OWN, VOCABULARY, Recompute, peak, placements, recomputes, schedules, stage_order, whole
 
 PLACED = (*V_SHAPED, "interleaved_1f1b")
 F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
@@ -56,7 +56,7 @@ def test_every_table_is_valid_and_survives_its_text(case: tuple[Schedule, Recomp
     check_table(again)
 
 
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 7), st.data())
+@given(st.sampled_from(sorted(OWN)), st.integers(1, 7), st.data())
 @settings(deadline=None, max_examples=200)
 def test_every_action_exactly_once(name: str, num_micro_batches: int, data: st.DataObject) -> None:
     placement = data.draw(placements(name))
@@ -89,7 +89,7 @@ def test_every_action_exactly_once(name: str, num_micro_batches: int, data: st.D
         assert {action.stage for action in actions} == set(placement.stages_of(process))
 
 
-@given(schedules(names=tuple(name for name in SCHEDULES if name not in (*PLACED, *VOCABULARY))))
+@given(schedules(names=tuple(name for name in OWN if name not in (*PLACED, *VOCABULARY))))
 @settings(deadline=None, max_examples=200)
 def test_a_stage_works_in_the_same_order_wherever_it_is(case: tuple[Schedule, Recompute]) -> None:
     """Apart from W, which is a part of B where no other process waits for the I before it."""
@@ -138,9 +138,7 @@ def on_devices(num_stages: int) -> Placement:
     return Placement((0,) * num_stages, tuple(f"cuda:{stage}" for stage in range(num_stages)))
 
 
-@given(
-    st.sampled_from(sorted(set(SCHEDULES) - {*V_SHAPED, *VOCABULARY})), st.integers(1, 6), st.integers(1, 9), st.data()
-)
+@given(st.sampled_from(sorted(set(OWN) - {*V_SHAPED, *VOCABULARY})), st.integers(1, 6), st.integers(1, 9), st.data())
 @settings(deadline=None, max_examples=60)
 def test_one_process_keeps_several_devices_as_busy_as_several_processes(
     name: str, num_stages: int, num_micro_batches: int, data: st.DataObject
@@ -233,7 +231,7 @@ def test_the_docstrings_draw_the_real_tables(
 def test_where_a_schedule_wants_its_stages() -> None:
     assert {placement_for(name, 6, 2).processes for name in IN_TURN} == {(0, 1, 0, 1, 0, 1)}
     assert placement_for("zb_v", 6, 3).processes == (0, 1, 2, 2, 1, 0)
-    for name in set(SCHEDULES) - set(V_SHAPED):
+    for name in set(OWN) - set(V_SHAPED):
         assert placement_for(name, 5, 1) == Placement.spread(5, 1)
         assert placement_for(name, 3, 3) == Placement.one_stage_each(3)
         if name not in IN_TURN:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import (
-    SCHEDULES,
     V_SHAPED,
     Action,
     Costs,
@@ -26,7 +25,7 @@ from hf_gpipe.schedule import (
 )
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, REDUCE, UPDATE, WEIGHT, Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
-from tests.schedule.cases import VOCABULARY, Recompute, recomputes
+from tests.schedule.cases import OWN, VOCABULARY, Recompute, recomputes
 
 F, R, B, G, U = FORWARD, RECOMPUTE, BACKWARD, REDUCE, UPDATE
 
@@ -64,7 +63,7 @@ def placements(draw: st.DrawFn, name: str) -> Placement:
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[Schedule, Recompute]:
-    name = draw(st.sampled_from(sorted(set(SCHEDULES) - set(VOCABULARY))))
+    name = draw(st.sampled_from(sorted(set(OWN) - set(VOCABULARY))))
     placement = draw(placements(name))
     recompute = draw(recomputes(placement.num_stages))
     chunks = draw(st.sampled_from([1, 1, 2, 4]))
@@ -132,7 +131,7 @@ def test_the_parts_of_every_step_add_up(case: tuple[Schedule, Recompute], reduce
     assert len(draw_text(timeline).splitlines()) == len(table.placement.places) + 1
 
 
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 3), st.integers(1, 2), st.integers(1, 4), st.data())
+@given(st.sampled_from(sorted(OWN)), st.integers(1, 3), st.integers(1, 2), st.integers(1, 4), st.data())
 @settings(deadline=None, max_examples=80)
 def test_uniform_replicas_are_pipelines_side_by_side(
     name: str, of_replica: int, stages_each: int, replicas: int, data: st.DataObject

@@ -174,8 +174,8 @@ def test_text_round_trip_is_exact(schedule: Schedule) -> None:
         ("table: 8\n", "", "^line 1: found 'schedule: gpipe', expected a line that starts with table:"),
         (
             "table: 8",
-            "table: 8",
-            "^line 1: .*version '8', and this version of hf_gpipe reads versions 1, 2, 3, 4, 5, 6, 7 and 8",
+            "table: 9",
+            "^line 1: .*version '9', and this version of hf_gpipe reads versions 1, 2, 3, 4, 5, 6, 7 and 8",
         ),
         ("table: 8", "table:", "^line 1: .*version ''"),
         ("table: 8\n", "# mine\ntable: 1\n", "^line 1: found '# mine'"),

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Costs, Placement, Schedule, build, check_table, draw_text, simulate
-from hf_gpipe.schedule.builders import SCHEDULES, placement_for
+from hf_gpipe.schedule.builders import placement_for
 from hf_gpipe.schedule.kinds import DROP, LOAD
 from hf_gpipe.schedule.visits import check_visits, most_loaded, with_visits
-from tests.schedule.cases import VOCABULARY, Recompute, schedules
+from tests.schedule.cases import OWN, VOCABULARY, Recompute, schedules
 
 
 def breadth_first(num_stages: int, num_micro_batches: int, num_processes: int = 1) -> Schedule:
@@ -34,7 +34,7 @@ def test_the_text_of_a_table() -> None:
 
 
 @settings(deadline=None)
-@given(schedules(tuple(name for name in SCHEDULES if name not in VOCABULARY)))
+@given(schedules(tuple(name for name in OWN if name not in VOCABULARY)))
 def test_any_table_can_have_visits(case: tuple[Schedule, Recompute]) -> None:
     plain, _ = case
     table = with_visits(plain)

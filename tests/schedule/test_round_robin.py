@@ -1,0 +1,129 @@
+"""Stages that are dealt to workers: tables of round_robin, what is wrong in others, and how long they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule import Costs, Placement, Schedule, build, check_table, draw_text, placement_for, simulate
+from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, LOAD, Held
+from hf_gpipe.schedule.messages import messages
+from hf_gpipe.schedule.occupancy import most_of_equal_stages
+from hf_gpipe.schedule.round_robin import deal_of, dealt_table
+from hf_gpipe.schedule.visits import most_loaded
+
+
+def dealt(num_stages: int, num_micro_batches: int, num_workers: int, replicas: int = 1) -> Schedule:
+    placement = placement_for("round_robin", num_stages, num_workers * replicas, replicas)
+    return build("round_robin", num_stages, num_micro_batches, placement)
+
+
+def test_the_text_and_the_picture_of_a_table() -> None:
+    table = dealt(4, 2, 2)
+    assert str(table).splitlines()[4:] == [
+        "placement: 0 1 0 1",
+        "dealt: yes",
+        "process 0: 0L 1L 2L 0F0 1F0 2F0 0F1 1F1 2F1 0D 1D 0L1 2R0 2B0 2R1 2B1 2D 0R0 0B0 0R1 0B1 0D1 0U 2U",
+        "process 1: 3L 1L1 3F0 3B0 3F1 3B1 3D 1R0 1B0 1R1 1B1 1D1 1U 3U",
+    ]
+    assert Schedule.from_text(str(table)) == table
+    assert draw_text(simulate(table, Costs(1, 2))).splitlines() == [
+        "process 0  0F0 1F0 2F0 0F1 1F1 2F1 2R0 2B0 --- 2R1 2B1 --- 0R0 0B0 --- 0R1 0B1 ---",
+        "process 1  ... ... ... 3F0 3B0 --- 3F1 3B1 --- 1R0 1B0 --- 1R1 1B1 --- ... ... ...",
+        "total 18 s, bubble 16.7%",
+    ]
+    # A recomputation on another worker than its forward receives the same inputs.
+    sent = {(str(one.source), str(one.consumer)) for one in messages(table)}
+    assert sent >= {("2F0", "3F0"), ("0F0", "1R0"), ("3B0", "2B0")}
+    assert ("1F0", "2R0") not in sent
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 20), st.integers(1, 2), st.data())
+def test_every_table_has_two_slots_of_weights_on_a_device(
+    num_stages: int, num_workers: int, num_micro_batches: int, replicas: int, data: st.DataObject
+) -> None:
+    num_workers = min(num_workers, num_stages)
+    shares = data.draw(st.lists(st.integers(1, 5), min_size=num_stages, max_size=num_stages))
+    placement = placement_for("round_robin", num_stages, num_workers * replicas, replicas)
+    backward = [2 * share for share in shares]
+    table = dealt_table(placement, num_micro_batches, shares, shares, backward)
+    check_table(table)
+    assert Schedule.from_text(str(table)) == table
+    deal = deal_of(shares, shares, backward, num_workers, num_micro_batches)
+    assert max(most_loaded(table)) <= 2 * max(len(slot.stages) for slot in deal.slots)
+    # Each worker's backwards of a stage add to gradients that the visit before has left.
+    timeline = simulate(table, Costs(shares, backward, others={LOAD: 1, DROP: 1}))
+    work = sum(3 * one for one in shares) + sum(shares[: deal.together.start])
+    assert timeline.total_seconds >= num_micro_batches * work / (num_workers * replicas)
+    for stage in range(num_stages):
+        assert most_of_equal_stages(table)[stage][Held.GRAPH] == 1
+
+
+def test_a_heavy_head_binds_no_worker() -> None:
+    """16 stages on 4 workers, the last five times as long as the others, against an interleaved pipeline."""
+    shares = [1] * 15 + [5]
+    backward, costs = [2 * share for share in shares], Costs(shares, [2 * share for share in shares])
+    table = dealt_table(placement_for("round_robin", 16, 4), 32, shares, shares, backward)
+    others = build("interleaved_1f1b", 16, 32, placement_for("interleaved_1f1b", 16, 4), "stage")
+    found, expected = simulate(table, costs), simulate(others, costs)
+    assert expected.total_seconds / found.total_seconds > 1.35
+    assert found.bubble < 0.07
+    assert simulate(dealt(16, 32, 4), Costs(1, 2)).bubble < 0.02
+
+
+def test_gradients_are_handed_over_between_visits() -> None:
+    table = dealt(5, 12, 2)
+    last = [visit for worker in range(2) for visit in table.visits(worker) if visit.load.stage == 0]
+    backwards = [visit for visit in last if any(one.kind == BACKWARD for one in visit.actions)]
+    assert len(backwards) > 1
+    handed = {(one.source, one.consumer) for one in messages(table) if one.source.kind == DROP}
+    assert handed
+    for drop, backward in handed:
+        assert drop.stage == backward.stage
+        assert backward.kind == BACKWARD
+        assert table.worker_of(drop) != table.worker_of(backward)
+
+
+@pytest.mark.parametrize(
+    ("word", "instead", "problem"),
+    [
+        ("3L 1L1", "1L1", "3F0 without an L of stage 3, which is dealt"),
+        ("2R0 2B0", "2B0 2R0", "2D comes while stage 2 holds an autograd graph"),
+        ("1R0 ", "", "1B0 finds no graph on process 1: its forward is on another one; write R"),
+        ("3F0 3B0", "3F0", "3B0 stands on 0 of the processes"),
+        ("0D 1D", "0D3 1D", "0D3 is not the next L or D of stage 0"),
+        ("1L1", "1L", "1L is on processes 0 and 1: visits of a dealt stage are numbered"),
+        ("dealt: yes\n", "", "is on process 1, but stage 2 is placed on|is on process 0, but stage 1 is placed on 1"),
+        ("1U 3U", "1U", "3U is missing from process 1"),
+    ],
+)
+def test_what_is_wrong_in_a_table(word: str, instead: str, problem: str) -> None:
+    text = str(dealt(4, 2, 2))
+    assert word in text
+    changed = text.replace(word, instead, 1).replace("1D1", "1D" if word == "1L1" else "1D1")
+    with pytest.raises(ScheduleError, match=problem):
+        check_table(Schedule.from_text(changed))
+
+
+def test_what_cannot_be_dealt() -> None:
+    with pytest.raises(ScheduleError, match="round_robin' recomputes"):
+        build("round_robin", 4, 2, placement_for("round_robin", 4, 2), "none")
+    with pytest.raises(ScheduleError, match="its stages have workers of their own"):
+        build("round_robin", 4, 2, Placement.spread(4, 2))
+    with pytest.raises(ScheduleError, match="no order for rows that are cut"):
+        build("round_robin", 4, 4, placement_for("round_robin", 4, 2), chunks=2)
+    with pytest.raises(ScheduleError, match="5 workers: every worker updates one"):
+        placement_for("round_robin", 4, 5)
+    with pytest.raises(ScheduleError, match="no worker is of two"):
+        Placement([(0, 1), (1, 0)], is_dealt=True)
+    table = dealt(4, 2, 2)
+    with pytest.raises(ScheduleError, match="its rows are whole"):
+        check_table(replace(table, placement=replace(table.placement, chunks=2)))
+    with pytest.raises(ScheduleError, match="found 'no', expected yes"):
+        Schedule.from_text(str(table).replace("dealt: yes", "dealt: no"))
+    assert FORWARD in table.kinds
