@@ -452,7 +452,8 @@ class Planner:
         processes = []
         for number in range(placement.num_processes):
             own = placement.stages_of(number)
-            processes.append(ProcessPlan(number, own, memory(number, own), time_of(timeline, number)))
+            run = placement.stages_run_by(number)
+            processes.append(ProcessPlan(number, own, memory(number, run), time_of(timeline, number)))
         plans = []
         for number, (stage, entry) in enumerate(zip(stages, _entries(settings), strict=True)):
             # Of several replicas the first, which has most micro-batches.

@@ -137,7 +137,8 @@ class PipelineConfig:
     that a device holds two stages of them and no more: for models larger than all devices together. frozen: those that
     are not trained, such as those under LoRA adapters; all: trained ones too, whose gradients go to the host, where the
     optimizer updates them. It takes at least three stages per device, `recompute: stage`, and by default
-    `schedule: breadth_first`, in which each stage visits twice. On the CPU frozen weights stay in the checkpoint's
+    `schedule: breadth_first`, in which each stage visits twice. `schedule: round_robin`, with all, deals the stages to
+    the processes of a machine. On the CPU frozen weights stay in the checkpoint's
     files. The planner chooses nothing with it: give numbers in place of auto. null: all weights stay on their
     devices."""
 
@@ -220,8 +221,15 @@ class PipelineConfig:
                 "chunk_taper is auto and partition is profile, which measures chunks of one length; give a number, "
                 "such as 0, or partition auto."
             )
-        if self.cuts_rows and self.schedule in (*ASYNCHRONOUS_SCHEDULES, *DIVIDED_HEAD):
-            others = [name for name in SYNCHRONOUS_SCHEDULES if name not in DIVIDED_HEAD]
+        if self.schedule in DEALT and self.offload_weights != "all":
+            raise UserError(
+                f"schedule {self.schedule!r} and offload_weights {self.offload_weights or 'null'}: its stages are dealt "
+                "to all processes, so all weights visit, adapters too; set offload_weights to all, or use another "
+                "schedule."
+            )
+        without_chunks = (*DIVIDED_HEAD, *DEALT)
+        if self.cuts_rows and self.schedule in (*ASYNCHRONOUS_SCHEDULES, *without_chunks):
+            others = [name for name in SYNCHRONOUS_SCHEDULES if name not in without_chunks]
             raise UserError(
                 f"sequence_chunks is {self.sequence_chunks} and schedule is {self.schedule}, which has no order for "
                 f"rows that are cut into chunks; use one of {', '.join(others)}, or leave sequence_chunks out."
