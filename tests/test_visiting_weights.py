@@ -145,7 +145,7 @@ def test_weights_of_4_bits(tied: bool, tmp_path: Path) -> None:
     stays = step("nf4", schedule="breadth_first")
     for visitors in ("frozen", "all"):
         assert_same(step("nf4", offload_weights=visitors), stays, tolerance=0)
-    with pytest.raises(UserError, match=r"a model in 8 bits.*quantise to 4 bits"):
+    with pytest.raises(UserError, match=r"model is in 8 bits.*quantise to 4 bits"):
         step("int8", offload_weights="frozen")
 
 
@@ -301,7 +301,7 @@ def test_a_step_that_fails_leaves_the_weights_on_the_host(monkeypatch: pytest.Mo
     pipe, batch = pipeline(plain_model(config), offload_weights="frozen"), padded_batch(config)
     expected = run_pipeline(pipe, batch)
     with monkeypatch.context() as patch:
-        patch.setattr(visits.VisitingWeights, "enter", lambda *_: 1 / 0)
+        patch.setattr(visits.VisitingWeights, "enter", lambda *_, **__: 1 / 0)
         with pytest.raises(Exception, match="ZeroDivisionError"):
             pipe.train_step(batch)
     assert at_home(pipe)
@@ -386,15 +386,17 @@ def test_dealt_stages_in_two_processes_have_the_numbers_of_stages_that_stay() ->
     dealt = {"schedule": "round_robin", "offload_weights": "all", "num_processes": 2}
     for found in run_gloo(run_dealt, 2, DEALT, dealt):
         for case, own, others in zip(DEALT, found, expected, strict=True):
-            assert own[1] == pytest.approx(others[1], rel=1e-14 if case[1] else 0, abs=0)
+            assert own[1] == pytest.approx(others[1], rel=1e-14)
             for one, other in zip(own[0], others[0], strict=True):
                 assert one.gradients.keys() == other.gradients.keys(), case
-                assert_same(one, other, tolerance=1e-14 if case[1] else 0)
+                # The losses of micro-batches on two processes are added up in another order.
+                assert one.loss == pytest.approx(other.loss, rel=1e-14)
+                assert_same(Result(other.loss, one.gradients), other, tolerance=1e-14 if case[1] else 0)
 
 
 def test_what_cannot_be_dealt() -> None:
     config = with_layers(4)
-    with pytest.raises(UserError, match=r"'round_robin' and offload_weights frozen: .* set offload_weights to all"):
+    with pytest.raises(UserError, match=r"is round_robin and offload_weights frozen: .* set offload_weights to all"):
         pipeline(plain_model(config), schedule="round_robin", offload_weights="frozen")
     with pytest.raises(ScheduleError, match="round_robin' recomputes"):
         pipeline(plain_model(config), schedule="round_robin", offload_weights="all", recompute="none")

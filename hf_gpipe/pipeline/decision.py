@@ -267,7 +267,7 @@ def _check_dealt(decision: Decision, loss: Loss) -> None:
         return
     if config.offload_weights != "all":
         raise UserError(
-            f"schedule {name!r} and offload_weights {config.offload_weights or 'null'}: its stages are dealt to all "
+            f"schedule is {name} and offload_weights {config.offload_weights or 'null'}: its stages are dealt to all "
             "processes, so all weights visit, adapters too; set offload_weights to all"
         )
     if config.tensor_parallel > 1:

@@ -223,9 +223,9 @@ class PipelineConfig:
             )
         if self.schedule in DEALT and self.offload_weights != "all":
             raise UserError(
-                f"schedule {self.schedule!r} and offload_weights {self.offload_weights or 'null'}: its stages are dealt "
-                "to all processes, so all weights visit, adapters too; set offload_weights to all, or use another "
-                "schedule."
+                f"schedule is {self.schedule} and offload_weights {self.offload_weights or 'null'}: its stages are "
+                "dealt to all processes, so all weights visit, adapters too; set offload_weights to all, or use "
+                "another schedule."
             )
         without_chunks = (*DIVIDED_HEAD, *DEALT)
         if self.cuts_rows and self.schedule in (*ASYNCHRONOUS_SCHEDULES, *without_chunks):
