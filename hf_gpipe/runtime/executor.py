@@ -39,7 +39,7 @@ __all__ = ["Executor", "Row", "StepResult", "UpdateStage"]
 
 @dataclass(frozen=True)
 class Row:
-    """What runs the row of a worker.
+    """The stages that run the row of a worker, and the visits of their weights.
 
     Attributes:
         stages: those whose actions may stand in the row, by number.

@@ -1,4 +1,4 @@
-"""The weights and gradients of dealt stages: one home for each in memory of the host, which all workers share.
+"""The weights and gradients of dealt stages: one home for each in CPU memory, which all workers share.
 
 Each worker has a model of every stage, whose parameters are views of the homes between visits. The process that owns a
 stage makes their memory and updates them. Processes of one machine map the same memory. A weight that several stages
@@ -153,7 +153,7 @@ class Homes:
         self._world.barrier()
 
     def _memory(self, size: int, owner: int) -> torch.Tensor:
-        """Memory of the host, which the processes of the pipeline share where there are several; pinned on CUDA."""
+        """CPU memory, which the processes of the pipeline share where there are several; pinned on CUDA."""
         is_cuda = self._world.device.type == "cuda"
         if not self._is_shared:
             return torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)

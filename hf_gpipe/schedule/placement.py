@@ -22,7 +22,7 @@ class Placement:
     rows are cut into c chunks, each a micro-batch, all of a row run on replica (m // c) % r. Where an action runs, its
     row in the table says. Several stages may share a worker, in any order.
 
-    Where stages are dealt, their weights are in the host's memory, which the workers of a replica's pipeline share (its
+    Where stages are dealt, their weights are in CPU memory, which the workers of a replica's pipeline share (its
     crew). An action may then stand in the row of any of them. `workers` has of each stage the one that updates it.
 
     Args:

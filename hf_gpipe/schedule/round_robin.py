@@ -1,6 +1,6 @@
 """The order of the round-robin pipeline: no stage belongs to a worker (RoundPipe, arXiv 2604.27085).
 
-Weights are in memory of the host that all workers share. The work of a few micro-batches is cut into slots of about
+Weights are in CPU memory that all workers share. The work of a few micro-batches is cut into slots of about
 equal time: forwards of a group of stages, then forwards and backwards of the last group together, then backwards of a
 group of stages. The slots are dealt to the workers in turn, and so are those of the next micro-batches after them: a
 round is the slots of some micro-batches. The forward and the backward of a stage so are on any two workers, and a heavy

@@ -32,7 +32,7 @@ where the stage has r of them.
 Where weights visit their device (`hf_gpipe.schedule.visits`), each run of a stage's actions stands between an L and a
 D, which are numbered by the visits of the stage: `0L0 1L0 0F0 0F1 0D0 2L0 1F0 1F1 1D0`.
 
-A line `dealt: yes` after the placement says that weights are in memory of the host that the workers of a pipeline
+A line `dealt: yes` after the placement says that weights are in CPU memory that the workers of a pipeline
 share. An action of a micro-batch may then stand in the row of any of them, between an L and a D of its stage; all
 visits of a stage are numbered together. The placement gives the worker that updates each stage. A recomputation on
 another worker than its forward receives the stage's inputs from the stage before, as the forward does. Where the

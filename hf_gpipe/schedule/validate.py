@@ -266,7 +266,7 @@ def _check_visits(schedule: Schedule) -> None:
 
 
 def _check_dealt(schedule: Schedule) -> None:
-    """What a dealt stage must find on the worker of its action, wherever the other actions of its micro-batch are."""
+    """A dealt stage finds what an action needs on the action's worker, wherever others of its micro-batch are."""
     if schedule.chunks > 1 or schedule.is_asynchronous or schedule.divides_head:
         what = "chunks" if schedule.chunks > 1 else "steps" if schedule.is_asynchronous else "process 0"
         _fail(schedule, "its stages are dealt, so its rows are whole, it has one step and no S and T.", what)
