@@ -41,6 +41,7 @@ class Stage:
     def __init__(self, number: int, num_stages: int, fails: bool = False) -> None:
         self.number, self.is_first, self.is_last = number, number == 0, number == num_stages - 1
         self.trainable_outputs = {} if self.is_last else {"hidden": True}
+        self.trainable_inputs = {} if self.is_first else {"hidden": True}
         self.fails = fails
 
     def shapes(self, micro_batch: MicroBatch) -> dict[str, tuple[int, ...]]:
