@@ -98,6 +98,14 @@ def test_every_bit_of_a_llama(case: str, dtype: torch.dtype, tmp_path: Path) -> 
     assert_merged(tmp_path, expected, 3000, AutoModelForCausalLM)
     is_tied = json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"]
     assert is_tied == (tied and case != "whole modules") == expected.config.tie_word_embeddings
+    if dtype == torch.float32:
+        # The pipeline that the merged model is, and plain peft with the adapters beside their layers.
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        plain = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+        ids = torch.tensor([[3, 5, 9], [7, 4, 11]])
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        found = Pipeline(str(tmp_path / "merged"), 2).generate(input_ids=ids, **options)
+        assert found.tolist() == plain.generate(input_ids=ids, **options).tolist()
 
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
