@@ -9,6 +9,7 @@ that before it; mapped files count.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -60,19 +61,25 @@ def measure(way: str, folder: Path) -> int:
     return resident("VmHWM") - before
 
 
-def main(words: list[str]) -> None:
-    if words and words[0] in WAYS:
-        print(measure(words[0], Path(words[1])))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layers", nargs="*", type=int, default=LAYERS, help="of each model")
+    # How this script starts the process of one merge.
+    parser.add_argument("--one", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one is not None:
+        way, folder = options.one
+        print(measure(way, Path(folder)))
         return
     print(f"| layers | model | {' | '.join(WAYS)} |")
-    for num_layers in [int(word) for word in words] or LAYERS:
+    for num_layers in options.layers:
         with tempfile.TemporaryDirectory() as name:
             size, figures = prepare(Path(name), num_layers), []
             for way in WAYS:
-                found = subprocess.run([sys.executable, __file__, way, name], check=True, capture_output=True)
+                found = subprocess.run([sys.executable, __file__, "--one", way, name], check=True, capture_output=True)
                 figures.append(int(found.stdout))
         print(f"| {num_layers} | {' | '.join(f'{one / 2**20:.0f} MiB' for one in (size, *figures))} |", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
