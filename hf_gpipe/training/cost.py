@@ -11,8 +11,8 @@ from typing import Any
 
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.batches import Batches
+from hf_gpipe.runtime.memory import peak_memory_bytes
 from hf_gpipe.schedule import Timeline
-from hf_gpipe.training.meter import peak_memory_bytes
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-
-import torch
 
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.memory import peak_memory_bytes
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.training.loader import Batch
 
-_STATUS = Path("/proc/self/status")
 #: Begins the name of the metric of each stage.
 STAGE_PEAK = "peak_memory_bytes_stage_"
 
@@ -104,17 +99,3 @@ class Meter:
         self._since = time.perf_counter()
         self._count = 0
         self._timed: list[list[ActionTime]] = []
-
-
-def peak_memory_bytes(devices: Collection[torch.device]) -> int:
-    """The highest memory of this process: the most of any of its CUDA devices, or its resident set on the CPU."""
-    on_cuda = [torch.cuda.max_memory_allocated(device) for device in devices if device.type == "cuda"]
-    if on_cuda:
-        return max(on_cuda)
-    if _STATUS.exists():
-        # Unlike getrusage, it does not begin with the peak of the process that started this one.
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

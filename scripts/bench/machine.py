@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import platform
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import torch
+
+from hf_gpipe.runtime.memory import peak_memory_bytes, reset_peak_memory
 
 #: Cores' worth of other work below which the machine counts as quiet, and for how long it is watched, in seconds.
 QUIET_CORES, WATCH_SECONDS = 0.25, 1.5
@@ -28,17 +29,12 @@ def wait_until_quiet(limit_seconds: float) -> bool:
 
 def reset_peak(device: str = "cpu") -> None:
     """Give back what was freed, and let this process's peak, or that of its GPU, begin at what it holds now."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
+    reset_peak_memory([torch.device(device)])
 
 
 def peak_bytes(device: str = "cpu") -> int:
     """The most memory this process has held since `reset_peak` (VmHWM), or torch on its GPU."""
-    return torch.cuda.max_memory_allocated() if device == "cuda" else status_bytes("VmHWM")
+    return peak_memory_bytes([torch.device(device)])
 
 
 def resident_bytes() -> int:

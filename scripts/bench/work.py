@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
 
 from bench.models import llama
 
@@ -90,6 +90,69 @@ class Work:
     def num_targets(self) -> int:
         """Target tokens of the whole mini-batch, by which its loss is divided."""
         return int((self.batch()["labels"][:, 1:] != IGNORED).sum())
+
+    def logits(self, model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        """What a model makes of the first entry of a micro-batch."""
+        found: torch.Tensor = model(input_ids=inputs, use_cache=False).logits
+        return found
+
+
+@dataclass(frozen=True)
+class Gpt2Work(Work):
+    """The same of a GPT-2, with its dropout: the Transformer of examples/three_strategies.ipynb."""
+
+    layers: int = 12
+    hidden: int = 192
+    vocabulary: int = 4096
+    rows: int = 128
+    tokens: int = 64
+
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        sizes = {"n_layer": self.layers, "n_embd": self.hidden, "n_head": 4, "vocab_size": self.vocabulary}
+        return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).train()
+
+
+@dataclass(frozen=True)
+class ResNetWork(Work):
+    """ResNet-50 on images, as in the same notebook.
+
+    Attributes:
+        pixels: rows and columns of an image.
+        sizes: other values of the configuration than those of ResNet-50.
+    """
+
+    rows: int = 128
+    pixels: int = 64
+    sizes: tuple[tuple[str, Any], ...] = ()
+
+    def tiny(self, **values: Any) -> Work:
+        sizes = (("embedding_size", 4), ("hidden_sizes", [4, 8]), ("depths", [1, 1]))
+        return replace(self, **{"pixels": 16, "sizes": sizes, "steps": 1, **values})
+
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        return ResNetForImageClassification(ResNetConfig(num_labels=1000, **dict(self.sizes))).train()
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(self.rows, 3, self.pixels, self.pixels, generator=generator)
+        return {"pixel_values": images, "labels": torch.randint(0, 1000, (self.rows,), generator=generator)}
+
+    def micro_batches_of(
+        self, part: int = 0, parts: int = 1, count: int | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(images, labels) of the micro-batches of one of equal parts of the rows."""
+        images, labels = (one.chunk(parts)[part] for one in self.batch().values())
+        count = count or max(1, self.micro_batches // parts)
+        return list(zip(images.chunk(count), labels.chunk(count), strict=True))
+
+    def num_targets(self) -> int:
+        return self.rows
+
+    def logits(self, model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(inputs).logits
+        return found
 
 
 def loss_share(logits: torch.Tensor, targets: torch.Tensor, num_targets: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.planner import measure
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.training.meter import peak_memory_bytes
+from hf_gpipe.runtime.memory import peak_memory_bytes
 from tests.emulated_cuda.comparing import config_of
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
 from tests.oracle import plain_model

@@ -15,6 +15,7 @@ import bench_emulated
 import bench_head
 import bench_memory
 import bench_peers
+import bench_strategies
 import bench_table2
 import pytest
 import torch
@@ -43,6 +44,7 @@ PEERS = [
 def run_all(folder: Path) -> int:
     """The largest exit code: 1 is also that of a case that ended at another loss."""
     commands = {
+        "strategies": (bench_strategies.main, ["resnet"]),
         "chunks": (bench_chunks.main, []),
         "emulated": (bench_emulated.main, []),
         "head": (bench_head.main, []),

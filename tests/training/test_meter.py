@@ -11,9 +11,10 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters.text import num_tokens
+from hf_gpipe.runtime.memory import peak_memory_bytes
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import Action
-from hf_gpipe.training.meter import Meter, peak_memory_bytes
+from hf_gpipe.training.meter import Meter
 from hf_gpipe.training.progress import MetricsFile, words
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config

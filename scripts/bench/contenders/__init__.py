@@ -37,7 +37,7 @@ class Options:
     split: int = 0
     length_bucketing: bool = False
     peak_bytes: int | None = None
-    partition: str = "auto"
+    partition: str | tuple[int, ...] = "auto"
     blocks: tuple[int, ...] = ()
     is_v_shaped: bool = False
     replicas: int = 1

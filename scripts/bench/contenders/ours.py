@@ -15,7 +15,7 @@ class Ours:
 
     def __init__(self, work: Work, options: Options, rank: int) -> None:
         recompute = options.recompute if isinstance(options.recompute, str) else list(options.recompute)
-        partition: list[int] | str = options.partition
+        partition = options.partition if isinstance(options.partition, str) else list(options.partition)
         if sizes := list(options.blocks) or ([options.split, work.layers - options.split] if options.split else []):
             partition = sizes  # layers are the embedding, the blocks, the norm and the head
             partition[0] += 1

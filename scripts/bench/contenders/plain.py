@@ -15,7 +15,7 @@ class Single:
     """One process that adds up the gradients of M micro-batches."""
 
     def __init__(self, work: Work, options: Options, rank: int) -> None:
-        self.model = work.model()
+        self.work, self.model = work, work.model()
         if options.recompute != "none":
             checkpoint_blocks(self.model)
         self.optimizer = optimizer(self.model.parameters())
@@ -26,8 +26,8 @@ class Single:
     def step(self) -> float | None:
         for _ in range(self.num_updates):
             losses = []
-            for ids, targets in self.micro_batches:
-                loss = loss_share(self.model(input_ids=ids, use_cache=False).logits, targets, self.num_targets)
+            for inputs, targets in self.micro_batches:
+                loss = loss_share(self.work.logits(self.model, inputs), targets, self.num_targets)
                 loss.backward()
                 losses.append(loss.detach())
             update(self.optimizer)

@@ -1,0 +1,49 @@
+"""The memory of this process: the most that it has held, on its CUDA devices or in main memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import resource
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+#: Tells Linux to begin a process's peak at what it holds now.
+_PEAK = "5"
+
+
+def peak_memory_bytes(devices: Collection[torch.device]) -> int:
+    """The highest memory of this process: the most of any of its CUDA devices, or its resident set on the CPU."""
+    on_cuda = [torch.cuda.max_memory_allocated(device) for device in devices if device.type == "cuda"]
+    if on_cuda:
+        return max(on_cuda)
+    if _STATUS.exists():
+        # Unlike getrusage, it does not begin with the peak of the process that started this one.
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak_memory(devices: Collection[torch.device]) -> int:
+    """Let the peak begin at what this process holds now, after what was freed is given back.
+
+    Returns:
+        That peak in bytes, as of `peak_memory_bytes`.
+
+    Raises:
+        OSError: the peak of main memory can be reset on Linux alone.
+    """
+    gc.collect()
+    on_cuda = [device for device in devices if device.type == "cuda"]
+    for device in on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    if not on_cuda:
+        ctypes.CDLL(None).malloc_trim(0)
+        _CLEAR.write_text(_PEAK)
+    return peak_memory_bytes(devices)
