@@ -53,5 +53,14 @@ def test_costs_of_more_cells_are_those_of_the_third(monkeypatch: pytest.MonkeyPa
     # A stage also calls a stub for each layer before it.
     layers, others = ([replace(one, name="", stage_calls=0) for one in each.layers] for each in (found, expected))
     assert layers == others
+
+    # The cells of Table 2: the network's time is the same, and the partition by time has the shortest steps.
+    def step(partition: str) -> float:
+        cell = amoebanet_tables.emulated(found.layers, 4, 8, partition)
+        forward_seconds = [cell.stage_seconds(stage)[0] for stage in range(4)]
+        assert sum(forward_seconds) == pytest.approx(amoebanet_tables.FORWARD_SECONDS)
+        return cell.predicted_seconds()
+
+    assert step("time") < min(step("layers"), step("parameters"))
     for cached in (amoebanet_tables.tracer, amoebanet_tables.costs):
         cached.cache_clear()
