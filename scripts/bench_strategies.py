@@ -22,7 +22,7 @@ from bench.runner import bench_parser, take_turns
 from bench.settings import Case
 from bench.work import Gpt2Work, ResNetWork
 
-WORKS = {"resnet": ResNetWork(steps=2), "transformer": Gpt2Work(steps=2)}
+WORKS = {"resnet": ResNetWork(steps=1), "transformer": Gpt2Work(steps=1)}
 TARGET = 0.93
 
 
