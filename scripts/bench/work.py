@@ -92,7 +92,7 @@ class Work:
         return int((self.batch()["labels"][:, 1:] != IGNORED).sum())
 
     def logits(self, model: Any, inputs: torch.Tensor) -> torch.Tensor:
-        """What a model makes of the first entry of a micro-batch."""
+        """The scores that a model gives for the first entry of a micro-batch."""
         found: torch.Tensor = model(input_ids=inputs, use_cache=False).logits
         return found
 
