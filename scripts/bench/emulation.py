@@ -192,8 +192,8 @@ class WaitingStage:
         count = _NUM_LAYERS if setting.has_replicas else 0
         self.parameters = {f"{number}.{i}": torch.nn.Parameter(torch.zeros(1)) for i in range(count)}
         self.device = boundary.device
-        self.trainable_inputs: Mapping[str, bool] = {} if self.is_first else {"hidden": True}
         self.trainable_outputs: Mapping[str, bool] = {} if self.is_last else {"hidden": True}
+        self.trainable_inputs: Mapping[str, bool] = {} if self.is_first else {"hidden": True}
         self._forward_seconds, self._backward_seconds = setting.stage_seconds(number)
         self._weight_seconds, self._shares = setting.weight_seconds_of(number), setting.chunk_shares
         self._message = {"hidden": boundary}
