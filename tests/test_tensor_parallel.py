@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ def _of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = Non
 
 
 FAMILIES = ("llama", "marian")
+DRAWN = range(8)
 #: For so many processes: T, and the rest of the pipeline.
 PLAIN: dict[int, list[tuple[int, dict[str, Any]]]] = {
     2: [(2, {"num_stages": 1, "schedule": "gpipe", "recompute": one}) for one in ("none", "stage")],
@@ -44,9 +46,13 @@ PLAIN: dict[int, list[tuple[int, dict[str, Any]]]] = {
 }
 VISITING = {"num_stages": 6, "num_processes": 2, "offload_weights": "all"}
 COMPILED = {"num_stages": 2, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+IN_PARTS = {"sequence_parallel": True}
 #: Beside others: the family, its dropout, and the pipeline. What is compared is the same in one process.
 BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
     "smoothed and clipped": ("llama", 0.0, {"num_stages": 2, "label_smoothing": 0.1, "logit_clipping": 0.3}),
+    "uneven": ("uneven llama", 0.2, {"num_stages": 2, "recompute": "block"}),
+    "rows in parts": ("marian", 0.2, {"num_stages": 2, "recompute": "block", **IN_PARTS}),
+    "rows in parts, zero bubble": ("uneven llama", 0.2, {"num_stages": 2, "schedule": "zb_h1", **IN_PARTS}),
     "dropout": ("llama", 0.2, {"num_stages": 2, "schedule": "1f1b", "recompute": "none"}),
     "dropout, stages again": ("marian", 0.2, {"num_stages": 2, "schedule": "1f1b", "recompute": "stage"}),
     "dropout, blocks again": ("marian", 0.2, {"num_stages": 2, "schedule": "1f1b", "recompute": "block"}),
@@ -76,7 +82,10 @@ def config_of(family: str, heads: int = 4, dropout: float = 0.0) -> Any:
     if family == "marian":
         more = {"encoder_attention_heads": heads, "decoder_attention_heads": heads}
         return tiny_config(family, dropout=dropout, vocab_size=51, **more)
-    config = tiny_config(family, dropout=dropout)
+    config = tiny_config(family.rpartition(" ")[2], dropout=dropout)
+    if family.startswith("uneven"):  # three heads and 33 columns for two ranks
+        heads, config.num_key_value_heads, config.intermediate_size = 3, 3, 33
+        config.hidden_size = 24
     config.vocab_size, config.num_attention_heads, config.head_dim = 51, heads, 8
     return config
 
@@ -123,11 +132,46 @@ def beside(name: str, size: int) -> tuple[Any, ...]:
     if name == "teacher":
         options = options | {"teacher": plain_model(config, seed=7)}
     meshes = {"tensor_parallel": size} if size > 1 else {"replicas": 1, "num_processes": 1}
+    if size == 1:
+        options = {name: value for name, value in options.items() if name not in IN_PARTS}
     pipe = Pipeline(plain_model(config), num_micro_batches=4, seed=3, **options | meshes)
     batch = padded_batch(config)
     steps = [step(pipe, batch) for _ in range(2)]
     searched = pipe.generate(input_ids=batch["input_ids"][:3, :3], max_new_tokens=5, num_beams=2)
     return steps, float(pipe.eval_step(batch).loss), pipe.log_probs(batch), searched
+
+
+def drawn(seed: int, size: int) -> tuple[Result, float]:
+    """A step with choices that nobody made, in four processes; of T = 1 in one."""
+    rng = Random(seed)
+    family = rng.choice(("llama", "uneven llama", "marian", "qwen3_moe"))
+    dropout = 0.0 if family == "qwen3_moe" else rng.choice((0.0, 0.2))
+    config = config_of(family, dropout=dropout)
+    config.tie_word_embeddings = family == "marian" or rng.random() < 0.5
+    ranks = rng.choice((2, 4)) if family in ("llama", "marian") else 2
+    num_stages, replicas = rng.choice(((2, 1), (1, 2), (4, 1))) if ranks == 2 else (rng.choice((1, 2)), 1)
+    meshes = {"replicas": replicas, "num_processes": 4 // ranks, "tensor_parallel": ranks}
+    schedule = "interleaved_1f1b" if (num_stages, ranks) == (4, 2) else rng.choice(("gpipe", "1f1b", "zb_h1"))
+    options: dict[str, Any] = {"schedule": schedule, "recompute": rng.choice(("none", "stage", "block"))}
+    if schedule == "zb_h1":
+        options["recompute"] = "none"
+    if "llama" in family and schedule == "1f1b" and rng.random() < 0.5:
+        options["sequence_chunks"] = 2
+    elif family != "qwen3_moe" and rng.random() < 0.5:
+        meshes["sequence_parallel"] = True
+    elif family == "llama":
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(r=4, lora_dropout=0.2, target_modules=rng.choice((["q_proj", "down_proj"], ["k_proj"])))
+        lora.init_lora_weights = False
+        options |= {"peft_config": lora}
+    if size == 1:
+        meshes = {"num_processes": 1}
+    model, count = plain_model(config), rng.choice((2, 3, 4))
+    if "peft_config" in options:
+        model = config
+        options |= {"dtype": torch.float64}
+    pipe = Pipeline(model, num_stages, count, seed=3, attn_implementation="eager", **options | meshes)
+    return step(pipe, padded_batch(config))
 
 
 def of_classes(size: int) -> tuple[Result, float]:
@@ -174,14 +218,18 @@ def all_beside(size: int) -> dict[str, Any]:
             "adapters": of_adapters(size, quantised=False),
             "quantised": of_adapters(size, quantised=True),
         }
+        | {f"drawn {seed}": drawn(seed, size) for seed in DRAWN}
     )
 
 
 def test_beside_everything_else_the_numbers_are_those_of_one_process() -> None:
     one, processes = all_beside(1), run_gloo(all_beside, 4, 2)
     for of_process in processes:
-        for name, tolerance in (("classes", 1e-10), ("half", 0.02), ("adapters", 1e-10), ("quantised", 1e-5)):
-            assert_same(of_process.pop(name)[0], one[name][0], tolerance)
+        tolerances = {"classes": 1e-10, "half": 0.02, "adapters": 1e-10, "quantised": 1e-5}
+        for name, tolerance in (tolerances | {f"drawn {seed}": 1e-10 for seed in DRAWN}).items():
+            (found, norm), (expected, expected_norm) = of_process.pop(name), one[name]
+            assert_same(found, expected, tolerance)
+            assert norm == pytest.approx(expected_norm, rel=max(tolerance, 1e-10)), name
         for name, (steps, loss, log_probs, tokens) in of_process.items():
             expected_steps, expected_loss, expected_log_probs, expected_tokens = one[name]
             for (found, norm), (expected, expected_norm) in zip(steps, expected_steps, strict=True):
@@ -194,7 +242,7 @@ def test_beside_everything_else_the_numbers_are_those_of_one_process() -> None:
 
 def save(folder: str, source: str) -> None:
     """Save weights that were loaded as they are, and new ones."""
-    for name, model in (("loaded", source), ("new", config_of("llama"))):
+    for name, model in (("loaded", source), ("new", config_of("uneven llama"))):
         pipe = Pipeline(model, 2, 2, tensor_parallel=2, seed=5, dtype=torch.bfloat16)
         pipe.save_pretrained(Path(folder, name))
         pipe.load_pretrained(source)
@@ -213,7 +261,7 @@ def adapted(size: int, seed: int) -> Pipeline:
 def test_files_are_bit_equal_to_those_of_one_process(tmp_path: Path) -> None:
     """And weights are slices of the same whole ones, read or new."""
     source = str(tmp_path / "source")
-    new = Pipeline(config_of("llama"), 2, 2, seed=5, dtype=torch.bfloat16)
+    new = Pipeline(config_of("uneven llama"), 2, 2, seed=5, dtype=torch.bfloat16)
     new.save_pretrained(source)
     adapted(1, seed=5).save_pretrained(Path(source, "adapters"))
     run_gloo(save, 4, str(tmp_path), source)
@@ -246,7 +294,7 @@ def planned() -> tuple[str | None, list[int], list[int]]:
 def test_the_planner_counts_what_a_rank_has() -> None:
     for rank, (why, stages, own) in enumerate(run_gloo(planned, 4)):
         assert why is not None
-        if rank % 2 == 1:  # it has 26 of the 51 tokens, and the longest parts are planned
+        if rank % 2 == 0:  # it has 26 of the 51 tokens, and the longest parts are planned
             assert own == stages[rank // 2 : rank // 2 + 1]
 
 

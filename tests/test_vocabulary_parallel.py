@@ -149,8 +149,18 @@ def _sum_of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any =
 # ---------------------------------------------------------------------- several processes
 
 
+def peft_of_stages() -> Any:
+    """LoRA beside the head, and on a table that may be tied to it."""
+    lora = pytest.importorskip("peft").LoraConfig(r=4, target_modules=["q_proj", "up_proj", "embed_tokens"])
+    lora.init_lora_weights = False
+    return lora
+
+
 def trained(family: str, tied: bool, num_stages: int, folder: str | None, options: dict[str, Any]) -> list[float]:
     """Losses of two steps, the norm of the gradient and the loss of an evaluation."""
+    if family == "lora":
+        options = options | {"peft_config": peft_of_stages()}
+        family = "llama"
     model = plain_model(config_of(family, tied=tied))
     batch = padded_batch(model.config)
     pipe = Pipeline(model, num_stages, 4, recompute="none", attn_implementation="eager", **options)
@@ -179,7 +189,8 @@ def all_trained(cases: list[tuple[Any, ...]]) -> list[list[float]]:
 
 
 def test_several_processes_and_files_are_those_of_one_without_divided_heads(tmp_path: Path) -> None:
-    three = [("llama", False, 3), ("llama", True, 3), ("marian", True, 3), ("t5", False, 3)]
+    untied = [(family, False, 3) for family in ("llama", "lora", "t5")]
+    three = [*untied, *((family, True, 3) for family in ("llama", "lora", "marian"))]
     four = [("llama", False, 2), ("gpt2", True, 2)]
     for size, models, extra in ((3, three, {}), (4, four, {"replicas": 2, "zero": 1})):
         folders = [str(tmp_path / f"{size}-{number}") for number in range(len(models))]

@@ -200,8 +200,9 @@ class _Multiply(torch.autograd.Function):
         is_transposed: bool,
     ) -> torch.Tensor:
         matrix = parameter if matrix is None else matrix
-        ctx.save_for_backward(given, matrix)
-        ctx.of = parameter, gradients, index, is_transposed
+        saved, whole = gradients.saved(given)
+        ctx.save_for_backward(saved, matrix)
+        ctx.of = parameter, gradients, index, is_transposed, whole
         if not is_transposed:
             output = F.linear(given, matrix, bias)
         elif bias is None:
@@ -213,8 +214,9 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        given, matrix = ctx.saved_tensors
-        parameter, gradients, index, is_transposed = ctx.of
+        saved, matrix = ctx.saved_tensors
+        parameter, gradients, index, is_transposed, whole = ctx.of
+        given = whole(saved)
         rows = _rows(outer)
         of_given = of_bias = None
         if ctx.needs_input_grad[0]:
@@ -223,7 +225,7 @@ class _Multiply(torch.autograd.Function):
             of_bias = rows.sum(0)
         pair = rows, _rows(given)
         left, right = reversed(pair) if is_transposed else pair
-        of_parameter = gradients.put(Product(parameter, left, right, index))
+        of_parameter = gradients.put(Product(parameter, left, right, index), has_input_gradient=of_given is not None)
         return of_given, of_parameter, of_bias, None, None, None, None
 
 

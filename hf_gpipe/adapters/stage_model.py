@@ -254,19 +254,29 @@ class StageModel:
 
         Raises UserError if the blocks are compiled: their backward computes every gradient at once.
         """
-        if self.weight_gradients is None:
+        if self.weight_gradients is None or not self.weight_gradients.is_of_all:
             if self._is_compiled:
                 raise UserError(
                     "the schedule has the gradients of weights (W) apart from those of inputs (I), and torch.compile "
                     "compiles both into one backward; set torch_compile to false, or use a schedule without I and W, "
                     "such as 1f1b"
                 )
-            self.weight_gradients = WeightGradients()
+            self.weight_gradients = self.weight_gradients or WeightGradients()
+            self.weight_gradients.is_of_all = True
             for layer in self.layers:
                 if layer.kind != "head":
                     for name in layer.all_modules:
                         hand_over(self.model.get_submodule(name), self.weight_gradients)
         return self.weight_gradients
+
+    def overlap_sums(self) -> None:
+        """Let gradients of weights be computed while gradients of their layers' inputs are summed over the ranks.
+
+        It changes nothing where the layers are whole, or the blocks compiled: their backward is one piece.
+        """
+        if isinstance(self.division, Division) and not self._is_compiled:
+            self.weight_gradients = self.weight_gradients or WeightGradients()
+            self.division.overlap(self.model, self.weight_gradients)
 
     def checkpoint_blocks(self) -> None:
         """Let each block's forward run again in backward: by transformers' gradient checkpointing, or of a chain here.

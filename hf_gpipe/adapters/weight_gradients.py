@@ -8,12 +8,17 @@ tensor of the weight's size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+Whole: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""What a layer kept of its input -> its input."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +39,12 @@ class Product:
     right: torch.Tensor
     index: int | None = None
     offsets: torch.Tensor | None = None
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether something waits for the parameter's gradient in backward."""
+        parameter = self.parameter
+        return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
     def add(self) -> None:
         """Add it to `.grad`; the first part of a gradient is written, without zeros before."""
@@ -67,9 +78,14 @@ class Product:
 
 
 class WeightGradients:
-    """Receives the products of a stage's backward: adds them to `.grad` at once, or keeps them."""
+    """Receives the products of a stage's backward: adds them to `.grad` at once, or keeps them.
+
+    Attributes:
+        is_of_all: whether every linear layer of the stage's blocks gives its products here.
+    """
 
     def __init__(self) -> None:
+        self.is_of_all = False
         self._kept: list[Product] | None = None
         self._converted: dict[nn.Parameter, torch.Tensor] = {}
 
@@ -86,6 +102,10 @@ class WeightGradients:
         """Drop the converted values: the parameters may change."""
         self._converted.clear()
 
+    def saved(self, given: torch.Tensor) -> tuple[torch.Tensor, Whole]:
+        """What to keep of the input of a layer for backward, and what makes the input of it again."""
+        return given, _same
+
     @contextmanager
     def keeping(self) -> Iterator[list[Product]]:
         """Context manager for a backward: its products are kept in the list, in the order of that backward."""
@@ -96,16 +116,83 @@ class WeightGradients:
         finally:
             self._kept = None
 
-    def put(self, product: Product) -> torch.Tensor | None:
-        """Take a product. A parameter with hooks needs its gradient now: then the gradient for autograd is returned."""
-        parameter = product.parameter
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    def put(self, product: Product, *, has_input_gradient: bool = True) -> torch.Tensor | None:
+        """Take a product. A parameter with hooks needs its gradient now: then the gradient for autograd is returned.
+
+        Args:
+            product: of a layer.
+            has_input_gradient: whether this backward also computes the gradient of the layer's input.
+        """
+        if product.has_hooks:
             return product.whole()
         if self._kept is None:
             product.add()
         else:
             self._kept.append(product)
         return None
+
+
+class DuringSums(WeightGradients):
+    """Receives the products of layers whose input's gradients are summed over ranks: it lets them wait for that sum to
+    begin, so that both run together (Megatron-LM's `async_tensor_model_parallel_allreduce`).
+
+    Args:
+        gradients: of the stage, which gets them then.
+    """
+
+    def __init__(self, gradients: WeightGradients) -> None:
+        super().__init__()
+        self._gradients, self._waiting = gradients, list[Product]()
+        self._saved = WeakIdKeyDictionary()
+        self._made: list[Regathered] = []
+
+    def save(self, whole: torch.Tensor, part: torch.Tensor, gather: Whole) -> None:
+        """Let layers whose input this is keep a part of it alone; backward gathers the whole again, once for all."""
+        self._saved[whole] = part.detach(), Regathered(gather, self._made)
+
+    def saved(self, given: torch.Tensor) -> tuple[torch.Tensor, Whole]:
+        found: tuple[torch.Tensor, Whole] = self._saved.get(given, (given, _same))
+        return found
+
+    def converted(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        return self._gradients.converted(parameter, dtype)
+
+    def put(self, product: Product, *, has_input_gradient: bool = True) -> torch.Tensor | None:
+        """Take a product; where no sum follows, it does not wait."""
+        if product.has_hooks or not has_input_gradient:
+            return self._gradients.put(product)
+        self._waiting.append(product)
+        return None
+
+    def pass_on(self) -> None:
+        """Give what waits to the stage: a sum has begun."""
+        waiting, self._waiting = self._waiting, []
+        for product in waiting:
+            self._gradients.put(product)
+        while self._made:
+            self._made.pop().forget()
+
+
+class Regathered:
+    """Gathers the whole of a tensor of which a part is kept, until it is forgotten once."""
+
+    def __init__(self, gather: Whole, made: list[Regathered]) -> None:
+        self._gather, self._made = gather, made
+        self._whole: torch.Tensor | None = None
+
+    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+        if self._whole is None:
+            self._whole = self._gather(part)
+            self._made.append(self)
+        return self._whole
+
+    def forget(self) -> None:
+        """Drop the whole again."""
+        self._whole = None
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def kept_bytes(products: Sequence[Product]) -> int:

@@ -120,7 +120,8 @@ class PlanRequest:
     def divided(self, options: argparse.Namespace) -> Iterator[PlanRequest]:
         """The same with layers divided among 2, 4 and 8 devices, where devices are given and the model allows it."""
         is_given = _is_given("pipeline.tensor_parallel", options.overrides)
-        for size in (2, 4, 8) if options.devices and self.config.tensor_parallel == 1 and not is_given else ():
+        has_devices = options.devices is not None or len(self.devices) > 1
+        for size in (2, 4, 8) if has_devices and self.config.tensor_parallel == 1 and not is_given else ():
             overrides = [*options.overrides, f"pipeline.tensor_parallel={size}"]
             with suppress(UserError):
                 yield PlanRequest.of(argparse.Namespace(**{**vars(options), "overrides": overrides}))
@@ -321,7 +322,12 @@ def _planner(
     if config.tensor_parallel > 1:
         from hf_gpipe.model.tensor_parallel import check_division
 
-        check_division(adapter, config.tensor_parallel, is_compiled=config.torch_compile)
+        check_division(
+            adapter,
+            config.tensor_parallel,
+            is_compiled=config.torch_compile,
+            divides_rows=config.sequence_parallel,
+        )
     teacher, spec = None, teacher_of(recipe)
     if spec is not None:
         from hf_gpipe.model.teacher import open_teacher
@@ -342,6 +348,7 @@ def _planner(
             cluster=cluster,
             speeds=config.given_speeds,
             tensor_parallel=config.tensor_parallel,
+            divides_rows=config.sequence_parallel,
             teacher=teacher,
         )
         # The layers run here for the first time, in the smallest micro-batch that will be planned.

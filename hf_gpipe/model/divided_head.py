@@ -26,7 +26,6 @@ def why_not_divided(adapter: Adapter, loss: Loss) -> str:
     is_text = isinstance(adapter, TextAdapter) and not adapter.is_classifier
     others = {
         "the model is no Hugging Face model that gives tokens": not is_text,
-        "peft_config (lora) adds adapters to its layers": adapter.peft is not None,
         "quantization_config quantises its layers": adapter.quantisation is not None,
         "functions of its modules were replaced": bool(adapter.patches),
         "the model has an auxiliary loss of routers": bool(adapter.routers),

@@ -488,6 +488,7 @@ def stage_models(
     models = {}
     for number, layers in enumerate(partition(len(adapter.layers), num_stages, "count")):
         models[number] = assemble(adapter, layers, model, torch.device("cpu"), ranks=ranks)
+        models[number].overlap_sums()
     share_within_process(models)
     return models
 

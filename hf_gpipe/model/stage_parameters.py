@@ -143,19 +143,17 @@ class StageParameters:
         """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
         return gradient_norm(self.counted(), self.world)
 
-    def counted(self) -> list[torch.nn.Parameter]:
-        """Each parameter of the model once over all processes: of those that this one owns, in the first replica."""
+    def counted(self) -> list[torch.Tensor]:
+        """The gradient of each parameter of the model once over all processes: of those that this one owns, in the
+        first replica, and of a part that several ranks of a worker have, at the first of them."""
         owner_stage, is_first = self.ties.owner_stage, self.world.is_in_first_replica
-        return [
-            parameter
-            for name, parameter in self.named_parameters()
-            if is_first(owner_stage[name]) and self._counts(owner_stage[name], name)
-        ]
-
-    def _counts(self, stage: int, name: str) -> bool:
-        """Whether the part of a parameter that this rank of its worker has is not counted at another one."""
-        division = self.models[stage].division
-        return division is None or division.counts(name)
+        found: list[torch.Tensor] = []
+        for name, parameter in self.named_parameters():
+            stage, gradient = owner_stage[name], parameter.grad
+            if gradient is not None and is_first(stage):
+                division = self.models[stage].division
+                found += [gradient] if division is None else division.counted(name, gradient)
+        return found
 
     # ------------------------------------------------------------------ parts of parameters
 

@@ -23,8 +23,15 @@ _STAGES = 3
 _TOLERANCE = 1e-6
 
 
-def check_division(adapter: Adapter, size: int, *, is_compiled: bool = False) -> None:
-    """Raise UserError where the layers of a model, which may be compiled, cannot be divided among so many ranks."""
+def check_division(adapter: Adapter, size: int, *, is_compiled: bool = False, divides_rows: bool = False) -> None:
+    """Raise UserError where the layers of a model, which may be compiled, cannot be divided among so many ranks.
+
+    Args:
+        adapter: the model's.
+        size: T.
+        is_compiled: whether the blocks are compiled.
+        divides_rows: whether each rank has a part of the positions between divided layers.
+    """
     others = {
         "the model is no Hugging Face model that reads text": not isinstance(adapter, TextAdapter),
         "functions of its modules were replaced": bool(adapter.patches),
@@ -35,7 +42,9 @@ def check_division(adapter: Adapter, size: int, *, is_compiled: bool = False) ->
                 f"tensor_parallel is {size} and {what}, which do not go together; leave tensor_parallel out"
             )
     assert isinstance(adapter, TextAdapter)
-    verify_division(adapter, size)
+    if divides_rows:
+        _check_rows(adapter, size, is_compiled=is_compiled)
+    verify_division(adapter, size, divides_rows=divides_rows)
     for name, probability in dropout_of(adapter).items() if is_compiled else ():
         # What draws the masks (masks.py) breaks compiled code into pieces, and with some backends draws them twice.
         raise UserError(
@@ -44,27 +53,45 @@ def check_division(adapter: Adapter, size: int, *, is_compiled: bool = False) ->
         )
 
 
-def verify_division(adapter: TextAdapter, size: int) -> None:
+def _check_rows(adapter: TextAdapter, size: int, *, is_compiled: bool) -> None:
+    """Raise UserError where ranks cannot have parts of the positions between divided layers."""
+    plan = plan_of(adapter, size)
+    others = {
+        "torch_compile is true": is_compiled,
+        "peft_config adds adapters, whose first factors read whole rows": adapter.peft is not None,
+        "the model has experts, whose routers read whole rows": bool(plan.experts or adapter.routers),
+    }
+    for what, is_so in others.items():
+        if is_so:
+            raise UserError(
+                f"sequence_parallel is true and {what}, which do not go together; leave sequence_parallel out"
+            )
+
+
+def verify_division(adapter: TextAdapter, size: int, *, divides_rows: bool = False) -> None:
     """Compare a tiny clone whose layers are divided with one whose layers are whole, once for equal clones.
 
     Args:
         adapter: the model's.
-        size: T, which the model's own heads and widths must allow. The clone has two ranks, or four where ranks share
-            key-value heads. It has the model's probabilities of dropout, so that masks are compared too.
+        size: T; the model needs as many heads. The clone, which has four, has two ranks; four where ranks share
+            key-value heads, and three where the model's parts are not even. It has the model's probabilities of
+            dropout, so that masks are compared too.
+        divides_rows: whether each rank has a part of the positions between divided layers.
 
     Raises:
         UnsupportedModelError: loss or gradients differ, or no rule divides a layer of the family.
-        UserError: the model cannot be divided by T.
+        UserError: the model has fewer heads or columns than ranks.
     """
     plan = plan_of(adapter, size)
-    of_clone = 4 if any(cut.is_shared for cut in plan.cuts.values()) else 2
-    what = f"divided {of_clone} {attention_of(adapter)} {masks_of(adapter.config)}"
-    compared_once(adapter, what, lambda: _difference(adapter, of_clone))
+    is_shared = any(cut.is_shared for cut in plan.cuts.values())
+    of_clone = 3 if not plan.is_even else 4 if is_shared else 2
+    what = f"divided {of_clone} {divides_rows} {attention_of(adapter)} {masks_of(adapter.config)}"
+    compared_once(adapter, what, lambda: _difference(adapter, of_clone, divides_rows=divides_rows))
 
 
-def _difference(adapter: TextAdapter, size: int) -> float:
+def _difference(adapter: TextAdapter, size: int, *, divides_rows: bool) -> float:
     """How far the step of a divided clone is from that of the clone. Raises UnsupportedModelError if too far."""
-    family = adapter.given_config.model_type
+    family, key = adapter.given_config.model_type, "sequence_parallel" if divides_rows else "tensor_parallel"
     try:
         options = {"trust_remote_code": adapter.trust_remote_code}
         model = exact_clone(adapter.given_config, torch.float64, adapter.compared_class, **options)
@@ -74,27 +101,29 @@ def _difference(adapter: TextAdapter, size: int) -> float:
             setattr(reduce(getattr, configs, model.config), name, probability)
         clone = build_adapter(model.config, torch.float64, attention_of(adapter), type(model))
         (expected,) = divided_steps(model, clone, 1)
-        difference = max(step.difference(expected) for step in divided_steps(model, clone, size))
+        steps = divided_steps(model, clone, size, divides_rows=divides_rows)
+        difference = max(step.difference(expected) for step in steps)
     except CheckpointError:
         difference = float("inf")  # of a weight that ranks have alike
     except Exception as error:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         reason = one_line(str(error), 300)
-        raise UnsupportedModelError(f"{family}: tensor_parallel fails on a tiny clone: {reason}") from error
+        raise UnsupportedModelError(f"{family}: {key} fails on a tiny clone: {reason}") from error
     if not difference <= _TOLERANCE:
         raise UnsupportedModelError(
-            f"{family}: with tensor_parallel a tiny clone has other gradients, by {difference:.0e} of their norm; "
-            "leave it out"
+            f"{family}: with {key} a tiny clone has other gradients, by {difference:.0e} of their norm; leave it out"
         )
     return difference
 
 
-def divided_steps(model: PreTrainedModel, adapter: TextAdapter, size: int, num_stages: int = _STAGES) -> list[Step]:
+def divided_steps(
+    model: PreTrainedModel, adapter: TextAdapter, size: int, num_stages: int = _STAGES, *, divides_rows: bool = False
+) -> list[Step]:
     """A step of a clone in stages whose layers are divided among ranks, as each rank has it, with whole gradients."""
     batch, num_stages = padded_batch(model), min(num_stages, len(adapter.layers))
 
     def run(ranks: Ranks | None = None) -> Step:
         return split_step(copy.deepcopy(model), adapter, batch, num_stages, ranks=ranks)
 
-    return [run()] if size == 1 else emulate(size, run)
+    return [run()] if size == 1 else emulate(size, run, divides_rows=divides_rows)

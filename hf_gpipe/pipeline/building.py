@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedConfig
@@ -39,7 +40,8 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     sent = _boundary_dtype(config.boundary_dtype, adapter)
     seed = TrainingSection.seed if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
-    ranks, divides_head = world.worker_ranks(), decision.full_table.divides_head
+    whole_rows, divides_head = world.worker_ranks(), decision.full_table.divides_head
+    ranks = None if whole_rows is None else replace(whole_rows, divides_rows=config.sequence_parallel)
     num_layers = len(adapter.layers)
     homes = Homes(world) if world.placement.is_dealt else None
     #: Of each of this process's workers the stages that it runs.
@@ -60,6 +62,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
                 own[stage].checkpoint_blocks()
             if config.torch_compile:
                 own[stage].compile_blocks(config.torch_compile_backend)
+            own[stage].overlap_sums()
         if homes is not None:
             homes.add(stage, {worker: own[stage] for worker, own in run_by.items()})
     models = {n: run_by[worker][n] for worker in world.workers for n in world.placement.stages_of(worker)}
@@ -78,7 +81,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     visits = _visits(decision, run_by, homes)
     parameters.ties.leave_out({p for own in visits.values() for p in own.parameters if not p.requires_grad})
     teacher = decision.teacher
-    teachers = {} if teacher is None else teacher.stages(world.stage_devices, ranks)
+    teachers = {} if teacher is None else teacher.stages(world.stage_devices, whole_rows)
     of_workers = {
         worker: Row(parameters.trainable.stages(own, decision.loss, teachers), visits[worker])
         for worker, own in run_by.items()

@@ -151,7 +151,12 @@ class Decision:
                     f"tensor_parallel is {given.tensor_parallel}, and the loss reads a teacher's tokens from rows, "
                     "which do not go together; leave one of them out"
                 )
-            check_division(adapter, given.tensor_parallel, is_compiled=given.torch_compile)
+            check_division(
+                adapter,
+                given.tensor_parallel,
+                is_compiled=given.torch_compile,
+                divides_rows=given.sequence_parallel,
+            )
 
         # What the planner decides, and whether the machines can do it.
         planning = Planning(inputs, adapter, loss.planned, world, of_teacher)

@@ -29,6 +29,7 @@ from hf_gpipe.runtime.gradient_norm import (
     LossAndNorm,
     begin_loss_and_norm,
     begin_losses_and_norms,
+    gradients_of,
     sums_of_squares,
 )
 from hf_gpipe.runtime.loss import Loss
@@ -171,7 +172,7 @@ class Steps:
 
         def update_stage(stage: int, step: int) -> None:
             parameters = list(self.parameters.models[stage].parameters.values())
-            square = sum(sums_of_squares(parameters), torch.zeros((), dtype=torch.float64))
+            square = sum(sums_of_squares(gradients_of(parameters)), torch.zeros((), dtype=torch.float64))
             if self.world.leads(stage):
                 squares[step].append(square)
             update(stage, step, square.sqrt())
@@ -255,8 +256,8 @@ class Steps:
             entered.close()
             self.parameters.replicas.finish()
             self.parameters.ties.reduce_gradients()
-            parameters = () if update is None else self.parameters.counted()
-            numbers.append(begin_loss_and_norm(self._own_loss(result), parameters, self.world))
+            gradients = () if update is None else self.parameters.counted()
+            numbers.append(begin_loss_and_norm(self._own_loss(result), gradients, self.world))
             if waits:
                 numbers[0]()
                 if times is not None:  # the update after it starts in all processes at the same time

@@ -136,6 +136,7 @@ class Planning:
             cluster=steady(cluster) if decides and cluster is not None else cluster,
             speeds=config.given_speeds,
             tensor_parallel=config.tensor_parallel,
+            divides_rows=config.sequence_parallel,
             teacher=self.teacher,
         )
 

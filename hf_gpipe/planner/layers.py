@@ -71,10 +71,10 @@ class ModelLayers:
             adapter.lay_out(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         if num_ranks > 1:
-            # The last part is the longest, where parts differ.
+            # The first part is the longest, where parts differ.
             cuts = plan_of(adapter, num_ranks).cuts
             divided = cuts.keys() & parameters.keys()
-            parameters |= {name: part_of(parameters[name], cuts[name], num_ranks - 1) for name in divided}
+            parameters |= {name: part_of(parameters[name], cuts[name], 0) for name in divided}
         used = _used_parameters(adapter, parameters, model.all_tied_weights_keys)
         users: dict[str, int] = {}
         for names in used:
@@ -114,6 +114,7 @@ class LayerTracer:
         loss: of the micro-batch.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
         num_ranks: T, among which the layers are divided.
+        divides_rows: whether each rank has a part of the positions between divided layers.
 
     Attributes:
         layers: of the model.
@@ -129,8 +130,10 @@ class LayerTracer:
         loss: Loss = PLAIN,
         as_on_gpu: bool = False,
         num_ranks: int = 1,
+        divides_rows: bool = False,
     ) -> None:
         self.layers = ModelLayers(adapter, num_ranks)
+        self._divides_rows = divides_rows
         self.run, self.representative_layer = to_run(self.layers)
         self.loss = loss
         self._as_on_gpu = as_on_gpu
@@ -302,6 +305,7 @@ class LayerTracer:
                 recompute_blocks=recompute_blocks,
                 as_on_gpu=self._as_on_gpu,
                 num_ranks=self.layers.num_ranks,
+                divides_rows=self._divides_rows,
             )
         return self._stages[key]
 

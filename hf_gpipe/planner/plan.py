@@ -236,6 +236,7 @@ class Planner:
         cluster: Cluster | None = None,
         speeds: Sequence[float] | None = None,
         tensor_parallel: int = 1,
+        divides_rows: bool = False,
         teacher: Adapter | None = None,
     ) -> Planner:
         """Make the planner of a model that has its adapter.
@@ -252,6 +253,7 @@ class Planner:
             cluster: the links between the processes.
             speeds: of each process, relative to the device.
             tensor_parallel: T, among which layers are divided.
+            divides_rows: whether each of them has a part of the positions between divided layers.
             teacher: the adapter of a teacher, whose seconds are estimated; None: there is none.
 
         Raises:
@@ -264,7 +266,11 @@ class Planner:
                 "process; leave --profile out, and give a partition other than profile"
             )
         mini_batch = inputs.mini_batch(adapter)
-        tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, num_ranks=tensor_parallel))
+        tracer = cache(
+            lambda: LayerTracer(
+                adapter, loss=loss, as_on_gpu=as_on_gpu, num_ranks=tensor_parallel, divides_rows=divides_rows
+            )
+        )
 
         def costs_of(rows: int, chunks: Chunks) -> Sequence[ModelCosts]:
             if measured is not None and (rows, chunks) in measured:

@@ -207,6 +207,8 @@ def overrides(plan: Plan) -> str:
     }
     if settings.tensor_parallel > 1:
         values["tensor_parallel"] = settings.tensor_parallel
+        if settings.sequence_parallel:
+            values["sequence_parallel"] = True
     if settings.cuts_rows:
         values["sequence_chunks"] = settings.sequence_chunks
         if settings.chunk_taper:
@@ -283,7 +285,15 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
 def _settings(plan: Plan) -> dict[str, Any]:
     names = (
         *("num_stages", "replicas", "placement", "num_micro_batches", "sequence_chunks", "chunk_taper"),
-        *("tensor_parallel", "schedule", "recompute", "partition", "num_processes", "offload_weights"),
+        *(
+            "tensor_parallel",
+            "sequence_parallel",
+            "schedule",
+            "recompute",
+            "partition",
+            "num_processes",
+            "offload_weights",
+        ),
     )
     inputs = plan.planner.inputs
     names_of_inputs = ("fp32_master_weights", "offload_optimizer")

@@ -7,7 +7,7 @@ families decide by values what they do next, such as which experts to run; their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,8 +93,8 @@ class Trace(NamedTuple):
 class TracedRanks:
     """The first rank of a worker, which counts the sums over all and makes none; see `adapters.tensor_parallel`."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.place = size, 0
+    def __init__(self, size: int, *, divides_rows: bool = False) -> None:
+        self.size, self.place, self.divides_rows = size, 0, divides_rows
         self._sums = NO_SUMS
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -102,6 +102,26 @@ class TracedRanks:
         return tensor.detach().clone()
 
     largest = total
+
+    def begin_total(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        total = self.total(tensor)
+        return lambda: total
+
+    def begin_total_part(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
+        part = tensor.detach().narrow(dim, 0, lengths[0]).clone()
+        self._count_half(tensor)
+        return lambda: part
+
+    def gathered(self, part: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
+        shape = list(part.shape)
+        shape[dim] = sum(lengths)
+        whole = part.new_empty(shape)
+        self._count_half(whole)
+        return whole
+
+    def _count_half(self, whole: torch.Tensor) -> None:
+        """A sum to parts, or a gathering, sends half of what a sum does. Its latency is counted whole."""
+        self._sums = SumsOverRanks(self._sums.number + 1, self._sums.num_bytes + whole.nbytes // 2)
 
     def take(self) -> SumsOverRanks:
         """The sums since the last call."""
@@ -123,6 +143,7 @@ class StageTracer:
         as_on_gpu: count attention as a GPU's kernels do it.
         is_real: whether to run on real tensors at once.
         num_ranks: T, among which the layers are divided.
+        divides_rows: whether each of them has a part of the positions between divided layers.
     """
 
     def __init__(
@@ -136,8 +157,9 @@ class StageTracer:
         as_on_gpu: bool = False,
         is_real: bool = False,
         num_ranks: int = 1,
+        divides_rows: bool = False,
     ) -> None:
-        self._ranks = TracedRanks(num_ranks) if num_ranks > 1 else None
+        self._ranks = TracedRanks(num_ranks, divides_rows=divides_rows) if num_ranks > 1 else None
         self._adapter, self._layers, self._recompute_blocks = adapter, layers, recompute_blocks
         self._wants_gradient, self._loss = wants_gradient, loss
         self._as_on_gpu, self._is_real = as_on_gpu, is_real
@@ -197,6 +219,7 @@ class StageTracer:
 
     def _made(self, weights: FakeTensorMode | None) -> Stage:
         stage_model = assemble(self._adapter, self._layers, weights, CPU, ranks=self._ranks)
+        stage_model.overlap_sums()
         if self._recompute_blocks:
             stage_model.checkpoint_blocks()
         return Stage(stage_model, self._wants_gradient, self._loss)
@@ -321,14 +344,16 @@ def _deferred_bytes(stage: Stage, context: Context, gradients: Mapping[str, torc
 @contextmanager
 def _deferring(stage_model: StageModel) -> Iterator[None]:
     """Context manager in which linear layers give their weight gradients away; afterwards they are as before."""
-    classes = {module: type(module) for module in stage_model.model.modules()}
+    classes, before = {module: type(module) for module in stage_model.model.modules()}, stage_model.weight_gradients
     stage_model.defer_weight_gradients()
     try:
         yield
     finally:
         for module, cls in classes.items():
             module.__class__ = cls
-        stage_model.weight_gradients = None
+        stage_model.weight_gradients = before
+        if before is not None:
+            before.is_of_all = False
 
 
 @contextmanager

@@ -111,6 +111,11 @@ class PipelineConfig:
     """T: number of processes that divide the layers of each stage among them (tensor parallelism), each with a device
     of its own. Each of `num_processes`, and of `placement`, is then T processes, whose ranks follow each other."""
 
+    sequence_parallel: bool = False
+    """With `tensor_parallel`: whether each of the T processes has a part of the positions alone between the divided
+    layers, where norms, dropout and residuals are, so that these keep 1/T of the memory. About half as many bytes more
+    are sent."""
+
     placement: Text | None = None
     """The processes of each stage, those of its replicas with commas, such as "0,2 1,3" for two stages with two
     replicas; null: the processes of a pipeline follow each other, or those of a stage if `replicas` is a list of
@@ -204,6 +209,11 @@ class PipelineConfig:
             self._check_asynchronous()
         if self.tensor_parallel > 1:
             self._check_tensor_parallel()
+        elif self.sequence_parallel:
+            raise UserError(
+                "sequence_parallel is true and tensor_parallel is 1, so nothing has parts of the positions; give "
+                "tensor_parallel, or leave sequence_parallel out."
+            )
         if isinstance(self.sequence_chunks, str):
             self.most_chunk_tokens  # noqa: B018  # raises for a text that is no number
             if is_table_file(self.schedule):

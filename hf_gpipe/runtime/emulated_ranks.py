@@ -6,7 +6,7 @@ One thread runs at a time, from message to message, so that each rank has torch'
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -54,17 +54,31 @@ class _Turns:
 class EmulatedRanks:
     """One of the ranks; see `adapters.tensor_parallel.ranks.Ranks`."""
 
-    def __init__(self, turns: _Turns, place: int) -> None:
-        self.size, self.place = turns.size, place
+    def __init__(self, turns: _Turns, place: int, *, divides_rows: bool = False) -> None:
+        self.size, self.place, self.divides_rows = turns.size, place, divides_rows
         self._turns = turns
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._exchanged(tensor).sum(0, dtype=tensor.dtype)
 
+    def begin_total(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        total = self.total(tensor)
+        return lambda: total
+
+    def begin_total_part(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
+        part = self.total(tensor).split(list(lengths), dim)[self.place].contiguous()
+        return lambda: part
+
+    def gathered(self, part: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
+        return torch.cat(self._sent_by_all(part), dim)
+
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._exchanged(tensor).amax(0)
 
     def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._sent_by_all(tensor))
+
+    def _sent_by_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks."""
         sent = self._turns.sent
         number = len(sent[self.place])
@@ -73,10 +87,10 @@ class EmulatedRanks:
         self._turns.pass_on(self.place)
         self._turns.wait(self.place)
         torch.set_rng_state(state)
-        return torch.stack([own[number] for own in sent])
+        return [own[number] for own in sent]
 
 
-def emulate(size: int, function: Callable[[EmulatedRanks], Result]) -> list[Result]:
+def emulate(size: int, function: Callable[[EmulatedRanks], Result], *, divides_rows: bool = False) -> list[Result]:
     """The results of a function of each of several ranks. Raises what one of them raises."""
     turns, results, errors = _Turns(size), {}, []
     state = torch.get_rng_state()
@@ -85,7 +99,7 @@ def emulate(size: int, function: Callable[[EmulatedRanks], Result]) -> list[Resu
         try:
             turns.wait(place)
             torch.set_rng_state(state)
-            results[place] = function(EmulatedRanks(turns, place))
+            results[place] = function(EmulatedRanks(turns, place, divides_rows=divides_rows))
             turns.pass_on(place, is_done=True)
         except _StoppedError:
             pass

@@ -13,24 +13,22 @@ LossAndNorm = Callable[[], torch.Tensor]
 """Waits until every process has sent its part; returns the loss and the norm, (2,) in float64 on the CPU."""
 
 
-def begin_loss_and_norm(
-    loss: torch.Tensor | None, parameters: Iterable[torch.nn.Parameter], world: World
-) -> LossAndNorm:
+def begin_loss_and_norm(loss: torch.Tensor | None, gradients: Iterable[torch.Tensor], world: World) -> LossAndNorm:
     """The loss and the 2-norm of the gradient of the whole model, by one message that is not waited for here.
 
     Every process must call it.
 
     Args:
         loss: of this process's micro-batches on the last stage, a scalar on any device; None where it has none.
-        parameters: of this process, each of the model's in one process only; none where the norm is not needed. Their
-            gradients are read here, and may change afterwards.
+        gradients: of this process, each of the model's in one process only; none where the norm is not needed. They are
+            read here, and may change afterwards.
         world: of the pipeline.
 
     Returns:
         Waits, and returns the same numbers in every process.
     """
     losses = [[] if loss is None else [loss]]
-    numbers = begin_losses_and_norms(losses, [sums_of_squares(parameters)], world)
+    numbers = begin_losses_and_norms(losses, [sums_of_squares(gradients)], world)
     return lambda: numbers()[0]
 
 
@@ -62,14 +60,19 @@ def begin_losses_and_norms(
     return end
 
 
-def gradient_norm(parameters: Iterable[torch.nn.Parameter], world: World) -> torch.Tensor:
+def gradient_norm(gradients: Iterable[torch.Tensor], world: World) -> torch.Tensor:
     """The 2-norm over all processes, a float64 tensor, the same on each. Every process must call it."""
-    return begin_loss_and_norm(None, parameters, world)()[1]
+    return begin_loss_and_norm(None, gradients, world)()[1]
 
 
-def sums_of_squares(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients of those parameters that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def sums_of_squares(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """For each device with gradients the sum of their squares, a float64 scalar on that device; nothing is read."""
-    return [torch.stack(_norms(gradients)).square().sum() for gradients in _groups(parameters)]
+    return [torch.stack(_norms(of_device)).square().sum() for of_device in _groups(gradients)]
 
 
 def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float, norm: float) -> None:
@@ -83,16 +86,15 @@ def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float, norm: float)
     factor = max_norm / (norm + 1e-6)
     if factor >= 1:  # not so if it is NaN, which goes into the gradients
         return
-    for gradients in _groups(parameters):
+    for gradients in _groups(gradients_of(parameters)):
         torch._foreach_mul_(gradients, factor)
 
 
-def _groups(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.Tensor]]:
+def _groups(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The gradients of each device and type, for which torch has kernels that take many tensors at once."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if (gradient := parameter.grad) is not None:
-            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for gradient in gradients:
+        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     yield from groups.values()
 
 

@@ -78,6 +78,7 @@ class PipelineTrainingArguments(TrainingArguments):
     replicas: int | list[int] | str = _decided("replicas")
     zero: int = _decided("zero")
     tensor_parallel: int = _decided("tensor_parallel")
+    sequence_parallel: bool = _decided("sequence_parallel")
     sequence_chunks: int | str = _decided("sequence_chunks")
     chunk_taper: float | str = _decided("chunk_taper")
     offload_weights: str | None = _key(PipelineConfig, "offload_weights")
@@ -216,7 +217,7 @@ class PipelineTrainingArguments(TrainingArguments):
         same_name = (
             *("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "memory", "replicas", "zero"),
             *("tensor_parallel", "sequence_chunks", "chunk_taper", "offload_weights", "boundary_dtype"),
-            "torch_compile",
+            *("torch_compile", "sequence_parallel"),
         )
         given = {name: getattr(self, name) for name in same_name}
         if self.is_checkpointing and given["recompute"] is None:

@@ -54,7 +54,7 @@ def _recomputes(pipe: Pipeline) -> tuple[Any, ...]:
 COMPARED: dict[str, Values] = {
     **{name: _field(name) for name in ("num_stages", "num_micro_batches", "schedule", "recompute", "replicas")},
     **{name: _field(name) for name in ("zero", "tensor_parallel", "sequence_chunks", "chunk_taper", "offload_weights")},
-    **{name: _field(name) for name in ("boundary_dtype", "torch_compile")},
+    **{name: _field(name) for name in ("boundary_dtype", "torch_compile", "sequence_parallel")},
     "partition": _partition,
     "memory": lambda pipe: (pipe.config.memory_bytes,),
     "torch_compile_backend": _backend,

@@ -18,11 +18,13 @@ from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.adapters.quantised import is_4bit, size_of_quantised
 from hf_gpipe.adapters.tensor_parallel import plan as plans
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
-from hf_gpipe.adapters.tensor_parallel.cuts import Cut
+from hf_gpipe.adapters.tensor_parallel.cuts import Cut, Heads, dealt, scaled
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.adapters.tiny import tiny_config
+from hf_gpipe.adapters.weight_gradients import Product
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
-from hf_gpipe.model import tensor_parallel
+from hf_gpipe.model import exactness, tensor_parallel
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.exactness import exact_clone
 from hf_gpipe.model.tensor_parallel import check_division, divided_steps, verify_division
@@ -37,15 +39,52 @@ FAMILIES = (
     *("t5", "marian", "bart", "m2m_100", "pegasus", "mbart", "mvp", "nllb-moe", "switch_transformers"),
     *("qwen2_moe", "qwen3_moe"),
 )
-#: Fewer key-value heads than ranks.
-SHARED = (("llama", 1, 2), ("llama", 2, 4), ("phi3", None, 4))
+#: T and numbers of heads: in whole groups or with fewer groups than ranks, evenly or not; and widths.
+UNEVEN = (
+    ("llama", 4, {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8, "intermediate_size": 70}),
+    ("llama", 2, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "intermediate_size": 33}),
+    ("llama", 3, {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}),
+    ("llama", 2, {"num_key_value_heads": 1}),
+    ("qwen2", 4, {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 61}),
+    ("qwen3_moe", 3, {"moe_intermediate_size": 16}),
+    ("gpt2", 4, {"n_embd": 48, "n_head": 6, "n_inner": 50, "vocab_size": 61}),
+    ("t5", 4, {"num_heads": 6, "d_ff": 50, "vocab_size": 61}),
+    *(
+        (one, 4, {"d_model": 48, "encoder_attention_heads": 6, "decoder_attention_heads": 6, "encoder_ffn_dim": 50})
+        for one in ("marian", "bart")
+    ),
+    ("bert", 3, {}),
+    ("bloom", 3, {}),
+    ("phi3", 3, {"num_key_value_heads": 2}),
+    ("phi3", 4, {"num_key_value_heads": 2}),
+)
 
 
-def difference(config: PreTrainedConfig, size: int) -> float:
-    model = exact_clone(config, torch.float64)
+#: Families, T and sizes: norms and dropout of parts of the positions, which T does not divide.
+IN_PARTS = (
+    *((family, 2, {}) for family in ("qwen3", "gpt2", "phi3", "bloom", "gpt_neox", "bert", "t5", "bart")),
+    ("llama", 3, {"num_key_value_heads": 1}),
+    ("marian", 4, {}),
+)
+
+
+def difference(
+    config: PreTrainedConfig, size: int, given: dict[str, int] | None = None, *, divides_rows: bool = False
+) -> float:
+    """Of a tiny clone, with the sizes that are given, divided and whole."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def tiny(config: PreTrainedConfig) -> PreTrainedConfig:
+            made = tiny_config(config)
+            made.update(given or {})
+            return made
+
+        patch.setattr(exactness, "tiny_config", tiny)
+        model = exact_clone(config, torch.float64)
     adapter = build_adapter(model.config, torch.float64, "eager", type(model))
     (expected,) = divided_steps(model, adapter, 1)
-    return max(step.difference(expected) for step in divided_steps(model, adapter, size))
+    steps = divided_steps(model, adapter, size, divides_rows=divides_rows)
+    return max(step.difference(expected) for step in steps)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,10 +97,49 @@ def test_the_head_is_divided(family: str) -> None:
     assert plan_of(adapter_of(CONFIG_MAPPING[family](num_hidden_layers=2)), 2).heads
 
 
-@pytest.mark.parametrize(("family", "heads", "size"), [("t5", None, 4), ("gpt2", None, 4), *SHARED])
-def test_with_four_ranks_and_with_shared_heads(family: str, heads: int | None, size: int) -> None:
-    given = {} if heads is None else {"num_key_value_heads": heads}
-    assert difference(CONFIG_MAPPING[family](**given), size) < 1e-10
+@pytest.mark.parametrize(("family", "size", "given"), UNEVEN)
+def test_heads_and_widths_need_not_be_even(family: str, size: int, given: dict[str, int]) -> None:
+    assert difference(CONFIG_MAPPING[family](), size, given) < (1e-7 if family == "qwen3_moe" else 1e-10)
+
+
+@pytest.mark.parametrize(("family", "size", "given"), IN_PARTS)
+def test_norms_of_parts_of_the_positions(family: str, size: int, given: dict[str, int]) -> None:
+    assert difference(CONFIG_MAPPING[family](), size, given, divides_rows=True) < 1e-10
+
+
+def test_where_positions_cannot_be_divided_is_an_error() -> None:
+    """The feed-forward of OPT makes one row of all rows."""
+    peft = pytest.importorskip("peft")
+    config = CONFIG_MAPPING["opt"](num_hidden_layers=2)
+    with pytest.raises(UnsupportedModelError, match="opt: sequence_parallel fails on a tiny clone"):
+        check_division(adapter_of(config), 2, divides_rows=True)
+    of_lora = adapter_of(LlamaConfig(num_hidden_layers=2))
+    resolve_peft(of_lora, "default", peft.LoraConfig(target_modules=["q_proj"]))
+    moe = CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=2)
+    for adapter, message in ((of_lora, "peft_config adds adapters"), (adapter_of(moe), "the model has experts")):
+        with pytest.raises(UserError, match=f"^sequence_parallel is true and {message}"):
+            check_division(adapter, 2, divides_rows=True)
+
+
+def test_weights_get_their_gradients_while_that_of_the_input_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a Llama's block: those of gate and up, and of q, k and v, each between the beginning and the end of a sum; on
+    two ranks, of two micro-batches."""
+    events: list[str] = []
+
+    def begin_total(ranks: EmulatedRanks, tensor: torch.Tensor) -> Any:
+        total = ranks.total(tensor)
+        events.append("(")
+        return lambda: events.append(")") or total
+
+    def add(product: Product) -> None:
+        events.append("w")
+        plain_add(product)
+
+    plain_add = Product.add
+    monkeypatch.setattr(EmulatedRanks, "begin_total", begin_total)
+    monkeypatch.setattr(Product, "add", add)
+    assert difference(CONFIG_MAPPING["llama"](), 2, {"num_hidden_layers": 1}) < 1e-10
+    assert ["".join(events).count(one) for one in ("(ww)", "(www)", "(")] == [4, 4, 8]
 
 
 def test_a_given_model_stays_as_it_is_and_ranks_that_differ_are_found() -> None:
@@ -174,13 +252,11 @@ def adapter_of(config: PreTrainedConfig) -> TextAdapter:
 
 def test_what_cannot_be_divided_is_an_error_with_the_name() -> None:
     sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
-    with pytest.raises(UserError, match=r"tensor_parallel is 2 and 'model.layers.0.self_attn.q_proj' has 3 heads"):
-        verify_division(adapter_of(LlamaConfig(**sizes, num_attention_heads=3, num_key_value_heads=3)), 2)
-    with pytest.raises(UserError, match=r"tensor_parallel is 4 and .*gate_proj' has 30 columns.* divisor of 30"):
-        verify_division(adapter_of(LlamaConfig(**sizes | {"intermediate_size": 30}, num_attention_heads=4)), 4)
-    packed = CONFIG_MAPPING["phi3"](num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
-    with pytest.raises(UserError, match=r"tensor_parallel is 4 and .*qkv_proj' has 2 key-value heads"):
-        verify_division(adapter_of(packed), 4)
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    with pytest.raises(UserError, match=r"tensor_parallel is 4 and 'model.layers.0.self_attn' has 3 heads.* at most 3"):
+        verify_division(adapter_of(LlamaConfig(**sizes, **heads)), 4)
+    with pytest.raises(UserError, match=r"tensor_parallel is 4 and .*gate_proj' has 3 columns.* at most 3"):
+        verify_division(adapter_of(LlamaConfig(**sizes | {"intermediate_size": 3}, num_attention_heads=4)), 4)
     with pytest.raises(UnsupportedModelError, match=r"'deepseek_v3' cannot be divided: no rule divides its layer"):
         verify_division(adapter_of(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=2)), 2)
 
@@ -188,7 +264,8 @@ def test_what_cannot_be_divided_is_an_error_with_the_name() -> None:
 def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of norms of heads, which each rank computes from its own heads, are summed; without that they
     would be wrong and nothing would fail."""
-    config = Qwen3Config(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    config = Qwen3Config(hidden_size=32, intermediate_size=32, num_hidden_layers=2, **heads)
     monkeypatch.setattr(tensor_parallel, "compared_once", lambda adapter, what, compare: compare())
     verify_division(adapter_of(config), 2)
     of = plans.SplitPlan.of.__func__  # type: ignore[attr-defined]
@@ -228,18 +305,31 @@ def test_compiled_blocks_with_dropout_are_refused() -> None:
             check_division(adapter, 2, is_compiled=True)
 
 
-@pytest.mark.parametrize("cut", [Cut.of_packs(0, [7], 3), Cut.of_packs(1, [6, 6], 3), Cut.of_packs(1, [12], 4, [2])])
+SIX_AND_TWO = Heads.of(6, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Cut.of_packs(0, [dealt(7, 3)]),
+        Cut.of_packs(1, [dealt(6, 4), dealt(6, 4)]),
+        Cut.of_packs(1, [scaled(Heads.of(4, 2, 4).pairs, 6)]),
+        Cut.of_packs(1, [scaled(one, 2) for one in (SIX_AND_TWO.queries, SIX_AND_TWO.pairs, SIX_AND_TWO.pairs)]),
+    ],
+)
 def test_a_whole_tensor_comes_back_bit_for_bit(cut: Cut) -> None:
-    whole = torch.randn(7, 12).masked_fill(torch.rand(7, 12) < 0.2, -0.0)
-    whole = whole if cut.dim else whole[:, :2].contiguous()
+    shape = cut.whole_shape(torch.empty(7, 2))
+    whole = torch.randn(shape).masked_fill(torch.rand(shape) < 0.2, -0.0)
 
     def back(ranks: EmulatedRanks) -> torch.Tensor:
         return cut.gathered(cut.part(whole, ranks.place).contiguous(), ranks)
 
     for found in emulate(len(cut.parts), back):
         assert torch.equal(found.view(torch.int32), whole.view(torch.int32))
-    counted = [cut.part(whole, place).numel() for place in range(len(cut.parts)) if cut.counts(place)]
-    assert sum(counted) == whole.numel()
+    parts = [cut.part(whole, place) for place in range(len(cut.parts))]
+    counted = [one for place, part in enumerate(parts) for one in cut.counted(part, place)]
+    assert sum(one.numel() for one in counted) == whole.numel()
+    assert sum(one.square().sum() for one in counted) == pytest.approx(float(whole.square().sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "logit_clipping": 0.7}, {"is_dynamic": True}])
@@ -248,7 +338,7 @@ def test_the_loss_of_parts_of_the_vocabulary_is_that_of_the_whole(options: dict[
     logits = torch.randn(6, tokens, dtype=torch.float64)
     logits[0, 2] = logits[0, 9] = 5.0  # the first of two equal ones counts
     targets = torch.tensor([9, 3, -100, 10, 0, 7])
-    cut = Cut.of_packs(1, [tokens], size)
+    cut = Cut.of_packs(1, [dealt(tokens, size)])
     of = (0, 0)
 
     def one(part: VocabularyPart | None, own: torch.Tensor) -> tuple[Any, ...]:

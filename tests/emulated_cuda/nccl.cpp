@@ -342,6 +342,23 @@ class ProcessGroupNCCL final : public Backend {
       };
     });
   }
+  c10::intrusive_ptr<Work> reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                          const c10d::ReduceScatterOptions&) override {
+    const auto target = checked(outputs, "reduce_scatter");
+    std::vector<Buffer> sources;
+    std::vector<at::Tensor> given;
+    for (auto& one : inputs.at(0)) sources.push_back(checked({one}, "reduce_scatter"));
+    for (const auto& one : sources) given.push_back(one.read());
+    target.spoil();
+    return post(of_device(outputs[0].device()), c10d::OpType::REDUCE_SCATTER, true,
+                [target, sources, given, own = getRank()](Backend& transport) {
+      Tensors sum{at::cat(given)};
+      transport.allreduce(sum, c10d::AllreduceOptions())->wait();
+      for (const auto& one : sources) one.check_alive();
+      const auto part = sum[0].chunk(given.size())[own].clone();
+      return [target, part] { target.write(part); };
+    });
+  }
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions&) override {
     // An all_reduce on the first device that the group has used, or else on that of the rank's number.
     const int device = of_devices_.empty() ? getRank() % kNumDevices : of_devices_.begin()->first;

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from hf_gpipe import Pipeline
 from hf_gpipe.model.exactness import exact_clone, padded_batch
-from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
+from hf_gpipe.runtime.gradient_norm import clip, gradient_norm, gradients_of
 from hf_gpipe.runtime.world import World
 from scripts.families import default_config
 from tests.emulated_cuda.device import Counts, counting
@@ -105,7 +105,7 @@ def test_norm_and_clipping_are_few_kernels_and_copy_no_gradient() -> None:
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full_like(parameter, 1e-30 * (1 + number))
     with Operations() as operations:
-        norm = gradient_norm(parameters, World.of_job())
+        norm = gradient_norm(gradients_of(parameters), World.of_job())
         clip(parameters, 1e-30, 1.0)
     expected = torch.tensor([1e-30 * (1 + number) for number in range(100)], dtype=torch.float64).norm() * 500**0.5
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)

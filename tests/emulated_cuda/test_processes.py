@@ -42,7 +42,11 @@ def blocking_way(num_processes: int, schedule: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("family", "blocks"), [("llama", False), ("marian", True)])
 def test_two_stages_whose_layers_are_divided(family: str, blocks: bool) -> None:
     way = {"num_stages": 2, "num_micro_batches": 4, "tensor_parallel": 2}
-    ways = [{"schedule": "1f1b", "recompute": "block"}, {"schedule": "zb_h1", "recompute": "stage"}]
+    ways: list[dict[str, Any]] = [
+        {"schedule": "1f1b", "recompute": "block"},
+        {"schedule": "zb_h1", "recompute": "stage"},
+    ]
+    ways[not blocks]["sequence_parallel"] = True
     compare(4, family, "cuda", [way | own for own in ways], blocks=blocks)
 
 

@@ -145,9 +145,12 @@ def test_a_search(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "least memory:" in out
 
 
-def test_a_search_says_where_layers_must_be_divided(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("devices", [("--devices", "2"), ("--device", "rtx4090,rtx3090")])
+def test_a_search_says_where_layers_must_be_divided(
+    devices: tuple[str, str], recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A table of 400,000 tokens, its state and logits do not fit a device, and half of them do."""
-    asked = [recipe, "tokenizer.vocab_size=400000", "training.batch_size=2", "--devices", "2", "--search"]
+    asked = [recipe, "tokenizer.vocab_size=400000", "training.batch_size=2", *devices, "--search"]
     assert main([*asked, "--memory", "470MiB"]) == 0
     out = capsys.readouterr().out
     assert "smaller values do not fit: pipeline.tensor_parallel must be 2 at least" in out

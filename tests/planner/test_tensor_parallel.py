@@ -17,12 +17,13 @@ from tests.planner.models import planner, settings
 WIDTH, ROWS, TOKENS, VOCABULARY = 64, 3, 16, 101
 
 
-def costs(size: int) -> ModelCosts:
+def costs(size: int, divides_rows: bool = False) -> ModelCosts:
     sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
     adapter = adapter_for(config, torch.float32, "sdpa")
-    return LayerTracer(adapter, as_on_gpu=True, num_ranks=size).costs(Workload(ROWS, TOKENS, TOKENS, has_padding=False))
+    tracer = LayerTracer(adapter, as_on_gpu=True, num_ranks=size, divides_rows=divides_rows)
+    return tracer.costs(Workload(ROWS, TOKENS, TOKENS, has_padding=False))
 
 
 def test_a_rank_has_its_part_of_weights_operations_and_activations() -> None:
@@ -52,6 +53,17 @@ def test_a_block_has_two_sums_forward_and_two_backward() -> None:
     assert all(layer.forward_sums == layer.backward_sums == SumsOverRanks() for layer in costs(1).layers)
     # A ring of 4: 6 rounds, each with a quarter of the bytes.
     assert SumsOverRanks(2, 4000).seconds(4, Level(2, 1000.0, 0.5)) == pytest.approx(6 * (2 * 0.5 + 1.0))
+
+
+def test_with_parts_of_the_positions_a_rank_keeps_its_share_of_everything() -> None:
+    """And sends half as much again: a gathering or a sum to parts is half of a sum, a block has five forward and seven
+    backward, two of which gather again what was not kept."""
+    one, whole, parts = (costs(*of).layers[1] for of in ((1,), (2,), (2, True)))
+    assert whole.plain.saved_bytes > 0.65 * one.plain.saved_bytes
+    assert parts.plain.saved_bytes < 0.54 * one.plain.saved_bytes
+    hidden, norms = ROWS * TOKENS * WIDTH * 4, 2 * WIDTH * 4
+    assert parts.forward_sums == SumsOverRanks(5, 5 * hidden // 2)
+    assert parts.backward_sums == SumsOverRanks(7 + 2, 7 * hidden // 2 + norms)
 
 
 def test_workers_share_the_links_between_machines() -> None:

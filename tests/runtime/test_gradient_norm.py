@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_gpipe.runtime.gradient_norm import begin_loss_and_norm, clip, gradient_norm
+from hf_gpipe.runtime.gradient_norm import begin_loss_and_norm, clip, gradient_norm, gradients_of
 from hf_gpipe.runtime.world import World
 
 
@@ -18,18 +18,18 @@ def test_it_is_the_norm_of_all_gradients_at_once() -> None:
     generator = torch.Generator().manual_seed(0)
     # The first is longer than the pieces that a gradient is read in, and no multiple of them.
     gradients = [torch.randn(shape, generator=generator) for shape in ((300, 301), (7,), (1, 1))]
-    found = gradient_norm([parameter(one) for one in (*gradients, None)], World.of_job())
+    found = gradient_norm(gradients_of(parameter(one) for one in (*gradients, None)), World.of_job())
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch.cat([one.flatten() for one in gradients]).double().norm())
 
 
 def test_squares_that_float32_cannot_hold_count() -> None:
-    found = gradient_norm([parameter(torch.full((4,), 1e-30))], World.of_job())
+    found = gradient_norm([torch.full((4,), 1e-30)], World.of_job())
     torch.testing.assert_close(found, torch.tensor(2e-30, dtype=torch.float64), rtol=1e-6, atol=0)
 
 
 def test_without_gradients_it_is_zero() -> None:
-    assert gradient_norm([parameter(None)], World.of_job()) == 0
+    assert gradient_norm([], World.of_job()) == 0
 
 
 def test_clipping_is_torchs() -> None:
@@ -44,6 +44,6 @@ def test_clipping_is_torchs() -> None:
 
 
 def test_loss_and_norm_come_together() -> None:
-    found = begin_loss_and_norm(torch.tensor(1.5), [parameter(torch.tensor([3.0, 4.0]))], World.of_job())()
+    found = begin_loss_and_norm(torch.tensor(1.5), [torch.tensor([3.0, 4.0])], World.of_job())()
     assert found.tolist() == [1.5, 5.0]
     assert found.dtype == torch.float64

@@ -53,6 +53,7 @@ OF_THE_TRAINER = frozenset(
 WITH_REPLICAS = {"replicas": 2, "zero": 1}
 VISITING = {"offload_weights": "all"}
 DIVIDED = {"tensor_parallel": 2}
+IN_PARTS = DIVIDED | {"sequence_parallel": True}
 #: Argument -> options of a Pipeline, a value that is another one, and a value that is the same.
 CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "num_stages": ({}, 3, 2),
@@ -64,6 +65,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "replicas": (WITH_REPLICAS, 1, 2),
     "zero": (WITH_REPLICAS, 0, 1),
     "tensor_parallel": (DIVIDED, 1, 2),
+    "sequence_parallel": (IN_PARTS, False, True),
     "sequence_chunks": ({"sequence_chunks": 3, "schedule": "1f1b"}, 2, 3),
     "chunk_taper": ({"sequence_chunks": 3, "chunk_taper": 0.5, "schedule": "1f1b"}, 0.0, 0.5),
     "offload_weights": (VISITING, "frozen", "all"),
@@ -83,7 +85,12 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 
 
 def pipeline(**options: Any) -> Pipeline:
-    if options in (WITH_REPLICAS, VISITING, DIVIDED):  # a Pipeline of several processes, or many stages, is not needed
+    if options in (
+        WITH_REPLICAS,
+        VISITING,
+        DIVIDED,
+        IN_PARTS,
+    ):  # a Pipeline of several processes, or many stages, is not needed
         pipe = pipeline()
         pipe.given = PipelineConfig(2, 4, "gpipe", "stage", **options)
         pipe.config = pipe.given.decided(partition=(3, 3))

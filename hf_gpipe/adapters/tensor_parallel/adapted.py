@@ -28,7 +28,7 @@ def plan_of(adapter: Adapter, size: int) -> SplitPlan:
 
     Raises:
         UnsupportedModelError: the blocks have a layer of which no table says how it is divided.
-        UserError: the model's heads or widths cannot be divided by T, or its adapters are no plain LoRA.
+        UserError: the model has fewer heads or columns than ranks, or its adapters are no plain LoRA.
     """
     plans, key = _plans.setdefault(adapter, {}), (size, adapter.peft is None)
     if key not in plans:
@@ -98,6 +98,8 @@ class _Adapted:
             experts={now for name in plain.experts for now in self._now(name)},
             tables=self._of_vocabulary(plain.tables),
             heads=self._of_vocabulary(plain.heads),
+            units={now: units for name, units in plain.units.items() for now in self._now(name)},
+            heads_of={now: heads for name, heads in plain.heads_of.items() for now in self._now(name)},
             attributes={now: values for name, values in plain.attributes.items() for now in self._now(name)},
             shared={now for name in plain.shared for now in self._now(name)},
         )

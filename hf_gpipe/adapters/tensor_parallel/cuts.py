@@ -4,13 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 
 Runs = tuple[tuple[int, int], ...]
-"""Runs of indices, each from a first one to the one after its last."""
+"""Runs of indices or of units, each from a first one to the one after its last."""
+
+
+def dealt(count: int, size: int, width: int = 1) -> Runs:
+    """So many units dealt out to ranks as evenly as can be; the first ranks have the most.
+
+    Args:
+        count: of the units.
+        size: T.
+        width: the number of indices of a unit.
+    """
+    each, more = divmod(count, size)
+    stops = [width * (place * each + min(place, more)) for place in range(size + 1)]
+    return tuple(pairwise(stops))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of an attention that each rank has, which stand in whole groups, or in one.
+
+    Attributes:
+        queries: of each rank the run of its query heads.
+        pairs: of each rank the run of the heads of keys and values that they read.
+    """
+
+    queries: Runs
+    pairs: Runs
+
+    @classmethod
+    def of(cls, num_queries: int, num_pairs: int, size: int) -> Heads:
+        """Whole groups for each rank; with fewer groups than ranks, some ranks share one and its queries.
+
+        The first rank has as many heads as any. There are as many query heads as ranks, or more.
+        """
+        group = num_queries // num_pairs
+        if num_pairs >= size:
+            pairs = dealt(num_pairs, size)
+            return cls(tuple((group * first, group * stop) for first, stop in pairs), pairs)
+        # The first groups have the fewest ranks, and so the longest parts.
+        numbers = [stop - first for first, stop in reversed(dealt(size, num_pairs))]
+        own = [(pair, first, stop) for pair, number in enumerate(numbers) for first, stop in dealt(group, number)]
+        return cls(
+            tuple((pair * group + first, pair * group + stop) for pair, first, stop in own),
+            tuple((pair, pair + 1) for pair, _, _ in own),
+        )
+
+
+def scaled(runs: Runs, width: int) -> Runs:
+    """Runs of indices, of runs of units that have so many each."""
+    return tuple((width * first, width * stop) for first, stop in runs)
+
+
+def lengths(runs: Runs) -> tuple[int, ...]:
+    """The number of units of each rank."""
+    return tuple(stop - first for first, stop in runs)
 
 
 @dataclass(frozen=True)
@@ -19,35 +74,25 @@ class Cut:
 
     Attributes:
         dim: along which it is cut.
-        parts: for each rank the runs of indices that it has, which lie one after another in its part. Two ranks have
-            the same, where they share a key-value head, or no index in common.
+        parts: for each rank the runs of indices that it has, which lie one after another in its part. A run is also
+            that of another rank, where they share a key-value head, or has no index of others.
     """
 
     dim: int
     parts: tuple[Runs, ...]
 
     @classmethod
-    def of_packs(cls, dim: int, packs: Sequence[int], size: int, units: Sequence[int] | None = None) -> Cut:
-        """Cut each of several packs, such as q, k and v in one matrix, into as many parts as there are ranks.
+    def of_packs(cls, dim: int, packs: Sequence[Runs]) -> Cut:
+        """Cut each of several packs that lie one after another, such as q, k and v in one matrix.
 
         Args:
             dim: along which.
-            packs: the length of each pack.
-            size: T.
-            units: of each pack how many units it has that stay whole, such as heads, a multiple or a divisor of T;
-                None: one for each index.
+            packs: of each the run of indices in it that each rank has.
         """
-        starts = [sum(packs[:number]) for number in range(len(packs))]
-        parts = []
-        for place in range(size):
-            runs = []
-            for start, length, count in zip(starts, packs, units or packs, strict=True):
-                first, last = count * place // size, count * (place + 1) // size
-                if units is not None:  # with fewer of them than ranks, neighbouring ranks share one
-                    last = max(last, first + 1)
-                runs.append((start + first * length // count, start + last * length // count))
-            parts.append(tuple(runs))
-        return cls(dim, tuple(parts))
+        ends = list(accumulate(max(stop for _, stop in runs) for runs in packs))
+        starts = [0, *ends[:-1]]
+        placed = [tuple((at + a, at + b) for a, b in runs) for at, runs in zip(starts, packs, strict=True)]
+        return cls(dim, tuple(zip(*placed, strict=True)))
 
     def of_groups(self, size: int) -> Cut:
         """The cut of a tensor with an entry for each `size` indices."""
@@ -58,19 +103,30 @@ class Cut:
         found = [whole.narrow(self.dim, start, stop - start) for start, stop in self.parts[place]]
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
-    def counts(self, place: int) -> bool:
-        """Whether a rank's part is counted, and not one before it that is the same."""
-        return self.parts.index(self.parts[place]) == place
+    def counts(self, place: int) -> tuple[bool, ...]:
+        """Of each run of a rank's part, whether it is counted, and not one before it that is the same."""
+        before = {run for runs in self.parts[:place] for run in runs}
+        return tuple(run not in before for run in self.parts[place])
+
+    def counted(self, part: torch.Tensor, place: int) -> list[torch.Tensor]:
+        """The runs of a rank's part, or of a tensor of its shape, that are counted, as views."""
+        runs = part.split(lengths(self.parts[place]), self.dim)
+        return [run for run, counts in zip(runs, self.counts(place), strict=True) if counts]
 
     @property
     def is_shared(self) -> bool:
         """Whether ranks have the same part."""
-        return len(set(self.parts)) < len(self.parts)
+        return not all(all(self.counts(place)) for place in range(len(self.parts)))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The length of each rank's part along the dimension."""
+        return tuple(sum(lengths(runs)) for runs in self.parts)
 
     def shape_of_part(self, whole: Sequence[int], place: int) -> torch.Size:
         """The shape of a rank's part of a tensor of a shape."""
         shape = list(whole)
-        shape[self.dim] = sum(stop - start for start, stop in self.parts[place])
+        shape[self.dim] = self.lengths[place]
         return torch.Size(shape)
 
     def whole_shape(self, part: torch.Tensor) -> torch.Size:
@@ -82,8 +138,8 @@ class Cut:
     def spread(self, part: torch.Tensor, place: int) -> torch.Tensor:
         """A whole tensor with a rank's part in it, and zeros elsewhere."""
         whole = part.new_zeros(self.whole_shape(part))
-        sizes = [stop - start for start, stop in self.parts[place]]
-        for (start, stop), values in zip(self.parts[place], part.split(sizes, self.dim), strict=True):
+        own = self.parts[place]
+        for (start, stop), values in zip(own, part.split(lengths(own), self.dim), strict=True):
             whole.narrow(self.dim, start, stop - start).copy_(values)
         return whole
 
@@ -93,7 +149,9 @@ class Cut:
 
     def gathered(self, part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         """The whole tensor, bit for bit, from the parts of all ranks, which all call it."""
-        own = part.detach() if self.counts(ranks.place) else torch.zeros_like(part)
         # As bytes: a sum of floating-point numbers would turn -0.0 into 0.0.
-        whole = self.spread(own, ranks.place)
+        whole = self.spread(part.detach(), ranks.place)
+        for (start, stop), counts in zip(self.parts[ranks.place], self.counts(ranks.place), strict=True):
+            if not counts:
+                whole.narrow(self.dim, start, stop - start).zero_()
         return ranks.total(whole.view(torch.uint8)).view(whole.dtype)

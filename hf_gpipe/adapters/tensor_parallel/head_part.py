@@ -47,9 +47,9 @@ class HeadDivision:
         """The run of rows that this process has of a tensor; None: it has the whole."""
         return self.cut.parts[self._ranks.place][0] if name in self._parts and self._ranks is not None else None
 
-    def counts(self, name: str) -> bool:
-        """Whether this process's part counts in sums over processes: no two have the same."""
-        return True
+    def counted(self, name: str, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """What counts of a gradient in sums over processes: all of it, for no two have the same."""
+        return [gradient]
 
 
 class HeadRows:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters.base import Adapter
 from hf_gpipe.adapters.tensor_parallel.region import Region
+from hf_gpipe.adapters.tensor_parallel.rows import DIM
 from hf_gpipe.errors import UserError
 
 
@@ -31,22 +32,27 @@ class WholeMasks(TorchFunctionMode):
                 "tensor_parallel: the dropout of attention probabilities is drawn inside of sdpa, where its mask "
                 "cannot be divided; use attn_implementation eager, or set that dropout to 0"
             )
-        if func is not F.dropout or not self._region.is_inside:
+        if func is not F.dropout or not (self._region.is_inside or self._region.rows):
             return func(*args, **kwargs)
         return self._dropout(*args, **kwargs)
 
     def _dropout(
         self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor:
-        """`F.dropout` of a tensor (B, heads, T, S) with a part of the heads, or (..., features) with a part of them."""
+        """`F.dropout` of a tensor (B, heads, T, S) with a part of the heads, or (..., features) with a part of them;
+        outside of (B, T, D) with a part of the positions."""
         if not (training and p):
             return input
-        ranks = self._region.ranks
+        rows = self._region.rows
+        if rows is not None and not self._region.is_inside:
+            shape = [*input.shape[:DIM], rows.length, *input.shape[DIM + 1 :]]
+            return input * rows.own(F.dropout(torch.ones(shape, dtype=input.dtype, device=input.device), p))
+        place, units = self._region.ranks.place, self._region.units
         dim = 1 if input.dim() == 4 else -1
-        shape = list(input.shape)
-        shape[dim] *= ranks.size
+        shape, width = list(input.shape), input.shape[dim] // units[place]
+        shape[dim] = width * sum(units)
         mask = F.dropout(torch.ones(shape, dtype=input.dtype, device=input.device), p)
-        return input * mask.chunk(ranks.size, dim)[ranks.place]
+        return input * mask.split([width * one for one in units], dim)[place]
 
 
 def dropout_of(adapter: Adapter) -> dict[str, float]:

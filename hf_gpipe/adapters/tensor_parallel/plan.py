@@ -7,7 +7,7 @@ Another family is an entry of the tables below. A tiny clone then says whether i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_gpipe.adapters.base import Adapter
-from hf_gpipe.adapters.tensor_parallel.cuts import Cut
+from hf_gpipe.adapters.tensor_parallel.cuts import Cut, Heads, Runs, dealt, lengths, scaled
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
 Kind = Literal["query", "key or value", "query, key and value", "heads of three", "width", "two widths", "row"]
@@ -55,13 +55,11 @@ _ALL_WIDTHS = ("inner_dim", "split_size", "embed_dim", "all_head_size")
 _GROUPS = "num_key_value_groups"
 
 
-class _Pack(NamedTuple):
-    """A run of outputs, in so many units that stay whole; with fewer units than ranks, ranks may share one."""
+class _Output(NamedTuple):
+    """What the column layers of a module make: so many units, heads or columns, which a row layer then reads."""
 
-    length: int
-    units: int
-    what: str = "columns"
-    may_share: bool = False
+    number: int
+    runs: Runs
 
 
 @dataclass
@@ -75,7 +73,9 @@ class SplitPlan:
         experts: modules with the matrices of experts, of which each rank has a part of every expert.
         tables: embeddings of tokens that have a part of the vocabulary, each with the name of its weight.
         heads: linear layers that make the logits of a part of the vocabulary, each with the name of its weight.
-        attributes: of each attention the values of a rank's part, for those of these attributes that it has.
+        units: of column layers how many heads or columns each rank makes of what a row layer then reads.
+        heads_of: of each attention the heads of each rank.
+        attributes: of each attention the values of each rank's part, for those of these attributes that it has.
         shared: parameters that several ranks have alike and use for their own heads: their gradients are summed.
     """
 
@@ -86,7 +86,9 @@ class SplitPlan:
     experts: set[str] = field(default_factory=set)
     tables: dict[str, str] = field(default_factory=dict)
     heads: dict[str, str] = field(default_factory=dict)
-    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    units: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    heads_of: dict[str, Heads] = field(default_factory=dict)
+    attributes: dict[str, tuple[dict[str, int], ...]] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
 
     @classmethod
@@ -95,20 +97,20 @@ class SplitPlan:
 
         Raises:
             UnsupportedModelError: the blocks have a layer of which no table says how it is divided.
-            UserError: the model's heads or widths cannot be divided by T.
+            UserError: the model has fewer heads or columns than ranks.
         """
         plan, model = cls(size), adapter.reference
         blocks = tuple(f"{block}." for stack in adapter.stacks for block in stack.blocks)
-        for name, module in model.named_modules():
-            if not name.startswith(blocks):
-                continue
-            if isinstance(module, nn.Linear | Conv1D):
-                plan._divide(model, name, module)
-            elif all(isinstance(getattr(module, own, None), nn.Parameter) for own in _OF_EXPERTS):
+        inside = [(name, module) for name, module in model.named_modules() if name.startswith(blocks)]
+        linear = [(name, module) for name, module in inside if isinstance(module, nn.Linear | Conv1D)]
+        made = plan._divide_columns(model, linear)
+        plan._divide_rows(model, linear, made)
+        for name, module in inside:
+            if all(isinstance(getattr(module, own, None), nn.Parameter) for own in _OF_EXPERTS):
                 plan._divide_experts(name, module)
             elif name.endswith(_OF_HEADS):
-                heads = _Pack(module.weight.shape[1], module.weight.shape[1], "heads")
-                plan._cut(name, "weight", 1, [heads])
+                heads = plan._heads(model, name.rpartition(".")[0])
+                plan.cuts[f"{name}.weight"] = Cut.of_packs(1, [heads.queries])
         for name in plan.attributes:
             of_heads = {f"{name}.{own}" for own, _ in model.get_submodule(name).named_parameters()} - plan.cuts.keys()
             plan.shared |= {one for one in of_heads if one.rpartition(".")[0] not in plan.rows}
@@ -117,79 +119,119 @@ class SplitPlan:
         plan._divide_vocabulary(adapter)
         return plan
 
-    def _divide(self, model: Any, name: str, module: Any) -> None:
-        """Plan for a linear layer of a block."""
-        parent, _, own = name.rpartition(".")
-        if own in _WHOLE:
-            return
-        kind = KINDS.get(f"{parent.rpartition('.')[2]}.{own}") or KINDS.get(own)
-        if kind is None:
-            raise _not_covered(model, f"no rule divides its layer {name!r}")
-        outputs, inputs = (1, 0) if isinstance(module, Conv1D) else (0, 1)
-        if kind == "row":
+    @property
+    def is_even(self) -> bool:
+        """Whether each rank has as many heads and columns of blocks as any other."""
+        return all(len(set(units)) == 1 for units in self.units.values())
+
+    def _divide_columns(self, model: Any, layers: Sequence[tuple[str, Any]]) -> dict[str, _Output]:
+        """Plan for the column layers among the linear layers of blocks; returns what they make, by their parents."""
+        made: dict[str, _Output] = {}
+        for name, layer in layers:
+            kind, parent = _kind(model, name), name.rpartition(".")[0]
+            if kind in (None, "row"):
+                continue
+            dim = 1 if isinstance(layer, Conv1D) else 0
+            length = layer.weight.shape[dim]
+            if kind in ("width", "two widths"):
+                count = length if kind == "width" else length // 2
+                packs = [self._dealt(name, count)] * (length // count)
+                made[parent] = _Output(count, packs[0])
+            else:
+                packs = self._packs(model, parent, kind, length)
+                runs = self.heads_of[parent].queries
+                made[parent] = _Output(runs[-1][1], runs)
+            self.columns.add(name)
+            if kind != "key or value":
+                self.units[name] = lengths(made[parent].runs)
+            self.cuts[f"{name}.weight"] = Cut.of_packs(dim, packs)
+            if layer.bias is not None:
+                self.cuts[f"{name}.bias"] = Cut.of_packs(0, packs)
+        return made
+
+    def _divide_rows(self, model: Any, layers: Sequence[tuple[str, Any]], made: Mapping[str, _Output]) -> None:
+        """Plan for the row layers: each reads what column layers beside it make, or as in BERT those before it."""
+        before = ""
+        for name, layer in layers:
+            parent = name.rpartition(".")[0]
+            if name in self.columns:
+                before = parent
+            if _kind(model, name) != "row":
+                continue
+            read, dim = made.get(parent, made.get(before)), 0 if isinstance(layer, Conv1D) else 1
+            length = layer.weight.shape[dim]
+            if read is None or length % read.number:
+                raise _not_covered(model, f"what its layer {name!r} reads is not known")
             self.rows.add(name)
-            length = module.weight.shape[inputs]
-            self._cut(name, "weight", inputs, [_Pack(length, length)])
-            return
-        self.columns.add(name)
-        length = module.weight.shape[outputs]
-        if kind in ("width", "two widths"):
-            packs = [_Pack(length, length)] if kind == "width" else [_Pack(length // 2, length // 2)] * 2
-        else:
-            packs = self._packs(model, parent, kind, length)
-        self._cut(name, "weight", outputs, packs)
-        if module.bias is not None:
-            self._cut(name, "bias", 0, packs)
+            self.cuts[f"{name}.weight"] = Cut.of_packs(dim, [scaled(read.runs, length // read.number)])
 
     def _divide_experts(self, name: str, module: Any) -> None:
         """Plan for the matrices of experts."""
         self.experts.add(name)
         for own, (dim, count) in _OF_EXPERTS.items():
             length = getattr(module, own).shape[dim] // count
-            self._cut(name, own, dim, [_Pack(length, length)] * count)
+            self.cuts[f"{name}.{own}"] = Cut.of_packs(dim, [self._dealt(name, length)] * count)
             if getattr(module, f"{own}_bias", None) is not None:
                 raise UserError(
                     f"tensor_parallel is {self.size} and the experts {name!r} have biases, which no rule divides; "
                     "leave tensor_parallel out"
                 )
 
-    def _packs(self, model: Any, name: str, kind: Kind, length: int) -> list[_Pack]:
-        """The packs of an attention's layer; notes what the attention knows of its heads."""
+    def _packs(self, model: Any, name: str, kind: Kind, length: int) -> list[Runs]:
+        """The packs of a layer of an attention."""
+        heads = self._heads(model, name)
+        num_queries, num_pairs = heads.queries[-1][1], heads.pairs[-1][1]
+        if kind == "query, key and value":
+            width = length // (num_queries + 2 * num_pairs)
+            return [scaled(one, width) for one in (heads.queries, heads.pairs, heads.pairs)]
+        if kind == "key or value":
+            return [scaled(heads.pairs, length // num_pairs)]
+        return [scaled(heads.queries, length // num_queries)]
+
+    def _heads(self, model: Any, name: str) -> Heads:
+        """The heads of an attention; notes what it knows of them."""
+        if name in self.heads_of:
+            return self.heads_of[name]
         attention = model.get_submodule(name)
         width = _first(attention, _HEAD_WIDTHS)
         if width is None:
             raise _not_covered(model, f"the width of a head of {name!r} is not known")
-        if kind == "query":
-            packs = [_Pack(length, length // width, "heads")]
-        elif kind == "heads of three":
-            packs = [_Pack(length, length // (3 * width), "heads")]
-        elif kind == "key or value":
-            packs = [_Pack(length, length // width, "key-value heads", True)]
+        counts: dict[Kind, int] = {}
+        for own, layer in attention.named_children():
+            if isinstance(layer, nn.Linear | Conv1D) and (kind := KINDS.get(own)):
+                counts[kind] = layer.weight.shape[1 if isinstance(layer, Conv1D) else 0] // width
+        packed = "query, key and value"
+        if packed in counts:
+            num_pairs = _first(attention, _KEY_VALUE_HEADS) or counts[packed] // 3
+            num_queries = counts[packed] - 2 * num_pairs
         else:
-            pairs = _first(attention, _KEY_VALUE_HEADS) or length // (3 * width)
-            # Not shared: a rank's part of one matrix is counted whole, or not.
-            rest = _Pack(pairs * width, pairs, "key-value heads")
-            packs = [_Pack(length - 2 * rest.length, length // width - 2 * pairs, "heads"), rest, rest]
-        values = self.attributes.setdefault(name, {})
-        for one in packs:
-            number = max(one.units // self.size, 1)
-            if one.what == "heads":
-                values |= {**dict.fromkeys(_HEADS, number), **dict.fromkeys(_ALL_WIDTHS, number * width)}
-            else:
-                values |= dict.fromkeys(_KEY_VALUE_HEADS, number)
-        values[_GROUPS] = values.get(_HEADS[0], 0) // values.get(_KEY_VALUE_HEADS[0], 1)
-        return packs
+            num_queries = counts.get("query", counts.get("heads of three", 0) // 3)
+            num_pairs = counts.get("key or value", num_queries)
+        if not num_pairs or num_queries % num_pairs:
+            raise _not_covered(model, f"{name!r} has {num_queries} heads and {num_pairs} of keys and values")
+        if num_queries < self.size:
+            raise self._too_few(name, num_queries, "heads")
+        heads = self.heads_of[name] = Heads.of(num_queries, num_pairs, self.size)
+        self.attributes[name] = tuple(
+            {
+                **dict.fromkeys(_HEADS, own),
+                **dict.fromkeys(_ALL_WIDTHS, own * width),
+                **dict.fromkeys(_KEY_VALUE_HEADS, pairs),
+                _GROUPS: own // pairs,
+            }
+            for own, pairs in zip(lengths(heads.queries), lengths(heads.pairs), strict=True)
+        )
+        return heads
 
-    def _cut(self, name: str, parameter: str, dim: int, packs: list[_Pack]) -> None:
-        """Note the cut of a parameter. Raises UserError where units can be neither dealt out evenly nor shared."""
-        for one in packs:
-            if one.units % self.size and not (one.may_share and self.size % one.units == 0):
-                raise UserError(
-                    f"tensor_parallel is {self.size} and {name!r} has {one.units} {one.what}, which are dealt out "
-                    f"evenly to so many ranks; use a divisor of {one.units}, or leave tensor_parallel out"
-                )
-        self.cuts[f"{name}.{parameter}"] = Cut.of_packs(
-            dim, [one.length for one in packs], self.size, [one.units for one in packs]
+    def _dealt(self, name: str, count: int) -> Runs:
+        if count < self.size:
+            raise self._too_few(name, count, "columns")
+        return dealt(count, self.size)
+
+    def _too_few(self, name: str, count: int, what: str) -> UserError:
+        return UserError(
+            f"tensor_parallel is {self.size} and {name!r} has {count} {what}, and each rank needs one; use at most "
+            f"{count}, or leave tensor_parallel out"
         )
 
     def _check_covered(self, model: Any, blocks: tuple[str, ...]) -> None:
@@ -218,7 +260,7 @@ class SplitPlan:
         for name, module in modules.items():
             if weights[name] not in divided or not hasattr(module, "weight"):
                 continue
-            self.cuts[weights[name]] = Cut.of_packs(0, [module.weight.shape[0]], self.size)
+            self.cuts[weights[name]] = Cut.of_packs(0, [dealt(len(module.weight), self.size)])
             if isinstance(module, nn.Embedding):
                 self.tables[name] = weights[name]
             elif name not in self.heads:
@@ -226,10 +268,21 @@ class SplitPlan:
         for name in self.heads:
             if (head := modules[name]).bias is not None:
                 bias = f"{name}.bias"
-                self.cuts[ties.get(bias, bias)] = Cut.of_packs(0, [head.out_features], self.size)
+                self.cuts[ties.get(bias, bias)] = Cut.of_packs(0, [dealt(head.out_features, self.size)])
         for name, buffer in model.named_buffers():
             if self.heads and name.endswith(_OF_VOCABULARY):
-                self.cuts[name] = Cut.of_packs(buffer.dim() - 1, [buffer.shape[-1]], self.size)
+                self.cuts[name] = Cut.of_packs(buffer.dim() - 1, [dealt(buffer.shape[-1], self.size)])
+
+
+def _kind(model: Any, name: str) -> Kind | None:
+    """How a linear layer of a block is divided; None: it stays whole."""
+    parent, _, own = name.rpartition(".")
+    if own in _WHOLE:
+        return None
+    kind = KINDS.get(f"{parent.rpartition('.')[2]}.{own}") or KINDS.get(own)
+    if kind is None:
+        raise _not_covered(model, f"no rule divides its layer {name!r}")
+    return kind
 
 
 def _first(module: Any, names: tuple[str, ...]) -> int | None:

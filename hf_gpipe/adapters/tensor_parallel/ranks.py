@@ -7,6 +7,7 @@ arXiv 1909.08053, section 3).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ class Ranks(Protocol):
     Attributes:
         size: T, their number.
         place: of this one among them.
+        divides_rows: whether each has a part of the positions between divided layers (rows.py).
     """
 
     @property
@@ -28,8 +30,20 @@ class Ranks(Protocol):
     @property
     def place(self) -> int: ...
 
+    @property
+    def divides_rows(self) -> bool: ...
+
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, bit for bit the same on each; a new tensor."""
+
+    def begin_total(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin `total`, whose result the function that is returned waits for. On CUDA the host does not wait."""
+
+    def begin_total_part(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
+        """As `begin_total`, of which each rank gets a part alone: the parts have these lengths along `dim`."""
+
+    def gathered(self, part: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
+        """The parts of all ranks, of these lengths along `dim`, one after the other."""
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest over the ranks, element by element; a new tensor."""
@@ -44,22 +58,62 @@ class ProcessRanks:
     group: dist.ProcessGroup
     #: Where the group's tensors are. Those of another device travel there and back.
     device: torch.device
+    divides_rows: bool = False
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._reduced(tensor, dist.ReduceOp.SUM)
+        return self.begin_total(tensor)()
+
+    def begin_total(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return self._begun(tensor, dist.ReduceOp.SUM)
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._reduced(tensor, dist.ReduceOp.MAX)
+        return self._begun(tensor, dist.ReduceOp.MAX)()
 
-    def _reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
+    def begin_total_part(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
+        longest, leading = max(lengths), tensor.detach().movedim(dim, 0)
+        padded = torch.zeros(self.size * longest, *leading.shape[1:], dtype=tensor.dtype, device=self.device)
+        for place, own in enumerate(leading.split(list(lengths))):
+            padded[place * longest : place * longest + len(own)] = own
+        result = torch.empty_like(padded[:longest])
+        sent = list(padded.split(longest))
+        work = dist.reduce_scatter(result, sent, group=self.group, async_op=True)
+
+        def end() -> torch.Tensor:
+            work.wait()
+            sent.clear()  # till then its memory is read
+            return result[: lengths[self.place]].movedim(0, dim).contiguous().to(tensor.device)
+
+        return end
+
+    def gathered(self, part: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
+        longest, leading = max(lengths), part.detach().movedim(dim, 0)
+        padded = torch.zeros(longest, *leading.shape[1:], dtype=part.dtype, device=self.device)
+        padded[: len(leading)] = leading
+        result = torch.empty(self.size * longest, *leading.shape[1:], dtype=part.dtype, device=self.device)
+        dist.all_gather(list(result.split(longest)), padded, group=self.group)
+        of_ranks = [one[:length] for one, length in zip(result.split(longest), lengths, strict=True)]
+        return torch.cat(of_ranks).movedim(0, dim).contiguous().to(part.device)
+
+    def _begun(self, tensor: torch.Tensor, op: Any) -> Callable[[], torch.Tensor]:
         result = tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(result, op=op, group=self.group)
-        return result.to(tensor.device)
+        work = dist.all_reduce(result, op=op, group=self.group, async_op=True)
+
+        def end() -> torch.Tensor:
+            work.wait()
+            return result.to(tensor.device)
+
+        return end
 
 
-def enter(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """A tensor that is the same on every rank, where each uses it in another way: backward sums its gradient."""
-    entered: torch.Tensor = _Enter.apply(tensor, ranks)
+def enter(tensor: torch.Tensor, ranks: Ranks, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+    """A tensor that is the same on every rank, where each uses it in another way: backward sums its gradient.
+
+    Args:
+        tensor: any.
+        ranks: of the worker.
+        meanwhile: called in backward while the gradient is summed.
+    """
+    entered: torch.Tensor = _Enter.apply(tensor, ranks, meanwhile)
     return entered
 
 
@@ -71,13 +125,18 @@ def leave(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, meanwhile: Callable[[], None] | None) -> torch.Tensor:
+        ctx.of = ranks, meanwhile
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.ranks.total(outer), None
+    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ranks, meanwhile = ctx.of
+        if meanwhile is None:
+            return ranks.total(outer), None, None
+        total = ranks.begin_total(outer)
+        meanwhile()
+        return total(), None, None
 
 
 class _Leave(torch.autograd.Function):

@@ -9,6 +9,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, leave
+from hf_gpipe.adapters.tensor_parallel.rows import DIM, Rows
+from hf_gpipe.adapters.weight_gradients import DuringSums
 
 
 class Region:
@@ -20,10 +22,19 @@ class Region:
     Attributes:
         ranks: of the worker.
         is_inside: whether the tensors at hand are parts.
+        units: how many heads or columns each rank has of them.
+        during_sums: products of column layers that are added up while the gradient of their input is summed; None:
+            they are autograd's.
+        rows: how positions are divided outside; None: they are not.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.units: tuple[int, ...] = (1,) * ranks.size
+        self.during_sums: DuringSums | None = None
+        self.rows: Rows | None = None
+        #: Whole hidden states that a block joined, with this rank's part of them and their version then.
+        self._joined = WeakIdKeyDictionary()
         self.reset()
 
     def reset(self) -> None:
@@ -31,24 +42,58 @@ class Region:
         self.is_inside = False
         self._entered = WeakIdKeyDictionary()
 
-    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that a column layer reads. Layers that read the same tensor share its gradient's sum."""
+    def enter(self, tensor: torch.Tensor, units: tuple[int, ...] | None) -> torch.Tensor:
+        """The tensor that a column layer reads, which makes so many units. Layers that read the same tensor share its
+        gradient's sum."""
         self.is_inside = True
+        self.units = units or self.units
         if tensor not in self._entered:
-            self._entered[tensor] = enter(tensor, self.ranks)
+            self._entered[tensor] = enter(tensor, self.ranks, self._meanwhile)
         entered: torch.Tensor = self._entered[tensor]
         return entered
 
-    def leave(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of what the row layers of all ranks make."""
-        self.reset()
-        return leave(tensor, self.ranks)
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of hidden states that column layers will read. It has entered already."""
+        if self.rows is None:
+            return tensor
+        whole = self.rows.enter(tensor, self._meanwhile)
+        self._entered[whole] = whole
+        if self.during_sums is not None:
+            self.during_sums.save(whole, tensor, self.rows.gathered)
+        return whole
 
     @contextmanager
-    def being(self, *, inside: bool) -> Iterator[None]:
-        """Context manager in which the tensors at hand are parts, or whole."""
-        before, self.is_inside = self.is_inside, inside
+    def dividing(self, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Context manager of a block with this rank's part of hidden states (B, T, D)."""
+        self.rows = Rows(hidden.shape[DIM], self.ranks)
+        part, version = self._joined.get(hidden, (None, 0))
+        try:
+            yield part if part is not None and hidden._version == version else self.rows.divide(hidden)
+        finally:
+            self.rows = None
+
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        """Whole hidden states, at the end of a block; the next one finds the part again."""
+        assert self.rows is not None
+        whole = self.rows.join(part)
+        self._joined[whole] = part, whole._version
+        return whole
+
+    def _meanwhile(self) -> None:
+        if self.during_sums is not None:
+            self.during_sums.pass_on()
+
+    def leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of what the row layers of all ranks make, or this rank's part of its positions."""
+        self.reset()
+        return leave(tensor, self.ranks) if self.rows is None else self.rows.leave(tensor)
+
+    @contextmanager
+    def being(self, units: tuple[int, ...] | None) -> Iterator[None]:
+        """Context manager in which the tensors at hand are parts of so many units, or whole."""
+        before = self.is_inside, self.units
+        self.is_inside, self.units = units is not None, units or self.units
         try:
             yield
         finally:
-            self.is_inside = before
+            self.is_inside, self.units = before

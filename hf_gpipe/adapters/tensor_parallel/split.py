@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from hf_gpipe.adapters.intercept import extend_class
+from hf_gpipe.adapters.linear import hand_over
 from hf_gpipe.adapters.quantised import is_4bit, part_of_4bit
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut
 from hf_gpipe.adapters.tensor_parallel.masks import WholeMasks
@@ -28,6 +29,7 @@ from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, leave
 from hf_gpipe.adapters.tensor_parallel.region import Region
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
+from hf_gpipe.adapters.weight_gradients import DuringSums, WeightGradients
 from hf_gpipe.errors import CheckpointError
 
 
@@ -77,10 +79,12 @@ class Division:
         cut = self.plan.cuts.get(name)
         return part.shape if cut is None else cut.whole_shape(part)
 
-    def counts(self, name: str) -> bool:
-        """Whether this rank's part of a parameter counts in sums over ranks, and no equal one before it."""
+    def counted(self, name: str, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """What counts in sums over ranks of the gradient of this rank's part of a parameter: no other one counts it."""
         cut = self.plan.cuts.get(name)
-        return self.ranks.place == 0 if cut is None else cut.counts(self.ranks.place)
+        if cut is None:
+            return [gradient] if self.ranks.place == 0 else []
+        return cut.counted(gradient, self.ranks.place) if cut.is_shared else [gradient]
 
     def logits(self, part: torch.Tensor) -> torch.Tensor:
         """Logits of the whole vocabulary (..., V) from those of a part."""
@@ -100,6 +104,7 @@ class Division:
             blocks: names of all blocks.
         """
         parts: dict[nn.Parameter, Any] = {}
+        in_blocks = tuple(f"{block}." for block in blocks)
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             own = ties.get(name, name)
             if parameter not in parts:
@@ -108,7 +113,9 @@ class Division:
                     part = parameter.detach().clone()
                 # Quantised ones are no plain parameters.
                 parts[parameter] = part if is_4bit(part) else nn.Parameter(part, parameter.requires_grad)
-            if own in self.plan.shared and not is_4bit(parts[parameter]):
+            # Of what is whole in a block, a rank has the gradient of its own positions.
+            is_of_rows = self.ranks.divides_rows and own not in self.plan.cuts and name.startswith(in_blocks)
+            if (own in self.plan.shared or is_of_rows) and not is_4bit(parts[parameter]):
                 self._sum_gradient(own, parts[parameter])
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             parent, _, leaf = name.rpartition(".")
@@ -117,9 +124,26 @@ class Division:
             if name in self.plan.cuts:
                 parent, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(parent), leaf, self.part(name, buffer))
-        for name, module in list(model.named_modules(remove_duplicate=False)):
-            if any(True for _ in module.parameters()):
-                self._extend(name, module, is_block=name in blocks)
+        named = list(model.named_modules(remove_duplicate=False))
+        with_weights = {name: module for name, module in named if any(True for _ in module.parameters())}
+        for name, module in with_weights.items():
+            self._extend(name, module, blocks)
+        if self.ranks.divides_rows:
+            for parent in {name.rpartition(".")[0] for name in self.plan.columns} - blocks:
+                if parent in with_weights:
+                    _extended(with_weights[parent], _Entrance, self._region)
+
+    def overlap(self, model: nn.Module, gradients: WeightGradients) -> None:
+        """Let the column layers of a model compute the gradients of their weights while that of their input is summed.
+
+        Args:
+            model: the model, divided.
+            gradients: of the stage.
+        """
+        self._region.during_sums = during_sums = DuringSums(gradients)
+        for name, module in model.named_modules():
+            if name in self.plan.columns:
+                hand_over(module, during_sums)
 
     def _sum_gradient(self, name: str, parameter: nn.Parameter) -> None:
         """Let every backward add the sum over the ranks that have the parameter to its gradient."""
@@ -132,7 +156,7 @@ class Division:
         parameter.requires_grad_(True).register_hook(total)  # a frozen one may be trained later
         parameter.requires_grad_(is_trained)
 
-    def _extend(self, name: str, module: Any, *, is_block: bool) -> None:
+    def _extend(self, name: str, module: Any, blocks: frozenset[str]) -> None:
         """Change the class and the attributes of one module of the model."""
         plan, place = self.plan, self.ranks.place
         if name in plan.columns | plan.rows or name in plan.heads:
@@ -146,6 +170,7 @@ class Division:
                 # A hook: those before it, such as of a loss that reads hidden states, see them outside.
                 module.register_forward_pre_hook(lambda _, args: enter(args[0], self.ranks))
             else:
+                module.units, module.is_entrance = plan.units.get(name), name.rpartition(".")[0] in blocks
                 _extended(module, _Column if name in plan.columns else _Row, self._region)
         elif name in plan.tables:
             module.first = plan.cuts[plan.tables[name]].parts[place][0][0]
@@ -158,25 +183,29 @@ class Division:
             _extended(module, _AdaptedTable, self._region)
         elif hasattr(module, "lora_dropout"):
             for dropout in module.lora_dropout.values():
-                dropout.is_of_part = f"{name}.base_layer" in plan.rows
+                dropout.units = (
+                    plan.cuts[f"{base}.weight"].lengths if (base := f"{name}.base_layer") in plan.rows else None
+                )
                 _extended(dropout, _AdapterDropout, self._region)
         elif name in plan.experts:
             _extended(module, _Experts, self._region)
         elif name in plan.attributes:
-            self._set_heads(module, plan.attributes[name])
-        elif is_block:
+            self._set_heads(name, module)
+        elif name in blocks:
             _extended(module, _BlockWithDropout if self._has_dropout else _Block, self._region)
 
-    def _set_heads(self, attention: Any, values: Mapping[str, int]) -> None:
+    def _set_heads(self, name: str, attention: Any) -> None:
         """Let an attention know its part of the heads alone."""
+        values, place = self.plan.attributes[name][self.ranks.place], self.ranks.place
         config = getattr(attention, "config", None)
         if isinstance(config, PreTrainedConfig):
             attention.config = copy.copy(config)  # some forwards read the numbers there
-        for name, value in values.items():
+        for own, value in values.items():
             for holder in (attention, attention.config) if isinstance(config, PreTrainedConfig) else (attention,):
-                if isinstance(getattr(holder, name, None), int):
-                    setattr(holder, name, value)
+                if isinstance(getattr(holder, own, None), int):
+                    setattr(holder, own, value)
         if "alibi" in inspect.signature(type(attention).forward).parameters:
+            attention.heads = self.plan.heads_of[name].queries[place]
             _extended(attention, _WithBiases, self._region)
 
 
@@ -199,6 +228,19 @@ def part_of(whole: torch.Tensor, cut: Cut, place: int) -> torch.Tensor:
     return part.requires_grad_(whole.requires_grad)
 
 
+#: The name of hidden states among the arguments of a block or a module in it.
+_HIDDEN = "hidden_states"
+
+
+def _with_hidden(
+    change: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with other hidden states."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, kwargs | {_HIDDEN: change(kwargs[_HIDDEN])}
+
+
 class _Divided:
     """Mixed into the class of a module that has a part; the module's own class follows in the MRO."""
 
@@ -208,8 +250,23 @@ class _Divided:
 class _Column(_Divided):
     """A linear layer with a part of the outputs."""
 
+    units: tuple[int, ...] | None
+    #: Whether it stands in the block itself, as the first of BART's feed-forward, and in no module of its own.
+    is_entrance: bool
+
     def __call__(self, input: torch.Tensor) -> Any:
-        return super().__call__(self._region.enter(input))  # type: ignore[misc]
+        if self.is_entrance:
+            input = self._region.gather(input)
+        return super().__call__(self._region.enter(input, self.units))  # type: ignore[misc]
+
+
+class _Entrance(_Divided):
+    """An attention, or another module with column layers: it reads whole hidden states, as their code asks for shapes
+    there."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_hidden(self._region.gather, args, kwargs)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
 class _Row(_Divided):
@@ -270,19 +327,21 @@ class _AdaptedTable(_Divided):
 class _AdapterDropout(_Divided):
     """The dropout of what enters LoRA, which may run after the layer beside it has entered or left the divided part."""
 
-    is_of_part: bool
+    units: tuple[int, ...] | None
 
     def __call__(self, input: torch.Tensor) -> Any:
-        with self._region.being(inside=self.is_of_part):
+        with self._region.being(self.units):
             return super().__call__(input)  # type: ignore[misc]
 
 
 class _WithBiases(_Divided):
     """An attention that gets the biases of all heads (B * heads, 1, T), ALiBi's (arXiv 2108.12409)."""
 
+    heads: tuple[int, int]
+
     def __call__(self, *args: Any, alibi: torch.Tensor, **kwargs: Any) -> Any:
-        ranks, rows = self._region.ranks, len(args[0])
-        of_heads = alibi.view(rows, -1, *alibi.shape[1:]).chunk(ranks.size, 1)[ranks.place]
+        first, stop = self.heads
+        of_heads = alibi.view(len(args[0]), -1, *alibi.shape[1:])[:, first:stop]
         return super().__call__(*args, alibi=of_heads.flatten(0, 1), **kwargs)  # type: ignore[misc]
 
 
@@ -291,15 +350,23 @@ class _Block(_Divided):
     checkpointing stops as soon as it has what backward needs.
     """
 
+    training: bool
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._region.reset()
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        region, run = self._region, super().forward  # type: ignore[misc]
+        region.reset()
+        if not (region.ranks.divides_rows and self.training):
+            return run(*args, **kwargs)
+        with region.dividing(args[0] if args else kwargs[_HIDDEN]) as part:
+            args, kwargs = _with_hidden(lambda _: part, args, kwargs)
+            output = run(*args, **kwargs)
+            if isinstance(output, tuple):
+                return region.join(output[0]), *output[1:]
+            return region.join(output)
 
 
 class _BlockWithDropout(_Block):
     """A block whose dropout draws whole masks, also when it runs again in backward."""
-
-    training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with WholeMasks(self._region) if self.training else nullcontext():
