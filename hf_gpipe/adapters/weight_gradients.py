@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 Whole: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""What a layer kept of its input -> its input."""
+"""The kept part of a layer's input -> its input."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +103,7 @@ class WeightGradients:
         self._converted.clear()
 
     def saved(self, given: torch.Tensor) -> tuple[torch.Tensor, Whole]:
-        """What to keep of the input of a layer for backward, and what makes the input of it again."""
+        """The part of a layer's input to keep for backward, and the function that makes the input from it again."""
         return given, _same
 
     @contextmanager

@@ -48,7 +48,7 @@ class HeadDivision:
         return self.cut.parts[self._ranks.place][0] if name in self._parts and self._ranks is not None else None
 
     def counted(self, name: str, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """What counts of a gradient in sums over processes: all of it, for no two have the same."""
+        """The part of a gradient that counts in sums over processes: all of it, for no two have the same."""
         return [gradient]
 
 

@@ -56,7 +56,7 @@ _GROUPS = "num_key_value_groups"
 
 
 class _Output(NamedTuple):
-    """What the column layers of a module make: so many units, heads or columns, which a row layer then reads."""
+    """The units (heads or columns) that the column layers of a module make, and that a row layer then reads."""
 
     number: int
     runs: Runs
