@@ -80,7 +80,7 @@ class Division:
         return part.shape if cut is None else cut.whole_shape(part)
 
     def counted(self, name: str, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """The values of a gradient of this rank's part of a parameter that count in sums over ranks, each on one rank."""
+        """The part of the gradient of this rank's part of a parameter that counts in sums over ranks, each on one."""
         cut = self.plan.cuts.get(name)
         if cut is None:
             return [gradient] if self.ranks.place == 0 else []
