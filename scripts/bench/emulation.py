@@ -22,6 +22,7 @@ import torch.distributed as dist
 from bench import machine
 from bench.processes import run_job
 from bench.slow_links import SlowReplicas, slow, wait_until
+from hf_gpipe.adapters.batch_norm import BatchNorms
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
 from hf_gpipe.runtime.executor import Executor, Row, StepResult
@@ -199,6 +200,9 @@ class WaitingStage:
         self._message = {"hidden": boundary}
         self._shapes: Shapes = {"hidden": tuple(boundary.shape)}
         self.head = WaitingHead(setting, number, boundary) if setting.table().divides_head else None
+        # It normalises no batches, and its model has no other layers.
+        self.batch_norms = BatchNorms(torch.nn.Identity())
+        self.adapter = SimpleNamespace(reference=torch.nn.Identity())
 
     def forward(self, context: Context, *, keep_graph: bool) -> dict[str, torch.Tensor]:
         wait(self._share(context.micro_batch.index) * self._forward_seconds)
