@@ -67,8 +67,15 @@ class ImageTextExamples:
         """Raise DataError for a row of another form, whose images are not those of its text, or that is too long."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        where, row = f"row {index}", {name: value for name, value in self._rows[index].items() if value is not None}
+        where = f"row {index}"
+        try:
+            row = {name: value for name, value in self._rows[index].items() if value is not None}
+        except Exception as error:  # whatever a damaged image raises, or one of too many pixels
+            raise DataError(f"{where} cannot be read: {one_line(str(error), 200)}; leave it out") from error
         images = row.get("images", [row["image"]] if "image" in row else [])
+        if isinstance(images, list | tuple) and any(isinstance(image, str) for image in images):
+            # A processor would open it, or ask the network for it.
+            raise DataError(f"{where} has the name of an image; give the image itself, as PIL opens it")
         try:
             images = [image.convert("RGB") if hasattr(image, "convert") else image for image in images]
             example = self._example(where, row, images)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -165,11 +168,28 @@ pipeline: {{num_stages: 2, num_micro_batches: 2, partition: count, schedule: 1f1
         ({"images": [picture(0)], "messages": [{"role": "assistant", "content": "a"}]}, {}, "places for 0"),
         ({"images": [picture(0)]}, {}, "has none of"),
         ({"images": [picture(0)], "text": "<image> a"}, {"max_length": 8}, "cut its images off"),
+        ({"images": ["http://127.0.0.1:1/a.png"], "text": "<image> a"}, {}, "the name of an image"),
+        ({"images": [None], "text": "<image> a"}, {}, "cannot prepare it"),
     ],
 )
 def test_rows_that_are_refused(row: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         ImageTextExamples([row], processor("llava"), **options)[0]
+
+
+def test_a_damaged_image_is_an_error_of_its_row() -> None:
+    """Images of a table are decoded when their row is read; a small file may claim 3.6e9 pixels."""
+    size = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+    parts = ((b"IHDR", size), (b"IDAT", zlib.compress(bytes(99))), (b"IEND", b""))
+    chunks = [
+        struct.pack(">I", len(one)) + name + one + struct.pack(">I", zlib.crc32(name + one)) for name, one in parts
+    ]
+    bomb = b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+    table = datasets.Dataset.from_list([{"images": [{"bytes": one, "path": None}]} for one in (b"no image", bomb)])
+    examples = ImageTextExamples(table.cast_column("images", datasets.List(datasets.Image())), processor("llava"))
+    for number, message in enumerate(("cannot identify image", "exceeds limit")):
+        with pytest.raises(DataError, match=f"row {number} cannot be read: .*{message}"):
+            examples[number]
 
 
 def test_options_that_are_refused(tmp_path: Any) -> None:
