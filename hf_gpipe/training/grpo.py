@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.utils import CONFIG_NAME
 
 from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.checkpoint.directory import written_whole
+from hf_gpipe.checkpoint.peft import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.prompts import PromptCollator, PromptExamples
 from hf_gpipe.data.tokenized import IGNORE_INDEX
@@ -22,6 +24,7 @@ from hf_gpipe.training.generating import NEUTRAL
 from hf_gpipe.training.grpo_config import PipelineGRPOConfig
 from hf_gpipe.training.grpo_loss import GRPOLoss, advantages_of, advantages_of_each, deviations, summed
 from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.loop import TrainingLoop
 from hf_gpipe.training.pairs import PairTrainer
 from hf_gpipe.training.rewarding import GIVEN, RewardFunction, Rewards
 from hf_gpipe.training.rollouts import RolloutFunction, Rollouts, rollouts_of
@@ -90,15 +93,22 @@ class PipelineGRPOTrainer(PairTrainer):
         self._server = None if args.rollout_server is None else args.make_server()
         if self._server is not None and rollout_func is not None:
             raise UserError("rollout_func: rollout_server is given too; leave one of them out")
+        if self._server is not None:
+            self.world.from_writer(self._check_served_folder)
         weights = args.reward_weights or [1.0] * len(self._rewards)
         if len(weights) != len(self._rewards):
             raise UserError(f"reward_weights={weights!r}: expected one for each of {len(self._rewards)} functions")
         self._reward_weights = torch.tensor(weights)
         self.world.from_reader(lambda: self._rewards.load(self.world.device), takes_long=True)
-        self.world.from_reader(self._check_prompts)
+        self.world.from_reader(self._check_data)
 
-    def _check_prompts(self) -> None:
+    def _check_data(self) -> None:
         """Raise UserError for prompts that are too long, or whose columns have names of other arguments."""
+        if self.args.mask_truncated_completions and getattr(self._tokenizer, "eos_token_id", None) is None:
+            raise UserError(
+                "mask_truncated_completions: the tokenizer has no eos_token, so that no completion has an end; leave "
+                "it out, or name the token"
+            )
         given = self.eval_dataset
         for dataset in (self.train_dataset, *(given.values() if isinstance(given, Mapping) else (given,))):
             if dataset is not None:
@@ -117,7 +127,34 @@ class PipelineGRPOTrainer(PairTrainer):
                 f"for {most} tokens of a prompt with its completion; use a smaller one, or shorter prompts"
             )
 
+    @property
+    def _served_folder(self) -> Path:
+        return Path(self.args.rollout_weights_dir or self._output_dir / "rollout_weights")
+
+    def _check_served_folder(self) -> None:
+        """Raise UserError where new weights in the server's folder would replace something else."""
+        folder, model = self._served_folder, self.pipe.adapter.given_config.name_or_path
+        problem = ""
+        for name, path in (("output_dir", self._output_dir), ("the model", Path(model) if model else None)):
+            if path is not None and path.exists() and path.resolve().is_relative_to(folder.resolve()):
+                problem = f"{name} is in it"
+        if folder.exists() and not folder.is_dir():
+            problem = "it is no folder"
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        if names and not {CONFIG_NAME, ADAPTER_CONFIG_NAME}.intersection(names):
+            problem = "it has files, and none of them is the configuration of a model"
+        if problem:
+            raise UserError(
+                f"rollout_weights_dir is {str(folder)!r}: {problem}, and new weights replace the whole folder; give "
+                "one of its own"
+            )
+
+    def _loop(self, *args: Any, **options: Any) -> TrainingLoop:
+        self._served_step = None  # the weights may be others than they were at that step
+        return super()._loop(*args, **options)
+
     def _completed(self, dataset: Any) -> Any:
+        self._served_step = None
         self.world.from_reader(lambda: None if dataset is None else self._check_examples(dataset))
         self._evaluated_examples, self._num_evaluated = dataset, 0
         return dataset
@@ -214,8 +251,7 @@ class PipelineGRPOTrainer(PairTrainer):
                 is_stale = is_training and args.rollout_sync_steps > 1
                 # Servers take a seed of 31 bits.
                 whose = {"seed": seed % 2**31, "end": end, "vocabulary": vocabulary, "has_log_probs": is_stale}
-                found = server.complete(_prompts_of(batch), count, longest, **whose, **sampling)
-                return Rollouts(found.tokens, found.log_probs)
+                return server.complete(_prompts_of(batch), count, longest, **whose, **sampling)
             assert function is not None
             prompts = [examples.rows[row]["prompt"] for row in batch["row"].tolist() for _ in range(count)]
             asked = [prompt for prompt in _prompts_of(batch) for _ in range(count)]
@@ -260,7 +296,7 @@ class PipelineGRPOTrainer(PairTrainer):
         every = self.args.rollout_sync_steps * self.updates_per_step if is_training else 1
         if served is not None and step - served < every:
             return
-        folder = Path(self.args.rollout_weights_dir or self._output_dir / "rollout_weights")
+        folder = self._served_folder
         with written_whole(folder, self.world) as temporary:
             self._own_model_to_save(temporary, self.world).write()
         server, are_adapters = self._server, self.pipe.adapter.peft is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_gpipe.errors import UserError, check_count, check_number
@@ -81,8 +81,21 @@ class PipelineGRPOConfig(PairArguments):
                 "loss_type='bnpo': it is a mean over the tokens of each mini-batch, and several are accumulated; use "
                 "dapo, the mean over all of them"
             )
-        if self.rollout_server is not None:
-            self.make_server()
+        self._check_server()
+
+    def _check_server(self) -> None:
+        if self.rollout_server is None:
+            for name, field in self.__dataclass_fields__.items():
+                if name.startswith("rollout_") and (value := getattr(self, name)) != field.default:
+                    raise UserError(f"{name}={value!r}: there is no rollout_server; give its URL, or leave this out")
+            return
+        self.make_server()
+        if self.rollout_sync_steps > 1 and self.temperature != 1 and (self.top_p < 1 or self.top_k):
+            raise UserError(
+                f"rollout_sync_steps={self.rollout_sync_steps} takes the server's log-probabilities, and none are of "
+                f"temperature={self.temperature!r} without top_p={self.top_p!r} and top_k={self.top_k!r}; leave out "
+                "the temperature or the other two, or leave rollout_sync_steps out"
+            )
 
     def make_server(self) -> RolloutServer:
         """The server that makes the rollouts. Raises UserError for a URL, or requests, that cannot be."""
@@ -94,7 +107,9 @@ class PipelineGRPOConfig(PairArguments):
     def planned(self, inputs: PlanInputs) -> PlanInputs:
         # A server's time is not the pipeline's.
         own = self.max_completion_length if self.rollout_server is None else 0
-        return inputs.of_rollouts(own, self.num_iterations)
+        inputs = inputs.of_rollouts(own, self.num_iterations)
+        # It gives the probabilities before the updates then.
+        return replace(inputs, forwards=0) if self.rollout_sync_steps > 1 else inputs
 
     @property
     def rows_per_example(self) -> int:

@@ -16,7 +16,7 @@ from hf_gpipe.errors import UserError
 
 RewardFunction = Callable[..., Sequence[float | None]]
 """(prompts=, completions=, completion_ids=, trainer_state=, and each other column of the rows) -> the reward of each
-completion; None: it has none."""
+completion; None: it has none, and NaN is an error."""
 
 #: What reward functions get beside the columns.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
@@ -84,9 +84,15 @@ class _RewardModel:
         self.__name__ = _name_of(model)
         if isinstance(model, str):
             try:
-                model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+                path, options = model, {"num_labels": 1, "output_loading_info": True}
+                model, found = AutoModelForSequenceClassification.from_pretrained(path, **options)
             except (OSError, ValueError, RuntimeError) as error:
                 raise UserError(f"reward_funcs: {model!r} cannot be read as a model of rewards: {error}") from error
+            if missing := sorted(found["missing_keys"]):
+                raise UserError(
+                    f"reward_funcs: {path!r} has no weights of {missing[0]}, so its rewards would be random; give a "
+                    "model that was trained to give rewards"
+                )
         labels = getattr(getattr(model, "config", None), "num_labels", None)
         if labels != 1 or "SequenceClassification" not in type(model).__name__:
             raise UserError(
@@ -133,14 +139,17 @@ def _values_of(function: RewardFunction, arguments: Mapping[str, Any]) -> torch.
         raise UserError(f"the reward function {name} failed: {type(error).__name__}: {error}") from error
     expected = f"expected {count} finite numbers or None, one for each completion"
     try:
-        values = torch.tensor([math.nan if value is None else _number(value) for value in found])
-    except (TypeError, ValueError, RuntimeError):
+        given = [*found]
+        values = torch.tensor([math.nan if value is None else _number(value) for value in given])
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UserError(
             f"the reward function {name} gave {reprlib.repr(found)}, a {type(found).__name__}; {expected}"
         ) from None
-    if len(values) != count or bool(values.isinf().any()):
-        what = f"{len(values)} rewards" if len(values) != count else "an infinite reward"
-        raise UserError(f"the reward function {name} gave {what}; {expected}")
+    if len(values) != count:
+        raise UserError(f"the reward function {name} gave {len(values)} rewards; {expected}")
+    is_none = torch.tensor([value is None for value in given])
+    if wrong := (~values.isfinite() & ~is_none).nonzero().flatten().tolist():
+        raise UserError(f"the reward function {name} gave {given[wrong[0]]!r} for completion {wrong[0]}; {expected}")
     return values
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import time
-from collections.abc import Mapping, Sequence
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired
@@ -19,18 +21,28 @@ from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
 from hf_gpipe.errors import UserError, check_number
+from hf_gpipe.training.rollouts import Rollouts
 
 #: Settings of sampling as if there were none, so that the server's own defaults do not change the distribution.
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
 
-_FOLDER = "{folder}"
+_FOLDER, _MODEL = "{folder}", "{model}"
+#: vLLM knows keys and values of a prompt by the adapters' name, and not by their weights.
+_WITHOUT_CACHE: dict[str, dict[str, Any]] = {"/reset_prefix_cache": {}}
 #: How servers are told to read the weights of a folder again: the bodies of POST requests, in order, by their paths.
 RELOADS: dict[str, dict[str, dict[str, Any]]] = {
-    "vllm": {"/collective_rpc": {"method": "reload_weights"}, "/reset_prefix_cache": {}},
+    "vllm": {"/collective_rpc": {"method": "reload_weights"}, **_WITHOUT_CACHE},
     "sglang": {"/update_weights_from_disk": {"model_path": _FOLDER}},
 }
 #: Adapters get the model's name that completions are then asked for.
-_ADAPTERS = {"vllm": {"/v1/load_lora_adapter": {"lora_name": "{model}", "lora_path": _FOLDER, "load_inplace": True}}}
+_ADAPTERS = {
+    "vllm": {
+        "/v1/load_lora_adapter": {"lora_name": _MODEL, "lora_path": _FOLDER, "load_inplace": True},
+        **_WITHOUT_CACHE,
+    }
+}
+#: More seconds than a socket, or a thread, can be told to wait.
+_MOST_SECONDS = 1e6
 
 
 class _LogProbs(TypedDict):
@@ -56,19 +68,6 @@ class _Models(TypedDict):
 
 
 @dataclass(frozen=True)
-class Completions:
-    """Completions of prompts, those of one prompt next to each other.
-
-    Attributes:
-        tokens: of each.
-        log_probs: of each token, where they were asked for.
-    """
-
-    tokens: list[list[int]]
-    log_probs: list[list[float]] | None = None
-
-
-@dataclass(frozen=True)
 class RolloutServer:
     """A server of OpenAI's completions API that takes prompts of token ids and gives token ids, as vLLM does.
 
@@ -79,7 +78,7 @@ class RolloutServer:
         model: its name there; None: the only one that the server lists.
         timeout: seconds that one answer may take.
         reload: how the server is told of new weights: a name of `RELOADS`, or the bodies of POST requests by their
-            paths, in which "{folder}" and "{model}" are replaced.
+            paths, in whose texts "{folder}" and "{model}" are replaced.
 
     Raises:
         UserError: the URL, or `reload`, has another form.
@@ -91,14 +90,9 @@ class RolloutServer:
     reload: str | Mapping[str, Mapping[str, Any]] = "vllm"
 
     def __post_init__(self) -> None:
-        check_number("rollout_timeout", self.timeout, is_above=True)
-        parts, allowed = urlsplit(self.url), "expected a URL such as http://localhost:8000"
-        try:
-            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:  # of a port
-            is_url = False
-        if not is_url or parts.query or parts.fragment or parts.username is not None:
-            raise UserError(f"rollout_server={self.url!r}: {allowed}")
+        check_number("rollout_timeout", self.timeout, most=_MOST_SECONDS, is_above=True)
+        if not _is_url(self.url):
+            raise UserError(f"rollout_server={self.url!r}: expected a URL such as http://localhost:8000")
         requests, names = self.reload, ", ".join(RELOADS)
         is_named = isinstance(requests, str) and requests in RELOADS
         if not is_named and not (
@@ -112,6 +106,12 @@ class RolloutServer:
             raise UserError(
                 f"rollout_reload={requests!r}: expected one of {names}, or bodies of requests by their paths"
             )
+        try:
+            text = json.dumps({} if isinstance(requests, str) else requests)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"rollout_reload={requests!r}: a body is no JSON: {error}") from error
+        if _MODEL in text and self.model is None:
+            raise UserError(f"rollout_reload has {_MODEL}, which is rollout_server_model, and that is None; give it")
 
     def complete(
         self,
@@ -124,7 +124,7 @@ class RolloutServer:
         vocabulary: int,
         has_log_probs: bool = False,
         **sampling: float,
-    ) -> Completions:
+    ) -> Rollouts:
         """Completions of each prompt by the server's weights, from the model's distribution as the arguments say.
 
         Args:
@@ -151,6 +151,8 @@ class RolloutServer:
             "stream": False,
             **_NEUTRAL,
             **sampling,
+            # Some servers do not take 0 for all of them, and all that are known take -1.
+            **({"top_k": -1} if sampling.get("top_k") == 0 else {}),
             **({} if end is None else {"stop_token_ids": [end]}),
             **({"logprobs": 1} if has_log_probs else {}),
         }
@@ -163,20 +165,13 @@ class RolloutServer:
                 f"{num_completions}, each index once",
             )
         in_order = [choices[index] for index in range(num_completions)]
-        for choice in in_order:
-            tokens = choice["token_ids"]
-            if not 1 <= len(tokens) <= max_tokens or not all(0 <= token < vocabulary for token in tokens):
-                raise self._error(
-                    path,
-                    f"completion {choice['index']} has {len(tokens)} tokens, {tokens[:8]}; expected 1 to {max_tokens}, "
-                    f"with the one that ends it, each below {vocabulary}",
-                )
-        if not has_log_probs:
-            return Completions([choice["token_ids"] for choice in in_order])
-        log_probs = [(choice.get("logprobs") or {"token_logprobs": []})["token_logprobs"] for choice in in_order]
-        if [*map(len, log_probs)] != [len(choice["token_ids"]) for choice in in_order]:
-            raise self._error(path, "it gave no log-probability of some token, which rollout_sync_steps above 1 needs")
-        return Completions([choice["token_ids"] for choice in in_order], log_probs)
+        log_probs = None
+        if has_log_probs:
+            log_probs = [(choice.get("logprobs") or {"token_logprobs": []})["token_logprobs"] for choice in in_order]
+        rollouts = Rollouts([choice["token_ids"] for choice in in_order], log_probs)
+        if problem := rollouts.problem(max_tokens, vocabulary):
+            raise self._error(path, f"{problem}{', as rollout_sync_steps above 1 needs' if has_log_probs else ''}")
+        return rollouts
 
     def load(self, folder: Path, *, are_adapters: bool) -> None:
         """Tell the server to read the weights in a folder. Raises UserError where it does not."""
@@ -189,7 +184,7 @@ class RolloutServer:
                     "rollout_server_model, the name to load them under; give the bodies of requests by their paths"
                 )
             requests = known[requests]
-        values = {_FOLDER: str(folder.absolute()), "{model}": self.model or ""}
+        values = {_FOLDER: str(folder.absolute()), _MODEL: self.model or ""}
         for path, body in requests.items():
             self._ask("POST", path, _filled(body, values))
 
@@ -213,7 +208,7 @@ class RolloutServer:
 
     def _ask(self, method: str, path: str, body: Any) -> bytes:
         """The body of the answer to a request."""
-        parts, deadline = urlsplit(self.url), time.monotonic() + self.timeout
+        parts = urlsplit(self.url)
         made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
@@ -221,20 +216,23 @@ class RolloutServer:
         assert parts.hostname is not None
         connection = made(parts.hostname, parts.port, timeout=self.timeout)
         try:
-            connection.request(
-                method, parts.path.rstrip("/") + path, None if body is None else json.dumps(body), headers
-            )
-            response = connection.getresponse()
-            answer = bytearray()
-            # A server that sends a little now and then must end too.
-            while part := response.read1(1 << 16):
-                answer += part
-                if len(answer) > strict_json.MOST_BYTES:
-                    raise self._error(path, f"its answer has more than {strict_json.MOST_BYTES} bytes")
-                if time.monotonic() > deadline:
-                    raise TimeoutError
+            connection.connect()
+            with _at_most(self.timeout, connection.sock):
+                connection.request(
+                    method, parts.path.rstrip("/") + path, None if body is None else json.dumps(body), headers
+                )
+                response = connection.getresponse()
+                answer = bytearray()
+                while part := response.read1(1 << 16):
+                    answer += part
+                    if len(answer) > strict_json.MOST_BYTES:
+                        raise self._error(path, f"its answer has more than {strict_json.MOST_BYTES} bytes")
+                if response.length:
+                    raise http.client.IncompleteRead(bytes(answer[:0]), response.length)
         except TimeoutError as error:
             raise self._error(path, f"it took longer than rollout_timeout={self.timeout:g} seconds") from error
+        except ValueError:  # its text has the key
+            raise self._error(path, "its URL, or OPENAI_API_KEY, has characters that no request can have") from None
         except (OSError, http.client.HTTPException) as error:
             raise self._error(
                 path, f"it cannot be reached ({error or type(error).__name__}); is it running?"
@@ -250,8 +248,53 @@ class RolloutServer:
         return UserError(f"rollout_server={self.url!r}, {path}: {problem}")
 
 
+def _is_url(text: Any) -> bool:
+    """Whether a server can have this URL."""
+    if not isinstance(text, str):
+        return False
+    try:
+        parts = urlsplit(text)
+        has_host = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:  # of a port, or of brackets
+        return False
+    return has_host and not (parts.query or parts.fragment or parts.username is not None)
+
+
+@contextmanager
+def _at_most(seconds: float, connected: socket.socket) -> Iterator[None]:
+    """Context manager for an exchange over a socket. Raises TimeoutError where it takes longer.
+
+    The socket's own timeout begins anew with each byte, so that of a server that sends one now and then would not end.
+    """
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        with suppress(OSError):  # it is closed already
+            socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        if is_late.is_set():
+            raise TimeoutError from error
+        raise
+    finally:
+        timer.cancel()
+    if is_late.is_set():
+        raise TimeoutError
+
+
 def _filled(value: Any, values: Mapping[str, str]) -> Any:
     """A body of a request with the words that stand for others."""
     if isinstance(value, Mapping):
         return {name: _filled(one, values) for name, one in value.items()}
-    return values.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, list | tuple):
+        return [_filled(one, values) for one in value]
+    if isinstance(value, str):
+        for word, meant in values.items():
+            value = value.replace(word, meant)
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 
 from hf_gpipe import strict_json
 from hf_gpipe.errors import UserError
+from hf_gpipe.training.rewarding import GIVEN
 
 RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
 """(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", and columns for reward functions}."""
@@ -28,6 +30,22 @@ class Rollouts(NamedTuple):
     log_probs: list[list[float]] | None = None
     columns: dict[str, Any] | None = None
 
+    def problem(self, max_tokens: int, vocabulary: int) -> str:
+        """Why these can be no completions of at most so many tokens of so many; empty if they can."""
+        for number, tokens in enumerate(self.completions):
+            if not 1 <= len(tokens) <= max_tokens or not all(0 <= token < vocabulary for token in tokens):
+                return (
+                    f"completion {number} has {len(tokens)} tokens, {reprlib.repr(tokens)}; expected 1 to "
+                    f"{max_tokens}, with the one that ends it, each below {vocabulary}"
+                )
+        for number, (tokens, found) in enumerate(zip(self.completions, self.log_probs or (), strict=False)):
+            if len(found) != len(tokens) or not all(map(math.isfinite, found)):
+                return (
+                    f"completion {number} has {len(tokens)} tokens and the log-probabilities {reprlib.repr(found)}; "
+                    "expected a finite one of each token"
+                )
+        return ""
+
     def until(self, end: int | None) -> Rollouts:
         """The same, each up to its first `end`, with it."""
         cuts = [one.index(end) + 1 if end in one else len(one) for one in self.completions]
@@ -41,7 +59,7 @@ class Rollouts(NamedTuple):
         """The log-probabilities (N, T) at the position before each token, 0 elsewhere, in float64."""
         found = torch.zeros(tuple(shape), dtype=torch.float64)
         for row, length, own in zip(found, prompt_lengths, self.log_probs or (), strict=True):
-            row[length - 1 : length - 1 + len(own)] = torch.tensor(own, dtype=torch.float64)
+            row[length - 1 : length - 1 + len(own)] = torch.tensor([*map(float, own)], dtype=torch.float64)
         return found
 
 
@@ -72,7 +90,7 @@ def rollouts_of(
         raise UserError(f"rollout_func failed: {type(error).__name__}: {error}") from error
     names = ("prompt_ids", "completion_ids", "logprobs")
     if not isinstance(given, Mapping) or set(names) - given.keys():
-        found = sorted(given) if isinstance(given, Mapping) else reprlib.repr(given)
+        found = [*given] if isinstance(given, Mapping) else reprlib.repr(given)
         raise UserError(f"rollout_func gave {found}; expected a dict with {', '.join(names)}")
     made = {name: given[name] for name in names}
     shape = dict[str, list[list[int]]]
@@ -85,17 +103,18 @@ def rollouts_of(
             f"rollout_func gave other prompt_ids, {reprlib.repr(made['prompt_ids'])}, than those of the dataset's "
             f"prompts, {reprlib.repr(prompt_ids)}; tokenise them as PromptExamples does"
         )
-    for number, tokens in enumerate(completions):
-        if not 1 <= len(tokens) <= max_tokens or not all(0 <= token < vocabulary for token in tokens):
-            raise UserError(
-                f"rollout_func: completion {number} has {len(tokens)} tokens, {tokens[:8]}; expected 1 to "
-                f"{max_tokens}, each below {vocabulary}"
-            )
-    if len(completions) != len(prompts) or (
-        log_probs is not None and [*map(len, log_probs)] != [*map(len, completions)]
-    ):
+    if len(completions) != len(prompts) or (log_probs is not None and len(log_probs) != len(prompts)):
         raise UserError(
             f"rollout_func gave {len(completions)} completions for {len(prompts)} prompts, or logprobs of other "
-            "lengths; expected one of each for each prompt"
+            "numbers; expected one of each for each prompt"
         )
-    return Rollouts(completions, log_probs, {name: value for name, value in given.items() if name not in names})
+    columns = {name: value for name, value in given.items() if name not in names}
+    for name in columns:
+        if name == "env_mask":
+            raise UserError("rollout_func gave 'env_mask': every token must be the model's own; leave it out")
+        if not isinstance(name, str) or name in GIVEN:
+            raise UserError(f"rollout_func gave {name!r}, which reward functions get from the trainer; rename it")
+    rollouts = Rollouts(completions, log_probs, columns)
+    if problem := rollouts.problem(max_tokens, vocabulary):
+        raise UserError(f"rollout_func: {problem}")
+    return rollouts

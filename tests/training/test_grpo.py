@@ -369,6 +369,18 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
             {"rollout_server": "http://a", "rollout_timeout": 0.0},
             "rollout_timeout=0.0: expected a finite number above 0",
         ),
+        ({"rollout_server": "http://[::1"}, r"rollout_server='http://\[::1': expected a URL such as"),
+        ({"rollout_sync_steps": 2}, "rollout_sync_steps=2: there is no rollout_server; give its URL"),
+        (
+            {"rollout_server": "http://a", "rollout_sync_steps": 2, "temperature": 0.5, "top_k": 3},
+            "rollout_sync_steps=2 takes the server's log-probabilities, and none are of temperature=0.5 without top_p",
+        ),
+        ({"rollout_server": "http://a", "rollout_reload": {"/a": {"b": {1}}}}, "a body is no JSON"),
+        ({"rollout_server": "http://a", "rollout_reload": {"/a": {"b": "{model}"}}}, "which is rollout_server_model"),
+        (
+            {"rollout_server": "http://a", "rollout_timeout": 1e300},
+            r"rollout_timeout=1e\+300: expected a finite number",
+        ),
         ({"rollout_server": "http://a", "rollout_reload": "tgi"}, "rollout_reload='tgi': expected one of vllm, sglang"),
     ):
         with pytest.raises(UserError, match=message):
@@ -416,8 +428,9 @@ def test_rewards_that_are_none(tmp_path: Path) -> None:
         ),
         (lambda **columns: None, "<lambda> gave None, a NoneType; expected 6 finite numbers"),
         (lambda **columns: ["1"] * 6, r"<lambda> gave \['1', .*, a list; expected 6 finite numbers"),
-        (lambda **columns: [1e39] * 6, "<lambda> gave an infinite reward; expected 6 finite numbers"),
-        (lambda **columns: [math.inf] * 6, "<lambda> gave an infinite reward; expected 6 finite numbers"),
+        (lambda **columns: [1e39] * 6, r"<lambda> gave 1e\+39 for completion 0; expected 6 finite numbers"),
+        (lambda **columns: [None] * 5 + [math.nan], "<lambda> gave nan for completion 5; expected 6 finite numbers"),
+        (lambda **columns: [10**400] * 6, "<lambda> gave .*; expected 6 finite numbers"),
         (fails, "the reward function fails failed: KeyError: 'boom'"),
     )
     made, _ = trained(tmp_path, small(), max_steps=1)

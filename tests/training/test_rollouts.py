@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -74,15 +77,15 @@ class Model:
 
 @contextmanager
 def serving(answer: Any) -> Iterator[str]:
-    """The URL of a server on this machine, whose answers a function gives: JSON, or (status, bytes)."""
+    """The URL of a server, whose answers a function gives: JSON, or (status, bytes, perhaps the length it says)."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"] or 0))
             found = answer(self.path, json.loads(body or b"null"))
-            status, content = found if isinstance(found, tuple) else (200, json.dumps(found).encode())
+            status, content, *length = found if isinstance(found, tuple) else (200, json.dumps(found).encode())
             self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Content-Length", str(*(length or [len(content)])))
             self.end_headers()
             self.wfile.write(content)
 
@@ -164,8 +167,11 @@ def test_weights_of_every_other_step(tmp_path: Path) -> None:
         metrics = made.evaluate(LETTERS)
         assert [path for path, _ in served.calls][:2] == ["/reload", "/v1/completions"]
         assert metrics["eval_reward"] > 0
-    saved = dict(LlamaForCausalLM.from_pretrained(tmp_path / "rollout_weights").named_parameters())
-    assert all(torch.equal(saved[name], parameter) for name, parameter in weights(made).items())
+        saved = dict(LlamaForCausalLM.from_pretrained(tmp_path / "rollout_weights").named_parameters())
+        assert all(torch.equal(saved[name], parameter) for name, parameter in weights(made).items())
+        served.calls.clear()
+        made.train()  # from a step at which the server had other weights
+        assert [path for path, _ in served.calls] == paths
 
 
 @pytest.mark.parametrize(
@@ -183,17 +189,46 @@ def test_weights_of_every_other_step(tmp_path: Path) -> None:
         ),
         ({"choices": [{"index": 0, "token_ids": [9]}, {"index": 1, "token_ids": []}]}, "completion 1 has 0 tokens"),
         ({"choices": [{"index": 0, "token_ids": [70]}, {"index": 1, "token_ids": [1]}]}, r"1 tokens, \[70\]; expected"),
+        ((200, b'{"choices": [', 99), "it cannot be reached .*IncompleteRead.*86 more expected"),
+        (
+            {"choices": [{"index": n, "token_ids": [1]} for n in (0, 1)]},
+            r"1 tokens and the log-probabilities \[\]; exp",
+        ),
+        (
+            (
+                200,
+                b'{"choices": [{"index": 1, "token_ids": [1]}, '
+                b'{"index": 0, "token_ids": [1], "logprobs": {"token_logprobs": [-1e999]}}]}',
+            ),
+            r"the log-probabilities \[-inf\]; expected a finite one of each token, as rollout_sync_steps above 1 needs",
+        ),
         ({"choices": [{"index": 0, "token_ids": ["1"]}]}, r"choices\[0\].token_ids\[0\] is '1' .*, expected"),
     ],
 )
 def test_answers_that_are_none(answer: Any, message: str) -> None:
     with serving(lambda path, body: answer) as url, pytest.raises(UserError, match=message) as caught:
-        RolloutServer(url, "it").complete([[1, 2]], 2, 4, 0, end=0, vocabulary=70)
+        RolloutServer(url, "it").complete([[1, 2]], 2, 4, 0, end=0, vocabulary=70, has_log_probs=True)
     assert str(caught.value).startswith(f"rollout_server='{url}', /v1/completions: ")
 
 
-def test_a_server_that_is_slow_absent_or_of_several_models() -> None:
+def test_a_server_that_is_slow_absent_or_of_several_models(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def drip() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nX-Words: ")
+                for _ in range(200):  # each comes before the socket's own timeout
+                    connection.sendall(b"a")
+                    time.sleep(0.02)
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(UserError, match=r"/v1/models: it took longer than rollout_timeout=0.2 seconds"):
+            RolloutServer(url, timeout=0.2).complete([[1]], 2, 4, 0, end=0, vocabulary=70)
+        dripping.join()
 
     def slow(path: str, body: Any) -> Any:
         waits.wait(5)
@@ -212,15 +247,22 @@ def test_a_server_that_is_slow_absent_or_of_several_models() -> None:
         with pytest.raises(UserError, match="how it loads adapters is known of vllm alone, with rollout_server_model"):
             RolloutServer(url, "it", reload="sglang").load(Path("a"), are_adapters=True)
     calls: list[Any] = []
+    own: Any = {"/own": {"method": "load", "args": ["{folder}/a", "{model}", 1]}}
     with serving(lambda path, body: calls.append((path, body)) or {}) as url:
-        for reload, are_adapters in (("vllm", False), ("sglang", False), ("vllm", True)):
+        for reload, are_adapters in (("vllm", False), ("sglang", False), ("vllm", True), (own, True)):
             RolloutServer(url, "it", reload=reload).load(Path("/a"), are_adapters=are_adapters)
     assert calls == [
         ("/collective_rpc", {"method": "reload_weights"}),
         ("/reset_prefix_cache", {}),
         ("/update_weights_from_disk", {"model_path": "/a"}),
         ("/v1/load_lora_adapter", {"lora_name": "it", "lora_path": "/a", "load_inplace": True}),
+        ("/reset_prefix_cache", {}),
+        ("/own", {"method": "load", "args": ["/a/a", "it", 1]}),
     ]
+    with serving(lambda path, body: {}) as url:
+        monkeypatch.setenv("OPENAI_API_KEY", "sk\n1")
+        with pytest.raises(UserError, match="/v1/models: its URL, or OPENAI_API_KEY, has characters that no request"):
+            RolloutServer(url).complete([[1]], 2, 4, 0, end=0, vocabulary=70)
 
 
 def test_rollouts_of_a_function(tmp_path: Path) -> None:
@@ -252,7 +294,11 @@ def test_rollouts_of_a_function(tmp_path: Path) -> None:
         (right | {"completion_ids": [[]] * 6}, "completion 0 has 0 tokens"),
         (right | {"completion_ids": [[1]] * 5}, "rollout_func gave 5 completions for 6 prompts"),
         (right | {"prompt_ids": [[5]] * 6}, "rollout_func gave other prompt_ids"),
-        (right | {"logprobs": [[0.0]] * 5}, "or logprobs of other lengths"),
+        (right | {"logprobs": [[0.0]] * 5}, "or logprobs of other numbers"),
+        (right | {"logprobs": []}, "or logprobs of other numbers"),
+        (right | {"logprobs": [[-math.inf] * len(ids) for ids in right["completion_ids"]]}, "expected a finite one of"),
+        (right | {"env_mask": [[1]] * 6}, "rollout_func gave 'env_mask': every token must be the model's own"),
+        (right | {"prompts": ["a"] * 6}, "rollout_func gave 'prompts', which reward functions get from the trainer"),
         (None, "rollout_func gave None; expected a dict"),
     ):
         # Prompts of one letter, of which there are two.
@@ -297,6 +343,9 @@ def test_models_as_rewards(tmp_path: Path) -> None:
     assert float(one({**messages, "completion_ids": [[1]]})) == pytest.approx(by_hand, abs=1e-6)
     with pytest.raises(UserError, match="reward_processing_classes has 1 entries for 2 reward_funcs"):
         Rewards([model, by_place], [words])
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
+    with pytest.raises(UserError, match=r"has no weights of score\.weight, so its rewards would be random"):
+        Rewards(str(tmp_path / "plain"), words).load(torch.device("cpu"))
     _, (log,) = trained(
         tmp_path / "run", small(), [model, by_place], max_steps=1, reward_processing_classes=[words, None]
     )
@@ -336,3 +385,20 @@ def test_evaluation_by_rewards(tmp_path: Path) -> None:
 class _Holder:
     def __init__(self, model: Any) -> None:
         self.model = model
+
+
+def test_a_folder_that_weights_must_not_replace(tmp_path: Path) -> None:
+    """New weights replace the whole folder: one with other files stays, and so does the model's own."""
+    (tmp_path / "own" / "out").mkdir(parents=True)
+    (tmp_path / "own" / "notes.txt").touch()
+    (tmp_path / "file").touch()
+    small().save_pretrained(tmp_path / "model")
+    for folder, message in (
+        ("own", "it has files, and none of them is the configuration of a model"),
+        ("own/out", "output_dir is in it"),
+        ("file", "it is no folder"),
+        ("model", "the model is in it"),
+    ):
+        values: dict[str, Any] = {"rollout_server": "http://a", "rollout_weights_dir": str(tmp_path / folder)}
+        with pytest.raises(UserError, match=f"rollout_weights_dir is '.*{folder}': {message}, and new weights"):
+            made_trainer(tmp_path / "own" / "out", str(tmp_path / "model"), by_place, **values)
