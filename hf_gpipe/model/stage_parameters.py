@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +32,7 @@ class StageParameters:
         adapter: of the model.
         models: the stages of this process, by number.
         world: the processes.
+        of_workers: of each worker of this process the stages that it runs; of dealt ones all, whoever updates them.
         zero: 1: replicas share the updates of an optimizer.
         seed: of dropout, and of weights that a checkpoint does not have.
         homes: of dealt stages; None: the stages are this process's own.
@@ -47,11 +48,13 @@ class StageParameters:
         adapter: Adapter,
         models: dict[int, StageModel],
         world: World,
+        of_workers: Sequence[Mapping[int, StageModel]],
         zero: int,
         seed: int,
         homes: Homes | None = None,
     ) -> None:
         self.adapter, self.models, self.world = adapter, models, world
+        self._of_workers = of_workers
         self.ties = Ties(models, world, homes)
         self.replicas = Replicas(models, self.ties, world)
         self.trainable = TrainableLayers.of(adapter, models, world)
@@ -62,6 +65,12 @@ class StageParameters:
     def are_in_one_place(self) -> bool:
         """Whether this process has all stages, on one device."""
         return self.world.num_processes == 1 and len(set(self.world.stage_devices.values())) == 1
+
+    @property
+    def every_model(self) -> Iterator[StageModel]:
+        """The models of all stages that this process runs: its own, and where stages are dealt, one of each stage for
+        each of its devices. What changes how a model computes must change all of them."""
+        return (model for models in self._of_workers for model in models.values())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This process's parameters under their Hugging Face names; a tied one once, in the process that owns it."""
@@ -179,12 +188,18 @@ class StageParameters:
         Every process must call it, and reads its own stages' tensors; with PEFT adapters only those, in PEFT's format.
         Raises CheckpointError if the files are missing or do not fit the model.
         """
-        if self.adapter.peft is not None:
-            load_adapters(Path(directory), self.models, self.adapter.peft)
-            return
-        self._check_not_quantised("load_pretrained")
-        for stage_model in self.models.values():
-            hub.reload(stage_model, directory, self.seed)
+        if self.adapter.peft is None:
+            self._check_not_quantised("load_pretrained")
+        # Of dealt stages too, whose mapped weights and buffers each process has for itself.
+        for models in self._of_workers:
+            if self.adapter.peft is not None:
+                load_adapters(Path(directory), models, self.adapter.peft)
+                continue
+            for stage_model in models.values():
+                hub.reload(stage_model, directory, self.seed)
+        if self.world.placement.is_dealt:
+            # Others may still write into weights that all share.
+            self.world.barrier()
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the model in Hub format; `from_pretrained` of plain transformers loads it.

@@ -73,7 +73,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         heads = {n: assemble(adapter, head, weights, device, seed) for n, device in world.stage_devices.items()}
         for number, rows in divide_head(heads, models, world).items():
             parts[number] = HeadPart(heads[number], rows, number, config.num_stages, decision.loss)
-    parameters = StageParameters(adapter, models, world, config.zero, seed, homes)
+    parameters = StageParameters(adapter, models, world, [*run_by.values()], config.zero, seed, homes)
     if decision.is_asynchronous or homes is not None:
         _check_no_batch_norm(decision)
     if decision.is_asynchronous:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,10 +120,15 @@ class Homes:
         self._is_collected = False
         for (stage, name), parameter in self._own.items():
             home, gradient = self._gradients[stage, name], parameter.grad
+            parameter.grad = None
+            if stage != self._stages_of[name][0]:
+                # The process that updates the weight may still read it, for the step before.
+                continue
             if gradient is not None and gradient.data_ptr() != home.value.data_ptr():
                 home.value.copy_(gradient)
             home.is_there.fill_(gradient is not None)
-            parameter.grad = None
+            for other in self._stages_of[name][1:]:
+                self._gradients[other, name].is_there.zero_()
 
     def collect(self) -> None:
         """Once the gradients of this process's visits are at home: wait until those of all are, and give them to the
@@ -158,41 +162,83 @@ class Homes:
         if not self._is_shared:
             return torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
         size = max(size, mmap.PAGESIZE)
-        path = _new_file(size) if owner == self._world.rank else None
-        found = self._world.gather_objects(str(path))[owner]
-        if found.startswith(_FAILED):
-            raise UserError(found.removeprefix(_FAILED))
-        memory = torch.from_file(found, shared=True, size=size, dtype=torch.uint8)
-        self._world.barrier()
-        if owner == self._world.rank:
-            Path(found).unlink()
+        file = _SharedFile(size) if owner == self._world.rank else None
+        try:
+            told = (size, "", (0, 0), "") if file is None else (size, file.path, file.identity, file.problem)
+            every = self._world.gather_objects(told)
+            _check_sizes([one[0] for one in every], self._world.rank, owner)
+            _, path, identity, problem = every[owner]
+            if problem:
+                raise UserError(problem)
+            if _identity(path) != identity:
+                raise UserError(
+                    f"stages are dealt to several processes, and process {self._world.rank} does not see memory of "
+                    f"process {owner} as {path}: start all processes of a machine in one container, by one user, or "
+                    "use one process with several devices"
+                )
+            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            self._world.barrier()
+        finally:
+            if file is not None:
+                file.close()
         if is_cuda:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
         return memory
 
 
-_FAILED = "failed: "
+class _SharedFile:
+    """A new file of shared memory without a name, which is gone with the last process that maps it, however that ends.
+
+    Args:
+        size: its bytes.
+
+    Attributes:
+        path: under which other processes open it until `close`.
+        identity: of the file.
+        problem: why there is none; else "".
+    """
+
+    def __init__(self, size: int) -> None:
+        self.path, self.identity, self.problem, self._descriptor = "", (0, 0), "", None
+        try:
+            self._descriptor = os.open(_SHARED_MEMORY, os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)
+        except OSError as error:
+            self.problem = f"stages are dealt to several processes, which share memory in {_SHARED_MEMORY}: {error}"
+            return
+        try:
+            # Without it a write to memory that is not there would end the process.
+            os.posix_fallocate(self._descriptor, 0, size)
+        except OSError as error:
+            self.problem = (
+                f"stages are dealt to several processes, and {_SHARED_MEMORY} has no room for {size} bytes more "
+                f"({error.strerror}); enlarge it (docker: --shm-size, or mount -o remount,size=...), or use one "
+                "process with several devices"
+            )
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.identity = _identity(self.path)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
 
-def _new_file(size: int) -> str:
-    """The path of a new file of shared memory, which has so many bytes; or what has failed."""
+def _identity(path: str) -> tuple[int, int]:
+    """Device and number of a file; (0, 0): there is none, or this process may not see it."""
     try:
-        descriptor, path = tempfile.mkstemp(prefix="hf_gpipe-", dir=_SHARED_MEMORY)
-    except OSError as error:
-        return f"{_FAILED}stages are dealt to several processes, which share memory in {_SHARED_MEMORY}: {error}"
-    try:
-        # Without it a write to memory that is not there would end the process.
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        os.unlink(path)
-        return (
-            f"{_FAILED}stages are dealt to several processes, and {_SHARED_MEMORY} has no room for {size} bytes more "
-            f"({error.strerror}); enlarge it (docker: --shm-size, or mount -o remount,size=...), or use one process "
-            "with several devices"
+        status = os.stat(path)
+    except OSError:
+        return 0, 0
+    return status.st_dev, status.st_ino
+
+
+def _check_sizes(sizes: Sequence[int], rank: int, owner: int) -> None:
+    """Raise UserError where a process would divide shared memory otherwise than the process that makes it."""
+    if sizes[rank] != sizes[owner]:
+        raise UserError(
+            f"stages are dealt to several processes, and process {rank} has {sizes[rank]} bytes of a stage to share "
+            f"where process {owner} has {sizes[owner]}: one maps the weights from a file, and the other does not; "
+            "give every process the model in one way, such as the directory of one checkpoint"
         )
-    finally:
-        os.close(descriptor)
-    return path
 
 
 def _is_mapped(tensor: torch.Tensor) -> bool:

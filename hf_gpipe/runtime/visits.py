@@ -219,11 +219,11 @@ class VisitingWeights:
         device, homes = self._devices[stage], self._gradients[stage]
         gradients = {p: home for p, home in homes.items() if p.grad is not None}
         if device.type == "cuda":
-            computed = torch.cuda.current_stream(device).record_event()
-            loaded.buffer.is_free = computed
+            at_end = torch.cuda.current_stream(device).record_event()
+            loaded.buffer.is_free = at_end
             if gradients:
                 stream = self._stream(device, "out")
-                stream.wait_event(computed)
+                stream.wait_event(at_end)
                 with torch.cuda.stream(stream):
                     for parameter, home in gradients.items():
                         assert parameter.grad is not None

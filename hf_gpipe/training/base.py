@@ -117,7 +117,7 @@ def pipeline_of(
             f"neftune_noise_alpha={args.neftune_noise_alpha!r}: {pipe.adapter.config.model_type} has an encoder, and "
             "the noise is supported for decoder-only models; leave it out"
         )
-    for stage in pipe.models.values():
+    for stage in pipe.weights.every_model:
         stage.add_noise(args.neftune_noise_alpha)
     if args.generation_config is not None:
         pipe.adapter.reference.generation_config = generation_config_of(args.generation_config)

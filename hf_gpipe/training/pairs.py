@@ -133,7 +133,7 @@ class PairTrainer(PipelineTrainer, ABC):
             raise UserError(f"{pipe.adapter.config.model_type} is an encoder-decoder; give a decoder-only model")
         self._check_pipeline(pipe)
         if args.disable_dropout:
-            for stage in pipe.models.values():
+            for stage in pipe.weights.every_model:
                 for module in stage.model.modules():
                     if isinstance(module, nn.Dropout):
                         module.p = 0.0
