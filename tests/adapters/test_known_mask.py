@@ -37,7 +37,7 @@ class Questions(TorchDispatchMode):
 )
 def test_a_forward_reads_no_value(family: str, kind: str) -> None:
     model = exact_clone(default_config(family), torch.float32)
-    batch = padded_batch(model)
+    batch = padded_batch(model, with_images=False)
     if kind not in ("padded", "packed"):
         batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
     if kind == "without a mask":

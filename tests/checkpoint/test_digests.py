@@ -442,7 +442,11 @@ def test_rotation_spares_what_was_just_saved_beside_a_damaged_newer_one(out: Pat
         (f"{FOLDER}/{STATE_FILE}", "[" * 5000, "more than 64 levels"),
         (f"{FOLDER}/{STATE_FILE}", '{"format": 1, "progress": 3}', "damaged: 'optimizer' is missing"),
         ("trainer_state.json", '{"log_history": ' + "[" * 900 + "]" * 900 + "}", "more than 64 levels"),
-        ("model.safetensors.index.json", '{"weight_map": {"a": "/etc/passwd"}}', "the index names '/etc/passwd'"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": "/etc/passwd"}}',
+            "names '/etc/passwd', which is not a file",
+        ),
         ("model.safetensors.index.json", '{"weight_map": ' + "9" * 5000 + "}", "a whole number of 5000 digits"),
         ("trainer_state.json", '{"global_step": 6, "log_history": [{"loss": 1}]}', r"'step' is missing in log_history"),
         (
