@@ -207,7 +207,6 @@ def test_adapters_and_quantised_weights_that_cannot_be_divided_are_errors() -> N
         (peft.LoraConfig(target_modules=linear, trainable_token_indices=[3]), "has trainable_token_indices"),
         (peft.LoraConfig(target_modules=linear, target_parameters=["mlp.experts.down_proj"]), "target_parameters"),
         (peft.LoHaConfig(target_modules=linear), "peft_config has peft_type LOHA"),
-        (peft.AdaLoraConfig(target_modules=linear, total_step=9), "peft_config has peft_type ADALORA"),
     ):
         adapter = adapter_of(config)
         resolve_peft(adapter, "default", given)

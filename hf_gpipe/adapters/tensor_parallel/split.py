@@ -104,6 +104,8 @@ class Division:
             blocks: names of all blocks.
         """
         parts: dict[nn.Parameter, Any] = {}
+        #: Tied parameters have several names, and one sum.
+        summed: set[nn.Parameter] = set()
         in_blocks = tuple(f"{block}." for block in blocks)
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             own = ties.get(name, name)
@@ -115,7 +117,8 @@ class Division:
                 parts[parameter] = part if is_4bit(part) else nn.Parameter(part, parameter.requires_grad)
             # Of what is whole in a block, a rank has the gradient of its own positions.
             is_of_rows = self.ranks.divides_rows and own not in self.plan.cuts and name.startswith(in_blocks)
-            if (own in self.plan.shared or is_of_rows) and not is_4bit(parts[parameter]):
+            if (own in self.plan.shared or is_of_rows) and not is_4bit(parts[parameter]) and parameter not in summed:
+                summed.add(parameter)
                 self._sum_gradient(own, parts[parameter])
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             parent, _, leaf = name.rpartition(".")
@@ -355,7 +358,8 @@ class _Block(_Divided):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         region, run = self._region, super().forward  # type: ignore[misc]
         region.reset()
-        if not (region.ranks.divides_rows and self.training):
+        # The gradients of norms are summed whenever there are any.
+        if not (region.ranks.divides_rows and (self.training or torch.is_grad_enabled())):
             return run(*args, **kwargs)
         with region.dividing(args[0] if args else kwargs[_HIDDEN]) as part:
             args, kwargs = _with_hidden(lambda _: part, args, kwargs)
