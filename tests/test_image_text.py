@@ -64,7 +64,7 @@ def test_a_frozen_tower_runs_once(monkeypatch: pytest.MonkeyPatch, frozen: int, 
         assert pipe.stages[0].trainable_outputs == {"images": frozen == 1}
 
 
-def test_rows_by_length_and_replicas() -> None:
+def test_rows_by_length() -> None:
     """Rows in another order keep their images."""
     model = clone("qwen2_vl")
     batch = batch_of(model)

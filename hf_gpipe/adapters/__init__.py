@@ -15,7 +15,7 @@ from hf_gpipe.adapters.classifiers import Classifier, check_classifier, is_class
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.embedders import Embedder, is_embedder
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
-from hf_gpipe.adapters.families import EXACT, LATER, REFUSED, VERIFIED_VERSIONS
+from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_LATER, VERIFIED_VERSIONS
 from hf_gpipe.adapters.image_text import FORMS, UNREAD, ImageText
 from hf_gpipe.adapters.quantised import Quantisation, find_quantisation, quantised_layers
 from hf_gpipe.adapters.stage_model import StageModel
@@ -103,7 +103,7 @@ def build_adapter(
         autocast=autocast,
         quantisation=quantisation,
     )
-    adapter.why_not_other = UNREAD.get(config.model_type, "")
+    adapter.why_no_images = UNREAD.get(config.model_type, "")
     return adapter
 
 
@@ -121,7 +121,8 @@ def is_known_exact(adapter: Adapter) -> bool:
     if not isinstance(adapter, TextAdapter):
         return True
     is_own_code = type(adapter.reference).__module__.startswith("transformers.")
-    verified = VERIFIED_VERSIONS[adapter.given_config.model_type in LATER :]
+    is_later = adapter.given_config.model_type in VERIFIED_LATER
+    verified = VERIFIED_VERSIONS[1:] if is_later else VERIFIED_VERSIONS
     is_verified = ".".join(transformers.__version__.split(".")[:2]) in verified
     config = adapter.given_config
     return is_own_code and is_verified and is_listed(config) and not unlike_default(config)

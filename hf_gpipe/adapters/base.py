@@ -55,11 +55,11 @@ class Stage(Protocol):
 
 
 @dataclass(frozen=True)
-class Beside:
-    """The entries that a row has beside its tokens, such as images.
+class RowImages:
+    """The images of a row of tokens, without their values.
 
     Attributes:
-        places: the columns of the tokens that stand for it.
+        places: the columns of the tokens that stand for them.
         entries: of this row's share of each entry of the mini-batch the entry's name, the shape, and the name of the
             type; of whole numbers, by which shapes may follow, also the values.
     """
@@ -108,9 +108,9 @@ class Adapter(ABC):
     #: Keys of a mini-batch that have a value for each token of the target, where that is another text.
     target_keys: tuple[str, ...] = ()
     #: Keys of a mini-batch with what rows of tokens have beside them, such as images.
-    other_keys: tuple[str, ...] = ()
+    image_keys: tuple[str, ...] = ()
     #: Why a model that reads images takes text alone; empty: it does not, or reads them.
-    why_not_other = ""
+    why_no_images = ""
     #: Whether the model classifies or scores rows: its logits are (B, C), those of one token of each row.
     is_classifier = False
     #: PEFT's name of the task, of which its adapters train the head too; None: they do not.
@@ -249,12 +249,12 @@ class Adapter(ABC):
         """
         return {}
 
-    def beside(self, batch: Tensors) -> Beside | None:
-        """Of the row of a mini-batch that has the most beside its tokens, what it has; None: no row has anything."""
+    def row_images(self, batch: Tensors) -> RowImages | None:
+        """The images of the row of a mini-batch that has the most of them; None: no row has any."""
         return None
 
-    def with_beside(self, inputs: Tensors, beside: Beside) -> Tensors:
-        """A mini-batch of text each of whose rows has this beside it, for the planner."""
+    def with_row_images(self, inputs: Tensors, images: RowImages) -> Tensors:
+        """A mini-batch of text, in each of whose rows there are these images now, for the planner."""
         raise NotImplementedError(f"{type(self.reference).__name__} reads tokens alone")
 
     def as_rows(self, batch: Tensors) -> Tensors:

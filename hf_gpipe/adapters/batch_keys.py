@@ -44,8 +44,8 @@ def check_keys(
     batch: Mapping[str, torch.Tensor],
     model: PreTrainedModel,
     target_keys: Collection[str] = (),
-    other_keys: Collection[str] = (),
-    why_not_other: str = "",
+    image_keys: Collection[str] = (),
+    why_no_images: str = "",
 ) -> None:
     """Raise DataError for a key of a mini-batch that the stages cannot compute with, or a mask of a wrong shape.
 
@@ -53,16 +53,16 @@ def check_keys(
         batch: the mini-batch.
         model: the model; only its forward's signature is read.
         target_keys: of the model's adapter; where there are any, the model has an encoder.
-        other_keys: of the model's adapter, with what is not text.
-        why_not_other: why it has none.
+        image_keys: of the model's adapter, with what is not text.
+        why_no_images: why it has none.
     """
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    known = {"input_ids", "attention_mask", *_OWN, *target_keys, *other_keys}
+    known = {"input_ids", "attention_mask", *_OWN, *target_keys, *image_keys}
     for name in batch:
-        if name.startswith(_NOT_TEXT) and name not in other_keys:
-            takes = f"takes token ids and {', '.join(other_keys)}" if other_keys else "takes token ids only"
-            why = f" ({why_not_other})" if why_not_other else ""
+        if name.startswith(_NOT_TEXT) and name not in image_keys:
+            takes = f"takes token ids and {', '.join(image_keys)}" if image_keys else "takes token ids only"
+            why = f" ({why_no_images})" if why_no_images else ""
             raise DataError(f"the batch has {name!r}; a pipeline of {type(model).__name__} {takes}{why}")
         if reason := _SET_BY_PIPELINE.get(name):
             raise DataError(f"the batch has {name!r}, which is not supported: {reason}; leave it out")

@@ -11,7 +11,7 @@ from __future__ import annotations
 VERIFIED_VERSIONS = ("5.17", "5.23")
 
 #: Families of EXACT that were not verified on the first of these versions, on which they have another forward.
-LATER = frozenset({"smolvlm", "vipllava"})
+VERIFIED_LATER = frozenset({"smolvlm", "vipllava"})
 
 #: Values of `model_type` in the configurations.
 EXACT = frozenset(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from hf_gpipe.adapters.base import IGNORED_LABEL, Beside, Inputs, Stage, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, RowImages, Stage, Tensors
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.image_entries import ImageEntries, ImagesInOrder, ImagesOfGrids, ImagesOfRows
 from hf_gpipe.adapters.layers import Layer
@@ -49,7 +49,7 @@ class ImageText(DecoderOnly):
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.images = FORMS[config.model_type]
-        self.other_keys = self.images.names
+        self.image_keys = self.images.names
         first = self.layers[0]
         if not first.idle:
             raise UnsupportedModelError(f"{config.model_type}: no module is read for images alone")
@@ -81,14 +81,14 @@ class ImageText(DecoderOnly):
             return {}
         return _lengths(self.config, batch)
 
-    def beside(self, batch: Tensors) -> Beside | None:
-        return beside_of(self.config, batch) if self.reads(batch) else None
+    def row_images(self, batch: Tensors) -> RowImages | None:
+        return images_of_row(self.config, batch) if self.reads(batch) else None
 
-    def with_beside(self, inputs: Tensors, beside: Beside) -> Tensors:
+    def with_row_images(self, inputs: Tensors, images: RowImages) -> Tensors:
         ids = inputs["input_ids"].clone()
-        ids[:, beside.places] = self.image_token
+        ids[:, images.places] = self.image_token
         with_images = {**inputs, "input_ids": ids}
-        for name, shape, named, values in beside.entries:
+        for name, shape, named, values in images.entries:
             dtype = getattr(torch, named)
             share = torch.ones(shape, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype).view(shape)
             with_images[name] = share.repeat(len(ids), *[1] * (len(shape) - 1))
@@ -196,7 +196,7 @@ def _lengths(config: PreTrainedConfig, batch: Tensors) -> dict[str, torch.Tensor
     return FORMS[config.model_type].lengths(batch, (batch["input_ids"] == config.image_token_id).sum(dim=1))
 
 
-def beside_of(config: PreTrainedConfig, batch: Tensors) -> Beside:
+def images_of_row(config: PreTrainedConfig, batch: Tensors) -> RowImages:
     """As of `Adapter.beside`, for a mini-batch with images and a model of this configuration."""
     is_image, lengths = batch["input_ids"] == config.image_token_id, _lengths(config, batch)
     row = int(is_image.sum(dim=1).argmax())
@@ -208,7 +208,7 @@ def beside_of(config: PreTrainedConfig, batch: Tensors) -> Beside:
     entries = tuple(
         (name, tuple(t.shape), str(t.dtype).removeprefix("torch."), _whole_numbers(t)) for name, t in shares.items()
     )
-    return Beside(tuple(is_image[row].nonzero().flatten().tolist()), entries)
+    return RowImages(tuple(is_image[row].nonzero().flatten().tolist()), entries)
 
 
 def _whole_numbers(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -178,7 +178,7 @@ class TextAdapter(Adapter):
     def check_keys(self, batch: Tensors) -> None:
         if missing := [name for name in ("input_ids", "labels") if name not in batch]:
             raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
-        check_keys(batch, self.reference, self.target_keys, self.other_keys, self.why_not_other)
+        check_keys(batch, self.reference, self.target_keys, self.image_keys, self.why_no_images)
         if (shifted := batch.get("shift_labels")) is None:
             return
         if self.labels_rows or self.target_keys:

@@ -258,9 +258,9 @@ class LayerTracer:
         return next(i for i, layer in enumerate(adapter.layers) if layer.name == stack.blocks[1])
 
     def _trace(self, index: int, workload: Workload, *, recompute_blocks: bool = False) -> Trace:
-        if index and workload.beside is not None:
+        if index and workload.row_images is not None:
             # Of images the first layer makes states of tokens, and the others cost what those of text do.
-            workload = replace(workload, beside=None)
+            workload = replace(workload, row_images=None)
         return self._of_stage(index, index + 1, recompute_blocks, workload, StageTracer.trace)
 
     def _of_stage(

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.base import IGNORED_LABEL, Beside, Tensors
+from hf_gpipe.adapters.base import IGNORED_LABEL, RowImages, Tensors
 from hf_gpipe.adapters.documents import attends_by_document
 from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.adapters.observations import Shapes
@@ -47,7 +47,7 @@ def sent_share(boundary_dtype: str | None, dtype: str) -> float:
 
 
 # The adapters know nothing of processes.
-sendable(Beside)
+sendable(RowImages)
 
 
 def largest_micro_batch(num_rows: int, num_micro_batches: int) -> int:
@@ -83,7 +83,7 @@ class Workload:
         chunk: the number of the chunk that is run, where there are several.
         entries: of a model that reads no tokens the entries of a mini-batch: name, shape of a row, and type. Each row
             then counts as one token.
-        beside: what each of its rows has beside its tokens, such as images; None: they are text alone.
+        row_images: the images that each of its rows has; None: they are text alone.
 
     Raises:
         UserError: a size below 1.
@@ -100,7 +100,7 @@ class Workload:
     taper: float = 0.0
     chunk: int = 0
     entries: tuple[tuple[str, tuple[int, ...], str], ...] = ()
-    beside: Beside | None = None
+    row_images: RowImages | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "source_tokens", "target_tokens"):
@@ -175,11 +175,11 @@ class Workload:
             sources = [len(document["input_ids"]) for document in documents]
             targets = [len(document["labels"]) for document in documents] if target_keys else sources
             return cls.packed(len(documents), _mean_and_most(sources), _mean_and_most(targets))
-        beside = None if adapter is None else adapter.beside(on_cpu)
+        images = None if adapter is None else adapter.row_images(on_cpu)
         num_rows, source = batch["input_ids"].shape
         mask = batch.get("attention_mask")
         rows, has_padding = largest_micro_batch(num_rows, num_micro_batches), mask is not None and not bool(mask.all())
-        return cls(rows, source, on_cpu["labels"].shape[-1], has_padding, beside=beside)
+        return cls(rows, source, on_cpu["labels"].shape[-1], has_padding, row_images=images)
 
     @classmethod
     def of_entries(cls, batch: Tensors) -> Workload:
@@ -250,7 +250,7 @@ class Workload:
                 if not adapter.config.is_encoder_decoder and not adapter.labels_rows:
                     labels[-1, -1] = IGNORED_LABEL
             inputs["attention_mask"] = mask
-        return adapter.prepare(inputs if self.beside is None else adapter.with_beside(inputs, self.beside))
+        return adapter.prepare(inputs if self.row_images is None else adapter.with_row_images(inputs, self.row_images))
 
 
 def _mean_and_most(lengths: Sequence[int]) -> tuple[int, int]:

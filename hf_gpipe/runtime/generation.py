@@ -368,7 +368,7 @@ class Generator:
         if not isinstance(arguments.get("input_ids"), torch.Tensor):
             given = ", ".join(sorted(arguments)) or "nothing"
             raise UserError(f"generate() needs input_ids, a tensor of (B, T); it was given {given}")
-        if found := sorted(arguments.keys() & set(self._adapter.other_keys)):
+        if found := sorted(arguments.keys() & set(self._adapter.image_keys)):
             raise UserError(f"generate({found[0]}): a pipeline generates from text alone; save the model for others")
         known = {
             *inspect.signature(GenerationMixin.generate).parameters,

@@ -311,7 +311,7 @@ def make_micro_batches(
 
 def _check_whole(adapter: Adapter, batch: Batch, *, packing: bool, is_cut: bool) -> None:
     """Raise UserError where rows with images would be packed, or cut into chunks."""
-    if (packing or is_cut) and (found := sorted(batch.keys() & set(adapter.other_keys))):
+    if (packing or is_cut) and (found := sorted(batch.keys() & set(adapter.image_keys))):
         option = "packing" if packing else "sequence_chunks"
         raise UserError(
             f"the batch has {found[0]!r}, and {option} is for rows of text alone, whose tokens can be moved apart from "

@@ -20,7 +20,7 @@ from hf_gpipe.adapters.chain import as_image_classifier
 from hf_gpipe.adapters.classifiers import ONE_CLASS, as_classifier, change
 from hf_gpipe.adapters.embedders import as_embedder
 from hf_gpipe.adapters.guards import check_sizes
-from hf_gpipe.adapters.image_text import FORMS, UNREAD, beside_of
+from hf_gpipe.adapters.image_text import FORMS, UNREAD, images_of_row
 from hf_gpipe.adapters.peft import need_peft
 from hf_gpipe.adapters.quantised import need_bitsandbytes
 from hf_gpipe.adapters.token_classifiers import as_token_classifier
@@ -173,13 +173,13 @@ def _workload_with_images(recipe: Recipe, config: PreTrainedConfig) -> Workload:
             f"data.kind is image_text, and images of the family {config.model_type} are not read: {reason}; choose "
             f"another, such as {', '.join(sorted(FORMS)[:4])}"
         )
-    beside = beside_of(config, blank_row(image_text_processor_of(recipe), data.images_per_row))
-    if (most := beside.places[-1] + 1) > data.max_length:
+    images = images_of_row(config, blank_row(image_text_processor_of(recipe), data.images_per_row))
+    if (most := images.places[-1] + 1) > data.max_length:
         raise RecipeError(
             f"data.max_length is {data.max_length}, and data.images_per_row {data.images_per_row} take {most} tokens; "
             "raise max_length"
         )
-    return replace(Workload.of_recipe(recipe, 1, is_encoder_decoder=False), beside=beside)
+    return replace(Workload.of_recipe(recipe, 1, is_encoder_decoder=False), row_images=images)
 
 
 def workload_of(recipe: Recipe, config: PreTrainedConfig) -> Workload:
