@@ -20,7 +20,7 @@ from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, ScheduleError, UnsupportedModelError, UserError
 from hf_gpipe.model.exactness import Batch, Step, exact_clone, plain_step
 from hf_gpipe.runtime.chunks import borders_of
-from hf_gpipe.schedule import IN_TURN, SCHEDULES, V_SHAPED, Schedule, build, check_table, placement_for, simulate
+from hf_gpipe.schedule import DEALT, IN_TURN, SCHEDULES, V_SHAPED, Schedule, build, check_table, placement_for, simulate
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.simulate import Costs
 from scripts.families import default_config
@@ -171,7 +171,7 @@ def test_the_auxiliary_loss_of_experts_is_that_of_whole_rows(
     length=st.integers(1, 13),
     taper=st.sampled_from([0.0, 0.0, 0.7, 3.0, 50.0]),
     padding=st.sampled_from(["right", "left", "none"]),
-    schedule=st.sampled_from([name for name in SCHEDULES if name not in ("forward_only", *VOCABULARY)]),
+    schedule=st.sampled_from([name for name in SCHEDULES if name not in ("forward_only", *VOCABULARY, *DEALT)]),
     recompute=st.sampled_from(["none", "stage", "block"]),
     tied=st.booleans(),
 )
@@ -363,7 +363,7 @@ def test_evaluation_and_generation_take_whole_rows() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(sorted(set(SCHEDULES) - {*PLACED, *VOCABULARY})),
+    name=st.sampled_from(sorted(set(SCHEDULES) - {*PLACED, *VOCABULARY, *DEALT})),
     num_stages=st.integers(1, 4),
     num_rows=st.integers(1, 4),
     chunks=st.integers(1, 5),
