@@ -46,7 +46,7 @@ from hf_gpipe.commands.launch import main as launch
 from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.runtime.job import ENDING, WORK_VARIABLE, Job, read_note
 from hf_gpipe.train import main as train
-from scripts import chaos
+from scripts import chaos, forked, tiny_run
 from scripts.emulated_hosts import Hosts, why_not
 
 STEPS, SAVED, EVALUATED, MET = 60, 10, 15, 22
@@ -191,7 +191,7 @@ class Trial:
 
     Args:
         folder: a new one, for what the run leaves.
-        recipe: from `chaos.prepare`.
+        recipe: from `tiny_run.prepare`.
     """
 
     def __init__(self, folder: Path, recipe: Path) -> None:
@@ -220,9 +220,9 @@ class Trial:
 
             def beside_it(number: int = number, first: Callable[[], int] = on_the_machine) -> int:
                 hosts.enter(number)
-                return chaos.Forked(first).wait(3600.0) or 0
+                return forked.Forked(first).wait(3600.0) or 0
 
-            hosts.note(number, chaos.Forked(beside_it, self.folder / name))
+            hosts.note(number, forked.Forked(beside_it, self.folder / name))
 
     def _start_with_clock(self, hosts: Hosts, number: int, clock: str) -> None:
         environment = {"FAKETIME": clock, "LD_PRELOAD": str(faketime())}
@@ -312,10 +312,10 @@ def fork_ahead(phase: str) -> None:
         linger(phase)
         return train(json.loads(environment["ARGUMENTS"]))
 
-    process = chaos.Forked(wait_and_work)
+    process = forked.Forked(wait_and_work)
     os.close(read)
 
-    def started(handler: SubprocessHandler, args: Sequence[str], environment: dict[str, str]) -> chaos.Forked:
+    def started(handler: SubprocessHandler, args: Sequence[str], environment: dict[str, str]) -> forked.Forked:
         arguments = list(args[args.index("hf_gpipe.train") + 1 :])
         os.write(write, json.dumps({**environment, "ARGUMENTS": json.dumps(arguments)}).encode() + b"\n")
         return process
@@ -421,14 +421,14 @@ def undisturbed(folder: Path) -> tuple[dict[str, torch.Tensor], Path]:
     """The weights that a run without a fault ends with, and its recipe."""
     recipe = folder / "recipe.yaml"
     if not recipe.exists():
-        text = chaos.prepare(folder).read_text().replace("num_stages: 3", "num_stages: 2")
+        text = tiny_run.prepare(folder).read_text().replace("num_stages: 3", "num_stages: 2")
         text = text.replace("max_steps: 6", f"max_steps: {STEPS}")
-        text = text.replace(f"timeout_seconds: {chaos.TIMEOUT_SECONDS}", f"timeout_seconds: {TIMEOUT_SECONDS}")
+        text = text.replace(f"timeout_seconds: {tiny_run.TIMEOUT_SECONDS}", f"timeout_seconds: {TIMEOUT_SECONDS}")
         recipe.write_text(text.replace("save_steps: 2, eval_steps: 3", f"save_steps: {SAVED}, eval_steps: {EVALUATED}"))
     words = [str(recipe), f"training.output_dir={folder / 'undisturbed'}", "pipeline.num_processes=1"]
-    if chaos.Forked(lambda: train(words), folder / "undisturbed").wait() != 0:
+    if forked.Forked(lambda: train(words), folder / "undisturbed").wait() != 0:
         raise RuntimeError((folder / "undisturbed.err").read_text())
-    return chaos.weights(folder / "undisturbed"), recipe
+    return tiny_run.weights(folder / "undisturbed"), recipe
 
 
 def note_result(

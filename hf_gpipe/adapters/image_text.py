@@ -197,7 +197,7 @@ def _lengths(config: PreTrainedConfig, batch: Tensors) -> dict[str, torch.Tensor
 
 
 def images_of_row(config: PreTrainedConfig, batch: Tensors) -> RowImages:
-    """As of `Adapter.beside`, for a mini-batch with images and a model of this configuration."""
+    """As of `Adapter.row_images`, for a mini-batch with images and a model of this configuration."""
     is_image, lengths = batch["input_ids"] == config.image_token_id, _lengths(config, batch)
     row = int(is_image.sum(dim=1).argmax())
     shares = {
