@@ -15,16 +15,16 @@ from hf_gpipe.recipe.fields import (
     EvaluationSection,
     LoraSection,
     ModelSection,
-    PreferencesSection,
     Recipe,
     TokenizerSection,
-    TrainingSection,
     may_change,
 )
 from hf_gpipe.recipe.help import recipe_help, section_help
+from hf_gpipe.recipe.losses import PreferencesSection
 from hf_gpipe.recipe.pipeline import AUTO, DecidedConfig, PipelineConfig, RecomputeChoice
 from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
+from hf_gpipe.recipe.training import TrainingSection
 
 __all__ = [
     "AUTO",

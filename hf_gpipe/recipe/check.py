@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe.data import LABELLED, PAIRED_KINDS, ROW_LENGTH_KINDS, DataSection
-from hf_gpipe.recipe.fields import (
-    DistillationSection,
-    LoraSection,
-    ModelSection,
-    Recipe,
-    TrainingSection,
-    all_keys,
-    unused_by_loss,
-)
+from hf_gpipe.recipe.fields import LoraSection, ModelSection, Recipe, all_keys
+from hf_gpipe.recipe.losses import DistillationSection, unused_by_loss
 from hf_gpipe.recipe.pipeline import PipelineConfig
 from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.strict_yaml import Locations
+from hf_gpipe.recipe.training import TrainingSection
 from hf_gpipe.recipe.transformer import with_transformer
 from hf_gpipe.recipe.words import show
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES

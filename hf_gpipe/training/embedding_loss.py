@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.embedders import is_causal
 from hf_gpipe.errors import UserError, check_number, nearest
-from hf_gpipe.recipe.fields import EmbeddingLossType, Pooling
+from hf_gpipe.recipe.losses import EmbeddingLossType, Pooling
 from hf_gpipe.runtime.loss import LossInputs, Reads
 from hf_gpipe.training.preference_loss import PairLoss
 

@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 
 from hf_gpipe.errors import DataError, UserError, check_number, nearest
-from hf_gpipe.recipe.fields import KTOType
+from hf_gpipe.recipe.losses import KTOType
 from hf_gpipe.runtime.loss import LogProbs, LossInputs, Reads
 from hf_gpipe.training.preference_loss import NotingLoss
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import UserError, check_number, nearest
-from hf_gpipe.recipe.fields import LOSS_TYPES, LOSSES_THAT_READ, WITHOUT_REFERENCE, unused_by_loss
+from hf_gpipe.recipe.losses import LOSS_TYPES, LOSSES_THAT_READ, WITHOUT_REFERENCE, unused_by_loss
 from hf_gpipe.runtime.loss import Loss, LossInputs, Reads, TokenLoss
 
 METRICS = (

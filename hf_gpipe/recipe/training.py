@@ -1,0 +1,174 @@
+"""The section `training` of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hf_gpipe.recipe.data import OF_TEXT
+from hf_gpipe.recipe.section import (
+    MAY_CHANGE,
+    Count,
+    CountOrZero,
+    Fraction,
+    NotNegative,
+    Positive,
+    Text,
+    section,
+)
+
+
+@section()
+class TrainingSection:
+    """Optimization, logging and checkpoints; names have their meaning in transformers.TrainingArguments."""
+
+    output_dir: Annotated[Text, MAY_CHANGE]
+    """Directory for the trained model, checkpoints, metrics and the resolved recipe."""
+
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Seed of the initial weights, of dropout and of the order of examples; independent of the number of stages."""
+
+    max_steps: Annotated[Count | None, MAY_CHANGE] = None
+    """Number of optimizer steps; null: `num_train_epochs` decides."""
+
+    num_train_epochs: Annotated[Positive, MAY_CHANGE] = 3.0
+    """Number of passes over the training split, if `max_steps` is null."""
+
+    batch_size: Count = 32
+    """Examples per mini-batch, in training and in evaluation during it."""
+
+    batch_tokens: Count | None = None
+    """Approximate number of target tokens per training mini-batch, instead of `batch_size`; null: use `batch_size`."""
+
+    gradient_accumulation_steps: Count = 1
+    """Number of mini-batches whose gradients are accumulated before an update."""
+
+    length_bucketing: Annotated[bool, OF_TEXT] = True
+    """Whether examples of similar length share a mini-batch, and within it a micro-batch, which saves padding."""
+
+    packing: bool = False
+    """Whether the rows of a training mini-batch are packed: each micro-batch is one row of whole examples without
+    padding, which do not see each other. Mini-batches, loss and gradients stay those of the rows. Models that cannot
+    keep examples apart are not supported."""
+
+    learning_rate: NotNegative = 5e-5
+    """Peak learning rate."""
+
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = "linear"
+    """Schedule of the learning rate after the warm-up. warmup_stable_decay: constant, and at the end it falls over
+    `decay_steps`."""
+
+    decay_steps: Annotated[CountOrZero, MAY_CHANGE] = 0
+    """With warmup_stable_decay: number of optimizer steps at the end over which the learning rate falls to 0, by a
+    cosine."""
+
+    warmup_steps: NotNegative = 0.0
+    """Number of optimizer steps over which the learning rate rises from 0; a value below 1 is a share of all steps."""
+
+    optim: Literal["adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop"] = "adamw_torch_fused"
+    """The optimizer."""
+
+    weight_decay: NotNegative = 0.0
+    """Weight decay of all parameters except biases and norms; AdamW and Adafactor decouple it from the gradient."""
+
+    adam_beta1: Fraction = 0.9
+    """Decay of Adam's first moment."""
+
+    adam_beta2: Fraction = 0.999
+    """Decay of Adam's second moment."""
+
+    adam_epsilon: NotNegative = 1e-8
+    """Epsilon in the denominator of Adam's update."""
+
+    bf16: bool = False
+    """Whether forwards run under autocast in bfloat16; weights and gradients keep `model.dtype`."""
+
+    fp16: bool = False
+    """Whether forwards run under autocast in float16, with one loss scale for all stages; needs float32 weights."""
+
+    fp32_master_weights: bool = False
+    """Whether the optimizer updates float32 copies of bfloat16 or float16 weights."""
+
+    offload_optimizer: Annotated[bool, MAY_CHANGE] = False
+    """Whether the optimizer's state is in CPU memory, where copies of the weights are updated: for GPUs that have too
+    little for it. A step then waits for the host, and for gradients and weights on their way."""
+
+    on_nonfinite_loss: Annotated[Literal["ignore", "skip", "stop"], MAY_CHANGE] = "ignore"
+    """Action if a step's loss or gradient is inf or NaN. ignore: update anyway, as transformers' Trainer does; skip: no
+    update, on all stages; stop: fail."""
+
+    max_grad_norm: NotNegative = 1.0
+    """Maximum norm of the gradient over all stages; a larger gradient is scaled down to it; 0: no clipping."""
+
+    label_smoothing_factor: Fraction = 0.0
+    """Share of the target's probability that is spread over the whole vocabulary."""
+
+    logit_clipping: Positive | None = None
+    """Magnitude to which logits are clipped in the training loss, but not in evaluation or in the saved model; null: no
+    clipping."""
+
+    logging_steps: Annotated[Count, MAY_CHANGE] = 10
+    """Number of optimizer steps between two lines of metrics."""
+
+    timeline_steps: Annotated[Count | None, MAY_CHANGE] = 10
+    """With several processes, number of optimizer steps between two that are timed to log their idle share (`bubble`);
+    null: none is timed."""
+
+    slow_machine_steps: Annotated[Count | None, MAY_CHANGE] = 100
+    """On several machines, the number of optimizer steps between two comparisons of how long each of them computes, so
+    that a slow one is named; ten of these steps are timed. null: none is compared."""
+
+    report_to: Annotated[list[Text], MAY_CHANGE] = field(default_factory=list)
+    """Services that get the metrics besides the console and metrics.jsonl, such as [tensorboard], [wandb] or [mlflow],
+    by transformers' names."""
+
+    run_name: Annotated[Text | None, MAY_CHANGE] = None
+    """Name of the run in these services; null: theirs."""
+
+    push_to_hub: Annotated[bool, MAY_CHANGE] = False
+    """Whether the trained model, and each checkpoint's, is uploaded to the Hugging Face Hub."""
+
+    hub_model_id: Annotated[Text | None, MAY_CHANGE] = None
+    """Repository of the upload, such as me/model, which is made if it does not exist; null: named like `output_dir`."""
+
+    hub_private_repo: Annotated[bool | None, MAY_CHANGE] = None
+    """Whether a repository that is made is private; null: the account's default."""
+
+    eval_steps: Annotated[Count | None, MAY_CHANGE] = None
+    """Number of optimizer steps between two evaluations of the validation loss; null: none during training."""
+
+    save_steps: Annotated[Count | None, MAY_CHANGE] = 500
+    """Number of optimizer steps between two checkpoints; null: none during training."""
+
+    memory_save_steps: Annotated[Count | None, MAY_CHANGE] = None
+    """Number of optimizer steps between two checkpoints that the machines keep in their memory (/dev/shm), for a start
+    after a fault: each has the files of its own stages, and those of the machine before it. null: none."""
+
+    save_total_limit: Annotated[Count | None, MAY_CHANGE] = 2
+    """Number of checkpoints to keep, the newest ones; null: all."""
+
+    load_best_model_at_end: Annotated[bool, MAY_CHANGE] = False
+    """Whether the trained model is that of the checkpoint with the least validation loss, not the last one; as many
+    steps must lie between two checkpoints as between two evaluations."""
+
+    save_in_background: Annotated[Literal["auto", "always", "never"], MAY_CHANGE] = "auto"
+    """Whether a checkpoint is copied to CPU memory and written while training goes on. auto: where the copies take at
+    most half of the memory that is available."""
+
+    stop_seconds: Annotated[Positive, MAY_CHANGE] = 30.0
+    """Seconds that training has after SIGTERM or SIGINT to end its step and save; after that it ends without saving."""
+
+    resume: Annotated[Literal["auto", "never"], MAY_CHANGE] = "auto"
+    """auto: resume from the last complete checkpoint in `output_dir`, if there is one; never: start from scratch and
+    delete the checkpoints in it."""
