@@ -1,4 +1,4 @@
-"""The order of the breadth-first pipeline: several stages per process, assigned in turn, and each of them runs all
+"""The breadth-first pipeline: several stages per process, assigned in turn, and each of them runs all
 micro-batches before the process turns to its next one (Lamy-Poirier, arXiv 2211.05953, section 4.1).
 
 A process turns to each of its stages twice, so weights that visit the device come and go as seldom as possible. The
@@ -10,9 +10,28 @@ from __future__ import annotations
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, ActionKind
 from hf_gpipe.schedule.placement import Placement
+from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations
 
 
-def breadth_first_orders(num_stages: int, num_micro_batches: int, placement: Placement) -> list[list[Action]]:
+def breadth_first(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """Stages assigned to the processes in turn, each of which runs all micro-batches before the process turns to its
+    next one (arXiv 2211.05953).
+
+    The pipeline fills once with stages a fraction as long, so with P processes and enough micro-batches the bubble is
+    gpipe's divided by K / P. Weights that visit their device (`hf_gpipe.schedule.visits`) come twice in a step.
+
+    K = 4, M = 2, on two processes, without recomputation:
+
+        stage 0  F0 F1 .. .. .. .. .. .. .. .. .. B0 -- B1 --
+        stage 1  .. F0 F1 .. .. .. .. .. .. B0 -- B1 -- .. ..
+        stage 2  .. .. F0 F1 .. .. B0 -- B1 -- .. .. .. .. ..
+        stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. ..
+    """
+    orders = _breadth_first_orders(num_stages, num_micro_batches, placement)
+    return merge_with_recomputations(orders, placement, fused_last(limits))
+
+
+def _breadth_first_orders(num_stages: int, num_micro_batches: int, placement: Placement) -> list[list[Action]]:
     """The forwards and backwards of each device of each process, whose stages may be anywhere.
 
     The last stage runs each micro-batch's backward right after its forward, and those of a row's chunks, the last one

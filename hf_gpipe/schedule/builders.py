@@ -1,12 +1,10 @@
-"""The schedules by name, each a small function that writes a table.
+"""The schedules by name: `build` makes and checks the table of any of them, `placement_for` says where its stages are.
 
-A builder says in which order each stage works, `with_recomputations` puts the recomputations in, and `clock.merge`
-turns this into the order of each process, which is the same thing where a process holds one stage. Where a stage has
+A builder is a small function, in `basic` or in the file of its kind of schedule. It says in which order each stage
+works, `with_recomputations` puts the recomputations in, and `clock.merge` turns this into the order of each process,
+which is the same thing where a process holds one stage. Where a stage has
 replicas, each takes its own micro-batches out of the stage's order. So D replicas of every stage are D pipelines side
 by side, each with the schedule of its own micro-batches.
-
-In the drawings a row is a stage, in its own process where nothing else is said, a column one tick (forward 1,
-recomputation 1, backward 2 ticks, the second of them "--"), and ".." is idle.
 
 Every table runs to its end if sends do not wait, and also if every send and every receive blocks its process:
 `hf_gpipe.schedule.messages` says why.
@@ -16,193 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, asynchronous
-from hf_gpipe.schedule.breadth_first import breadth_first_orders
+from hf_gpipe.schedule.basic import forward_only, gpipe, gpipe_fused, naive, one_forward_one_backward
+from hf_gpipe.schedule.breadth_first import breadth_first
 from hf_gpipe.schedule.file import TABLE_SUFFIX
-from hf_gpipe.schedule.interleaved import interleaved_orders
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, LOGITS, LOGITS_GRADIENT, RECOMPUTE, REDUCE, UPDATE
+from hf_gpipe.schedule.interleaved import interleaved_1f1b
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE, REDUCE, UPDATE
 from hf_gpipe.schedule.placement import Placement, replicas_of
-from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
+from hf_gpipe.schedule.recompute import Limits
 from hf_gpipe.schedule.round_robin import Deal, deal_of, round_robin_orders, with_updates
 from hf_gpipe.schedule.table import MOST_ACTIONS, Schedule
 from hf_gpipe.schedule.validate import check_table
-from hf_gpipe.schedule.zero_bubble import forwards_ahead, v_half, whole_backwards, zb_h1, zb_h2, zb_v
+from hf_gpipe.schedule.vocabulary import vocab_1f1b, vocab_forward_only, vocab_gpipe
+from hf_gpipe.schedule.zero_bubble import v_half, whole_backwards, zb_h1, zb_h2, zb_v
 
 Builder = Callable[[int, int, Placement, Limits], list[list[Action]]]
 """(num_stages, num_micro_batches, placement, limits of stored graphs) -> each process's actions, without G and U."""
 
 RECOMPUTE_MODES = ("stage", "none")
-_forward, _backward = partial(Action, FORWARD), partial(Action, BACKWARD)
-
-
-def naive(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
-    """One micro-batch after another, through all stages and back, without pipelining.
-
-    K = 3, M = 2, without recomputation:
-
-        stage 0  F0 .. .. .. .. .. .. B0 -- F1 .. .. .. .. .. .. B1 --
-        stage 1  .. F0 .. .. .. B0 -- .. .. .. F1 .. .. .. B1 -- .. ..
-        stage 2  .. .. F0 B0 -- .. .. .. .. .. .. F1 B1 -- .. .. .. ..
-    """
-    orders = [_one_row_after_another(s, num_micro_batches, placement) for s in range(num_stages)]
-    return merge_with_recomputations(orders, placement, limits)
-
-
-def _one_row_after_another(stage: int, num_micro_batches: int, placement: Placement) -> list[Action]:
-    """The order of a stage that runs the backwards of a micro-batch, or of a row's chunks, right after its forwards."""
-    order: list[Action] = []
-    for row in placement.rows_of(range(num_micro_batches)):
-        order += [_forward(stage, m) for m in row] + [_backward(stage, m) for m in reversed(row)]
-    return order
-
-
-def gpipe(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
-    """All forwards, then all backwards in reverse order (GPipe, arXiv 1811.06965, section 2.3 and figure 2c).
-
-    K = 3, M = 3, without recomputation and with it:
-
-        stage 0  F0 F1 F2 .. .. .. .. .. .. B2 -- B1 -- B0 --
-        stage 1  .. F0 F1 F2 .. .. .. B2 -- B1 -- B0 -- .. ..
-        stage 2  .. .. F0 F1 F2 B2 -- B1 -- B0 -- .. .. .. ..
-
-        stage 0  F0 F1 F2 R2 .. .. .. .. .. .. B2 -- R1 B1 -- R0 B0 --
-        stage 1  .. F0 F1 F2 R2 .. .. .. B2 -- R1 B1 -- R0 B0 -- .. ..
-        stage 2  .. .. F0 F1 F2 R2 B2 -- R1 B1 -- R0 B0 -- .. .. .. ..
-
-    With equal stages, free transfers and no recomputation the bubble is (K-1)/(M+K-1). Recomputation does not lengthen
-    the fill and the drain of the pipeline: a stage begins it while it waits for its first gradient (see
-    `hf_gpipe.schedule.simulate` for the formula).
-    """
-    micro_batches = range(num_micro_batches)
-    orders = [
-        [_forward(s, m) for m in micro_batches] + [_backward(s, m) for m in reversed(micro_batches)]
-        for s in range(num_stages)
-    ]
-    return merge_with_recomputations(orders, placement, limits)
-
-
-def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
-    """GPipe whose last stage runs each micro-batch's backward right after its forward.
-
-    The last stage recomputes nothing and keeps one micro-batch's logits. The other stages run all forwards first; the
-    gradients that come early wait there, and they run their backwards in the order in which the gradients arrive.
-
-    K = 3, M = 3, with recomputation:
-
-        stage 0  F0 F1 F2 R0 .. .. .. B0 -- R1 B1 -- R2 B2 --
-        stage 1  .. F0 F1 F2 R0 B0 -- R1 B1 -- R2 B2 -- .. ..
-        stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- .. .. .. ..
-    """
-    last = num_stages - 1
-    micro_batches = range(num_micro_batches)
-    orders = [
-        [_forward(s, m) for m in micro_batches] + [_backward(s, m) for m in placement.backward_order(micro_batches)]
-        for s in range(last)
-    ]
-    orders.append(_one_row_after_another(last, num_micro_batches, placement))
-    return merge_with_recomputations(orders, placement, fused_last(limits))
-
-
-def one_forward_one_backward(
-    num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
-) -> list[list[Action]]:
-    """1F1B: a stage alternates one forward and one backward (PipeDream, arXiv 1806.03377), here with the flush that
-    keeps GPipe's semantics (PipeDream-Flush, arXiv 2006.09503).
-
-    Stage s starts with K-s-1 forwards, so it holds at most K-s micro-batches, however many there are. The bubble is
-    gpipe's. The last stage has its gradient at hand and recomputes nothing.
-
-    With replicas this is PipeDream's 1F1B-RR: a replica of stage s holds at most n / r micro-batches, rounded up, where
-    r is the number of the stage's replicas and n that of all replicas of stages s to K-1. It is K-s where all stages
-    have as many.
-
-    Where rows are cut into c chunks, the first backward is that of a row's last chunk, so a stage starts with c-1
-    forwards more (Seq1F1B, arXiv 2406.03488, section 3).
-
-    K = 3, M = 4, without recomputation and with it:
-
-        stage 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
-        stage 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- .. ..
-        stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. .. .. ..
-
-        stage 0  F0 F1 F2 R0 .. .. .. B0 -- F3 R1 B1 -- R2 .. B2 -- R3 B3 --
-        stage 1  .. F0 F1 R0 .. B0 -- F2 R1 B1 -- F3 R2 B2 -- R3 B3 -- .. ..
-        stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- .. F3 B3 -- .. .. .. .. ..
-    """
-    orders: list[list[Action]] = []
-    for s, workers in enumerate(placement.workers):
-        ahead = forwards_ahead(placement, s)
-        order: list[Action] = []
-        for process in workers:
-            order += _alternating(s, placement.micro_batches_of(s, process, num_micro_batches), ahead, placement)
-        orders.append(order)
-    return merge_with_recomputations(orders, placement, fused_last(limits))
-
-
-def _alternating(stage: int, own: Sequence[int], ahead: int, placement: Placement) -> list[Action]:
-    """The order of a replica with these micro-batches: so many forwards ahead, then one with each backward."""
-    order = [_forward(stage, m) for m in own[:ahead]]
-    for index, m in enumerate(placement.backward_order(own)):
-        order += [_forward(stage, later) for later in own[index + ahead : index + ahead + 1]]
-        order.append(_backward(stage, m))
-    return order
-
-
-def interleaved_1f1b(
-    num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
-) -> list[list[Action]]:
-    """1F1B with v = K/P stages per process, assigned in turn: stage s is on process s % P (Megatron-LM, Narayanan et
-    al. 2021, arXiv 2104.04473, section 2.2 and figure 4).
-
-    A micro-batch passes every process v times, each time through a v-th of its layers, so the pipeline fills and drains
-    v times as fast: with equal stages and free transfers the bubble is (P-1)/(vM+P-1) where P divides M, against
-    (P-1)/(M+P-1) in 1f1b. The price is v times the messages, and more micro-batches between forward and backward.
-
-    K must be a multiple of P. With one stage per process it is 1f1b, and also in one process with several devices. One
-    process with one device has no bubble to shorten and takes one micro-batch after another.
-    `hf_gpipe.schedule.interleaved` has the order of the others; where a process has several devices, each stage keeps
-    it and the process starts the actions in the order in which they can run.
-
-    K = 4, M = 4 on P = 2 processes, without recomputation:
-
-        stage 0  F0 F1 .. .. F2 .. .. .. F3 .. .. .. B0 -- .. B1 -- .. .. .. .. .. .. B2 -- B3 --
-        stage 1  .. F0 F1 .. .. .. .. .. .. F2 B0 -- F3 B1 -- .. .. .. .. .. .. B2 -- B3 -- .. ..
-        stage 2  .. .. F0 F1 .. .. B0 -- .. B1 -- F2 .. .. F3 .. .. .. B2 -- .. B3 -- .. .. .. ..
-        stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. .. F2 B2 -- F3 B3 -- .. .. .. .. .. ..
-    """
-    has_several_devices = len(set(placement.devices or ())) > 1
-    is_one_process = placement.replicas == (placement.num_processes,) * num_stages
-    if is_one_process and not has_several_devices:
-        return naive(num_stages, num_micro_batches, placement, fused_last(limits))
-    if is_one_process or len(placement.places) == placement.num_processes:
-        return one_forward_one_backward(num_stages, num_micro_batches, placement, limits)
-    orders = interleaved_orders(num_stages, num_micro_batches, placement)
-    if not has_several_devices:
-        return [with_recomputations(order, fused_last(limits)) for order in orders]
-    of_stages = [[action for order in orders for action in order if action.stage == s] for s in range(num_stages)]
-    return merge_with_recomputations(of_stages, placement, fused_last(limits))
-
-
-def breadth_first(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
-    """Stages assigned to the processes in turn, each of which runs all micro-batches before the process turns to its
-    next one (arXiv 2211.05953): see `hf_gpipe.schedule.breadth_first`.
-
-    The pipeline fills once with stages a fraction as long, so with P processes and enough micro-batches the bubble is
-    gpipe's divided by K / P. Weights that visit their device (`hf_gpipe.schedule.visits`) come twice in a step.
-
-    K = 4, M = 2, on two processes, without recomputation:
-
-        stage 0  F0 F1 .. .. .. .. .. .. .. .. .. B0 -- B1 --
-        stage 1  .. F0 F1 .. .. .. .. .. .. B0 -- B1 -- .. ..
-        stage 2  .. .. F0 F1 .. .. B0 -- B1 -- .. .. .. .. ..
-        stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. ..
-    """
-    orders = breadth_first_orders(num_stages, num_micro_batches, placement)
-    return merge_with_recomputations(orders, placement, fused_last(limits))
 
 
 def round_robin(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
@@ -231,92 +64,6 @@ def _deal_of_equal_stages(num_stages: int, num_micro_batches: int, placement: Pl
     count = -(-num_micro_batches // len(placement.crews)) if placement.is_dealt else num_micro_batches
     forward, recompute, backward = ([kind.ticks] * num_stages for kind in (FORWARD, RECOMPUTE, BACKWARD))
     return deal_of(forward, recompute, backward, size, count)
-
-
-def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
-    """Evaluation: forwards only, no update. `recompute` has nothing to act on.
-
-    K = 3, M = 3:
-
-        stage 0  F0 F1 F2 .. ..
-        stage 1  .. F0 F1 F2 ..
-        stage 2  .. .. F0 F1 F2
-    """
-    orders = [[_forward(s, m) for m in range(num_micro_batches)] for s in range(num_stages)]
-    return merge_with_recomputations(orders, placement, limits)
-
-
-def vocab_gpipe(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
-    """GPipe with the head divided over the stages (vocabulary parallelism, arXiv 2411.05288): `_with_divided_head`.
-
-    The backwards are in the order of the forwards: the last stage has the gradients in the order in which it has the
-    hidden states.
-
-    K = 3, M = 3, without recomputation; S takes one tick, T two:
-
-        stage 0  F0 F1 F2 S0 S1 .. T0 -- S2 T1 -- T2 -- .. .. .. .. .. B0 -- B1 -- B2 --
-        stage 1  .. F0 F1 F2 S0 S1 T0 -- S2 T1 -- T2 -- .. .. .. B0 -- B1 -- B2 -- .. ..
-        stage 2  .. .. F0 F1 F2 S0 S1 T0 -- S2 T1 -- T2 -- B0 -- B1 -- B2 -- .. .. .. ..
-    """
-    micro_batches = range(num_micro_batches)
-    orders = [[Action(kind, s, m) for kind in (FORWARD, BACKWARD) for m in micro_batches] for s in range(num_stages)]
-    return _with_divided_head(orders, num_micro_batches, placement, limits)
-
-
-def vocab_1f1b(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
-    """1F1B with the head divided over the stages (vocabulary parallelism, arXiv 2411.05288): `_with_divided_head`.
-
-    Between F and B of the last stage all stages run S, and then all run T. So a stage has two micro-batches more under
-    way than in 1f1b, however many stages there are.
-
-    K = 3, M = 4, without recomputation; S takes one tick, T two:
-
-        stage 0  F0 F1 F2 F3 S0 S1 .. T0 -- S2 T1 -- .. .. .. .. S3 T2 -- B0 -- T3 -- B1 -- .. .. B2 -- B3 --
-        stage 1  .. F0 F1 F2 F3 S0 S1 T0 -- S2 T1 -- .. .. .. B0 -- S3 T2 -- B1 -- T3 -- .. B2 -- B3 -- .. ..
-        stage 2  .. .. F0 F1 F2 .. S0 S1 T0 -- S2 T1 -- B0 -- F3 B1 -- S3 T2 -- T3 -- B2 -- B3 -- .. .. .. ..
-    """
-    orders: list[list[Action]] = []
-    for s, workers in enumerate(placement.workers):
-        ahead = forwards_ahead(placement, s) + 2
-        order: list[Action] = []
-        for process in workers:
-            order += _alternating(s, placement.micro_batches_of(s, process, num_micro_batches), ahead, placement)
-        orders.append(order)
-    return _with_divided_head(orders, num_micro_batches, placement, limits)
-
-
-def vocab_forward_only(
-    num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
-) -> list[list[Action]]:
-    """Evaluation with the head divided over the stages.
-
-    K = 3, M = 3:
-
-        stage 0  F0 F1 F2 S0 S1 S2 .. ..
-        stage 1  .. F0 F1 F2 S0 S1 S2 ..
-        stage 2  .. .. F0 F1 F2 S0 S1 S2
-    """
-    orders = [[_forward(s, m) for m in range(num_micro_batches)] for s in range(num_stages)]
-    return _with_divided_head(orders, num_micro_batches, placement, limits)
-
-
-def _with_divided_head(
-    orders: list[list[Action]], num_micro_batches: int, placement: Placement, limits: Limits
-) -> list[list[Action]]:
-    """The order of each process, from that of each stage, with S and in training T in the gaps.
-
-    A part of the head is like one more stage of the process, so `clock.merge` puts its actions where they can run. Each
-    replica runs S of one micro-batch before T of the one before it, so that it does not wait for the other stages; then
-    it has the logits of two.
-    """
-    is_training = any(action.kind.takes_gradient for action in orders[0])
-    heads: list[list[Action]] = []
-    for s, ahead in enumerate(placement.replicas):
-        heads.append([])
-        for m in range(num_micro_batches + ahead):
-            heads[-1] += [Action(LOGITS, s, m)] if m < num_micro_batches else []
-            heads[-1] += [Action(LOGITS_GRADIENT, s, m - ahead)] if is_training and m >= ahead else []
-    return merge_with_recomputations([*orders, *heads], placement, limits)
 
 
 SPLIT_SCHEDULES: dict[str, Builder] = {"zb_h1": zb_h1, "zb_h2": zb_h2, "zb_v": zb_v, "v_half": v_half}

@@ -1,4 +1,4 @@
-"""The order of interleaved 1F1B: several stages per process, assigned in turn (Megatron-LM, Narayanan et al. 2021,
+"""Interleaved 1F1B: several stages per process, assigned in turn (Megatron-LM, Narayanan et al. 2021,
 arXiv 2104.04473, section 2.2).
 
 The micro-batches go in groups. A process takes a whole group forward through its first stage, then through its second,
@@ -26,11 +26,48 @@ from collections.abc import Sequence
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.basic import naive, one_forward_one_backward
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD
 from hf_gpipe.schedule.placement import Placement
+from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
 
 
-def interleaved_orders(num_stages: int, num_micro_batches: int, placement: Placement) -> list[list[Action]]:
+def interleaved_1f1b(
+    num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
+) -> list[list[Action]]:
+    """1F1B with v = K/P stages per process, assigned in turn: stage s is on process s % P (Megatron-LM, Narayanan et
+    al. 2021, arXiv 2104.04473, section 2.2 and figure 4).
+
+    A micro-batch passes every process v times, each time through a v-th of its layers, so the pipeline fills and drains
+    v times as fast: with equal stages and free transfers the bubble is (P-1)/(vM+P-1) where P divides M, against
+    (P-1)/(M+P-1) in 1f1b. The price is v times the messages, and more micro-batches between forward and backward.
+
+    K must be a multiple of P. With one stage per process it is 1f1b, and also in one process with several devices. One
+    process with one device has no bubble to shorten and takes one micro-batch after another.
+    Where a process has several devices, each stage keeps its order, and the process starts the actions in the order in
+    which they can run.
+
+    K = 4, M = 4 on P = 2 processes, without recomputation:
+
+        stage 0  F0 F1 .. .. F2 .. .. .. F3 .. .. .. B0 -- .. B1 -- .. .. .. .. .. .. B2 -- B3 --
+        stage 1  .. F0 F1 .. .. .. .. .. .. F2 B0 -- F3 B1 -- .. .. .. .. .. .. B2 -- B3 -- .. ..
+        stage 2  .. .. F0 F1 .. .. B0 -- .. B1 -- F2 .. .. F3 .. .. .. B2 -- .. B3 -- .. .. .. ..
+        stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. .. F2 B2 -- F3 B3 -- .. .. .. .. .. ..
+    """
+    has_several_devices = len(set(placement.devices or ())) > 1
+    is_one_process = placement.replicas == (placement.num_processes,) * num_stages
+    if is_one_process and not has_several_devices:
+        return naive(num_stages, num_micro_batches, placement, fused_last(limits))
+    if is_one_process or len(placement.places) == placement.num_processes:
+        return one_forward_one_backward(num_stages, num_micro_batches, placement, limits)
+    orders = _interleaved_orders(num_stages, num_micro_batches, placement)
+    if not has_several_devices:
+        return [with_recomputations(order, fused_last(limits)) for order in orders]
+    of_stages = [[action for order in orders for action in order if action.stage == s] for s in range(num_stages)]
+    return merge_with_recomputations(of_stages, placement, fused_last(limits))
+
+
+def _interleaved_orders(num_stages: int, num_micro_batches: int, placement: Placement) -> list[list[Action]]:
     """The forwards and backwards of each process.
 
     Raises:

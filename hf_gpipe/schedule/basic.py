@@ -1,0 +1,144 @@
+"""The schedules of GPipe and of PipeDream-Flush, and forwards alone.
+
+In the drawings a row is a stage, in its own process where nothing else is said, a column one tick (forward 1,
+recomputation 1, backward 2 ticks, the second of them "--"), and ".." is idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD
+from hf_gpipe.schedule.placement import Placement
+from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations
+from hf_gpipe.schedule.zero_bubble import forwards_ahead
+
+_forward, _backward = partial(Action, FORWARD), partial(Action, BACKWARD)
+
+
+def naive(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """One micro-batch after another, through all stages and back, without pipelining.
+
+    K = 3, M = 2, without recomputation:
+
+        stage 0  F0 .. .. .. .. .. .. B0 -- F1 .. .. .. .. .. .. B1 --
+        stage 1  .. F0 .. .. .. B0 -- .. .. .. F1 .. .. .. B1 -- .. ..
+        stage 2  .. .. F0 B0 -- .. .. .. .. .. .. F1 B1 -- .. .. .. ..
+    """
+    orders = [_one_row_after_another(s, num_micro_batches, placement) for s in range(num_stages)]
+    return merge_with_recomputations(orders, placement, limits)
+
+
+def _one_row_after_another(stage: int, num_micro_batches: int, placement: Placement) -> list[Action]:
+    """The order of a stage that runs the backwards of a micro-batch, or of a row's chunks, right after its forwards."""
+    order: list[Action] = []
+    for row in placement.rows_of(range(num_micro_batches)):
+        order += [_forward(stage, m) for m in row] + [_backward(stage, m) for m in reversed(row)]
+    return order
+
+
+def gpipe(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """All forwards, then all backwards in reverse order (GPipe, arXiv 1811.06965, section 2.3 and figure 2c).
+
+    K = 3, M = 3, without recomputation and with it:
+
+        stage 0  F0 F1 F2 .. .. .. .. .. .. B2 -- B1 -- B0 --
+        stage 1  .. F0 F1 F2 .. .. .. B2 -- B1 -- B0 -- .. ..
+        stage 2  .. .. F0 F1 F2 B2 -- B1 -- B0 -- .. .. .. ..
+
+        stage 0  F0 F1 F2 R2 .. .. .. .. .. .. B2 -- R1 B1 -- R0 B0 --
+        stage 1  .. F0 F1 F2 R2 .. .. .. B2 -- R1 B1 -- R0 B0 -- .. ..
+        stage 2  .. .. F0 F1 F2 R2 B2 -- R1 B1 -- R0 B0 -- .. .. .. ..
+
+    With equal stages, free transfers and no recomputation the bubble is (K-1)/(M+K-1). Recomputation does not lengthen
+    the fill and the drain of the pipeline: a stage begins it while it waits for its first gradient (see
+    `hf_gpipe.schedule.simulate` for the formula).
+    """
+    micro_batches = range(num_micro_batches)
+    orders = [
+        [_forward(s, m) for m in micro_batches] + [_backward(s, m) for m in reversed(micro_batches)]
+        for s in range(num_stages)
+    ]
+    return merge_with_recomputations(orders, placement, limits)
+
+
+def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """GPipe whose last stage runs each micro-batch's backward right after its forward.
+
+    The last stage recomputes nothing and keeps one micro-batch's logits. The other stages run all forwards first; the
+    gradients that come early wait there, and they run their backwards in the order in which the gradients arrive.
+
+    K = 3, M = 3, with recomputation:
+
+        stage 0  F0 F1 F2 R0 .. .. .. B0 -- R1 B1 -- R2 B2 --
+        stage 1  .. F0 F1 F2 R0 B0 -- R1 B1 -- R2 B2 -- .. ..
+        stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- .. .. .. ..
+    """
+    last = num_stages - 1
+    micro_batches = range(num_micro_batches)
+    orders = [
+        [_forward(s, m) for m in micro_batches] + [_backward(s, m) for m in placement.backward_order(micro_batches)]
+        for s in range(last)
+    ]
+    orders.append(_one_row_after_another(last, num_micro_batches, placement))
+    return merge_with_recomputations(orders, placement, fused_last(limits))
+
+
+def one_forward_one_backward(
+    num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
+) -> list[list[Action]]:
+    """1F1B: a stage alternates one forward and one backward (PipeDream, arXiv 1806.03377), here with the flush that
+    keeps GPipe's semantics (PipeDream-Flush, arXiv 2006.09503).
+
+    Stage s starts with K-s-1 forwards, so it holds at most K-s micro-batches, however many there are. The bubble is
+    gpipe's. The last stage has its gradient at hand and recomputes nothing.
+
+    With replicas this is PipeDream's 1F1B-RR: a replica of stage s holds at most n / r micro-batches, rounded up, where
+    r is the number of the stage's replicas and n that of all replicas of stages s to K-1. It is K-s where all stages
+    have as many.
+
+    Where rows are cut into c chunks, the first backward is that of a row's last chunk, so a stage starts with c-1
+    forwards more (Seq1F1B, arXiv 2406.03488, section 3).
+
+    K = 3, M = 4, without recomputation and with it:
+
+        stage 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
+        stage 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- .. ..
+        stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. .. .. ..
+
+        stage 0  F0 F1 F2 R0 .. .. .. B0 -- F3 R1 B1 -- R2 .. B2 -- R3 B3 --
+        stage 1  .. F0 F1 R0 .. B0 -- F2 R1 B1 -- F3 R2 B2 -- R3 B3 -- .. ..
+        stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- .. F3 B3 -- .. .. .. .. ..
+    """
+    orders: list[list[Action]] = []
+    for s, workers in enumerate(placement.workers):
+        ahead = forwards_ahead(placement, s)
+        order: list[Action] = []
+        for process in workers:
+            order += alternating(s, placement.micro_batches_of(s, process, num_micro_batches), ahead, placement)
+        orders.append(order)
+    return merge_with_recomputations(orders, placement, fused_last(limits))
+
+
+def alternating(stage: int, own: Sequence[int], ahead: int, placement: Placement) -> list[Action]:
+    """The order of a replica with these micro-batches: so many forwards ahead, then one with each backward."""
+    order = [_forward(stage, m) for m in own[:ahead]]
+    for index, m in enumerate(placement.backward_order(own)):
+        order += [_forward(stage, later) for later in own[index + ahead : index + ahead + 1]]
+        order.append(_backward(stage, m))
+    return order
+
+
+def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+    """Evaluation: forwards only, no update. `recompute` has nothing to act on.
+
+    K = 3, M = 3:
+
+        stage 0  F0 F1 F2 .. ..
+        stage 1  .. F0 F1 F2 ..
+        stage 2  .. .. F0 F1 F2
+    """
+    orders = [[_forward(s, m) for m in range(num_micro_batches)] for s in range(num_stages)]
+    return merge_with_recomputations(orders, placement, limits)
