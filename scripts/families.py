@@ -38,7 +38,8 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model.chunks import verify_chunks
-from hf_gpipe.model.exactness import CloneError, compare, turn_randomness_off
+from hf_gpipe.model.clone import turn_randomness_off
+from hf_gpipe.model.exactness import CloneError, compare
 from hf_gpipe.model.tensor_parallel import verify_division
 from hf_gpipe.planner.layers import ModelLayers
 from hf_gpipe.runtime.chunks import check_chunks

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_gpipe.adapters.image_text import example_batch
-from hf_gpipe.model.exactness import exact_clone
+from hf_gpipe.model.clone import exact_clone
 from tests.oracle import Batch, Result
 
 FAMILIES = (

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from hf_gpipe.adapters import stubs
-from hf_gpipe.model.exactness import Step
+from hf_gpipe.model.steps import Step
 from hf_gpipe.schedule.validate import check_table
 from scripts.random_cases.draw import Case, draw, families, random_table
 from scripts.random_cases.run import REFUSED, RIGHT, WRONG, difference, run

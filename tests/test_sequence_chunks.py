@@ -18,7 +18,8 @@ from hf_gpipe.adapters import lower_right
 from hf_gpipe.adapters.lower_right import LowerRightMask
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, ScheduleError, UnsupportedModelError, UserError
-from hf_gpipe.model.exactness import Batch, Step, exact_clone, plain_step
+from hf_gpipe.model.clone import Batch, exact_clone
+from hf_gpipe.model.steps import Step, plain_step
 from hf_gpipe.runtime.chunks import borders_of
 from hf_gpipe.schedule import DEALT, IN_TURN, SCHEDULES, V_SHAPED, Schedule, build, check_table, placement_for, simulate
 from hf_gpipe.schedule.kinds import Held

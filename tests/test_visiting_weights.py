@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfi
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import ScheduleError, UserError
-from hf_gpipe.model import exactness
-from hf_gpipe.model.exactness import exact_clone
+from hf_gpipe.model import clone
+from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.planner.report import report
 from hf_gpipe.planner.saving import hosted_bytes
 from hf_gpipe.runtime import visits
@@ -108,7 +108,7 @@ def test_trained_weights_visit_too(family: str, options: dict[str, Any], tied: b
     """Their gradients are on the host after the step, and are added to if there are any."""
     model = model_of(family, tied=tied)
     model.set_attn_implementation("eager")
-    batch = exactness.padded_batch(model)
+    batch = clone.padded_batch(model)
     given = {"num_micro_batches": 3, "attn_implementation": "eager"} | options
     stays = Pipeline(copy.deepcopy(model), **given | {"num_stages": 2}, schedule="gpipe")
     comes = Pipeline(model, **{"num_stages": STAGES} | given, offload_weights="all")
@@ -123,7 +123,7 @@ def test_trained_weights_visit_too(family: str, options: dict[str, Any], tied: b
 @pytest.mark.parametrize("family", ["gpt2", "t5", "qwen3", "gemma2", "opt", "bloom", "phi3", "pegasus", "mixtral"])
 def test_other_families(family: str) -> None:
     model = model_of(family)
-    batch = exactness.padded_batch(model)
+    batch = clone.padded_batch(model)
     plain = run_pipeline(pipeline(copy.deepcopy(model), schedule="gpipe", num_stages=2), batch)
     assert_same(run_pipeline(pipeline(model, offload_weights="frozen"), batch), plain)
 
@@ -375,7 +375,7 @@ def run_dealt(cases: list[Any], schedule: dict[str, Any]) -> list[tuple[list[Res
         torch.manual_seed(0)
         peft = adapters(lora_dropout=dropout) if has_adapters else None
         pipe = Pipeline(model, peft_config=peft, attn_implementation="eager", **given)
-        found.append(steps(pipe, exactness.padded_batch(model)))
+        found.append(steps(pipe, clone.padded_batch(model)))
         assert at_home(pipe)
     return found
 

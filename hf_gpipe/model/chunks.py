@@ -7,15 +7,9 @@ from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, one_line
-from hf_gpipe.model.exactness import (
-    Batch,
-    attention_of,
-    clone_of,
-    compared_once,
-    padded_batch,
-    plain_step,
-    split_step,
-)
+from hf_gpipe.model.clone import Batch, attention_of, clone_of, padded_batch
+from hf_gpipe.model.exactness import compared_once
+from hf_gpipe.model.steps import plain_step, split_step
 
 _CHUNKS, _STAGES = 3, 2
 #: The largest difference of a clone. Parts that the library computes in float32, such as the softmax of eager

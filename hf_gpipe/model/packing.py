@@ -13,7 +13,9 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.document_positions import is_position_table
 from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.errors import UnsupportedModelError
-from hf_gpipe.model.exactness import Batch, clone_of, first_line, padded_batch, stage_models
+from hf_gpipe.model.clone import Batch, clone_of, padded_batch
+from hf_gpipe.model.exactness import first_line
+from hf_gpipe.model.steps import stage_models
 
 #: The largest difference of the logits of a float32 model with and without packing, relative to their norm.
 PACKING_TOLERANCE = 1e-4

@@ -14,7 +14,9 @@ from hf_gpipe.adapters.tensor_parallel.masks import dropout_of, masks_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError, one_line
-from hf_gpipe.model.exactness import Step, attention_of, compared_once, exact_clone, padded_batch, split_step
+from hf_gpipe.model.clone import attention_of, exact_clone, padded_batch
+from hf_gpipe.model.exactness import compared_once
+from hf_gpipe.model.steps import Step, split_step
 from hf_gpipe.runtime.emulated_ranks import emulate
 
 _STAGES = 3

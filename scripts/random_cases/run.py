@@ -20,15 +20,9 @@ from hf_gpipe.adapters.packing import documents_of
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UserError
-from hf_gpipe.model.exactness import (
-    FLOAT32_LOGITS_TOLERANCE,
-    TOLERANCES,
-    Batch,
-    Step,
-    plain_run,
-    randomise,
-    turn_randomness_off,
-)
+from hf_gpipe.model.clone import Batch, randomise, turn_randomness_off
+from hf_gpipe.model.exactness import FLOAT32_LOGITS_TOLERANCE
+from hf_gpipe.model.steps import TOLERANCES, Step, plain_run
 from hf_gpipe.runtime.micro_batch import split_rows, split_tokens
 from scripts.families import default_config
 from scripts.random_cases.draw import Case, draw, random_table

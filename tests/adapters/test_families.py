@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.families import EXACT, REFUSED
-from hf_gpipe.model.exactness import MICRO_BATCHES, Batch, Step, exact_clone, padded_batch, plain_step
+from hf_gpipe.model.clone import Batch, exact_clone, padded_batch
+from hf_gpipe.model.steps import MICRO_BATCHES, Step, plain_step
 from scripts.families import architectures, default_config
 from tests.gloo import run_gloo
 

@@ -13,7 +13,7 @@ from hf_gpipe import Pipeline, transformer_config
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.feed_forward import OUTPUT_OF, feed_forward_outputs
 from hf_gpipe.errors import UnsupportedModelError, UserError
-from hf_gpipe.model.exactness import exact_clone
+from hf_gpipe.model.clone import exact_clone
 from scripts.families import default_config
 from tests.oracle import VOCABULARY, plain_model, tiny_config
 

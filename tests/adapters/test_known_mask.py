@@ -12,7 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_recu
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters.known_mask import KnownMask
-from hf_gpipe.model.exactness import exact_clone, padded_batch
+from hf_gpipe.model.clone import exact_clone, padded_batch
 from scripts.families import default_config
 
 PADDED = torch.tensor([[1, 1, 1], [1, 1, 0]])

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_gpipe.adapters import build_adapter
-from hf_gpipe.model.exactness import exact_clone, padded_batch, stage_models
+from hf_gpipe.model.clone import exact_clone, padded_batch
+from hf_gpipe.model.steps import stage_models
 from scripts.families import default_config
 
 

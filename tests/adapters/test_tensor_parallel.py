@@ -24,9 +24,9 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.adapters.weight_gradients import Product
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
-from hf_gpipe.model import exactness, tensor_parallel
+from hf_gpipe.model import clone, tensor_parallel
 from hf_gpipe.model.assembly import assemble
-from hf_gpipe.model.exactness import exact_clone
+from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.model.tensor_parallel import check_division, divided_steps, verify_division
 from hf_gpipe.planner.layers import ModelLayers
 from hf_gpipe.runtime.emulated_ranks import EmulatedRanks, emulate
@@ -79,7 +79,7 @@ def difference(
             made.update(given or {})
             return made
 
-        patch.setattr(exactness, "tiny_config", tiny)
+        patch.setattr(clone, "tiny_config", tiny)
         model = exact_clone(config, torch.float64)
     adapter = build_adapter(model.config, torch.float64, "eager", type(model))
     (expected,) = divided_steps(model, adapter, 1)
