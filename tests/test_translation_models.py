@@ -22,7 +22,8 @@ from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from hf_gpipe.training import job
-from hf_gpipe.training.from_recipe import check_model, model_config
+from hf_gpipe.training.from_recipe import check_model
+from hf_gpipe.training.recipe_model import model_config
 from tests.oracle import (
     VOCABULARY,
     Batch,

@@ -44,7 +44,7 @@ def _check(args: Sequence[str]) -> int:
 
     num_stages = 3
     if args[0].endswith((".yaml", ".yml")):
-        from hf_gpipe.training.from_recipe import model_config
+        from hf_gpipe.training.recipe_model import model_config
 
         recipe = load_recipe(args[0], args[1:])
         config, trust_remote_code = model_config(recipe, None), recipe.model.trust_remote_code

@@ -314,7 +314,8 @@ def _planner(
     from hf_gpipe.planner.plan import Planner
     from hf_gpipe.planner.speeds import rated_speeds
     from hf_gpipe.planner.workload import PlanInputs
-    from hf_gpipe.training.from_recipe import loss_of, teacher_of, workload_of
+    from hf_gpipe.training.from_recipe import loss_of, workload_of
+    from hf_gpipe.training.recipe_model import teacher_of
 
     adapter = _adapter(recipe)
     if config.cuts_rows:

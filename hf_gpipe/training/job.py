@@ -35,21 +35,12 @@ from hf_gpipe.training.cost import CostMeter
 from hf_gpipe.training.dpo import PipelineDPOTrainer
 from hf_gpipe.training.embeddings import PipelineEmbeddingTrainer
 from hf_gpipe.training.evaluate_translation import PerCharacter, without_logits
-from hf_gpipe.training.from_recipe import (
-    AnyCorpus,
-    arguments_of,
-    check_model,
-    loss_of,
-    model_config,
-    sorts_rows,
-    spec_of,
-    teacher_of,
-    workload_of,
-)
+from hf_gpipe.training.from_recipe import AnyCorpus, arguments_of, check_model, loss_of, sorts_rows, workload_of
 from hf_gpipe.training.grpo import PipelineGRPOConfig, PipelineGRPOTrainer
 from hf_gpipe.training.held_out import accuracy
 from hf_gpipe.training.kto import PipelineKTOTrainer
 from hf_gpipe.training.pairs import PairArguments, PairTrainer
+from hf_gpipe.training.recipe_model import model_config, spec_of, teacher_of
 from hf_gpipe.training.reward import PipelineRewardTrainer
 from hf_gpipe.training.tasks import Task, task_of
 from hf_gpipe.training.timeline import measure_step

@@ -132,10 +132,10 @@ def test_text_form() -> None:
 
 
 def test_the_module_shows_the_real_text_form() -> None:
-    import hf_gpipe.schedule.table as table
+    import hf_gpipe.schedule.text_form as text_form
 
-    assert table.__doc__ is not None
-    shown = "".join(line[4:] + "\n" for line in table.__doc__.splitlines() if line.startswith("    "))
+    assert text_form.__doc__ is not None
+    shown = "".join(line[4:] + "\n" for line in text_form.__doc__.splitlines() if line.startswith("    "))
     assert shown == GPIPE_2_2
 
 
