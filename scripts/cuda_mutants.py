@@ -449,7 +449,7 @@ MUTANTS = (
     ),
     Mutant(
         "random state of one device is kept",
-        "pipeline/steps.py",
+        "pipeline/forwards.py",
         "for device in set(self.world.stage_devices.values())]",
         "for device in {self.world.device}]",
         "a step changes the random numbers of the script around it",

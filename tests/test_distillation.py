@@ -173,7 +173,7 @@ def _tracked(**options: Any) -> tuple[int, Any, Any]:
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     pipe.train_step(batch)
     tracker = Tracker()
-    for stage in pipe.steps.stages.values():
+    for stage in pipe.stages.values():
         for model in (stage.model.model, *([stage._teacher._model.model] if stage._teacher else [])):
             tracker.ignore([*model.parameters(), *model.buffers()])
             tracker.ignore(parameter.grad for parameter in model.parameters() if parameter.grad is not None)

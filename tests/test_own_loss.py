@@ -49,9 +49,7 @@ def test_a_loss_in_one_class(num_stages: int, schedule: str, num_micro_batches: 
     pipe = Pipeline(model, num_stages, num_micro_batches, schedule, loss=Contrast())
     assert_same(run_pipeline(pipe, batch), expected)
     assert pipe.eval_step(batch).loss == pytest.approx(expected.loss, rel=1e-10)
-    assert pipe.steps.eval_on(batch, lambda *_: None).loss == pytest.approx(expected.loss, rel=1e-10), (
-        "with whole logits"
-    )
+    assert pipe.eval_on(batch, lambda *_: None).loss == pytest.approx(expected.loss, rel=1e-10), "with whole logits"
 
 
 def test_units_that_depend_on_each_other() -> None:

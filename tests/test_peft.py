@@ -57,7 +57,7 @@ def test_a_wholly_frozen_stage_receives_no_gradient() -> None:
     batch = padded_batch(plain.config)
     pipe = Pipeline(reference, 2, 2, partition=[2, 4])
     sent: list[int] = []
-    pipe.steps.edges[0, 0, 0].up.send = lambda *message: sent.append(message[0])
+    pipe.forwards.edges[0, 0, 0].up.send = lambda *message: sent.append(message[0])
     assert_same(run_pipeline(pipe, batch), run_plain(plain, batch, 2))
     assert not sent
     assert pipe.stages[1].trainable_inputs == {"hidden": False}

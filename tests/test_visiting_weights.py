@@ -66,7 +66,7 @@ def pipeline(model: PreTrainedModel | str, *, peft: Any = None, **options: Any) 
 
 def at_home(pipe: Pipeline) -> bool:
     """Whether no weight is on a visit."""
-    return not any(own._there for own in pipe.steps.visits.values())
+    return not any(own._there for own in pipe.forwards.visits.values())
 
 
 @pytest.mark.parametrize(
@@ -265,9 +265,9 @@ def test_a_device_holds_two_stages() -> None:
     pipe = pipeline(plain_model(config), num_stages=8, offload_weights="frozen")
     pipe.train_step(padded_batch(config))
     pipe.eval_step(padded_batch(config))
-    (buffers,) = pipe.steps.visits[0]._free.values()
+    (buffers,) = pipe.forwards.visits[0]._free.values()
     assert len(buffers) == 2
-    assert {buffer.memory.nbytes for buffer in buffers} == {max(pipe.steps.visits[0].hosted_bytes.values())}
+    assert {buffer.memory.nbytes for buffer in buffers} == {max(pipe.forwards.visits[0].hosted_bytes.values())}
 
 
 @pytest.mark.parametrize("visitors", ["frozen", "all"])
@@ -281,11 +281,11 @@ def test_the_plan_knows_the_buffers_and_the_memory_of_the_host(visitors: str) ->
         pipe = pipeline(plain_model(config), num_stages=8, **options)
     plan = pipe.plan()
     (process,) = plan.processes
-    hosted, parameters = pipe.steps.visits[0].hosted_bytes.values(), list(pipe.parameters())
-    stays = sum(p.nbytes for p in parameters if p not in pipe.steps.visits[0].parameters)
+    hosted, parameters = pipe.forwards.visits[0].hosted_bytes.values(), list(pipe.parameters())
+    stays = sum(p.nbytes for p in parameters if p not in pipe.forwards.visits[0].parameters)
     # Each of a stage's weights begins at a multiple of 512 bytes.
     assert process.memory.parameters == pytest.approx(stays + 2 * max(hosted), rel=0.1)
-    every = sum(p.nbytes for p in pipe.steps.visits[0].parameters)
+    every = sum(p.nbytes for p in pipe.forwards.visits[0].parameters)
     (host,) = hosted_bytes(plan)
     assert host == every * (1 if visitors == "frozen" else 4)
     assert process.memory.optimizer == 2 * sum(p.nbytes for p in parameters if p.requires_grad) * (visitors == "frozen")

@@ -17,6 +17,7 @@ from hf_gpipe.model.divided_head import divide_head
 from hf_gpipe.model.opening import read_dtype
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision, PipelineRequest
+from hf_gpipe.pipeline.forwards import Forwards
 from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.recipe import TrainingSection
 from hf_gpipe.runtime.divided_head import HeadPart
@@ -104,7 +105,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     executor.prepare(decision.full_table)
     if request.model.saved_adapters is not None:
         parameters.load_pretrained(request.model.saved_adapters)
-    return Steps(
+    forwards = Forwards(
         decision,
         parameters,
         stages,
@@ -112,10 +113,9 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         executor,
         {n: visits[owners[n]] for n in models},
         num_micro_batches=config.num_micro_batches,
-        length_bucketing=request.length_bucketing,
-        packing=request.inputs.packing,
         has_new_adapters=request.model.has_new_adapters,
     )
+    return Steps(forwards, request.length_bucketing, request.inputs.packing)
 
 
 def _visits(

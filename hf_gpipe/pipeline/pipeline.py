@@ -17,6 +17,7 @@ from hf_gpipe.model.spec import ModelSource, ModelSpec
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.building import build
 from hf_gpipe.pipeline.decision import Decision, PipelineRequest
+from hf_gpipe.pipeline.forwards import Forwards
 from hf_gpipe.pipeline.look import html_of, text_of
 from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.pipeline.whole import refresh, whole_model
@@ -110,7 +111,8 @@ class Pipeline:
     Attributes:
         config: the `PipelineConfig` without "auto".
         decision: what is the same in all processes, such as the schedule's tables.
-        steps: what runs the tables.
+        steps: the part that trains.
+        forwards: the part that evaluates and generates.
         weights: the parameters of this process's stages.
         loss: of training.
         has_new_adapters: whether the model has PEFT adapters that `peft_config` has added.
@@ -207,7 +209,8 @@ class Pipeline:
 
         # What is built: the stages of this process, with their weights.
         self.steps = build(request, decision)
-        self.weights, self.stages = self.steps.parameters, self.steps.stages
+        self.forwards = self.steps.forwards
+        self.weights, self.stages = self.forwards.parameters, self.forwards.stages
         self.models, self.ties = self.weights.models, self.weights.ties
         self.has_given_seed = request.seed is not None
         self.weights_seed = self.seed if request.model.makes_weights(self.adapter) else None
@@ -218,22 +221,22 @@ class Pipeline:
     window: Schedule | None = _attribute("steps", "window")
     stash_bytes: int = _attribute("steps", "stash_bytes")
     loss_scale: float = _attribute("steps", "loss_scale")
-    num_micro_batches: int = _attribute("steps", "num_micro_batches")
+    num_micro_batches: int = _attribute("forwards", "num_micro_batches")
     length_bucketing: bool = _attribute("steps", "length_bucketing")
     packing: bool = _attribute("steps", "packing")
-    has_new_adapters: bool = _attribute("steps", "has_new_adapters")
+    has_new_adapters: bool = _attribute("forwards", "has_new_adapters")
     seed: int = _attribute("weights", "seed")
 
     train_step = _of("steps", Steps.train_step)
     train_on = _of("steps", Steps.train_on)
     train_ahead = _of("steps", Steps.train_ahead)
     train_window = _of("steps", Steps.train_window)
-    eval_step = _of("steps", Steps.eval_step)
-    eval_on = _of("steps", Steps.eval_on)
-    log_probs = _of("steps", Steps.log_probs)
-    token_log_probs = _of("steps", Steps.token_log_probs)
-    embed = _of("steps", Steps.embed)
-    generate = by_every_process(_of("steps", Steps.generate))
+    eval_step = _of("forwards", Forwards.eval_step)
+    eval_on = _of("forwards", Forwards.eval_on)
+    log_probs = _of("forwards", Forwards.log_probs)
+    token_log_probs = _of("forwards", Forwards.token_log_probs)
+    embed = _of("forwards", Forwards.embed)
+    generate = by_every_process(_of("forwards", Forwards.generate))
 
     named_parameters = _of("weights", StageParameters.named_parameters)
     parameters = _of("weights", StageParameters.parameters)

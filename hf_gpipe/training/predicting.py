@@ -76,7 +76,7 @@ def predict(
         for (batch,), is_last in _with_end(shared_stream(source, pipe.world)):
             batch = pipe.adapter.as_rows(_with_labels(prepared(batch)))
             logits = _Logits(preprocess, pipe.adapter.autocast is not None) if with_logits else None
-            evaluation = pipe.steps.eval_on(batch, None if logits is None else logits.add)
+            evaluation = pipe.eval_on(batch, None if logits is None else logits.add)
             yield Predicted(
                 batch,
                 evaluation,

@@ -171,7 +171,7 @@ def test_a_device_has_two_stages_and_the_graphs_of_one_run() -> None:
         pipe.train_step(batch)
         peaks[visits] = torch.cuda.max_memory_allocated("cuda:0") - before
         weights = sum(p.nbytes for p in pipe.parameters() if not p.requires_grad)
-        largest = max(pipe.steps.visits[0].hosted_bytes.values(), default=0)
+        largest = max(pipe.forwards.visits[0].hosted_bytes.values(), default=0)
         del pipe
     # Nothing else differs: both recompute, and the last stage keeps one graph.
     assert peaks[True] <= peaks[False] - weights + 2 * largest

@@ -367,14 +367,14 @@ def _on_replicas() -> dict[str, Any]:
             model = sharp_model(family)
             pipe = Pipeline(model, num_stages, 4, replicas=replicas)
             found: list[int] = []
-            decode = pipe.steps.generator.decode
+            decode = pipe.forwards.generator.decode
 
             def noted(inputs: dict[str, Any], decode: Any = decode, found: list[int] = found) -> Any:
                 ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
                 found.append(len(ids))
                 return decode(inputs)
 
-            pipe.steps.generator.decode = noted  # type: ignore[method-assign]
+            pipe.forwards.generator.decode = noted  # type: ignore[method-assign]
             named = METHODS | {name: options for name, options in ENDS.items() if name.startswith(family)}
             for method, options in named.items():
                 torch.manual_seed(5 if rank == 0 else 99)

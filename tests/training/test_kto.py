@@ -78,7 +78,7 @@ def test_loss_and_every_gradient(loss_type: str) -> None:
         pipe = Pipeline(
             copy.deepcopy(plain), num_stages, count, schedule, recompute, loss=loss, length_bucketing=buckets
         )
-        pipe.steps.has_new_adapters = True  # in place of new ones, of which all gradients would be of one matrix
+        pipe.has_new_adapters = True  # in place of new ones, of which all gradients would be of one matrix
         pipe.zero_grad()
         assert float(pipe.train_step(batch)) == pytest.approx(expected.item(), abs=1e-10)
         for name, parameter in pipe.named_parameters():
