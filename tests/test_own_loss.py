@@ -53,6 +53,6 @@ def test_a_loss_in_one_class(num_stages: int, schedule: str, num_micro_batches: 
 
 
 def test_units_that_depend_on_each_other() -> None:
-    config = tiny_config("marian")
+    model = plain_model(tiny_config("marian"))
     with pytest.raises(StageError, match="a Centred gave a loss of the first unit that depends on the rows of other"):
-        Pipeline(plain_model(config), 2, 1, loss=Centred()).train_step(padded_batch(config))
+        Pipeline(model, 2, 1, loss=Centred()).train_step(padded_batch(model.config))

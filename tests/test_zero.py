@@ -22,7 +22,7 @@ from hf_gpipe.runtime.shards import _wholes, treats_elements_alone
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, plain_model, tiny_config
 from tests.planner.models import MIB, blocks, planner, settings
-from tests.training.toy import Recorder, trainer, weights
+from tests.training.toy import Recorder, StopAt, trainer, weights
 
 Groups = list[dict[str, Any]]
 Make = Callable[[Groups], torch.optim.Optimizer]
@@ -226,16 +226,6 @@ def test_a_replica_keeps_its_part_of_the_state() -> None:
 
 
 # ---------------------------------------------------------------------- training
-
-
-class StopAt(TrainerCallback):
-    """Ends a run after this step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self._step
 
 
 def _train_until(folder: str, last: int, optim: str, pipeline: dict[str, Any]) -> Weights:

@@ -119,11 +119,9 @@ def _difference(adapter: TextAdapter, size: int, *, divides_rows: bool) -> float
     return difference
 
 
-def divided_steps(
-    model: PreTrainedModel, adapter: TextAdapter, size: int, num_stages: int = _STAGES, *, divides_rows: bool = False
-) -> list[Step]:
+def divided_steps(model: PreTrainedModel, adapter: TextAdapter, size: int, *, divides_rows: bool = False) -> list[Step]:
     """A step of a clone in stages whose layers are divided among ranks, as each rank has it, with whole gradients."""
-    batch, num_stages = padded_batch(model), min(num_stages, len(adapter.layers))
+    batch, num_stages = padded_batch(model), min(_STAGES, len(adapter.layers))
 
     def run(ranks: Ranks | None = None) -> Step:
         return split_step(copy.deepcopy(model), adapter, batch, num_stages, ranks=ranks)

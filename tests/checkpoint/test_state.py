@@ -36,7 +36,7 @@ from hf_gpipe.runtime.world import World
 from tests.checkpoint.test_digests import make_old
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
-from tests.training.toy import Recorder, Rows, Stream, trainer, weights
+from tests.training.toy import Recorder, Rows, StopAt, Stream, trainer, weights
 
 
 class CrashError(Exception):
@@ -544,15 +544,7 @@ def test_stages_and_schedule_change_on_the_way(tmp_path: Path) -> None:
     legs = [(2, "gpipe", 5), (3, "1f1b", 10), (1, "gpipe", 15)]
     for num_stages, schedule, last in legs:
         stages = {"num_stages": num_stages, "schedule": schedule}
-        made = trainer(tmp_path / "run", callbacks=[_StopAt(last)], **stages, **settings)
+        made = trainer(tmp_path / "run", callbacks=[StopAt(last)], **stages, **settings)
         assert made.train(resume_from_checkpoint=True).global_step == last
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(made)[name], tensor, rtol=0, atol=1e-5, msg=name)
-
-
-class _StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self._step

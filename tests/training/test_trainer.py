@@ -34,7 +34,7 @@ from hf_gpipe.training.optim import make_optimizer
 from hf_gpipe.training.stopping import TrainingStopped
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
-from tests.training.toy import CausalRows, Recorder, Rows, Stream, arguments, trainer, weights
+from tests.training.toy import CausalRows, Recorder, Rows, StopAt, Stream, arguments, trainer, weights
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -170,7 +170,7 @@ def test_two_processes_do_the_same(tmp_path: Path) -> None:
     assert first[4].metrics == second[4].metrics
     assert first[6] == ["checkpoint-3"]
     assert first[2][0] == 4, "process 1 asked to stop after 4 updates"
-    alone = trainer(tmp_path / "one", gradient_accumulation_steps=2, max_steps=20, callbacks=[_StopAt(4)])
+    alone = trainer(tmp_path / "one", gradient_accumulation_steps=2, max_steps=20, callbacks=[StopAt(4)])
     alone.train()
     assert_close(first[5], weights(alone), 1e-5)
     metrics = first[3]
@@ -179,14 +179,6 @@ def test_two_processes_do_the_same(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines if "loss" in line] == [logs["loss"] for logs in first[1] if "loss" in logs]
     AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
-
-
-class _StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self._step
 
 
 @pytest.mark.parametrize("family", ["llama", "marian"])

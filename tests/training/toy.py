@@ -71,6 +71,16 @@ class Recorder(TrainerCallback):
         return [logs["loss"] for logs in self.logs if "loss" in logs]
 
 
+class StopAt(TrainerCallback):
+    """Ends a run after this step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self._step
+
+
 def arguments(folder: Path, **values: Any) -> PipelineTrainingArguments:
     defaults: dict[str, Any] = {
         "num_stages": 2,
