@@ -28,7 +28,7 @@ def shared_tables(model: PreTrainedModel, blocks: Sequence[str]) -> tuple[str, .
     return tuple(tables)
 
 
-def hollow(block: nn.Module, name: str, tables: tuple[str, ...]) -> None:
+def strip_weights(block: nn.Module, name: str, tables: tuple[str, ...]) -> None:
     """Remove all weights of a block but its tables. Modules stay, since the family's initialisation reads them."""
     for path, module in list(block.named_modules()):
         weights = dict(module.named_parameters(recurse=False))
@@ -40,7 +40,7 @@ def hollow(block: nn.Module, name: str, tables: tuple[str, ...]) -> None:
         block.set_submodule(path, empty)
 
 
-def lend_tables(model: PreTrainedModel, tables: tuple[str, ...], from_block: str, to_block: str) -> None:
+def share_tables(model: PreTrainedModel, tables: tuple[str, ...], from_block: str, to_block: str) -> None:
     """Let another block use the first block's tables as if they were its own."""
     for table in tables:
         path, _, child = table.removeprefix(f"{from_block}.").rpartition(".")

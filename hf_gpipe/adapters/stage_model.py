@@ -23,7 +23,7 @@ from hf_gpipe.adapters.head import DeferredLogits, Projection
 from hf_gpipe.adapters.intercept import extend_class
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.linear import hand_over
-from hf_gpipe.adapters.position_tables import hollow, lend_tables
+from hf_gpipe.adapters.position_tables import share_tables, strip_weights
 from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
@@ -129,7 +129,7 @@ class StageModel:
         for name, stub in foreign:
             module = self.model.get_submodule(name)
             if any(table.startswith(f"{name}.") for table in borrowed):
-                hollow(module, name, borrowed)
+                strip_weights(module, name, borrowed)
                 self._pending[name] = stub
                 continue
             if any(ties.get(alias, alias) in needed for alias in (f"{name}.{n}" for n, _ in module.named_parameters())):
@@ -167,7 +167,7 @@ class StageModel:
         for stack in self.adapter.stacks:
             own = [layer.name for layer in self.layers if layer.name in stack.blocks]
             if own and own[0] != stack.blocks[0]:
-                lend_tables(self.model, self.adapter.tables[stack.name], stack.blocks[0], own[0])
+                share_tables(self.model, self.adapter.tables[stack.name], stack.blocks[0], own[0])
         for name, stub in self._pending.items():
             self.model.set_submodule(name, stub)
         self._pending.clear()
