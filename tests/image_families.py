@@ -90,22 +90,25 @@ def images(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels, "labels": torch.tensor([0, 2, 1, 1, 0])}
 
 
-def difference(family: str) -> tuple[int, bool, float]:
+def difference(family: str, autocast: torch.dtype | None = None) -> tuple[int, bool, float]:
     """A family's number of layers, whether it has BatchNorm, and the largest difference from the plain model.
 
-    Two stages recompute two micro-batches. Differences are that of the loss, relative, and those of gradients, relative
-    to the norm of the whole one.
+    Two stages recompute two micro-batches, in float64, or in float32 under autocast. Differences are that of the loss,
+    relative, and those of gradients, relative to the norm of the whole one.
     """
     values = EXACT[family]
     model, batch = classifier(family, values), images(values)
+    if autocast is not None:
+        model, batch["pixel_values"] = model.float(), batch["pixel_values"].float()
     plain, expected = copy.deepcopy(model), 0.0
     for rows in split_rows(batch, 2):
-        logits = plain(pixel_values=rows["pixel_values"]).logits
-        loss = F.cross_entropy(logits, rows["labels"], reduction="sum") / len(batch["labels"])
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            logits = plain(pixel_values=rows["pixel_values"]).logits
+            loss = F.cross_entropy(logits, rows["labels"], reduction="sum") / len(batch["labels"])
         loss.backward()
         expected += loss.item()
     gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    pipe = Pipeline(model, 2, 2, "gpipe", "stage", "count", example=batch)
+    pipe = Pipeline(model, 2, 2, "gpipe", "stage", "count", example=batch, autocast=autocast, device="cpu")
     largest = abs(pipe.train_step(batch).item() - expected) / expected
     found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
     if found.keys() != gradients.keys():

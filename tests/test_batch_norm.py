@@ -184,6 +184,22 @@ def test_a_large_mean_loses_no_digits(tmp_path: Path) -> None:
     assert torch.allclose(saved(tmp_path)["0.running_mean"].double(), pixels.mean(1), rtol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_statistics_are_in_float32_under_autocast(dtype: torch.dtype) -> None:
+    steps = [[images(9, number, 3.0 * number, torch.float32)] for number in range(2)]
+    model = classifier(torch.float32)
+    pipe = Pipeline(copy.deepcopy(model), 3, 3, "1f1b", recompute="stage", autocast=dtype, device="cpu")
+    found = train(pipe, steps)
+    with torch.autocast("cpu", dtype):
+        expected = plain_steps(model, steps, 3)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, one in expected.gradients.items():
+        assert (found.gradients[name] - one).norm() <= 1e-6 * expected.norm, name
+    buffers = {name: t for stage in pipe.stages.values() for name, t in stage.model.buffers.items()}
+    assert_averages(buffers, model, 1e-5)
+
+
 def test_a_failed_step_leaves_no_trace() -> None:
     pipe = Pipeline(classifier(), 2, 3)
     before = {name: t.clone() for stage in pipe.stages.values() for name, t in stage.model.buffers.items()}

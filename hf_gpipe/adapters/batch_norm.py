@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_gpipe.adapters.sync_batch_norm import Gather, is_synchronised, normalise
@@ -90,6 +91,8 @@ class BatchNorms:
             layer.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
             if is_synchronised(layer):
                 layer.forward = partial(self._synchronised, name, layer)  # type: ignore[method-assign]
+            elif not layer.affine:
+                layer.forward = partial(_in_type_of_averages, layer)  # type: ignore[method-assign]
 
     def __bool__(self) -> bool:
         return bool(self._layers)
@@ -173,6 +176,19 @@ class BatchNorms:
         """Drop the statistics of a failed step."""
         self._known.clear()
         self._shared.clear()
+
+
+def _in_type_of_averages(layer: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """The forward of a layer without weights, whose moving averages alone say the type of the statistics.
+
+    Under autocast the input has another type, and torch would compute its statistics in half precision.
+    """
+    if not layer.training:
+        return _BatchNorm.forward(layer, input)
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    averages = layer.running_mean.clone(), layer.running_var.clone()
+    return F.batch_norm(input, *averages, training=True, eps=layer.eps)
 
 
 def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

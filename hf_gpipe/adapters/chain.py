@@ -1,6 +1,7 @@
 """Any torch module as a chain of layers, such as an nn.Sequential or a Vision Transformer, with tensors as its inputs.
 
-Shapes and types of what crosses a boundary are observed, once for each shape of a micro-batch (observed.py).
+Shapes and types of what crosses a boundary are observed, once for each shape of a micro-batch (observed.py). They are
+observed on the meta device, and under autocast on fake tensors of the device, because types depend on it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,11 +18,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
+from hf_gpipe.adapters.autocast import Autocast, scope_of
 from hf_gpipe.adapters.base import Adapter, Inputs, Stage, Tensors
 from hf_gpipe.adapters.batch_norm import hold_averages
 from hf_gpipe.adapters.chain_layers import find_layers, parts_of_sequential
@@ -63,6 +67,7 @@ class Chain(Adapter):
         module: the model. Its forward takes the entries of a mini-batch but `labels` by their names, or the only one,
             and returns the logits, or an object whose attribute `logits` they are.
         example: the shapes of a mini-batch, by which the layers are found. An nn.Sequential needs none.
+        autocast: mixed precision of every forward; None: everything computes in the type of its inputs and weights.
 
     Raises:
         UserError: an example is needed, or the forward cannot run on the meta device.
@@ -75,9 +80,10 @@ class Chain(Adapter):
     #: Of the micro-batch whose forward runs now.
     observed: Observed
 
-    def __init__(self, module: nn.Module, example: Shapes = ()) -> None:
-        self.reference = _on_meta(module).train()
+    def __init__(self, module: nn.Module, example: Shapes = (), autocast: Autocast | None = None) -> None:
+        self.reference, self.autocast = _without_memory(module, torch.device("meta")).train(), autocast
         hold_averages(self.reference)
+        self._fake = FakeTensorMode()
         if isinstance(module, PreTrainedModel):
             # Its loss is that of its problem_type, and its files have its configuration.
             self.config, self.is_classifier, self.labels_rows = self.reference.config, True, True
@@ -95,7 +101,8 @@ class Chain(Adapter):
         else:
             self._check_names([name for name, *_ in example])
             inputs = tuple(one for one in example if one[0] not in self.loss_keys)
-            self.layers = find_layers(self.reference, partial(self._forward_on_meta, inputs))
+            with self._watched() as model:
+                self.layers = find_layers(model, partial(self._forward_without_memory, model, inputs))
         names = {p: name for name, p in reversed(list(self.reference.named_parameters(remove_duplicate=False)))}
         covered = tuple(f"{name}." for layer in self.layers for name in layer.modules)
         if outside := [name for name in names.values() if not name.startswith(covered)]:
@@ -149,15 +156,28 @@ class Chain(Adapter):
     def _shapes_of(self, inputs: Inputs) -> Shapes:
         return tuple((n, tuple(t.shape), t.dtype) for n, t in inputs.items() if n not in self.loss_keys)
 
-    def _observe(self, shapes: Shapes) -> Observed:
+    @contextmanager
+    def _watched(self) -> Iterator[nn.Module]:
+        """Context manager with the model to observe."""
         with _disable_current_modes():  # the planner's
-            return observe(self.reference, self.layers, partial(self._forward_on_meta, shapes))
+            if self.autocast is None:
+                yield self.reference
+                return
+            with self._fake:
+                yield _without_memory(self.reference, self.autocast.device)
 
-    def _forward_on_meta(self, shapes: Shapes) -> Any:
+    def _observe(self, shapes: Shapes) -> Observed:
+        with self._watched() as model:
+            found = observe(model, self.layers, partial(self._forward_without_memory, model, shapes))
+        return Observed(*map(_as_meta, (found.given, found.made, found.logits)))
+
+    def _forward_without_memory(self, model: nn.Module, shapes: Shapes) -> Any:
         """The whole model's logits. Raises DataError where it cannot be run with inputs of these shapes."""
+        device = torch.device("meta") if self.autocast is None else self.autocast.device
         try:
-            inputs = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in shapes}
-            logits = self._forward(self.reference, inputs)
+            inputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in shapes}
+            with torch.no_grad(), scope_of(self.autocast):
+                logits = self._forward(model, inputs)
         except UserError:
             raise
         except Exception as error:  # whatever a user's module raises
@@ -264,13 +284,18 @@ def as_image_classifier(config: PreTrainedConfig, labels: Sequence[str]) -> dict
     }
 
 
-def _on_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device, made without a copy of its weights."""
+def _as_meta(made: Any) -> Any:
+    """Tensors without memory, and without the mode in which they were made."""
+    return tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), made)
+
+
+def _without_memory(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a module on the meta device, or with fake tensors of another device, made without a copy of weights."""
     memory: dict[int, torch.Tensor] = {}
-    for parameter in module.parameters():
-        memory[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    for buffer in module.buffers():
-        memory[id(buffer)] = torch.empty_like(buffer, device="meta")
+    for tensor in chain(module.parameters(), module.buffers()):
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memory[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     try:
         return copy.deepcopy(module, memory)  # what it finds in memory it does not copy
     except Exception as error:  # whatever an attribute of the user's raises

@@ -48,8 +48,8 @@ def find_layers(model: nn.Module, forward: Callable[[], Any]) -> tuple[Layer, ..
     that it calls are layers, if they form a chain too.
 
     Args:
-        model: on the meta device.
-        forward: calls it on inputs on the meta device, and returns its logits.
+        model: on the meta device, or with fake tensors.
+        forward: calls it on such inputs, and returns its logits.
 
     Raises:
         UnsupportedModelError: they form no chain.

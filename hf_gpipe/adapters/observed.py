@@ -1,8 +1,9 @@
-"""One forward of a model on the meta device: the shapes between its layers, and whether these form a chain.
+"""One forward of a model without values: the shapes between its layers, and whether these form a chain.
 
-A tensor on the meta device has a shape and a type, and no values. Every operation of the forward is seen, so each
-tensor is followed from the module that makes it to the one that reads it. In a chain a layer reads what the layer
-before it has made, and the model's inputs, which every stage has. So does whatever the model computes between layers.
+A tensor on the meta device, or a fake one, has a shape and a type, and no values. Every operation of the forward is
+seen, so each tensor is followed from the module that makes it to the one that reads it. In a chain a layer reads what
+the layer before it has made, and the model's inputs, which every stage has. So does whatever the model computes between
+layers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class BrokenChainError(UnsupportedModelError):
 
 @dataclass(frozen=True)
 class Observed:
-    """The tensors that one forward passed on, on the meta device.
+    """The tensors without values that one forward passed on.
 
     Attributes:
         given: the hidden states that each layer receives.
@@ -46,9 +47,9 @@ def observe(model: nn.Module, layers: Sequence[Layer], forward: Callable[[], Any
     """Run a model's forward, and follow its tensors.
 
     Args:
-        model: on the meta device.
+        model: on the meta device, or with fake tensors.
         layers: of the model.
-        forward: calls the model on inputs on the meta device, and returns its logits.
+        forward: calls the model on such inputs, and returns its logits.
 
     Raises:
         BrokenChainError: the layers form no chain.
@@ -135,7 +136,7 @@ class _Followed(TorchDispatchMode):
                     )
             if is_entrance:
                 before, self._layer = self._where, index
-                self.given.append(torch.empty(hidden.shape, dtype=hidden.dtype, device="meta"))
+                self.given.append(torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device))
                 if index:
                     # Another tensor, so that all that is read from before this layer comes through its entrance.
                     hidden = self.received[name] = self._note(torch.empty_like(self.given[-1]), before)

@@ -32,7 +32,8 @@ def normalise(layer: _BatchNorm, values: torch.Tensor, statistics: torch.Tensor,
     normed: torch.Tensor = _Normalised.apply(values, mean.view(shape), scale.view(shape), float(count[0]), gather)
     if layer.weight is not None:
         normed = normed * layer.weight.view(shape)
-    return normed if layer.bias is None else normed + layer.bias.view(shape)
+    normed = normed if layer.bias is None else normed + layer.bias.view(shape)
+    return normed.to(values.dtype)  # under autocast the weights are wider
 
 
 class _Normalised(torch.autograd.Function):

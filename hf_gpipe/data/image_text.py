@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from PIL import Image
 from torch.nn import functional as F
 from transformers import AutoProcessor, ProcessorMixin
 
-from hf_gpipe.data.hub import asked
-from hf_gpipe.data.images import splits_with_images
+from hf_gpipe.data.image_files import as_stored, decoding, splits_with_images
 from hf_gpipe.data.pairs import SPLITS, split_of
 from hf_gpipe.data.splits import Splits, drawn
 from hf_gpipe.data.tokenized import IGNORE_INDEX
@@ -83,6 +80,8 @@ class ImageTextExamples:
             raise
         except Exception as error:  # whatever a processor or a template raises
             raise DataError(f"{where}: the processor cannot prepare it: {one_line(str(error), 200)}") from error
+        if not example["input_ids"]:
+            raise DataError(f"{where} has an empty text; leave it out")
         if self._max_length is not None and len(example["input_ids"]) > self._max_length:
             return self._cut(where, example, self._max_length)
         return example
@@ -133,6 +132,8 @@ class ImageTextExamples:
         )
         example: dict[str, Any] = {}
         for name, tensor in made.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise DataError(f"{name!r}, an entry that {type(self._processor).__name__} makes, is no tensor")
             is_of_tokens = name == "input_ids" or name in _OF_TOKENS
             example[name] = tensor[0].tolist() if is_of_tokens else tensor
         example.pop("attention_mask", None)
@@ -164,8 +165,7 @@ def image_text_corpus(data: DataSection, evaluated: Collection[str] = ("validati
     splits = splits_with_images(data)
     for name, is_list in (("images", True), ("image", False)):
         if name in splits["train"].column_names:
-            feature = datasets.List(datasets.Image()) if is_list else datasets.Image()
-            splits = asked(str(data.path), None, partial(splits.cast_column, name, feature))
+            splits = as_stored(splits, str(data.path), name, is_list=is_list)
             break
     else:
         columns = listed(splits["train"].column_names)
@@ -183,7 +183,7 @@ def image_text_corpus(data: DataSection, evaluated: Collection[str] = ("validati
         raise DataError(f"{data.path} has no rows to train on; give more, or smaller fractions held out")
     parts = {split: splits["train"].select(rows) for split, rows in cut.items()}
     parts |= {split: rows if split in evaluated else rows.select([]) for split, rows in own.items()}
-    return Splits(*(parts[split] for split in SPLITS))
+    return Splits(*(decoding(parts[split], str(data.path), name) for split in SPLITS))
 
 
 def _with_places(where: str, messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
@@ -197,6 +197,11 @@ def _with_places(where: str, messages: Sequence[Mapping[str, Any]], count: int) 
             content = [*places, {"type": "text", "text": content}]
         # Of rows of a table each part has every column.
         parts = [{name: value for name, value in part.items() if value is not None} for part in content or ()]
+        if unread := {part.get("type") for part in parts} - {"text", "image"}:
+            raise DataError(
+                f"{where} has a part of the type {unread.pop()!r} in its messages; parts are 'text' or 'image': leave "
+                "the others out"
+            )
         found.append({**message, "content": parts})
     if (places := sum(part.get("type") == "image" for one in found for part in one["content"])) != count:
         raise DataError(f"{where} has {count} images, and its messages have places for {places}")
@@ -214,14 +219,17 @@ class ImageTextCollator:
     pad_token_id: int
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Raise DataError where an entry is missing in some of the rows, or in some of those with images."""
         longest = max(len(row["input_ids"]) for row in rows)
         given = [{"attention_mask": [1] * len(row["input_ids"]), **row} for row in rows]
+        with_images = [row for row in given if any(isinstance(one, torch.Tensor) for one in row.values())]
         batch = {}
         for name, filler in {"input_ids": self.pad_token_id, **_OF_TOKENS}.items():
-            if all(name in row for row in given):
+            if _in_all(name, given):
                 batch[name] = torch.tensor([row[name] + [filler] * (longest - len(row[name])) for row in given])
-        others = dict.fromkeys(n for row in given for n in row if n not in batch and isinstance(row[n], torch.Tensor))
+        others = dict.fromkeys(name for row in given for name in row if name not in batch)
         for name in others:
+            _in_all(name, with_images)  # rows without images have no such entry
             parts = [row.get(name) for row in given]
             # A row's own images (1, images, ...), or those of all rows one after the other.
             is_of_rows = name.startswith("pixel_") and any(
@@ -229,6 +237,17 @@ class ImageTextCollator:
             )
             batch[name] = _filled(parts) if is_of_rows else torch.cat([part for part in parts if part is not None])
         return batch
+
+
+def _in_all(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether rows have an entry. Raises DataError where some have it and others do not."""
+    lack = [number for number, row in enumerate(rows) if name not in row]
+    if 0 < len(lack) < len(rows):
+        raise DataError(
+            f"the processor made {name!r} for some rows of a mini-batch, and not for others, such as that with the "
+            f"entries {', '.join(rows[lack[0]])}; let it make the same entries for all"
+        )
+    return not lack
 
 
 def _filled(parts: Sequence[torch.Tensor | None]) -> torch.Tensor:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 import transformers
 from transformers import AutoImageProcessor, PreTrainedConfig
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-from hf_gpipe.data.hub import asked
+from hf_gpipe.data.image_files import as_stored, decoding, splits_with_images
 from hf_gpipe.data.labelled import class_of
 from hf_gpipe.data.pairs import SPLITS, split_of
 from hf_gpipe.data.splits import Splits, drawn
@@ -110,9 +108,7 @@ def image_corpus(data: DataSection, evaluated: Collection[str] = ("validation", 
             raise DataError(
                 f"{path} has no field {name!r}; it has {listed(columns)}: set data.image_field and data.label_field"
             )
-    if not isinstance(splits["train"].features[data.image_field], datasets.Image):
-        # Of Parquet files the names or bytes of images.
-        splits = asked(path, None, lambda: splits.cast_column(data.image_field, datasets.Image()))
+    splits = as_stored(splits, path, data.image_field)
     own = {name: splits[name] for name in ("validation", "test") if name in splits}
     numbers = drawn(list(range(len(splits["train"]))), data.max_examples, "max_examples", data.seed)
     cut = _cut(splits["train"], numbers, data, own)
@@ -123,22 +119,15 @@ def image_corpus(data: DataSection, evaluated: Collection[str] = ("validation", 
     parts = {name: splits["train"].select(rows) for name, rows in cut.items()}
     parts |= {name: rows if name in evaluated else rows.select([]) for name, rows in own.items()}
     images: list[Any] = [
-        Images(parts[name], data, f"{path}, split {name}", augment if name == "train" else None) for name in SPLITS
+        Images(
+            decoding(parts[name], path, data.image_field),
+            data,
+            f"{path}, split {name}",
+            augment if name == "train" else None,
+        )
+        for name in SPLITS
     ]
     return Splits(*images)
-
-
-def splits_with_images(data: DataSection) -> Any:
-    """The splits of `data.path`, which `datasets` reads. Raises DataError where "train" is none of them."""
-    path, options = str(data.path), dict[str, Any]()
-    if glob.has_magic(path) or path.endswith(".parquet"):
-        source, options = "parquet", {"data_files": sorted(glob.glob(path)) or path}
-    else:
-        source, options = path, {"name": data.subset, "revision": data.revision}
-    splits = asked(path, None, lambda: datasets.load_dataset(source, **options))
-    if "train" not in splits:
-        raise DataError(f"{path} has no split 'train'; its splits are {', '.join(map(str, splits))}")
-    return splits
 
 
 def _cut(rows: Any, numbers: Sequence[int], data: DataSection, own: Collection[str]) -> dict[str, list[int]]:
@@ -150,7 +139,7 @@ def _cut(rows: Any, numbers: Sequence[int], data: DataSection, own: Collection[s
     found: dict[str, list[int]] = {name: [] for name in SPLITS}
     if not any(fractions):
         return found | {"train": list(numbers)}
-    files = rows.select_columns([data.image_field]).cast_column(data.image_field, datasets.Image(decode=False))
+    files = rows.select_columns([data.image_field])
     for number in numbers:
         file = files[number][data.image_field] or {}
         path, content = Path(file.get("path") or ""), file.get("bytes")

@@ -57,18 +57,19 @@ def chain_of(spec: ModelSpec) -> nn.Module | None:
     return module
 
 
-def open_chain(spec: ModelSpec, module: nn.Module, example: Shapes) -> Chain:
+def open_chain(spec: ModelSpec, module: nn.Module, example: Shapes, device: torch.device | None = None) -> Chain:
     """The adapter of a chain of layers.
 
     Args:
         spec: of the model.
         module: of `chain_of`.
         example: the shapes of a mini-batch, by which the layers are followed.
+        device: where autocast is observed; None: without autocast.
 
     Raises:
         UserError: the module forms no chain.
     """
-    chain = Chain(module, example)
+    chain = Chain(module, example, _autocast_of(spec, device))
     # The checkpoint of a model without a head, read as a classifier.
     chain.may_lack_head = "architectures" in (spec.config_overrides or {})
     if spec.peft_config is not None:
@@ -146,7 +147,7 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapt
         attn_implementation,
         model_class,
         trust_remote_code=spec.trust_remote_code,
-        autocast=None if spec.autocast is None or device is None else Autocast(spec.autocast, device),
+        autocast=_autocast_of(spec, device),
         quantization_config=spec.quantization_config,
     )
     # A language model's checkpoint, read as a classifier, or without its head and with a pooler that nothing reads.
@@ -159,6 +160,10 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapt
     if spec.peft_config is not None:
         resolve_peft(adapter, spec.peft_name, spec.peft_config, is_new=not spec.has_peft_layers)
     return adapter
+
+
+def _autocast_of(spec: ModelSpec, device: torch.device | None) -> Autocast | None:
+    return None if spec.autocast is None or device is None else Autocast(spec.autocast, device)
 
 
 def _config_of(spec: ModelSpec) -> PreTrainedConfig:
@@ -206,7 +211,7 @@ def _check_options(spec: ModelSpec) -> None:
 
 def _check_chain(spec: ModelSpec, model: nn.Module, *, is_in_memory: bool) -> None:
     """Raise UserError where an option is for models that read text, or for those that are not in memory yet."""
-    names: tuple[str, ...] = ("quantization_config", "autocast", "depth_scaled_feed_forward")
+    names: tuple[str, ...] = ("quantization_config", "depth_scaled_feed_forward")
     if not isinstance(model, PreTrainedModel):
         names = (*names, "peft_config")
     others = {name: getattr(spec, name) for name in names}
@@ -214,9 +219,8 @@ def _check_chain(spec: ModelSpec, model: nn.Module, *, is_in_memory: bool) -> No
         others |= {name: getattr(spec, name) for name in ("attn_implementation", "config_overrides")}
         others["dtype"] = read_dtype(spec.dtype, "dtype")
     if asked := [name for name, value in others.items() if value]:
-        key = "autocast (bf16 or fp16)" if asked[0] == "autocast" else asked[0]
         raise UserError(
-            f"{key} is for {'models that read text' if asked[0] in names else 'a model that is read'}, and the "
+            f"{asked[0]} is for {'models that read text' if asked[0] in names else 'a model that is read'}, and the "
             f"model is a {type(model).__name__}, which is taken as it is; leave it out"
         )
 

@@ -128,7 +128,10 @@ class Decision:
 
         # The model without its weights.
         adapter: Adapter
-        adapter = open_model(request.model, world.device) if chain is None else open_chain(request.model, chain, shapes)
+        if chain is None:
+            adapter = open_model(request.model, world.device)
+        else:
+            adapter = open_chain(request.model, chain, shapes, world.device)
         _compare_commit(request.model, adapter)
         loss = loss_of(adapter, request.loss)
         if loss.compares_units and given.schedule in ASYNCHRONOUS_SCHEDULES:

@@ -31,10 +31,6 @@ _FILES = {
 }
 
 
-#: Keys of a training that images do not have.
-_OF_TEXT = {"classification": (), "images": ("bf16", "fp16")}
-
-
 def check(recipe: Recipe, locations: Locations | None = None) -> None:
     """Raise RecipeError if fields contradict each other; the message has the keys and both values.
 
@@ -284,11 +280,11 @@ def _check_classification(recipe: Recipe) -> None:
             f"lora.r is {recipe.lora.r}, data.kind is images and lora.modules_to_save is empty, so the head would stay "
             "as it is; name it, such as [classifier]."
         )
-    for name in ("batch_tokens", "packing", *_OF_TEXT[data.kind]):
+    for name in ("batch_tokens", "packing"):
         if value := getattr(training, name):
             raise RecipeError(
-                f"training.{name} is {show(value)} and data.kind is {data.kind}, whose rows have one label each"
-                f"{'' if name in _OF_TEXT['images'] else ' and are padded'}; leave it out."
+                f"training.{name} is {show(value)} and data.kind is {data.kind}, whose rows have one label each "
+                "and are padded; leave it out."
             )
 
 

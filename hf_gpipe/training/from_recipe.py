@@ -80,7 +80,7 @@ def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapt
     spec = replace(spec_of(recipe, config), model=config, config_overrides=None)
     try:
         if (chain := chain_of(spec)) is not None:
-            return open_chain(spec, chain, workload_of(recipe, config).shapes)
+            return open_chain(spec, chain, workload_of(recipe, config).shapes, device)
         adapter = adapter_of(spec, device)
     except UserError:
         raise

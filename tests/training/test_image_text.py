@@ -26,9 +26,10 @@ from transformers import (
 )
 
 from hf_gpipe import PipelineSFTConfig, PipelineSFTTrainer
-from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples
+from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
+from hf_gpipe.data.images import image_corpus
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.recipe import DataSection, parse_recipe
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import job
 from hf_gpipe.training.from_recipe import check_model
@@ -170,11 +171,50 @@ pipeline: {{num_stages: 2, num_micro_batches: 2, partition: count, schedule: 1f1
         ({"images": [picture(0)], "text": "<image> a"}, {"max_length": 8}, "cut its images off"),
         ({"images": ["http://127.0.0.1:1/a.png"], "text": "<image> a"}, {}, "the name of an image"),
         ({"images": [None], "text": "<image> a"}, {}, "cannot prepare it"),
+        ({"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}]}, {}, "of the type 'video'"),
+        ({"text": ""}, {}, "empty text"),
     ],
 )
 def test_rows_that_are_refused(row: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         ImageTextExamples([row], processor("llava"), **options)[0]
+
+
+def test_no_entry_of_a_row_is_dropped() -> None:
+    """TRL's collator raises a KeyError for it."""
+    first, second = ({"input_ids": [5, 6], "labels": [5, 6], "token_type_ids": [0, 1]} for _ in range(2))
+    pixels, grid = torch.zeros(4, 3), torch.ones(1, 3, dtype=torch.long)
+    with_images = {**first, "pixel_values": pixels, "image_grid_thw": grid}
+    found = ImageTextCollator(0)([with_images, second, with_images])
+    assert found["token_type_ids"].shape == (3, 2)
+    assert found["image_grid_thw"].shape == (2, 3)
+    for rows_, name in (
+        ([first, {n: one for n, one in second.items() if n != "token_type_ids"}], "token_type_ids"),
+        ([with_images, second, {**first, "pixel_values": pixels}], "image_grid_thw"),
+    ):
+        with pytest.raises(DataError, match=f"made '{name}' for some rows"):
+            ImageTextCollator(0)(rows_)
+
+
+@pytest.mark.parametrize("kind", ["images", "image_text"])
+def test_a_table_opens_files_of_its_own_folder_alone(tmp_path: Path, kind: str) -> None:
+    """A row may have a path in place of an image's bytes."""
+    (tmp_path / "data").mkdir()
+    for folder in ("data", "."):
+        picture(0).save(tmp_path / folder / "a.png")
+    (tmp_path / "data" / "link.png").symlink_to(tmp_path / "a.png")
+    paths = ["a.png", str(tmp_path / "a.png"), "../a.png", "link.png", "http://127.0.0.1:1/a.png"]
+    images = [{"bytes": None, "path": path} for path in paths]
+    table = {"image": images, "label": [0] * 5, "text": ["a"] * 5}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "data" / "rows.parquet")
+    path = str(tmp_path / "data" / "rows.parquet")
+    data = DataSection(kind=kind, path=path, labels=["x"], validation_fraction=0.0, test_fraction=0.0)
+    rows_ = {"images": image_corpus, "image_text": image_text_corpus}[kind](data).train
+    image = rows_[0][0] if kind == "images" else rows_[0]["image"]
+    assert image == picture(0)
+    for number in range(1, 5):
+        with pytest.raises(DataError, match="is not in the folder of the data"):
+            rows_[number]
 
 
 def test_a_damaged_image_is_an_error_of_its_row() -> None:

@@ -1,0 +1,91 @@
+"""The images of a table's rows: decoded from bytes in the table, or from files of the data set's own folder.
+
+A row may have a path in place of bytes. A table comes from outside, so its path is not opened where it leads out of the
+data, to another file of this machine or to the network.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from hf_gpipe.data.hub import asked
+from hf_gpipe.errors import DataError
+from hf_gpipe.recipe import DataSection
+
+
+def splits_with_images(data: DataSection) -> Any:
+    """The splits of `data.path`, which `datasets` reads. Raises DataError where "train" is none of them."""
+    path, options = str(data.path), dict[str, Any]()
+    if _is_of_tables(path):
+        source, options = "parquet", {"data_files": sorted(glob.glob(path)) or path}
+    else:
+        source, options = path, {"name": data.subset, "revision": data.revision}
+    splits = asked(path, None, lambda: datasets.load_dataset(source, **options))
+    if "train" not in splits:
+        raise DataError(f"{path} has no split 'train'; its splits are {', '.join(map(str, splits))}")
+    return splits
+
+
+def as_stored(splits: Any, path: str, field: str, *, is_list: bool = False) -> Any:
+    """Splits whose field has the bytes or the path of an image, or of several, none of which is opened.
+
+    Raises:
+        DataError: the field has neither.
+    """
+    stored = datasets.Image(decode=False)
+    return asked(path, None, partial(splits.cast_column, field, datasets.List(stored) if is_list else stored))
+
+
+def decoding(rows: Any, path: str, field: str) -> Any:
+    """Rows of `as_stored` whose images are decoded when a row is asked for, and then are images of PIL.
+
+    Args:
+        rows: a split.
+        path: of the data: a directory, files or a data set of the Hub.
+        field: a column of images, or of lists of images.
+    """
+    return rows.with_transform(partial(_decoded, _folder_of(path), field))
+
+
+def _is_of_tables(path: str) -> bool:
+    return glob.has_magic(path) or path.endswith(".parquet")
+
+
+def _folder_of(path: str) -> Path:
+    """The folder in which the files of a data set are."""
+    if _is_of_tables(path):
+        folder = Path(path)
+        while glob.has_magic(str(folder)) or folder.suffix == ".parquet":
+            folder = folder.parent
+        return folder
+    return Path(path) if os.path.isdir(path) else Path(datasets.config.DOWNLOADED_DATASETS_PATH)
+
+
+def _decoded(folder: Path, field: str, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    images = [
+        [_image(folder, one) for one in stored] if isinstance(stored, list) else _image(folder, stored)
+        for stored in columns[field]
+    ]
+    return {**columns, field: images}
+
+
+def _image(folder: Path, stored: Mapping[str, Any] | None) -> Any:
+    """An image of PIL, turned as its EXIF data says. Raises DataError for a path that leads out of the folder."""
+    if stored is None:
+        return None
+    content, path = stored["bytes"], stored["path"]
+    if content is None and path is not None:
+        file = (folder / path).resolve()  # of a path from the root the folder is no part
+        if "://" in path or not file.is_relative_to(folder.resolve()):
+            raise DataError(
+                f"its image is {path!r}, which is not in the folder of the data; put the image's bytes into the table"
+            )
+        content = file.read_bytes()
+    return datasets.Image().decode_example({"bytes": content, "path": None})
