@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import DataError, UserError
 from tests import oracle
+from tests.gloo import run_gloo
 from tests.image_text_families import FAMILIES, NUM_IMAGES, batch_of, clone, parts_of, run_plain
 
 #: K, M and options, in turn.
@@ -48,9 +50,10 @@ def test_a_step_is_the_plain_model_s(family: str, case: dict[str, Any], frozen: 
     oracle.assert_same(oracle.run_pipeline(Pipeline(model, **case), batch), expected)
 
 
-@pytest.mark.parametrize("frozen", [1, 2])
+@pytest.mark.parametrize("frozen", [0, 1, 2])
 @pytest.mark.parametrize("num_stages", [1, 8])
-def test_a_frozen_tower_runs_once(monkeypatch: pytest.MonkeyPatch, frozen: int, num_stages: int) -> None:
+def test_a_frozen_tower_runs_once(frozen: int, num_stages: int) -> None:
+    """One that is trained runs again for its backward."""
     model = clone("llava")
     freeze(model, frozen)
     batch = batch_of(model)
@@ -59,9 +62,41 @@ def test_a_frozen_tower_runs_once(monkeypatch: pytest.MonkeyPatch, frozen: int, 
     calls: list[bool] = []
     tower.encoder.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     pipe.train_step(batch)
-    assert calls == [False, False], "two micro-batches have images, and no forward of the tower has a graph"
+    # Two of the three micro-batches have images.
+    assert sorted(calls) == ([False, False] if frozen else [False, False, True, True]), "whether forwards have graphs"
+    assert (tower.embeddings.patch_embedding.weight.grad is None) == bool(frozen)
     if num_stages > 1:
-        assert pipe.stages[0].trainable_outputs == {"images": frozen == 1}
+        assert pipe.stages[0].trainable_outputs == {"images": frozen < 2}
+
+
+def _of_replicas(replicas: Any, frozen: int) -> oracle.Result:
+    model = clone("llava")
+    freeze(model, frozen)
+    return oracle.run_pipeline(Pipeline(model, 2, 3, "1f1b", "stage", replicas=replicas), batch_of(model))
+
+
+@pytest.mark.parametrize(("replicas", "frozen"), [([2, 1], 0), (2, 1)])
+def test_replicas_share_rows_with_images(replicas: Any, frozen: int) -> None:
+    """Of three micro-batches the last has no images."""
+    model = clone("llava")
+    freeze(model, frozen)
+    expected = run_plain(model, parts_of(batch_of(model), NUM_IMAGES, 3))
+    for found in run_gloo(_of_replicas, 4 if replicas == 2 else 3, replicas, frozen):
+        oracle.assert_same(found, expected)
+
+
+@pytest.mark.parametrize("num_stages", [1, 4])
+def test_lora_is_peft_s(num_stages: int) -> None:
+    model = clone("llava")
+    config = LoraConfig(r=2, target_modules=["q_proj", "fc1", "linear_1"], init_lora_weights=False)
+    adapted = get_peft_model(model, config).double()
+    batch = batch_of(clone("llava"))
+    names = [name for name, one in adapted.base_model.model.named_parameters() if one.requires_grad]
+    for part in ("vision_tower", "multi_modal_projector", "language_model"):
+        assert any(part in name for name in names), part
+    expected = run_plain(copy.deepcopy(adapted).base_model.model, parts_of(batch, NUM_IMAGES, 2))
+    pipe = Pipeline(adapted, num_stages, 2, "1f1b", "stage")
+    oracle.assert_same(oracle.run_pipeline(pipe, batch), expected)
 
 
 def test_rows_by_length() -> None:
