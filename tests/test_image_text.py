@@ -99,6 +99,18 @@ def test_lora_is_peft_s(num_stages: int) -> None:
     oracle.assert_same(oracle.run_pipeline(pipe, batch), expected)
 
 
+def test_rows_are_counted_where_they_have_more_images() -> None:
+    model = clone("llava")
+    counts = (2, 2, 0)
+    batch = batch_of(model, counts)
+    # As the inputs of a model of the Hub may come.
+    batch = {name: batch[name] for name in sorted(batch, reverse=True)}
+    expected = run_plain(copy.deepcopy(model), parts_of(batch, counts, 2))
+    found = Pipeline(model, 2, 2).eval_step(batch)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-10)
+    assert len(found.row_losses) == 3
+
+
 def test_rows_by_length() -> None:
     """Rows in another order keep their images."""
     model = clone("qwen2_vl")

@@ -8,12 +8,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from examples import digit_questions
 from hf_gpipe.commands import plan
 from hf_gpipe.data import train_tokenizer
 from hf_gpipe.planner.layers import LayerTracer
@@ -121,6 +123,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.new("L", (8, 8), number).save(file, format="PNG")
         digits.append({"image": {"bytes": file.getvalue(), "path": None}, "label": number % 10})
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(digits), folder / "digits.parquet")
+    pixels = np.random.default_rng(0).integers(0, 17, (60, 8, 8))
+    digit_questions.write_rows(folder / "questions" / "data", pixels, [number % 10 for number in range(60)])
+    digit_questions.write_model(folder / "questions" / "model")
     text = folder / "wikitext"
     text.mkdir()
     for split, count in splits.items():
@@ -135,10 +140,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(path: Path, data: Path, models: Path) -> list[str]:
     """Overrides that make a recipe small, and have it read data and models of this machine."""
     recipe = load_recipe(path)
-    if recipe.data.kind == "images":
+    if recipe.data.kind in ("images", "image_text"):
         of_text = ("evaluation.max_new_tokens",)
         small = [one for one in TINY_TRAINING if not one.startswith(of_text)]
-        return [*small, f"data.path={data / 'digits.parquet'}", "data.test_fraction=0.2"]
+        if recipe.data.kind == "images":
+            return [*small, f"data.path={data / 'digits.parquet'}", "data.test_fraction=0.2"]
+        return [*small, f"data.path={data}/questions/data", f"model.path={data}/questions/model"]
     overrides = [*TINY_TRAINING, f"tokenizer.path={models}"]
     if recipe.data.kind not in SEQUENCE_KINDS:
         overrides.append("evaluation.samples=1")
@@ -226,6 +233,7 @@ def traced() -> dict[str, Any]:
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in PLANNED])
 def test_it_is_planned(
     name: str,
+    data: Path,
     models: Path,
     traced: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -243,7 +251,8 @@ def test_it_is_planned(
 
     monkeypatch.setattr(LayerTracer, "costs", costs_once)
     recipe = load_recipe(path)
-    words = [f"model.path={models}"] if recipe.model.path else []
+    own = data / "questions" / "model" if recipe.data.kind == "image_text" else models
+    words = [f"model.path={own}"] if recipe.model.path else []
     words += ["pipeline.num_stages=4"] if recipe.pipeline.offload_weights else []
     words += [f"distillation.teacher={models}"] if recipe.distillation.teacher else []
     code = plan.main([str(path), "--json", "--device", "tpu-v3", *words])
@@ -280,7 +289,7 @@ def test_it_trains_once_it_is_small(
     elif recipe.data.kind in (*CLASSIFIER_KINDS, "embeddings", "process_rewards"):
         assert metrics["task"] == ("image classification" if recipe.data.kind == "images" else recipe.data.kind)
         assert 0 <= metrics["accuracy"] <= 1
-    elif recipe.data.kind in SEQUENCE_KINDS:
+    elif recipe.data.kind in (*SEQUENCE_KINDS, "image_text"):
         assert metrics["task"] == "language modelling"
         assert metrics["perplexity"] > 1
     else:

@@ -69,7 +69,9 @@ class MicroBatch:
 
     @property
     def num_rows(self) -> int:
-        return len(next(iter(self.inputs.values())))
+        # Other entries may be of images, of which a row has any number.
+        named = "labels" if "labels" in self.inputs else next(iter(self.inputs))
+        return len(self.inputs[named])
 
     @property
     def is_packed(self) -> bool:
