@@ -11,7 +11,7 @@ from __future__ import annotations
 VERIFIED_VERSIONS = ("5.17", "5.23")
 
 #: Families of EXACT that were not verified on the first of these versions, on which they have another forward.
-VERIFIED_LATER = frozenset({"smolvlm", "vipllava"})
+VERIFIED_LATER = frozenset({"cohere2_vision", "deepseek_vl", "got_ocr2", "smolvlm", "vipllava"})
 
 #: Values of `model_type` in the configurations.
 EXACT = frozenset(
@@ -39,12 +39,14 @@ EXACT = frozenset(
         "cohere",
         "cohere2",
         "cohere2_moe",
+        "cohere2_vision",
         "cwm",
         "data2vec-text",
         "deepseek_v2",
         "deepseek_v3",
         "deepseek_v32",
         "deepseek_v4",
+        "deepseek_vl",
         "diffllama",
         "doge",
         "dots1",

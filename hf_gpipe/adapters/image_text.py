@@ -25,17 +25,21 @@ from hf_gpipe.errors import DataError, UnsupportedModelError
 
 #: By model_type the form of the images, of the families whose features are those of one forward of the tower.
 FORMS: Mapping[str, ImageEntries] = {
-    **dict.fromkeys(("aya_vision", "gemma3", "internvl", "llava", "paligemma", "vipllava"), ImagesInOrder()),
+    **dict.fromkeys(("aya_vision", "cohere2_vision", "deepseek_vl", "gemma3", "got_ocr2"), ImagesInOrder()),
+    **dict.fromkeys(("internvl", "llava", "paligemma", "vipllava"), ImagesInOrder()),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ImagesOfGrids()),
     **dict.fromkeys(("idefics3", "smolvlm"), ImagesOfRows()),
 }
 _OF_UNLIKE_SIZES = "its images have unlike numbers of tokens, which follow from image_sizes"
 _DEEP = "what the tower makes enters several blocks"
+_OF_TIMM = "its tower is timm's, which was not there to compare"
 #: By model_type why the images of other families are not read; of those that are not here, no one has compared them.
 UNREAD: Mapping[str, str] = {
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "mistral3"), _OF_UNLIKE_SIZES),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _DEEP),
+    **dict.fromkeys(("fast_vlm", "perception_lm"), _OF_TIMM),
     **dict.fromkeys(("idefics", "mllama"), "its blocks attend to images"),
+    "ovis2": "the tower also makes the features of tokens around an image",
 }
 #: Families whose image token may be outside of the vocabulary.
 _OUTSIDE = ("gemma3", "paligemma")
@@ -258,8 +262,8 @@ def example_batch(model: PreTrainedModel, num_images: Sequence[int], *, length: 
 class _Pieces(tuple[torch.Tensor, ...]):
     """Features as a model's forward reads them: some models take a tuple, others one tensor."""
 
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self[0].to(*args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self[0], name)
 
 
 class _EnoughError(Exception):
