@@ -11,7 +11,9 @@ from __future__ import annotations
 VERIFIED_VERSIONS = ("5.17", "5.23")
 
 #: Families of EXACT that were not verified on the first of these versions, on which they have another forward.
-VERIFIED_LATER = frozenset({"cohere2_vision", "deepseek_vl", "got_ocr2", "smolvlm", "vipllava"})
+VERIFIED_LATER = frozenset(
+    {"cohere2_vision", "deepseek_vl", "exaone4_5", "got_ocr2", "idefics2", "smolvlm", "vipllava"}
+)
 
 #: Values of `model_type` in the configurations.
 EXACT = frozenset(
@@ -57,6 +59,7 @@ EXACT = frozenset(
         "ernie4_5",
         "ernie4_5_moe",
         "exaone4",
+        "exaone4_5",
         "exaone_moe",
         "falcon",
         "falcon_h1",
@@ -96,6 +99,7 @@ EXACT = frozenset(
         "hunyuan_v1_moe",
         "hy_v3",
         "hyperclovax",
+        "idefics2",
         "idefics3",
         "inkling_text",
         "internlm3",

@@ -27,8 +27,8 @@ from hf_gpipe.errors import DataError, UnsupportedModelError
 FORMS: Mapping[str, ImageEntries] = {
     **dict.fromkeys(("aya_vision", "cohere2_vision", "deepseek_vl", "gemma3", "got_ocr2"), ImagesInOrder()),
     **dict.fromkeys(("internvl", "llava", "paligemma", "vipllava"), ImagesInOrder()),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ImagesOfGrids()),
-    **dict.fromkeys(("idefics3", "smolvlm"), ImagesOfRows()),
+    **dict.fromkeys(("exaone4_5", "qwen2_vl", "qwen2_5_vl"), ImagesOfGrids()),
+    **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), ImagesOfRows()),
 }
 _OF_UNLIKE_SIZES = "its images have unlike numbers of tokens, which follow from image_sizes"
 _DEEP = "what the tower makes enters several blocks"

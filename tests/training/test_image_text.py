@@ -211,7 +211,7 @@ def test_a_table_opens_files_of_its_own_folder_alone(tmp_path: Path, kind: str) 
     data = DataSection(kind=kind, path=path, labels=["x"], validation_fraction=0.0, test_fraction=0.0)
     rows_ = {"images": image_corpus, "image_text": image_text_corpus}[kind](data).train
     image = rows_[0][0] if kind == "images" else rows_[0]["image"]
-    assert image == picture(0)
+    assert np.array_equal(image, picture(0))
     for number in range(1, 5):
         with pytest.raises(DataError, match="is not in the folder of the data"):
             rows_[number]
