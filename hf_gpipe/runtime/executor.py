@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +23,17 @@ from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.micro_batch import PLAIN_STEP, MicroBatch, StepOptions, on_devices
-from hf_gpipe.runtime.performing import Message, Planned, Step, StepResult, UpdateStage, performed, reading, visiting
+from hf_gpipe.runtime.performing import (
+    Message,
+    Planned,
+    Step,
+    StepResult,
+    Tensors,
+    UpdateStage,
+    performed,
+    reading,
+    visiting,
+)
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import NamedRanges, Timer, is_profiled
@@ -83,6 +94,9 @@ class Executor:
         self._planned: list[Planned] = []
         #: Of each stage, while the table is asynchronous.
         self._versions: dict[int, Versions] = {}
+        #: Sends what must wait for a copy, one message after another; its thread begins with the first of them.
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="messages after copies")
+        self._to_send: list[Future[None]] = []
 
     def run(
         self,
@@ -146,6 +160,7 @@ class Executor:
             update_stage,
             timer,
             self._collect,
+            partial(self._send_after, micro_batches),
         )
         action = None
         # The clock of a worker. Each action of its row has three phases, between four marks; what an action waits for
@@ -172,10 +187,7 @@ class Executor:
                 message = planned.run(step, planned, received)
                 # 3. Send.
                 mark(action, device)
-                for one in planned.sent:
-                    shapes = one.shapes(micro_batches[one.key[0]])
-                    if message or not shapes:  # of some micro-batches nothing crosses a boundary
-                        one.channel.send(one.key, message, shapes)
+                _send(planned, message, micro_batches)
                 if message and not planned.sent:
                     result.outputs[planned.index] = message
                 mark(action, device)
@@ -319,8 +331,23 @@ class Executor:
             shapes = stages[lower].output_shapes if is_sender else stages[upper].input_shapes
         return Message(channel, key, shapes)
 
+    def _send_after(
+        self, micro_batches: Sequence[MicroBatch], wait: Callable[[], None], planned: Planned, message: Tensors
+    ) -> None:
+        """Send an action's message once `wait` returns. The host goes on: else the worker's next action would begin
+        late, though its device is free."""
+
+        def send() -> None:
+            wait()
+            _send(planned, message, micro_batches)
+
+        self._to_send.append(self._sender.submit(send))
+
     def _flush(self) -> None:
         """Wait until all messages have been sent."""
+        for future in self._to_send:
+            future.result()
+        self._to_send.clear()
         for channel in self._channels:
             channel.flush()
 
@@ -332,8 +359,16 @@ class Executor:
             for stage in row.stages.values():
                 stage.reset()
             row.visits.reset()
+        self._to_send.clear()
         for channel in self._channels:
             channel.reset()
+
+
+def _send(planned: Planned, message: Tensors, micro_batches: Sequence[MicroBatch]) -> None:
+    for one in planned.sent:
+        shapes = one.shapes(micro_batches[one.key[0]])
+        if message or not shapes:  # of some micro-batches nothing crosses a boundary
+            one.channel.send(one.key, message, shapes)
 
 
 def last_backwards(actions: Sequence[Action]) -> frozenset[Action]:

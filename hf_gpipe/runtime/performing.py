@@ -84,6 +84,8 @@ class Step:
     timer: Timer | None
     collect: Callable[[], None]
     """Waits until gradients of visiting weights are on the host, of dealt stages those of all workers."""
+    send_after: Callable[[Callable[[], None], Planned, Tensors], None]
+    """(wait, action, message) -> None: sends an action's message once `wait` returns, beside the actions after it."""
     is_updating: bool = False
     """Whether `update` runs, whose errors are the caller's own."""
 
@@ -224,8 +226,11 @@ def _drop(step: Step, planned: Planned, received: Tensors) -> Tensors:
     planned.visits.drop(planned.action.stage)
     if not planned.sent:
         return {}
-    planned.visits.wait_for_gradients()
-    return {"done": torch.ones(1, dtype=torch.uint8)}
+    done = {"done": torch.ones(1, dtype=torch.uint8)}
+    if (wait := planned.visits.way_home()) is None:
+        return done
+    step.send_after(wait, planned, done)
+    return {}
 
 
 def visiting(run: Run) -> Run:

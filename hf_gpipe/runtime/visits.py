@@ -12,7 +12,7 @@ of the checkpoint.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -242,15 +242,23 @@ class VisitingWeights:
             parameter.data = home_weight
             parameter.grad = loaded.earlier.get(parameter)
 
-    def wait_for_gradients(self) -> None:
-        """Wait until the gradients of the visits that are over are on the host."""
-        for (_, way), stream in self._streams.items():
-            if way == "out":
-                stream.synchronize()
+    def way_home(self) -> Callable[[], None] | None:
+        """Function that waits until the gradients of the visits that are over are on the host, and that any thread may
+        call; None: they are there."""
+        leaving = [stream.record_event() for (_, way), stream in self._streams.items() if way == "out"]
+        if not leaving:
+            return None
+
+        def wait() -> None:
+            for event in leaving:
+                event.synchronize()
+
+        return wait
 
     def finish(self) -> None:
         """Wait until the gradients of a step are on the host, and add those that were there before."""
-        self.wait_for_gradients()
+        if (wait := self.way_home()) is not None:
+            wait()
         for parameter, gradient in self._added:
             assert parameter.grad is not None, "it has come"
             parameter.grad += gradient

@@ -279,8 +279,8 @@ class WaitingVisits:
         self._out_free = max(self._out_free, time.perf_counter()) + self._out_seconds
         del self._there[stage]
 
-    def wait_for_gradients(self) -> None:
-        wait_until(self._out_free)
+    def way_home(self) -> Callable[[], None]:
+        return partial(wait_until, self._out_free)
 
     def finish(self) -> None:
         wait_until(self._out_free)
