@@ -136,6 +136,8 @@ class Order {
   template <typename Before, typename IsDone>
   void end_those(Before before, IsDone is_done) {
     std::vector<Copy> done;
+    // Another thread that waits for the same copies returns when they have ended.
+    std::lock_guard in_turn(ending_);
     {
       std::lock_guard lock(mutex_);
       before();
@@ -163,7 +165,7 @@ class Order {
     return found != host_.end() && number <= found->second;
   }
 
-  std::mutex mutex_;
+  std::mutex mutex_, ending_;
   uint64_t last_ = 0;
   std::map<Place, Clock> clocks_;
   Clock host_;
@@ -301,6 +303,11 @@ struct PinnedAllocator final : Allocator {
     std::lock_guard lock(mutex);
     blocks[data] = std::max<size_t>(size, 1);
     return {data, data, &release, kCPU};
+  }
+  // Memory that something else has allocated, and keeps.
+  static void add(const void* data, size_t size) {
+    std::lock_guard lock(mutex);
+    blocks[static_cast<const char*>(data)] = size;
   }
   static void release(void* data) {
     {
@@ -627,6 +634,7 @@ void emulated_cuda_use_generator(int device, GeneratorImpl* generator) {
   generators[device] = Generator(intrusive_ptr<GeneratorImpl>::reclaim_copy(generator));
 }
 void emulated_cuda_wait_for_messages_by(void (*drain)(int, bool)) { messages = drain; }
+void emulated_cuda_register_host(const void* data, size_t size) { PinnedAllocator::add(data, size); }
 void emulated_cuda_listen(Listener listen) { listener = listen; }
 int64_t emulated_cuda_allocated(int device) { return memory[device].allocated; }
 int64_t emulated_cuda_peak(int device) { return memory[device].peak; }

@@ -142,11 +142,13 @@ def test_dealt_stages_have_the_numbers_of_stages_that_stay() -> None:
         assert {buffer.memory.nbytes for buffer in buffers} == {max(visits.hosted_bytes.values())}
 
 
+@pytest.mark.parametrize("schedule", ["breadth_first", "round_robin"])
 @on_emulated_cuda(2)
-def test_trained_weights_in_two_processes() -> None:
-    options: dict[str, Any] = {"num_stages": 6, "num_processes": 2}
+def test_trained_weights_in_two_processes(schedule: str) -> None:
+    """Of dealt stages a process says that gradients are at home while its device goes on."""
+    options: dict[str, Any] = {"num_stages": 6, "num_processes": 2, "num_micro_batches": 4}
     stays = trained("llama", "cuda", None, tied=True, **options)
-    comes = trained("llama", "cuda", "all", tied=True, **options)
+    comes = trained("llama", "cuda", "all", tied=True, **options, schedule=schedule)
     assert comes[0] == pytest.approx(stays[0], rel=1e-12)
     assert_near(comes[1], stays[1], 1e-12, "weight")
 

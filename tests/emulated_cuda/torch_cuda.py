@@ -89,6 +89,12 @@ def generator(index: int) -> torch.Generator:
     return made
 
 
+def register_host(address: int, size: int, flags: int) -> int:
+    """Pin CPU memory; returns cudaSuccess."""
+    native().emulated_cuda_register_host(ctypes.c_void_p(address), ctypes.c_size_t(size))
+    return 0
+
+
 def patch() -> None:
     """Put these functions into `torch.cuda`."""
     cuda: Any = torch.cuda
@@ -126,6 +132,7 @@ def patch() -> None:
     }
     originals = {name: getattr(cuda, name) for name in replaced}
     cuda._initialized = True
+    cuda._cudart = SimpleNamespace(cudaError=SimpleNamespace(success=0), cudaHostRegister=register_host)
     # Other modules of torch have imported some of these.
     for module in [one for name, one in sys.modules.items() if name.startswith("torch.")]:
         for name, original in originals.items():
