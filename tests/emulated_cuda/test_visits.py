@@ -180,6 +180,31 @@ def test_a_device_has_two_stages_and_the_graphs_of_one_run() -> None:
 
 
 @on_emulated_cuda()
+def test_a_device_has_two_slots_of_dealt_stages_and_one_graph() -> None:
+    peaks, devices = {}, ["cuda:0", "cuda:1"]
+    for is_dealt in (False, True):
+        before = [torch.cuda.memory_allocated(device) for device in devices]
+        # In both a graph is made by recomputing and used up, or is the last stage's; the rest is inputs.
+        stays: dict[str, Any] = {"schedule": "breadth_first", "recompute": "stage", "offload_weights": None}
+        pipe = dealt(devices if is_dealt else "cuda:0", num_stages=6, **({} if is_dealt else stays))
+        batch = padded_batch(pipe.adapter.config)
+        pipe.train_step(batch)
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
+        pipe.train_step(batch)
+        peaks[is_dealt] = [torch.cuda.max_memory_allocated(one) - of for one, of in zip(devices, before, strict=True)]
+        weights = sum(p.nbytes for p in pipe.parameters())
+        visits = [row.visits for row in pipe.steps.executor._rows.values()]
+        most = most_loaded(pipe.schedule(4)) if is_dealt else []
+        largest = max(visits[0].hosted_bytes.values(), default=0)
+        del pipe, visits
+    for peak, count in zip(peaks[True], most, strict=True):
+        # Gradients are as large as weights. There are those of the stage at work, and of the one that leaves.
+        most_bytes = peaks[False][0] - 2 * weights + (count + 2) * largest
+        assert peak <= most_bytes < peaks[False][0]
+
+
+@on_emulated_cuda()
 def test_the_host_waits_once_in_a_step() -> None:
     pipe = pipeline("llama", ["cuda:0", "cuda:1"], tied=False, num_stages=6, offload_weights="frozen")
     batch = padded_batch(pipe.adapter.config)
