@@ -138,6 +138,11 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         self.checker.handler._handle_event_record(self.number, stream.number)
+        self._raw = stream.raw.record_event()
+
+    def synchronize(self) -> None:
+        self.checker.handler._handle_event_synchronization(self.number)
+        self._raw.synchronize()
 
 
 class Stream:
