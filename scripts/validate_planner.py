@@ -12,9 +12,11 @@ one layer of each kind at the same time. In the second they train, and note
   the libraries' own pages,
 - the median time of a step, with clipping and the optimizer's update.
 
-The planner is told the seconds of the layers, nothing else of the run. Run it while the machine does nothing else, on
-at least two cores. No case has more processes than two: where processes share a core, one that waits makes the others
-faster than they were when all measured, and a plan does not know that.
+The planner is told the seconds of the layers, nothing else of the run; of layers that are divided it estimates them by
+the rates of this machine. Where weights visit, the device and the host are one memory here, so the bytes of such a case
+say nothing and are not shown. Run it while the machine does nothing else, on at least two cores. No case has more
+processes than two: where processes share a core, one that waits makes the others faster than they were when all
+measured, and a plan does not know that.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ import argparse
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -34,16 +37,16 @@ from bench import machine
 from bench.models import llama
 from bench.planned import CPU, Case, planned, profile, tiny, train_pipeline
 from bench.processes import run_job
-from transformers import BartConfig, GPT2Config, MarianConfig, MT5Config, T5Config
+from transformers import AutoModelForCausalLM, BartConfig, GPT2Config, MarianConfig, MT5Config, T5Config
 
 from hf_gpipe.planner.measure import this_machine
-from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.plan import Plan, ProcessPlan
 from hf_gpipe.schedule import replicas_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- validation: written by scripts/validate_planner.py -->", "<!-- end of validation -->"
 VOCABULARY = 32000
-TOLERANCE = 0.15
+TOLERANCE = 0.1
 
 
 def cases() -> list[Case]:
@@ -63,6 +66,7 @@ def cases() -> list[Case]:
     )
     t5_small = T5Config(**t5, d_model=640, d_ff=2560, num_heads=10, num_layers=4, num_decoder_layers=4)
     mt5 = MT5Config(**t5, d_model=512, d_ff=1792, num_heads=8, num_layers=6, num_decoder_layers=6)
+    visits = (llama_config, 8, 128, 128, 4, 2, 4)
     bart = BartConfig(**seq2seq, **tokens, forced_eos_token_id=None)
     return [
         Case("llama-plain", llama_config, 4, 128, 128, 1, 1, 2, "gpipe", "none"),
@@ -78,6 +82,15 @@ def cases() -> list[Case]:
         Case("gpt2-uneven", gpt2, 8, 128, 128, 2, 2, 4, "1f1b", "none", (1, 2), 0, "0 0,1"),
         Case("gpt2-uneven-zero", gpt2, 8, 128, 128, 2, 2, 4, "1f1b", "stage", (2, 1), 1, "0,1 1"),
         Case("llama-chunks", llama_config, 2, 1024, 1024, 2, 2, 2, "1f1b", "stage", sequence_chunks=4),
+        Case("llama-zero-bubble", llama_config, 8, 128, 128, 2, 2, 4, "zb_h1", "none"),
+        Case("gpt2-windows", gpt2, 8, 128, 128, 2, 2, 4, "pipedream", "none"),
+        Case("llama-vocabulary", llama_config, 8, 128, 128, 2, 2, 4, "vocab_1f1b", "none"),
+        Case("llama-tensor", llama_config, 8, 128, 128, 1, 2, 2, "gpipe", "none", others={"tensor_parallel": 2}),
+        Case("llama-packed", llama_config, 16, 128, 128, 2, 2, 4, "1f1b", "none", training="packed"),
+        Case("llama-dpo", llama_config, 8, 128, 128, 2, 2, 4, "1f1b", "none", training="dpo"),
+        Case("llama-qlora", llama_config, 8, 128, 128, 2, 2, 4, "1f1b", "none", training="qlora"),
+        Case("llama-visits", *visits, "breadth_first", "stage", training="lora", others={"offload_weights": "frozen"}),
+        Case("llama-dealt", *visits, "round_robin", "stage", others={"offload_weights": "all"}),
     ]
 
 
@@ -96,7 +109,8 @@ def train(case: Case, num_steps: int) -> Measured:
     machine.reset_peak()
     baseline = machine.resident_bytes()
     pipe, seconds = train_pipeline(case, num_steps)
-    held = {p.data_ptr(): p.nbytes for stage in pipe.models.values() for p in stage.parameters.values()}
+    tensors = [p for stage in pipe.models.values() for p in stage.parameters.values()]
+    held = {p.data_ptr(): p.nbytes for p in tensors}
     return Measured(sum(held.values()), machine.peak_bytes() - baseline, seconds)
 
 
@@ -117,14 +131,26 @@ class Result:
     def predicted_parameters(self) -> list[int]:
         """Bytes that each process holds."""
         ranges = [(stage.layers.start, stage.layers.stop) for stage in self.plan.stages]
-        own = [[ranges[stage] for stage in process.stages] for process in self.plan.processes]
+        own = [[ranges[stage] for stage in process.stages] for process in self.processes]
         sums = self.plan.planner.sums(self.plan.settings)
         return [sums.held_by(stages).num_bytes for stages in own]
 
     @property
+    def has_exact_parameters(self) -> bool:
+        """Whether each process holds as many bytes of them as predicted."""
+        return [measured.parameter_bytes for measured in self.measured] == self.predicted_parameters
+
+    @property
+    def processes(self) -> list[ProcessPlan]:
+        """Of each process its plan; those that share layers have the same."""
+        return [process for process in self.plan.processes for _ in range(self.case.num_ranks)]
+
+    @property
     def peak_ratios(self) -> list[float]:
-        """Predicted over measured, of each process."""
-        pairs = zip(self.plan.processes, self.measured, strict=True)
+        """Predicted over measured, of each process; of weights that visit none."""
+        if self.case.weights_visit:
+            return []
+        pairs = zip(self.processes, self.measured, strict=True)
         return [process.memory.total / measured.peak_bytes for process, measured in pairs]
 
     @property
@@ -140,8 +166,13 @@ class Result:
 
 def validate(case: Case, num_steps: int) -> Result:
     """Measure the layers, predict, run."""
-    plan = planned(run_job(profile, (case,), case.num_processes), case, this_machine(CPU))
-    return Result(case, plan, run_job(train, (case, num_steps), case.num_processes, timeout_seconds=3600))
+    with tempfile.TemporaryDirectory(prefix="hf_gpipe-validation-") as folder:
+        if case.reads_files:
+            AutoModelForCausalLM.from_config(case.config).save_pretrained(folder)
+            case = replace(case, folder=folder)
+        measured = run_job(profile, (case,), case.num_processes) if case.num_ranks == 1 else []
+        plan = planned(measured, case, this_machine(CPU))
+        return Result(case, plan, run_job(train, (case, num_steps), case.num_processes, timeout_seconds=3600))
 
 
 def report(results: Sequence[Result]) -> str:
@@ -149,35 +180,39 @@ def report(results: Sequence[Result]) -> str:
     lines = [
         BEGIN,
         "",
-        "| case | model | K / processes | replicas | M | chunks | schedule | recompute | model state | "
+        "| case | model | K / processes | replicas | M | chunks | training | schedule | recompute | model state | "
         "parameters a process | "
         "peak a process: predicted / measured | step: predicted / measured |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         case = result.case
         held = [measured.parameter_bytes for measured in result.measured]
-        exact = "exact" if held == result.predicted_parameters else f"{result.predicted_parameters} against {held}"
+        exact = "exact" if result.has_exact_parameters else f"{result.predicted_parameters} against {held}"
         peaks = "; ".join(
             f"{_gib(process.memory.total)} / {_gib(measured.peak_bytes)} = {ratio:.2f}"
-            for process, measured, ratio in zip(result.plan.processes, result.measured, result.peak_ratios, strict=True)
+            for process, measured, ratio in zip(result.processes, result.measured, result.peak_ratios, strict=False)
         )
+        if case.weights_visit:
+            exact = peaks = "-"
         lines.append(
             f"| {case.name} | {case.config.model_type}, {result.plan.costs.total.count / 1e6:.1f}M | "
             f"{case.num_stages} / {case.num_processes} | {_replicas(case)} | {case.num_micro_batches} | "
-            f"{case.sequence_chunks} | {case.schedule} | {case.recompute} | {result.state_bytes / 1e9:.2f} GB | "
+            f"{case.sequence_chunks} | {case.training} | {case.schedule} | {case.recompute} | "
+            f"{result.state_bytes / 1e9:.2f} GB | "
             f"{exact} | {peaks} | "
             f"{result.plan.step_seconds:.2f} s / {result.step_seconds:.2f} s = {result.step_ratio:.2f} |"
         )
-    peaks_within = sum(all(_is_near(ratio) for ratio in result.peak_ratios) for result in results)
-    exact_count = sum([m.parameter_bytes for m in r.measured] == r.predicted_parameters for r in results)
+    on_device = [result for result in results if not result.case.weights_visit]
+    peaks_within = sum(all(_is_near(ratio) for ratio in result.peak_ratios) for result in on_device)
+    exact_count = sum(result.has_exact_parameters for result in on_device)
     times_within = sum(_is_near(result.step_ratio) for result in results)
     load = os.getloadavg()[2]
     lines += [
         "",
-        f"Of {len(results)} cases the parameters' bytes are exact in {exact_count}, the peak of each process is within "
-        f"{TOLERANCE:.0%} in {peaks_within}, and the step's time is within {TOLERANCE:.0%} in {times_within} (median "
-        f"ratio {median(result.step_ratio for result in results):.2f}).",
+        f"Of {len(on_device)} cases the parameters' bytes are exact in {exact_count} and the peak of each process is "
+        f"within {TOLERANCE:.0%} in {peaks_within}. Of {len(results)} the step's time is within {TOLERANCE:.0%} in "
+        f"{times_within} (median ratio {median(result.step_ratio for result in results):.2f}).",
         "",
         f"Measured on {platform.machine()} with {os.cpu_count()} cores, one thread a process, load {load:.1f} over the "
         f"last 15 minutes; Python {platform.python_version()}, torch {torch.__version__}, transformers "

@@ -162,7 +162,7 @@ class Replicas:
             group = self._world.new_group(ranks, self._world.device)
             for stage, own in enumerate(self._world.placement.workers):
                 if own == workers and stage in self._models:
-                    self._models[stage].batch_norms.gather = partial(_gathered, group, len(ranks))
+                    self._models[stage].batch_norms.gather = partial(gathered, group, len(ranks))
 
     def check(self, schedule: Schedule, num_micro_batches: int) -> None:
         """Raise UserError where replicas whose SyncBatchNorms share statistics do not run the same actions.
@@ -251,7 +251,7 @@ class Replicas:
             self._sums.pop(number).finish()
 
 
-def _gathered(group: dist.ProcessGroup, count: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+def gathered(group: dist.ProcessGroup, count: int, tensor: torch.Tensor) -> list[torch.Tensor]:
     """A tensor of each replica, in their order."""
     tensor = tensor.contiguous()
     found = [torch.empty_like(tensor) for _ in range(count)]
@@ -259,8 +259,8 @@ def _gathered(group: dist.ProcessGroup, count: int, tensor: torch.Tensor) -> lis
     return found
 
 
-def in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors of each type, in their order, in groups of about `BUCKET_BYTES`."""
+def in_buckets(tensors: Iterable[Tensor], num_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
+    """The tensors of each type, in their order, in groups of about so many bytes."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
@@ -270,7 +270,7 @@ def in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         for tensor in some:
             bucket.append(tensor)
             size += tensor.numel() * tensor.element_size()
-            if size >= BUCKET_BYTES:
+            if size >= num_bytes:
                 yield bucket
                 bucket, size = [], 0
         if bucket:

@@ -8,7 +8,7 @@ optimizer treats each element by itself; otherwise the parameters are shared out
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import wire
-from hf_gpipe.runtime.replicas import Replicas, in_buckets
+from hf_gpipe.runtime.replicas import BUCKET_BYTES, Replicas, gathered, in_buckets
 from hf_gpipe.runtime.world import World
 
 Slots: TypeAlias = dict[str, Any]
@@ -130,6 +130,11 @@ class Shards:
             return None
         return tensor if stop - start == tensor.numel() else tensor.reshape(-1)[start:stop]
 
+    def _parts(self, names: Sequence[str], index: int) -> Iterator[torch.Tensor]:
+        """A replica's shards of these parameters."""
+        parts = (self._part(name, self._parameters[name].data, index) for name in names)
+        return (part for part in parts if part is not None)
+
     def _replicated(self) -> Iterator[tuple[list[str], tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]]]:
         """Of each stage with replicas: its parameters, the replicas' ranks and groups, for tensors and on the CPU."""
         for stage, names in self._names.items():
@@ -175,17 +180,27 @@ class Shards:
 
     @torch.no_grad()
     def share_values(self) -> None:
-        """Give every replica the values of all shards. All replicas of these stages must call it."""
+        """Give every replica the values of all shards. All replicas of these stages must call it.
+
+        All of them send at once, so that a link carries both of its directions.
+        """
         for names, ranks, (group, _) in self._replicated():
-            for index, rank in enumerate(ranks):
-                parts = [self._part(name, self._parameters[name].data, index) for name in names]
-                for bucket in in_buckets(part for part in parts if part is not None):
-                    flat = torch.cat([part.flatten() for part in bucket])
-                    dist.broadcast(flat, group_src=dist.get_group_rank(group, rank), group=group)
-                    if rank == self._world.rank:
-                        continue
-                    for part, values in zip(bucket, flat.split([part.numel() for part in bucket]), strict=True):
-                        part.copy_(values.view_as(part))
+            own, places = ranks.index(self._world.rank), [dist.get_group_rank(group, rank) for rank in ranks]
+            device = self._parameters[names[0]].device
+            of_replicas = [
+                in_buckets(self._parts(names, index), BUCKET_BYTES // len(ranks)) for index in range(len(ranks))
+            ]
+            for buckets in zip_longest(*of_replicas, fillvalue=()):
+                # As bytes: buckets of two replicas may be of other lengths and types.
+                lengths = [sum(part.nbytes for part in bucket) for bucket in buckets]
+                mine = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+                for part, room in zip(buckets[own], _rooms(mine, buckets[own]), strict=True):
+                    room.copy_(part)
+                found = gathered(group, len(ranks), mine)
+                for index, bucket in enumerate(buckets):
+                    if index != own:
+                        for part, room in zip(bucket, _rooms(found[places[index]], bucket), strict=True):
+                            part.copy_(room)
 
     # ------------------------------------------------------------------ state
 
@@ -275,6 +290,14 @@ class _TensorKind(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def _rooms(room: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Of bytes a view for each of these tensors, of its type and shape; the last bytes may be left."""
+    start = 0
+    for part in parts:
+        yield room[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        start += part.nbytes
 
 
 def _kind(value: Any) -> Any:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
 
+from bench.models import quantisation
 from bench.processes import meet
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.tiny import tiny_config
+from hf_gpipe.model.opening import open_model
+from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.partition import partition
 from hf_gpipe.planner.chunks import each_chunk
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
@@ -22,18 +26,26 @@ from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.runtime.loss import PLAIN, Loss
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, LONGEST_WINDOW
+from hf_gpipe.training.preference_loss import PreferenceLoss
 
 CPU = torch.device("cpu")
 #: Of a pipeline.
 _OPTIONS = (
-    *("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "num_processes", "replicas", "zero"),
-    *("placement", "sequence_chunks"),
+    *("num_stages", "num_micro_batches", "schedule", "recompute", "replicas", "zero", "placement", "sequence_chunks"),
 )
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model and one way to train it; `num_processes` share the stages."""
+    """One model and one way to train it; `num_processes` share the stages.
+
+    Attributes:
+        training: all weights; LoRA adapters, on a base of 4 bits, or with the loss of DPO; or all on packed rows.
+        others: other settings of the pipeline.
+        folder: of a checkpoint of the model; None: its weights are random.
+    """
 
     name: str
     config: PreTrainedConfig
@@ -49,31 +61,85 @@ class Case:
     zero: Literal[0, 1] = 0
     placement: str | None = None
     sequence_chunks: int = 1
+    training: Literal["full", "lora", "qlora", "dpo", "packed"] = "full"
+    others: Mapping[str, Any] = field(default_factory=dict)
+    folder: str | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share each layer. Where there are several, its seconds are estimated, not measured."""
+        return self.others.get("tensor_parallel", 1)
+
+    @property
+    def weights_visit(self) -> bool:
+        """Whether weights come from the host, which on a CPU is the same memory."""
+        return "offload_weights" in self.others
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether it needs a checkpoint: weights of 4 bits and weights that visit are read from one."""
+        return self.training == "qlora" or self.others.get("offload_weights") == "frozen"
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether steps run in windows."""
+        return self.schedule in ASYNCHRONOUS_SCHEDULES
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the pipeline."""
+        cut = {"partition": "count", "num_processes": self.num_processes // self.num_ranks}
+        return {name: getattr(self, name) for name in _OPTIONS} | cut | dict(self.others)
+
+    @property
+    def of_model(self) -> dict[str, Any]:
+        """The options of the pipeline that say how the model is made."""
+        if self.training in ("full", "packed"):
+            return {}
+        import peft
+
+        lora = {"peft_config": peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")}
+        return lora | {"quantization_config": quantisation("nf4", "float32")} if self.training == "qlora" else lora
+
+    @property
+    def loss(self) -> Loss:
+        """Of the micro-batch."""
+        return PreferenceLoss() if self.training == "dpo" else PLAIN
+
+    def adapter(self) -> Adapter:
+        """Of the model."""
+        return open_model(ModelSpec.of(self.folder or self.config, **self.of_model), CPU)
+
+    @property
+    def inputs(self) -> PlanInputs:
+        """What the planner is told of the mini-batch and the optimizer."""
+        if self.training == "packed":
+            batch = self.batch()
+            return PlanInputs(Workload.of_batch(batch, packing=True), packing=True)
+        return PlanInputs(Workload(self.rows, self.source, self.target, not self.weights_visit))
 
     @property
     def workload(self) -> Workload:
         """Of its largest micro-batch."""
-        return Workload(-(-self.rows // self.num_micro_batches), self.source, self.target)
-
-    @property
-    def partition(self) -> tuple[int, ...]:
-        """The number of layers of each stage."""
-        ranges = partition(len(adapter_for(self.config).layers), self.num_stages, "count")
-        return tuple(len(layers) for layers in ranges)
+        workload = self.inputs.mini_batch()
+        return workload.of_rows(-(-self.rows // self.num_micro_batches))
 
     @property
     def settings(self) -> DecidedConfig:
         """As the planner is told."""
-        return DecidedConfig(**{name: getattr(self, name) for name in _OPTIONS})
+        layers = partition(len(self.adapter().layers), self.num_stages, "count")
+        return DecidedConfig(**self.options | {"partition": tuple(map(len, layers))})
 
     def batch(self) -> dict[str, torch.Tensor]:
-        """Random ids; the last row is a token shorter than the others."""
+        """Random ids; the last row is a token shorter than the others, and of packed rows the second half by half."""
         generator = torch.Generator().manual_seed(0)
         vocabulary = self.config.vocab_size
         ids = torch.randint(3, vocabulary, (self.rows, self.source), generator=generator)
         labels = torch.randint(3, vocabulary, (self.rows, self.target), generator=generator)
         mask = torch.ones_like(ids)
         mask[:, -1] = torch.arange(self.rows) % self.num_micro_batches != 0
+        if self.training == "packed":
+            mask[self.rows // 2 :, self.source // 2 :] = 0
         if not self.config.is_encoder_decoder:
             labels = ids.masked_fill(mask == 0, -100)
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -86,36 +152,54 @@ def tiny(case: Case) -> Case:
 
 def profile(case: Case) -> Sequence[ModelCosts]:
     """The costs of a case's layers for each chunk of its rows, measured while the other processes measure."""
-    adapter = adapter_for(case.config)
-
-    def costs_of(workload: Workload) -> ModelCosts:
-        return profile_layers(
-            adapter,
-            workload,
-            CPU,
-            barrier=meet,
-            make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
-        )
-
-    return each_chunk(case.workload, Chunks(case.sequence_chunks), costs_of)
+    measured = partial(
+        profile_layers,
+        case.adapter(),
+        device=CPU,
+        loss=case.loss,
+        barrier=meet,
+        make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    )
+    return each_chunk(case.workload, Chunks(case.sequence_chunks), measured)
 
 
 def planned(measured: Sequence[Sequence[ModelCosts]], case: Case, device: Device, **options: Any) -> Plan:
-    """The plan of a case by what each process has measured; `options` are the planner's."""
-    of_chunks = [mean_costs(same) for same in zip(*measured, strict=True)]
-    inputs = PlanInputs(Workload(case.rows, case.source, case.target))
-    return Planner(lambda *_: of_chunks, inputs, device, **options).plan(case.settings)
+    """The plan of a case by what each process has measured, if it has; `options` are the planner's."""
+    known = {}
+    if measured:
+        of_chunks = [mean_costs(same) for same in zip(*measured, strict=True)]
+        known[case.workload.rows, Chunks(case.sequence_chunks)] = of_chunks
+    planner = Planner.of(
+        *(case.adapter(), case.inputs, device),
+        loss=case.loss,
+        measured=known,
+        tensor_parallel=case.num_ranks,
+        **options,
+    )
+    return planner.plan(case.settings)
 
 
 def train_pipeline(
     case: Case, num_steps: int, after_step: Callable[[], None] = lambda: None
 ) -> tuple[Pipeline, tuple[float, ...]]:
-    """Some steps of a case, and the seconds of each but the first; `after_step` is not in them."""
-    pipe = Pipeline(case.config, **{name: getattr(case, name) for name in _OPTIONS}, device="cpu")
+    """Some steps of a case, and the seconds of each but the first; `after_step` is not in them.
+
+    Of an asynchronous schedule one window follows the first, and the time of its steps is the mean.
+    """
+    pipe = Pipeline(
+        case.folder or case.config,
+        **case.options,
+        **case.of_model,
+        loss=case.loss if case.training == "dpo" else None,
+        packing=case.training == "packed",
+        device="cpu",
+    )
     optimizer = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], fused=True)
     if case.zero:
         pipe.shard_optimizer(optimizer)
     batch, seconds = case.batch(), []
+    if case.is_asynchronous:
+        return pipe, _train_windows(pipe, case, after_step)
     for _ in range(num_steps):
         meet()
         start = time.perf_counter()
@@ -127,3 +211,25 @@ def train_pipeline(
         seconds.append(time.perf_counter() - start)
         after_step()
     return pipe, tuple(seconds[1:])
+
+
+def _train_windows(pipe: Pipeline, case: Case, after_step: Callable[[], None]) -> tuple[float, ...]:
+    """Two windows as long as the planner's, of which the second counts."""
+    optimizers = {
+        stage: torch.optim.AdamW(list(model.parameters.values()), fused=True) for stage, model in pipe.models.items()
+    }
+
+    def update(stage: int, _: int, norm: torch.Tensor) -> None:
+        torch.nn.utils.clip_grads_with_norm_(optimizers[stage].param_groups[0]["params"], 1.0, norm)
+        optimizers[stage].step()
+
+    steps = [[case.batch()]] * max(4, LONGEST_WINDOW // case.num_micro_batches)
+    seconds = 0.0
+    for _ in range(2):
+        meet()
+        start = time.perf_counter()
+        pipe.train_window(steps, update)
+        meet()
+        seconds = time.perf_counter() - start
+        after_step()
+    return (seconds / len(steps),)
