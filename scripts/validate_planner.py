@@ -83,7 +83,7 @@ def cases() -> list[Case]:
         Case("gpt2-uneven-zero", gpt2, 8, 128, 128, 2, 2, 4, "1f1b", "stage", (2, 1), 1, "0,1 1"),
         Case("llama-chunks", llama_config, 2, 1024, 1024, 2, 2, 2, "1f1b", "stage", sequence_chunks=4),
         Case("llama-zero-bubble", llama_config, 8, 128, 128, 2, 2, 4, "zb_h1", "none"),
-        Case("gpt2-windows", gpt2, 8, 128, 128, 2, 2, 4, "pipedream", "none"),
+        Case("llama-windows", llama_config, 8, 128, 128, 2, 2, 4, "pipedream", "none"),
         Case("llama-vocabulary", llama_config, 8, 128, 128, 2, 2, 4, "vocab_1f1b", "none"),
         Case("llama-tensor", llama_config, 8, 128, 128, 1, 2, 2, "gpipe", "none", others={"tensor_parallel": 2}),
         Case("llama-packed", llama_config, 16, 128, 128, 2, 2, 4, "1f1b", "none", training="packed"),

@@ -7,16 +7,17 @@ stage spends once per micro-batch on masks, positions and calls. `this_machine` 
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from statistics import median
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_gpipe.adapters import Adapter
@@ -319,25 +320,24 @@ def _now(device: torch.device) -> float:
 
 
 def _loopback(size_bytes: int = 1 << 25) -> Level:
-    """Measure the link between two processes of this machine through sockets, as gloo uses them.
+    """Measure the link between two processes of this machine as gloo uses it: both sum a bucket of gradients.
 
-    Both ends send and receive at once, as in a reduction over replicas: copying takes their cores' time.
+    In such a sum of two each sends as many bytes as the bucket has. Making the bucket, copying through sockets and
+    adding take the time of the processes' cores, so all of it counts.
     """
-    data = bytes(size_bytes)
+    gloo: Any = dist.ProcessGroupGloo
+    device, store = gloo.create_device(hostname="127.0.0.1"), dist.HashStore()
 
-    def drain(receiver: socket.socket) -> None:
-        buffer, left = bytearray(1 << 20), size_bytes
-        while left:
-            left -= receiver.recv_into(buffer)
+    def sum_buckets(rank: int) -> float:
+        options = gloo._Options()
+        options._devices = [device]
+        group = gloo(store, rank, 2, options)
 
-    one, other = socket.socketpair()
-    with one, other:
-        threads = [threading.Thread(target=drain, args=(end,)) for end in (one, other)]
-        threads += [threading.Thread(target=end.sendall, args=(data,)) for end in (one, other)]
-        start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        seconds = time.perf_counter() - start
+        def sum_one() -> None:
+            group.allreduce([torch.ones(size_bytes // 4)]).wait()
+
+        return _seconds(sum_one, torch.device("cpu"))
+
+    with ThreadPoolExecutor(2) as threads:
+        seconds = max(threads.map(sum_buckets, range(2)))
     return Level(2, size_bytes / seconds, 1e-4)

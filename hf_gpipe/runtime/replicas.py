@@ -77,7 +77,7 @@ class _Sum:
         while len(self._started) < len(self._buckets):
             self._start_next()
         flags = torch.tensor(self._has_gradient, dtype=torch.uint8)
-        self._agreed = flags, _started(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=on_cpu, async_op=True))
+        self._agreed = flags, started(dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=on_cpu, async_op=True))
 
     def finish(self) -> None:
         """Wait for the sums and put them into `.grad`."""
@@ -114,7 +114,7 @@ class _Sum:
             # Its values are in the bucket now.
             parameter.grad = None
         self._started.append(
-            _Bucket(parameters, flat, _started(dist.all_reduce(flat, group=self._group, async_op=True)))
+            _Bucket(parameters, flat, started(dist.all_reduce(flat, group=self._group, async_op=True)))
         )
 
 
@@ -162,7 +162,7 @@ class Replicas:
             group = self._world.new_group(ranks, self._world.device)
             for stage, own in enumerate(self._world.placement.workers):
                 if own == workers and stage in self._models:
-                    self._models[stage].batch_norms.gather = partial(gathered, group, len(ranks))
+                    self._models[stage].batch_norms.gather = partial(_gathered, group, len(ranks))
 
     def check(self, schedule: Schedule, num_micro_batches: int) -> None:
         """Raise UserError where replicas whose SyncBatchNorms share statistics do not run the same actions.
@@ -251,7 +251,7 @@ class Replicas:
             self._sums.pop(number).finish()
 
 
-def gathered(group: dist.ProcessGroup, count: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+def _gathered(group: dist.ProcessGroup, count: int, tensor: torch.Tensor) -> list[torch.Tensor]:
     """A tensor of each replica, in their order."""
     tensor = tensor.contiguous()
     found = [torch.empty_like(tensor) for _ in range(count)]
@@ -259,8 +259,8 @@ def gathered(group: dist.ProcessGroup, count: int, tensor: torch.Tensor) -> list
     return found
 
 
-def in_buckets(tensors: Iterable[Tensor], num_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """The tensors of each type, in their order, in groups of about so many bytes."""
+def in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors of each type, in their order, in groups of about `BUCKET_BYTES`."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
@@ -270,13 +270,13 @@ def in_buckets(tensors: Iterable[Tensor], num_bytes: int = BUCKET_BYTES) -> Iter
         for tensor in some:
             bucket.append(tensor)
             size += tensor.numel() * tensor.element_size()
-            if size >= num_bytes:
+            if size >= BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
         if bucket:
             yield bucket
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def started(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this process is not in the group"
     return work

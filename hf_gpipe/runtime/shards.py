@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import wire
-from hf_gpipe.runtime.replicas import BUCKET_BYTES, Replicas, gathered, in_buckets
+from hf_gpipe.runtime.replicas import Replicas, in_buckets, started
 from hf_gpipe.runtime.world import World
 
 Slots: TypeAlias = dict[str, Any]
@@ -182,25 +182,23 @@ class Shards:
     def share_values(self) -> None:
         """Give every replica the values of all shards. All replicas of these stages must call it.
 
-        All of them send at once, so that a link carries both of its directions.
+        Each of them sends a bucket at the same time, so that a link carries both of its directions.
         """
         for names, ranks, (group, _) in self._replicated():
-            own, places = ranks.index(self._world.rank), [dist.get_group_rank(group, rank) for rank in ranks]
-            device = self._parameters[names[0]].device
-            of_replicas = [
-                in_buckets(self._parts(names, index), BUCKET_BYTES // len(ranks)) for index in range(len(ranks))
-            ]
-            for buckets in zip_longest(*of_replicas, fillvalue=()):
-                # As bytes: buckets of two replicas may be of other lengths and types.
-                lengths = [sum(part.nbytes for part in bucket) for bucket in buckets]
-                mine = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-                for part, room in zip(buckets[own], _rooms(mine, buckets[own]), strict=True):
-                    room.copy_(part)
-                found = gathered(group, len(ranks), mine)
-                for index, bucket in enumerate(buckets):
-                    if index != own:
-                        for part, room in zip(bucket, _rooms(found[places[index]], bucket), strict=True):
-                            part.copy_(room)
+            for buckets in zip_longest(*(in_buckets(self._parts(names, index)) for index in range(len(ranks)))):
+                sent = []
+                for rank, bucket in zip(ranks, buckets, strict=True):
+                    if bucket is not None:
+                        flat = torch.cat([part.flatten() for part in bucket])
+                        source = dist.get_group_rank(group, rank)
+                        sent.append(
+                            (rank, bucket, flat, dist.broadcast(flat, group_src=source, group=group, async_op=True))
+                        )
+                for rank, bucket, flat, work in sent:
+                    started(work).wait()
+                    if rank != self._world.rank:
+                        for part, values in zip(bucket, flat.split([part.numel() for part in bucket]), strict=True):
+                            part.copy_(values.view_as(part))
 
     # ------------------------------------------------------------------ state
 
@@ -290,14 +288,6 @@ class _TensorKind(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-def _rooms(room: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Of bytes a view for each of these tensors, of its type and shape; the last bytes may be left."""
-    start = 0
-    for part in parts:
-        yield room[start : start + part.nbytes].view(part.dtype).view(part.shape)
-        start += part.nbytes
 
 
 def _kind(value: Any) -> Any:
