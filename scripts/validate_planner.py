@@ -39,6 +39,7 @@ from bench.planned import CPU, Case, planned, profile, tiny, train_pipeline
 from bench.processes import run_job
 from transformers import AutoModelForCausalLM, BartConfig, GPT2Config, MarianConfig, MT5Config, T5Config
 
+from hf_gpipe.adapters.quantised import size_of_quantised
 from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.planner.plan import Plan, ProcessPlan
 from hf_gpipe.schedule import replicas_of
@@ -110,7 +111,7 @@ def train(case: Case, num_steps: int) -> Measured:
     baseline = machine.resident_bytes()
     pipe, seconds = train_pipeline(case, num_steps)
     tensors = [p for stage in pipe.models.values() for p in stage.parameters.values()]
-    held = {p.data_ptr(): p.nbytes for p in tensors}
+    held = {p.data_ptr(): size_of_quantised(p)[1] for p in tensors}
     return Measured(sum(held.values()), machine.peak_bytes() - baseline, seconds)
 
 

@@ -27,7 +27,7 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.loss import PLAIN, Loss
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, LONGEST_WINDOW
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, LONGEST_WINDOW
 from hf_gpipe.training.preference_loss import PreferenceLoss
 
 CPU = torch.device("cpu")
@@ -127,7 +127,8 @@ class Case:
     @property
     def settings(self) -> DecidedConfig:
         """As the planner is told."""
-        layers = partition(len(self.adapter().layers), self.num_stages, "count")
+        divides_head = self.schedule in DIVIDED_HEAD
+        layers = partition(len(self.adapter().layers), self.num_stages, "count", divides_head=divides_head)
         return DecidedConfig(**self.options | {"partition": tuple(map(len, layers))})
 
     def batch(self) -> dict[str, torch.Tensor]:
@@ -156,7 +157,7 @@ def profile(case: Case) -> Sequence[ModelCosts]:
         profile_layers,
         case.adapter(),
         device=CPU,
-        loss=case.loss,
+        loss=case.loss.planned,
         barrier=meet,
         make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
     )
@@ -171,7 +172,7 @@ def planned(measured: Sequence[Sequence[ModelCosts]], case: Case, device: Device
         known[case.workload.rows, Chunks(case.sequence_chunks)] = of_chunks
     planner = Planner.of(
         *(case.adapter(), case.inputs, device),
-        loss=case.loss,
+        loss=case.loss.planned,
         measured=known,
         tensor_parallel=case.num_ranks,
         **options,
