@@ -20,7 +20,6 @@ from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.model import clone
 from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.planner.report import report
-from hf_gpipe.planner.saving import hosted_bytes
 from hf_gpipe.runtime import visits
 from hf_gpipe.schedule.kinds import LOAD
 from scripts.families import default_config
@@ -286,7 +285,7 @@ def test_the_plan_knows_the_buffers_and_the_memory_of_the_host(visitors: str) ->
     # Each of a stage's weights begins at a multiple of 512 bytes.
     assert process.memory.parameters == pytest.approx(stays + 2 * max(hosted), rel=0.1)
     every = sum(p.nbytes for p in pipe.forwards.visits[0].parameters)
-    (host,) = hosted_bytes(plan)
+    (host,) = plan.hosted_bytes
     assert host == every * (1 if visitors == "frozen" else 4)
     assert process.memory.optimizer == 2 * sum(p.nbytes for p in parameters if p.requires_grad) * (visitors == "frozen")
     if visitors == "all":  # a stage's gradients are there until its D
@@ -342,6 +341,13 @@ DEALT = [
     ("t5", True, 0.2, False, {"num_stages": 5}),
     ("marian", True, 0.0, True, {"num_stages": 6, "num_micro_batches": 4}),
     ("mixtral", False, 0.0, False, {}),
+    ("bart", True, 0.2, False, {"num_micro_batches": 2}),
+    ("m2m_100", True, 0.0, False, {"num_stages": 6}),
+    ("pegasus", False, 0.0, True, {"num_micro_batches": 1}),
+    ("gemma2", True, 0.0, False, {"num_micro_batches": 4}),
+    ("opt", False, 0.2, False, {}),
+    ("phi3", False, 0.0, True, {"num_stages": 3, "num_micro_batches": 5}),
+    ("qwen2_moe", False, 0.0, False, {"num_micro_batches": 2}),
 ]
 
 

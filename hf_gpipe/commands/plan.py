@@ -127,6 +127,13 @@ def _parser() -> Parser:
     parser.add_argument("--flops", help="for another device: operations per second, such as 312TFLOPS")
     parser.add_argument("--bandwidth", help="for another device: memory bandwidth, such as 2TB/s")
     parser.add_argument("--link", help=f"the link between devices: {', '.join(LINKS)}, or a rate, such as 25GB/s")
+    parser.add_argument(
+        "--host-link",
+        metavar="pcie4/2",
+        help="the link between a device and its host, for weights that visit; /2: two devices share one",
+    )
+    parser.add_argument("--host-memory", help="CPU memory of a machine for weights that visit, such as 256GiB")
+    parser.add_argument("--host-bandwidth", help="of the CPU memory of a machine, such as 100GB/s")
     parser.add_argument("--profile", action="store_true", help="measure the layers on this machine's device")
     parser.add_argument(
         "--search", action="store_true", help="try other T, K, replicas, M, schedules, recomputation and splits"

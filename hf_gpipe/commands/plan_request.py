@@ -278,6 +278,13 @@ def _weakest_of_workers(devices: Sequence[Device], size: int) -> list[Device]:
 
 
 def _device(options: argparse.Namespace) -> Device:
+    from hf_gpipe.planner.devices import read_host
+
+    found = _device_alone(options)
+    return replace(found, host=read_host(options.host_link, options.host_memory, options.host_bandwidth))
+
+
+def _device_alone(options: argparse.Namespace) -> Device:
     from hf_gpipe.planner.devices import LINKS, custom, device, link_between, read_bandwidth, read_flops
 
     if options.device is None and options.flops is None and options.bandwidth is None:

@@ -13,7 +13,6 @@ from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.limits import MemoryLimit, limit_text
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.saving import hosted_bytes
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.pipeline import Visitors
 from hf_gpipe.runtime import failures
@@ -101,7 +100,7 @@ def _visits_that_fit(plan: Plan, limit: MemoryLimit) -> Iterator[str]:
             yield (
                 f"pipeline.offload_weights={visitors} with pipeline.num_stages={num_stages}, "
                 "pipeline.schedule=breadth_first, pipeline.recompute=stage and pipeline.partition=count "
-                f"{_fits(visiting)}, with {size_text(sum(hosted_bytes(visiting)))} of CPU memory"
+                f"{_fits(visiting)}, with {size_text(sum(visiting.hosted_bytes))} of CPU memory"
             )
 
 

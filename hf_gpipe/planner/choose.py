@@ -19,9 +19,10 @@ from hf_gpipe.planner.cut import cut_plan
 from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.meshes import Meshes, with_mesh
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.visiting import open_visitors, visiting_ways, with_dealt_table
 from hf_gpipe.planner.workload import Chunks
 from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.schedule import DIVIDED_HEAD, SPLIT_SCHEDULES, V_SHAPED, Placement, replicas_of
+from hf_gpipe.schedule import DEALT, DIVIDED_HEAD, SPLIT_SCHEDULES, V_SHAPED, Placement, replicas_of
 
 AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES, *DIVIDED_HEAD)
 """The schedules that "auto" chooses from. Of equally good ones the first is chosen."""
@@ -83,15 +84,35 @@ def _ways(planner: Planner, config: PipelineConfig, cut: Chunks) -> Iterator[tup
 
 def _outcomes(planner: Planner, config: PipelineConfig) -> list[Outcome]:
     """The outcomes that are worth a try of a configuration whose number of chunks is decided."""
-    if config.offload_weights and not config.is_decided:
-        raise UserError(
-            f"offload_weights is {config.offload_weights}, and the planner chooses nothing for weights that visit yet; "
-            "give num_stages, num_micro_batches, schedule, recompute and partition, none of them auto or by cost, or "
-            "leave offload_weights out"
-        )
+    if config.offload_weights == AUTO:
+        return _with_or_without_visits(planner, config)
+    if config.offload_weights is not None and not config.is_decided:
+        counts = micro_batch_counts(planner.rows, config.num_micro_batches)
+        outcomes = [_outcome(planner, way) for way in visiting_ways(planner, config, counts)]
+        return [with_dealt_table(one, config) if isinstance(one, Plan) else one for one in outcomes]
     if config.is_mesh_open:
         return _searched(planner, config)
     return [_outcome(planner, each) for each in _allowed(planner, config)]
+
+
+def _with_or_without_visits(planner: Planner, config: PipelineConfig) -> list[Outcome]:
+    """The outcomes where all weights stay on their devices, and where some visit them.
+
+    Raises:
+        UserError: there is none.
+    """
+    outcomes: list[Outcome] = []
+    errors = []
+    for visitors in (None, *open_visitors(planner)):
+        if visitors is None and config.schedule in DEALT:
+            continue
+        try:
+            outcomes += _outcomes(planner, replace(config, offload_weights=visitors))
+        except UserError as error:
+            errors.append(error)
+    if not outcomes:
+        raise errors[0]
+    return outcomes
 
 
 def _searched(planner: Planner, config: PipelineConfig) -> list[Outcome]:

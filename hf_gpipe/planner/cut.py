@@ -99,7 +99,8 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     def parameters(_: int, start: int, stop: int) -> float:
         return sums.held(start, stop).num_bytes
 
-    caps = _caps(planner, placement)
+    # Weights that visit have a buffer for some stages; whether that fits, the plan says.
+    caps = [] if settings.offload_weights else _caps(planner, placement)
     largest = max(caps, default=0.0)
 
     def memory_bytes(stage: int, start: int, stop: int) -> float:

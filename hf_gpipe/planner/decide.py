@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import psutil
+
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
@@ -20,6 +22,7 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.speeds import measure_speeds
 from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
+from hf_gpipe.runtime.facts import available_memory
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Schedule
@@ -124,6 +127,10 @@ class Planning:
         """
         device = self.world.device
         this = self.device(config) if decides else this_machine(device, len(self.world.neighbours))
+        if decides and device.type == "cuda":
+            # In sixteenths, so that a little less that is free changes no choice.
+            total, free = psutil.virtual_memory().total, available_memory()
+            this = replace(this, host=replace(this.host, memory_bytes=total // 16 * (16 * free // total)))
         cluster = cluster_of(self.world, this.link)
         return Planner.of(
             self.adapter,
@@ -209,6 +216,8 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
     if config.recompute == AUTO:
         entries = settings.recompute
         chosen.append(f"recompute {entries if isinstance(entries, str) else list(entries)}")
+    if config.offload_weights != settings.offload_weights:
+        chosen.append(f"offload_weights {settings.offload_weights or 'null'}")
     if config.is_cut_by_cost:
         chosen.append(f"partition {list(settings.partition)} ({config.partition})")
     limit = plan.planner.memory_bytes

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.partition.cluster import Level
+from hf_gpipe.recipe.sizes import read_bytes
 
 Entry = TypeVar("Entry")
 _GIB = 1 << 30
@@ -24,44 +25,6 @@ _CALL_SECONDS = 1e-5
 #: and 0.49 GiB on an RTX 4090 (issues 11 of pinokiofactory/flux-webui and 8 of 3DTopia/Phidias-Diffusion on GitHub).
 #: XLA reserves 0.52 GiB of a TPU (github.com/sokrypton/ColabFold/issues/62).
 _CONTEXT_GIB = 0.5
-
-
-@dataclass(frozen=True)
-class Device:
-    """The device of a process.
-
-    Attributes:
-        name: as a user writes it.
-        memory_bytes: what a process may use of it; None: not known.
-        flops_per_second: by the type of a matrix product's factors, such as "bfloat16"; float32 is always there.
-        bytes_per_second: of its memory.
-        link: to the device of the next stage.
-        reserved_share: what the allocator holds without using it, as a share of all that comes and goes in a step:
-            freed blocks that fit nothing. PyTorch's allocator of GPUs wastes little; glibc's on a CPU keeps freed
-            memory below what is still alive (measured: see docs/planner.md).
-        call_seconds: the host's time for one operation, however small.
-        is_asynchronous: whether it computes, moves bytes and is told what to do next at the same time, so that the
-            longest of the three counts. A CPU does one after the other.
-    """
-
-    name: str
-    memory_bytes: int | None
-    flops_per_second: Mapping[str, float]
-    bytes_per_second: float
-    link: Level
-    reserved_share: float = 0.05
-    call_seconds: float = 0.0
-    is_asynchronous: bool = True
-
-    def seconds(self, arithmetic_seconds: float, moved_bytes: float, calls: int) -> float:
-        """The time of some operations that compute for so long, move so many bytes, and are so many."""
-        parts = arithmetic_seconds, moved_bytes / self.bytes_per_second, calls * self.call_seconds
-        return max(parts) if self.is_asynchronous else sum(parts)
-
-    def flops_for(self, dtype: str) -> float:
-        """Peak rate of matrix products; of a type that is not listed as of float32, in float64 half of it."""
-        half = 0.5 if dtype == "float64" else 1.0
-        return self.flops_per_second.get(dtype, half * self.flops_per_second["float32"])
 
 
 LINKS: dict[str, Level] = {
@@ -85,6 +48,76 @@ LINKS: dict[str, Level] = {
         "loopback": (2e9, 1e-4),
     }.items()
 }
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine of some devices: from its memory weights visit them, and its CPU updates these.
+
+    What nobody gave is what is usual, not measured.
+
+    Attributes:
+        link: between a device and this memory; its bandwidth is in one direction.
+        devices_per_link: how many devices share such a link, as behind one PCIe switch.
+        bytes_per_second: of its memory, for all of its processes together.
+        process_bytes_per_second: the most that one process gets of it.
+        memory_bytes: what weights that visit and all that belongs to them may use of it; None: not known.
+    """
+
+    link: Level = LINKS["pcie4"]
+    devices_per_link: int = 1
+    bytes_per_second: float = 1e11
+    process_bytes_per_second: float = 2e10
+    memory_bytes: int | None = None
+
+    def copy_rate(self, num_devices: int) -> float:
+        """Bytes a second between the memory and one of so many devices, all of which copy at once."""
+        shared = self.link.bytes_per_second / min(self.devices_per_link, num_devices)
+        return min(shared, self.bytes_per_second / num_devices)
+
+    def process_rate(self, num_processes: int) -> float:
+        """Bytes a second of the memory for one of so many processes, all of which read and write at once."""
+        return min(self.process_bytes_per_second, self.bytes_per_second / num_processes)
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of a process.
+
+    Attributes:
+        name: as a user writes it.
+        memory_bytes: what a process may use of it; None: not known.
+        flops_per_second: by the type of a matrix product's factors, such as "bfloat16"; float32 is always there.
+        bytes_per_second: of its memory.
+        link: to the device of the next stage.
+        reserved_share: what the allocator holds without using it, as a share of all that comes and goes in a step:
+            freed blocks that fit nothing. PyTorch's allocator of GPUs wastes little; glibc's on a CPU keeps freed
+            memory below what is still alive (measured: see docs/planner.md).
+        call_seconds: the host's time for one operation, however small.
+        is_asynchronous: whether it computes, moves bytes and is told what to do next at the same time, so that the
+            longest of the three counts. A CPU does one after the other.
+        host: whose memory weights visit from.
+    """
+
+    name: str
+    memory_bytes: int | None
+    flops_per_second: Mapping[str, float]
+    bytes_per_second: float
+    link: Level
+    reserved_share: float = 0.05
+    call_seconds: float = 0.0
+    is_asynchronous: bool = True
+    host: Host = Host()
+
+    def seconds(self, arithmetic_seconds: float, moved_bytes: float, calls: int) -> float:
+        """The time of some operations that compute for so long, move so many bytes, and are so many."""
+        parts = arithmetic_seconds, moved_bytes / self.bytes_per_second, calls * self.call_seconds
+        return max(parts) if self.is_asynchronous else sum(parts)
+
+    def flops_for(self, dtype: str) -> float:
+        """Peak rate of matrix products; of a type that is not listed as of float32, in float64 half of it."""
+        half = 0.5 if dtype == "float64" else 1.0
+        return self.flops_per_second.get(dtype, half * self.flops_per_second["float32"])
 
 
 def _gpu(
@@ -204,6 +237,35 @@ def link_between(name: str) -> Level:
     if name[:1].isdigit():
         return Level(2, read_bandwidth(name, "the link"), LINKS["ethernet-100"].latency_seconds)
     return _find("link", name, LINKS)
+
+
+def read_host(link: str | None, memory: str | None, bandwidth: str | None) -> Host:
+    """The host of the command's options; what is None is as usual.
+
+    Args:
+        link: as in `link_between`; "/2" behind it: two devices share one.
+        memory: such as "256GiB".
+        bandwidth: of the memory, such as "100GB/s".
+
+    Raises:
+        UserError: one of them cannot be read.
+    """
+    host = Host()
+    if link is not None:
+        name, slash, count = link.rpartition("/")
+        is_shared = bool(slash) and count.isdecimal()
+        host = replace(host, link=link_between(name if is_shared else link))
+        if is_shared:
+            if int(count) < 1:
+                raise UserError(f"--host-link is {link!r}: at least one device has a link; write for example pcie4/2.")
+            host = replace(host, devices_per_link=int(count))
+    if memory is not None:
+        host = replace(host, memory_bytes=read_bytes(memory, "--host-memory"))
+    if bandwidth is not None:
+        rate = read_bandwidth(bandwidth, "--host-bandwidth")
+        # A process with all cores gets all of it.
+        host = replace(host, bytes_per_second=rate, process_bytes_per_second=rate)
+    return host
 
 
 def custom(memory_bytes: int | None, flops_per_second: float, bytes_per_second: float, link: Level) -> Device:

@@ -7,7 +7,6 @@ single micro-batches and fills the time that is really free can be shorter (arXi
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -17,14 +16,12 @@ from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.limits import limit_of
 from hf_gpipe.planner.memory import stage_amounts
 from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.table_file import TABLE_FILE, with_table_file
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
-from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table, recompute_under
+from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table
 from hf_gpipe.schedule.kinds import UPDATE, Held
 from hf_gpipe.schedule.list_scheduling import Work, best_listed
 from hf_gpipe.schedule.zero_bubble import whole_backwards
-
-TABLE_FILE = "auto.txt"
-"""The name of such a table among the schedules. There is no such file."""
 
 #: Of the search for a table, in actions that are tried: a few seconds; and in tables of few micro-batches.
 _EFFORT, _TABLES = 1_000_000, 1_500
@@ -50,7 +47,7 @@ def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
     placement = table.placement
     is_given = settings.placement is not None
     is_plain = placement.num_processes > 1 and placement.chunks == 1 and not (placement.has_replicas or is_given)
-    is_plain = is_plain and not table.divides_head
+    is_plain = is_plain and not table.divides_head and settings.offload_weights is None
     if not (is_open and is_whole and is_plain and plan.fits):
         return plan
     if asked.recompute == AUTO:
@@ -156,7 +153,4 @@ def _planned(plan: Plan, settings: DecidedConfig, orders: Sequence[Sequence[Acti
     ]
     table = Schedule(TABLE_FILE, before.num_stages, before.num_micro_batches, placement, tuple(rows))
     check_table(table)
-    planner = copy.copy(plan.planner)
-    planner.inputs = replace(planner.inputs, tables={TABLE_FILE: table})
-    recompute = recompute_under(table, "block" if settings.recompute == "block" else "stage")
-    return planner.plan(replace(settings, schedule=TABLE_FILE, recompute=recompute))
+    return with_table_file(plan, settings, table)

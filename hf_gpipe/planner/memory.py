@@ -14,7 +14,7 @@ from hf_gpipe.planner.beside import NOTHING, Beside
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.recipe.pipeline import Visitors
-from hf_gpipe.schedule import Schedule, Timeline, num_stashes
+from hf_gpipe.schedule import Placement, Schedule, Timeline, num_stashes
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import Amounts, most_of_equal_stages, occupancy
 from hf_gpipe.schedule.visits import most_loaded
@@ -85,8 +85,10 @@ def estimate_memory(
     """
     ranges = [(stages[stage].start, stages[stage].stop) for stage in own]
     held = sums.held_by(ranges)
-    hosted = [sums.hosted(*layers, visitors) for layers in ranges]
-    trained_bytes = held.trainable_bytes - sum(one.trainable_bytes for one in hosted)
+    is_dealt = timeline.schedule.placement.is_dealt
+    hosted = [sums.hosted(*layers, visitors, is_dealt=is_dealt) for layers in ranges]
+    # Of dealt stages nothing stays, ties neither.
+    trained_bytes = 0 if is_dealt else held.trainable_bytes - sum(one.trainable_bytes for one in hosted)
     amounts = {
         stage: stage_amounts(sums, stages[stage], trained_bytes / len(own), one.trainable_bytes)
         for stage, one in zip(own, hosted, strict=True)
@@ -105,7 +107,9 @@ def estimate_memory(
         parameters=weights
         + sum(int(sums.buffer_bytes(*layers)) for layers in ranges)
         + sum(round(stages[stage].beside.held_bytes) for stage in own),
-        optimizer=round(
+        optimizer=0
+        if is_dealt
+        else round(
             sum(
                 state_shares[stage] * (sums.owned(*layers).trainable_bytes - one.trainable_bytes)
                 for stage, layers, one in zip(own, ranges, hosted, strict=True)
@@ -119,6 +123,30 @@ def estimate_memory(
         ),
         reserve=round(sums.device.reserved_share * sum(fullest.values())),
     )
+
+
+def hosted_bytes(
+    sums: LayerSums, stages: Sequence[StageLayers], placement: Placement, visitors: Visitors | None, state_share: float
+) -> list[int]:
+    """For each worker the bytes in the memory of its host of weights that visit; 0 where none do.
+
+    Trained ones have their gradients and the optimizer's state there. Of dealt stages each weight is there once, and
+    counted to the worker that updates it.
+
+    Args:
+        sums: of the model's layers, for one micro-batch.
+        stages: all stages, in order.
+        placement: of the stages.
+        visitors: the weights that visit.
+        state_share: bytes of the optimizer's state per byte of trainable weights.
+    """
+    sizes = [0] * placement.num_processes
+    for stage, workers in zip(stages, placement.workers, strict=True) if visitors is not None else ():
+        run = stage.start, stage.stop
+        hosted = sums.owned(*run) if placement.is_dealt else sums.hosted(*run, visitors)
+        for worker in workers:
+            sizes[worker] += round(hosted.num_bytes + (1 + state_share) * hosted.trainable_bytes)
+    return sizes
 
 
 def stage_amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float, visiting_bytes: int) -> Amounts:

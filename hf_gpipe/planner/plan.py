@@ -23,7 +23,7 @@ from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.limits import MemoryLimit, check_processes, limit_of, speeds_of
 from hf_gpipe.planner.measure import profile_layers
-from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory
+from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory, hosted_bytes
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.times import TimeEstimate, time_of
@@ -135,14 +135,31 @@ class Plan:
         return self.fullest_process.memory.total
 
     @cached_property
+    def hosted_bytes(self) -> list[int]:
+        """For each process the bytes in the memory of its host that belong to weights which visit; 0 without."""
+        planner, settings = self.planner, self.settings
+        share = planner.inputs.state_share(self.costs.dtype)
+        placement = self.timeline.schedule.placement
+        sums, stages = planner.sums(settings), planner.stage_layers(settings)
+        return hosted_bytes(sums, stages, placement, settings.offload_weights, share)
+
+    @property
+    def host_fullness(self) -> float:
+        """The share of the memory of a machine that these bytes need, of the fullest one; 0 where it is not known."""
+        size, limit = self.planner.host_size(len(self.processes)), self.planner.device.host.memory_bytes
+        machines = [sum(self.hosted_bytes[start : start + size]) for start in range(0, len(self.processes), size)]
+        return max(machines) / limit if limit else 0.0
+
+    @cached_property
     def fullest_process(self) -> ProcessPlan:
         """The process that needs the most memory, as a share of its limit; the first of several equal ones."""
         return max(self.processes, key=self._fullness_of)
 
     @property
     def fullness(self) -> float:
-        """The share of its limit that the process with the highest peak needs; its bytes where no limit is known."""
-        return self._fullness_of(self.fullest_process)
+        """The share of its limit that the process with the highest peak needs, or a machine if that is more; the bytes
+        of the process where no limit is known."""
+        return max(self._fullness_of(self.fullest_process), self.host_fullness)
 
     def _fullness_of(self, process: ProcessPlan) -> float:
         return process.memory.total / (limit_of(self.planner.memory_bytes, process.number) or 1)
@@ -184,6 +201,7 @@ class Planner:
         teacher: rows of a micro-batch -> the costs of a teacher's layers; None: there is no teacher.
 
     Attributes:
+        can_deal: whether stages may be dealt to the processes of a machine.
         lighter: by keys of a recipe that have adapters trained in place of all weights, what plans that.
         chunks: how rows are cut into chunks of tokens, at most one a token.
         num_forwards: how often all forwards run before each step.
@@ -214,6 +232,7 @@ class Planner:
         self.cluster = None if cluster is None else cluster.of_workers(tensor_parallel)
         self._link = device.link if cluster is None else cluster.levels[0]
         self.speeds = speeds
+        self.can_deal = teacher is None
         self.lighter: Mapping[str, Callable[[], Plan]] = {}
         self.chunks = Chunks()
         self.num_forwards = 0
@@ -293,6 +312,8 @@ class Planner:
             *(costs_of, inputs, device, memory_bytes, cluster, speeds, tensor_parallel),
             teacher=of_teacher,
         )
+        # The last stage must be in one place for such a loss, and so must what a BatchNorm counts.
+        planner.can_deal = teacher is None and not loss.compares_units and not mini_batch.entries
         planner.num_forwards = inputs.forwards + loss.num_forwards(has_reference=adapter.peft is not None)
         if inputs.new_tokens:
             planner.of_tokens = lambda rows, tokens: tracer().costs(
@@ -424,12 +445,26 @@ class Planner:
         check_visits(table, are_trained=settings.offload_weights == "all")
         return table
 
+    def host_size(self, num_processes: int) -> int:
+        """How many of so many processes a machine has; all of them in a cluster of one level."""
+        is_one = self.cluster is None or len(self.cluster.levels) == 1
+        return num_processes if is_one or self.cluster is None else min(self.cluster.devices_in(1), num_processes)
+
     def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
         """The seconds of the actions and messages of a table that runs with these settings."""
         sums, placement = self._sums_of(settings), table.placement
         network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
         speeds = speeds_of(self.speeds, placement)
-        return _table_costs(*sums, self.stage_layers(settings), table, speeds, self.inputs, settings, network)
+        return _table_costs(
+            *sums,
+            self.stage_layers(settings),
+            table,
+            speeds,
+            self.inputs,
+            settings,
+            network,
+            self.host_size(placement.num_processes),
+        )
 
     def plan(self, settings: DecidedConfig) -> Plan:
         """Predict the memory and the time of one step of a pipeline with these settings.
@@ -531,11 +566,13 @@ def _table_costs(
     inputs: PlanInputs,
     settings: DecidedConfig,
     network: Network,
+    host_size: int,
 ) -> Costs:
     """The costs for the simulation of a table; `sums` are of the typical chunk, `of_chunks` of each."""
+    visitors, is_dealt = settings.offload_weights, table.placement.is_dealt
 
     def update(number: int, stage: StageLayers, count: int) -> float:
-        seconds = sums.update_seconds(stage.start, stage.stop, inputs, settings.offload_weights) / speeds[number]
+        seconds = sums.update_seconds(stage.start, stage.stop, inputs, visitors, host_size) / speeds[number]
         if not settings.zero or count == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
@@ -556,14 +593,14 @@ def _table_costs(
             found.append(values if len(values) > 1 else values[0])
         return found
 
-    hosted = [sums.hosted(stage.start, stage.stop, settings.offload_weights) for stage in stages]
+    hosted = [sums.hosted(stage.start, stage.stop, visitors, is_dealt=is_dealt) for stage in stages]
     share = sent_share(settings.boundary_dtype, sums.costs.dtype)
     boundaries = [
         share * (sums.costs.layers[stage.start].input_bytes + stage.beside.input_bytes) for stage in stages[1:]
     ]
     others: dict[str, list[float]] = {
-        LOAD: [sums.copy_seconds(own.num_bytes) for own in hosted],
-        DROP: [sums.copy_seconds(own.trainable_bytes) for own in hosted],
+        LOAD: [sums.copy_seconds(own.num_bytes, host_size) for own in hosted],
+        DROP: [sums.copy_seconds(own.trainable_bytes, host_size) for own in hosted],
     }
     head_transfer = 0.0
     if (part := sums.part) is not None:

@@ -24,14 +24,12 @@ from hf_gpipe.planner.costs import (
     Seconds,
     SharedParameter,
 )
-from hf_gpipe.planner.devices import LINKS, Device
+from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs
 from hf_gpipe.recipe.pipeline import Visitors
 
 #: Share of a device's peak rate that matrix products of a transformer reach, where nothing was measured.
 EFFICIENCY = 0.5
-#: Between a device and the memory of its host, and what one process gets of that memory: what is usual, not measured.
-HOST_LINK, HOST_BYTES_PER_SECOND = LINKS["pcie4"], 2e10
 #: The executor's time for an action, in operations: 64 to 81 microseconds on a host that takes 7 for an operation.
 _CALLS_OF_ACTION = 10
 
@@ -129,11 +127,14 @@ class LayerSums:
             held = sum([self.part.held] * len(stages), start=held)
         return held
 
-    def hosted(self, start: int, stop: int, visitors: Visitors | None) -> Parameters:
-        """The weights of a stage that visit its device: those that are not trained, or all that no other layer uses."""
+    def hosted(self, start: int, stop: int, visitors: Visitors | None, *, is_dealt: bool = False) -> Parameters:
+        """The weights of a stage that visit its device: those that are not trained, or all that no other layer uses;
+        of a dealt stage all."""
         if visitors is None:
             return Parameters()
         held, own = self.held(start, stop), self._own[stop] - self._own[start]
+        if is_dealt:
+            return held
         trained = own if visitors == "all" else Parameters()
         return Parameters(
             held.count - held.trainable_count + trained.trainable_count,
@@ -142,9 +143,11 @@ class LayerSums:
             trained.trainable_bytes,
         )
 
-    def copy_seconds(self, num_bytes: int) -> float:
-        """Seconds in which so many bytes of weights come from the host. A CPU reads and writes them in its memory."""
-        rate = HOST_LINK.bytes_per_second if self.device.is_asynchronous else self.device.bytes_per_second / 2
+    def copy_seconds(self, num_bytes: int, num_devices: int = 1) -> float:
+        """Seconds in which so many bytes of weights come from the host, whose devices are so many. A CPU reads and
+        writes them in its memory."""
+        device = self.device
+        rate = device.host.copy_rate(num_devices) if device.is_asynchronous else device.bytes_per_second / 2
         return num_bytes / rate
 
     def owned(self, start: int, stop: int) -> Parameters:
@@ -165,17 +168,24 @@ class LayerSums:
             backward=self._backward(start, stop) + beyond.backward + blocks_again,
         )
 
-    def update_seconds(self, start: int, stop: int, inputs: PlanInputs, visitors: Visitors | None = None) -> float:
-        """Seconds of the optimizer's update of a stage; of trained weights that visit it is the host's."""
-        owned = self.owned(start, stop)
+    def update_seconds(
+        self, start: int, stop: int, inputs: PlanInputs, visitors: Visitors | None = None, num_processes: int = 1
+    ) -> float:
+        """Seconds of the optimizer's update of a stage; of trained weights that visit, and of offloaded state, it is
+        the host's, where so many processes update at once."""
+        owned, host = self.owned(start, stop), self.device.host
+        if visitors == "all" or inputs.offload_optimizer:
+            # The host reads and writes weights, gradients and state, of master weights those of float32.
+            moved = 2 * inputs.copy_share(self.costs.dtype) * owned.trainable_bytes
+            if visitors == "all":
+                # They are made of the gradients, and the weights of them.
+                moved += 2 * owned.trainable_bytes if inputs.fp32_master_weights else 0
+                return moved / host.process_rate(num_processes)
+            # Gradients and weights travel.
+            travels = 2 * owned.trainable_bytes / host.copy_rate(num_processes)
+            return travels + moved / host.process_rate(num_processes)
         # Gradients are read for their norm and for the update; weights and state are read and written.
         passes = 4 + 2 * OPTIMIZER_SLOTS[inputs.optim]
-        if visitors == "all":
-            return passes * owned.trainable_bytes / HOST_BYTES_PER_SECOND
-        if inputs.offload_optimizer:
-            # Gradients and weights travel, and the host reads and writes copies and state.
-            copies = inputs.copy_share(self.costs.dtype) * owned.trainable_bytes
-            return 2 * owned.trainable_bytes / HOST_LINK.bytes_per_second + 2 * copies / HOST_BYTES_PER_SECOND
         if self.costs.update_seconds_per_parameter is not None:
             return self.costs.update_seconds_per_parameter * owned.trainable_count
         return passes * owned.trainable_bytes / self.device.bytes_per_second

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from hf_gpipe.errors import UserError
 from hf_gpipe.planner.advice import smallest_fix
+from hf_gpipe.planner.bound import limit_of_step, way_of
 from hf_gpipe.planner.bubble import smaller_bubble
 from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.listed import TABLE_FILE
@@ -17,7 +20,6 @@ from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, Planner, StagePlan
 from hf_gpipe.planner.saving import (
     copy_bytes,
-    hosted_bytes,
     kept_bytes,
     offload_text,
     offloaded_bytes,
@@ -27,7 +29,7 @@ from hf_gpipe.planner.saving import (
 from hf_gpipe.planner.search import SearchResult
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.recipe import AUTO
-from hf_gpipe.schedule import is_table_file, staleness
+from hf_gpipe.schedule import DEALT, is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
 from hf_gpipe.text import bytes_text, count_text, seconds_text, size_text, table_text
 
@@ -96,6 +98,7 @@ def report(plan: Plan) -> str:
         ("optimizer", offload_text(plan)),
         ("saving", saving_text(plan)),
         ("time", time_why(plan)),
+        ("limit", "" if table.is_asynchronous else limit_of_step(plan)),
         ("bubble", smaller_bubble(plan)),
         *asynchronous_lines(plan),
         ("verdict", verdict(plan)),
@@ -141,6 +144,9 @@ def verdict(plan: Plan) -> str:
     if limit is None:
         return f"needs {size_text(plan.peak_bytes)} a process; --memory says whether that is there"
     needs = f"process {process.number} needs {size_text(plan.peak_bytes)} of {size_text(limit)}"
+    if plan.host_fullness > 1:
+        host = plan.planner.device.host.memory_bytes or 0
+        needs += f", and weights that visit need {size_text(sum(plan.hosted_bytes))} of {size_text(host)} of CPU memory"
     return f"fits: {needs}" if plan.fits else f"does not fit: {needs}; {smallest_fix(plan)}"
 
 
@@ -187,7 +193,26 @@ def search_report(result: SearchResult) -> str:
             parts.append(f"smaller values do not fit: pipeline.tensor_parallel must be {result.least_size} at least")
     else:
         parts.append("none of them fits")
+    parts += ["", "each way, and what limits it:", *_ways(result)]
     return "\n".join([*parts, "", "least memory:", header, leanest])
+
+
+#: Where all weights stay, and no plan was made.
+_NO_SPLIT = ("-", "does not fit", "weights stay on their devices", "their memory: no split of the model fits it")
+
+
+def _ways(result: SearchResult) -> list[str]:
+    """Of each way in which weights stay or visit the best plan and its limit, and of adapters trained instead."""
+    every = [(way_of(plan), plan) for plan in result.ways]
+    stays = [] if any(plan.settings.offload_weights is None for plan in result.ways) else [_NO_SPLIT]
+    for keys, make in result.leanest.planner.lighter.items():
+        with suppress(UserError):
+            every.append((f"{keys} (adapters alone are trained)", make()))
+    rows = [
+        (seconds_text(plan.step_seconds), "fits" if plan.fits else "does not fit", way, limit_of_step(plan))
+        for way, plan in every
+    ]
+    return table_text([*rows, *stays], left=(1, 2, 3)).split("\n")
 
 
 def overrides(plan: Plan) -> str:
@@ -200,7 +225,7 @@ def overrides(plan: Plan) -> str:
     values = {
         "num_stages": settings.num_stages,
         "num_micro_batches": settings.num_micro_batches,
-        "schedule": AUTO if is_made else settings.schedule,
+        "schedule": _schedule_asked(plan) if is_made else settings.schedule,
         "recompute": recompute,
         "partition": "[" + ",".join(map(str, settings.partition)) + "]",
         "num_processes": settings.num_processes,
@@ -216,10 +241,17 @@ def overrides(plan: Plan) -> str:
     if settings.replicas != 1:
         values["replicas"] = str(_listed(settings.replicas)).replace(" ", "")
     values["zero"] = settings.zero
+    if settings.offload_weights is not None:
+        values["offload_weights"] = settings.offload_weights
     if settings.placement is not None:
         # It has spaces.
         values["placement"] = shlex.quote(settings.placement)
     return " ".join(f"pipeline.{key}={value}" for key, value in values.items())
+
+
+def _schedule_asked(plan: Plan) -> str:
+    """The schedule with which the planner makes the table of a plan again."""
+    return DEALT[0] if plan.timeline.schedule.placement.is_dealt else AUTO
 
 
 def _listed(replicas: int | Sequence[int]) -> int | list[int]:
@@ -274,7 +306,7 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
                 "seconds": asdict(process.time),
             }
             for process, copied, offloaded, hosted in zip(
-                plan.processes, copy_bytes(plan), offloaded_bytes(plan), hosted_bytes(plan), strict=True
+                plan.processes, copy_bytes(plan), offloaded_bytes(plan), plan.hosted_bytes, strict=True
             )
         ],
         # Of each machine, for checkpoints in memory.

@@ -65,21 +65,6 @@ def offloaded_bytes(plan: Plan) -> list[int]:
     return sizes
 
 
-def hosted_bytes(plan: Plan) -> list[int]:
-    """For each process the bytes in the memory of its host of weights that visit its device; 0 where none do.
-
-    Trained ones have their gradients and the optimizer's state there.
-    """
-    settings, placement, inputs = plan.settings, plan.timeline.schedule.placement, plan.planner.inputs
-    sums, sizes = plan.planner.sums(settings), [0] * len(plan.processes)
-    trained = 1 + inputs.state_share(plan.costs.dtype)
-    for stage in plan.stages:
-        hosted = sums.hosted(stage.layers.start, stage.layers.stop, settings.offload_weights)
-        for process in placement.workers[stage.number]:
-            sizes[process] += round(hosted.num_bytes + trained * hosted.trainable_bytes)
-    return sizes
-
-
 def _owned(plan: Plan) -> Iterator[tuple[StagePlan, Parameters]]:
     """Each stage with the parameters that it owns."""
     sums = plan.planner.sums(plan.settings)
@@ -114,7 +99,7 @@ def visits_text(plan: Plan) -> str:
     if plan.settings.offload_weights is None:
         return ""
     beside = ", gradients and the optimizer's state" if plan.settings.offload_weights == "all" else ""
-    return f"weights that visit{beside} are in CPU memory: {_sum_text(hosted_bytes(plan))}"
+    return f"weights that visit{beside} are in CPU memory: {_sum_text(plan.hosted_bytes)}"
 
 
 def _sum_text(sizes: Sequence[int]) -> str:

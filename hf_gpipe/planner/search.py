@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError, UserError
+from hf_gpipe.planner.bound import way_of
 from hf_gpipe.planner.choose import allowed_plans, first_micro_batches
 from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.plan import Plan, Planner
@@ -21,6 +22,7 @@ class SearchResult:
         fastest: the plans that fit, the fastest first; of each mesh the best only. The first may have a table that was
             made for it.
         leanest: the plan that needs the least memory.
+        ways: the best plan of each way in which weights stay or visit, one that does not fit too.
         num_tried: how many plans there were.
         least_size: the smallest value of `tensor_parallel` that has a plan which fits, if smaller ones have none.
     """
@@ -29,6 +31,7 @@ class SearchResult:
     leanest: Plan
     num_tried: int
     least_size: int | None = None
+    ways: tuple[Plan, ...] = ()
 
 
 def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
@@ -49,7 +52,10 @@ def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
     least = min((plan.settings.tensor_parallel for plan in fastest), default=None)
     is_first = not errors and bool(results[0].fastest)
     leanest = min((one.leanest for one in results), key=_leanness)
-    return SearchResult(tuple(fastest), leanest, sum(one.num_tried for one in results), None if is_first else least)
+    ways = _best_of_each(plan for one in results for plan in one.ways)
+    return SearchResult(
+        tuple(fastest), leanest, sum(one.num_tried for one in results), None if is_first else least, ways
+    )
 
 
 def search(planner: Planner, config: PipelineConfig) -> SearchResult:
@@ -66,7 +72,8 @@ def search(planner: Planner, config: PipelineConfig) -> SearchResult:
     for plan in sorted(plans, key=attrgetter("sort_key")):
         meshes.setdefault(_mesh_of(plan), plan)
     asked = [] if config.is_mesh_open else [config]
-    for each in (*asked, *_lean(planner, list(meshes.values()))):
+    stay = [plan for plan in meshes.values() if plan.settings.offload_weights is None]
+    for each in (*asked, *_lean(planner, stay)):
         try:
             plans += allowed_plans(planner, each)
         except UserError:
@@ -76,8 +83,22 @@ def search(planner: Planner, config: PipelineConfig) -> SearchResult:
         if plan.fits:
             best.setdefault(_mesh_of(plan), plan)
     fastest = sorted(best.values(), key=_speed)
-    fastest[:1] = [with_table(plan, free) for plan in fastest[:1]]
-    return SearchResult(tuple(fastest), min(plans, key=_leanness), len(plans))
+    ways = tuple(with_table(plan, free) for plan in _best_of_each(plans))
+    if fastest:
+        fastest = sorted({id(plan): plan for plan in (*ways, *fastest) if plan.fits}.values(), key=_speed)
+        first: dict[object, Plan] = {}
+        for plan in fastest:
+            first.setdefault(_mesh_of(plan), plan)
+        fastest = list(first.values())
+    return SearchResult(tuple(fastest), min(plans, key=_leanness), len(plans), ways=ways)
+
+
+def _best_of_each(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+    """The best plan of each way in which weights stay or visit, the best first."""
+    best: dict[str, Plan] = {}
+    for plan in sorted(plans, key=attrgetter("sort_key")):
+        best.setdefault(way_of(plan), plan)
+    return tuple(best.values())
 
 
 def _speed(plan: Plan) -> tuple[float, float]:
@@ -89,11 +110,13 @@ def _leanness(plan: Plan) -> tuple[float, float]:
 
 
 def _mesh_of(plan: Plan) -> object:
-    return plan.timeline.schedule.placement
+    return plan.timeline.schedule.placement, plan.settings.offload_weights
 
 
 def _lean(planner: Planner, plans: list[Plan]) -> Iterator[PipelineConfig]:
     """The mesh with the most stages and that of the best plan, as they are and where they need the least memory."""
+    if not plans:
+        return
     most = max(plans, key=lambda plan: plan.settings.num_stages)
     for plan in (most,) if most is plans[0] else (most, plans[0]):
         for recompute in (AUTO, "block", "stage"):

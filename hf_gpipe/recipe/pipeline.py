@@ -137,15 +137,14 @@ class PipelineConfig:
     long where the last token of a row takes 1 + R times as long as the first, for it attends to more tokens; the first
     chunk is then the longest, and decides the memory. auto: the planner chooses between 0 and what its costs say."""
 
-    offload_weights: Visitors | None = None
+    offload_weights: Visitors | Annotated[str, OneOf((AUTO,))] | None = None
     """Weights that stay in CPU memory and visit the device of their stage for each run of its actions, so
     that a device holds two stages of them and no more: for models larger than all devices together. frozen: those that
     are not trained, such as those under LoRA adapters; all: trained ones too, whose gradients go to the host, where the
     optimizer updates them. It takes at least three stages per device, `recompute: stage`, and by default
     `schedule: breadth_first`, in which each stage visits twice. `schedule: round_robin`, with all, deals the stages to
     the processes of a machine. On the CPU frozen weights stay in the checkpoint's
-    files. The planner chooses nothing with it: give numbers in place of auto. null: all weights stay on their
-    devices."""
+    files. auto: the planner chooses, also whether any weights visit. null: all weights stay on their devices."""
 
     boundary_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """The type in which hidden states and their gradients are sent from stage to stage, narrower than the model's, for
@@ -231,7 +230,12 @@ class PipelineConfig:
                 "chunk_taper is auto and partition is profile, which measures chunks of one length; give a number, "
                 "such as 0, or partition auto."
             )
-        if self.schedule in DEALT and self.offload_weights != "all":
+        if self.offload_weights == AUTO and is_table_file(self.schedule):
+            raise UserError(
+                f"offload_weights is auto and schedule is {self.schedule}, a table; give the weights that visit under "
+                "it, or leave offload_weights out."
+            )
+        if self.schedule in DEALT and self.offload_weights not in ("all", AUTO):
             raise UserError(
                 f"schedule is {self.schedule} and offload_weights {self.offload_weights or 'null'}: its stages are "
                 "dealt to all processes, so all weights visit, adapters too; set offload_weights to all, or use "
@@ -374,9 +378,10 @@ class PipelineConfig:
         Args:
             can_plan: whether the shape of a mini-batch and the memory of the optimizer are known.
         """
-        # The planner chooses nothing for weights that visit.
-        is_auto = can_plan and not self.offload_weights and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
-        plain = {**PLANNED, "schedule": "breadth_first"} if self.offload_weights else PLANNED
+        # Of weights that visit it chooses what is "auto".
+        visit = self.offload_weights not in (None, AUTO)
+        is_auto = can_plan and not visit and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
+        plain = {**PLANNED, "schedule": "breadth_first"} if visit else PLANNED
         values: dict[str, Any] = {name: AUTO if is_auto else plain[name] for name in self.not_given}
         return replace(self, **values) if values else self
 
@@ -389,6 +394,7 @@ class PipelineConfig:
     def is_decided(self) -> bool:
         """Whether nothing is left to the planner."""
         open_values = AUTO in (self.num_micro_batches, self.schedule, self.recompute, self.chunk_taper)
+        open_values = open_values or self.offload_weights == AUTO
         open_values = open_values or isinstance(self.sequence_chunks, str)
         return not (open_values or self.not_given or self.is_cut_by_cost or self.is_mesh_open)
 
@@ -546,7 +552,7 @@ class PipelineConfig:
 
     def with_auto(self, num_processes: int) -> PipelineConfig:
         """A copy that leaves all to the planner but the number of processes, their memory and speed, and `zero`."""
-        names = ("num_stages", "replicas", "num_micro_batches", "schedule", "recompute", "partition")
+        names = ("num_stages", "replicas", "num_micro_batches", "schedule", "recompute", "partition", "offload_weights")
         values = dict.fromkeys(names, AUTO) | {"placement": None, "num_processes": num_processes}
         return PipelineConfig(**{**vars(self), **values})
 
@@ -568,6 +574,7 @@ class DecidedConfig(PipelineConfig):
     num_processes: Count
     sequence_chunks: Count = 1
     chunk_taper: NotNegative = 0.0
+    offload_weights: Visitors | None = None
     speeds: Annotated[tuple[Positive, ...] | None, _Listed] = None
 
     def replaced(self, **values: Any) -> PipelineConfig:

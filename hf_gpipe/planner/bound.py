@@ -1,0 +1,56 @@
+"""What limits a plan: the step again as if updates, copies of weights or messages took no time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.prefix_sums import EFFICIENCY
+from hf_gpipe.schedule import simulate
+from hf_gpipe.schedule.kinds import DROP, LOAD
+from hf_gpipe.text import seconds_text
+
+#: What takes less of a step than this does not limit it, if something else does.
+_LARGE = 0.2
+
+
+def limit_of_step(plan: Plan) -> str:
+    """One sentence: what a step would be shorter without; of none, the devices' rate or their waiting."""
+    planner, settings, table = plan.planner, plan.settings, plan.timeline.schedule
+    costs = planner.table_costs(settings, table)
+    copies: dict[str, Any] = {**(costs.others or {}), LOAD: 0.0, DROP: 0.0}
+    is_on_host = settings.offload_weights == "all" or planner.inputs.offload_optimizer
+    without = {
+        "the update in CPU memory" if is_on_host else "the update": replace(costs, update_seconds=0.0),
+        "copies of weights": replace(costs, others=copies),
+        "messages and reductions": replace(costs, transfer_seconds=0.0, reduce_seconds=0.0, head_transfer_seconds=0.0),
+    }
+    seconds = plan.table_seconds
+    shorter = {what: float(simulate(table, less).total_seconds) / table.num_steps for what, less in without.items()}
+    parts = [f"{seconds_text(rest)} without {what}" for what, rest in shorter.items() if rest < 0.98 * seconds]
+    least = min(shorter, key=lambda what: shorter[what])
+    idle = 1 - sum(one.time.forward + one.time.recompute + one.time.backward for one in plan.processes) / (
+        len(plan.processes) * seconds
+    )
+    if shorter[least] < (1 - _LARGE) * seconds:
+        cause = least
+    elif idle > 2 * _LARGE:
+        cause = "the order of the actions: devices wait for each other"
+    elif plan.costs.is_measured:
+        cause = "the layers' measured seconds"
+    else:
+        rate = EFFICIENCY * planner.device.flops_for(plan.costs.compute_dtype) / 1e12
+        cause = f"the layers, whose products are taken to run at {rate:.3g} TFLOP/s"
+    return f"{cause}; devices compute {1 - idle:.0%} of a step{''.join(f', which is {one}' for one in parts[:1])}" + (
+        f" and {', '.join(parts[1:])}" if len(parts) > 1 else ""
+    )
+
+
+def way_of(plan: Plan) -> str:
+    """Where the weights of a plan are, in the words of a recipe."""
+    settings = plan.settings
+    if settings.offload_weights is None:
+        return "weights stay on their devices"
+    order = "round_robin" if plan.timeline.schedule.placement.is_dealt else "breadth_first"
+    return f"offload_weights={settings.offload_weights}, {order}"

@@ -1,0 +1,21 @@
+"""A plan with a table that was made for it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+from hf_gpipe.planner.plan import Plan
+from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.schedule import Schedule, recompute_under
+
+TABLE_FILE = "auto.txt"
+"""The name of such a table among the schedules. There is no such file."""
+
+
+def with_table_file(plan: Plan, settings: DecidedConfig, table: Schedule) -> Plan:
+    """The plan of these settings with a valid table of this name in place of the schedule."""
+    planner = copy.copy(plan.planner)
+    planner.inputs = replace(planner.inputs, tables={TABLE_FILE: table})
+    recompute = recompute_under(table, "block" if settings.recompute == "block" else "stage")
+    return planner.plan(replace(settings, schedule=TABLE_FILE, recompute=recompute))

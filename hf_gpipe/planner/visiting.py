@@ -1,0 +1,97 @@
+"""Ways to run a model whose weights visit: what is tried where a configuration leaves them open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.table_file import TABLE_FILE, with_table_file
+from hf_gpipe.recipe import AUTO, PipelineConfig
+from hf_gpipe.recipe.pipeline import Visitors
+from hf_gpipe.schedule import DEALT, check_table
+from hf_gpipe.schedule.round_robin import dealt_table
+
+_BREADTH_FIRST, _ROUND_ROBIN = "breadth_first", DEALT[0]
+#: Numbers of stages that are tried: about as many as layers, and a half; and micro-batches for each process.
+_STAGES, _MICRO_BATCHES = (1, 2), (1, 2, 4)
+
+
+def open_visitors(planner: Planner) -> Sequence[Visitors]:
+    """The weights that `offload_weights: auto` may let visit. On a CPU none: it has one memory."""
+    if not planner.device.is_asynchronous or planner.tensor_parallel > 1:
+        return ()
+    total = planner.costs(planner.rows).total
+    return ("all",) if total.trainable_bytes > total.num_bytes / 2 else ("frozen", "all")
+
+
+def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int]) -> Iterator[PipelineConfig]:
+    """The configurations that are worth a try, with K, M, replicas, schedule and recomputation decided.
+
+    Args:
+        planner: of the model.
+        config: `offload_weights` is frozen or all, and something is open.
+        counts: the numbers of micro-batches that are possible.
+
+    Raises:
+        UserError: no number of stages is possible.
+    """
+    size = config.processes
+    if config.schedule != AUTO:
+        schedules: tuple[str, ...] = (config.schedule,)
+    else:
+        # The workers to which stages are dealt share memory.
+        can_deal = config.offload_weights == "all" and planner.can_deal and not config.cuts_rows
+        schedules = (_BREADTH_FIRST, *(DEALT if can_deal and planner.host_size(size) == size else ()))
+    if config.num_micro_batches == AUTO:
+        wanted = [times * size for times in _MICRO_BATCHES]
+        counts = sorted({min((one for one in counts if one >= number), default=counts[-1]) for number in wanted})
+    found = False
+    for schedule in schedules:
+        for num_stages in _numbers_of_stages(planner, config, schedule):
+            for count in counts:
+                found = True
+                yield replace(
+                    config,
+                    num_stages=num_stages,
+                    replicas=1 if config.replicas == AUTO else config.replicas,
+                    zero=0 if config.replicas in (AUTO, 1) else config.zero,
+                    num_micro_batches=count,
+                    schedule=schedule,
+                    recompute="stage" if config.recompute == AUTO else config.recompute,
+                )
+    if not found:
+        raise UserError(
+            f"offload_weights is {config.offload_weights} and num_stages auto: a model of {planner.num_layers} layers "
+            f"has not the three stages for each of {size} processes that {_BREADTH_FIRST} takes; use fewer processes, "
+            f"or offload_weights all with schedule {_ROUND_ROBIN}"
+        )
+
+
+def _numbers_of_stages(planner: Planner, config: PipelineConfig, schedule: str) -> Sequence[int]:
+    if config.num_stages != AUTO:
+        return (int(config.num_stages),)
+    size, most = config.processes, planner.num_layers
+    if schedule in DEALT:
+        return sorted({max(most // part, size) for part in _STAGES}) if most >= size else ()
+    # In turn, so a multiple of the processes.
+    return sorted({most // part // size * size for part in _STAGES if most // part >= 3 * size})
+
+
+def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
+    """The better of a plan whose stages are dealt and the same with slots of its own seconds.
+
+    The builder takes all stages as equal. Where something was open, slots are made of the plan's seconds: a stage
+    whose forward is long has a slot of its own, and so has one with a long backward.
+    """
+    settings, table = plan.settings, plan.timeline.schedule
+    if asked.is_decided or table.name not in DEALT or len(table.placement.crew_of(0)) == 1:
+        return plan
+    costs = plan.planner.table_costs(settings, table)
+    seconds = costs.forward_seconds, costs.recompute_seconds, costs.backward_seconds
+    assert all(isinstance(one, Sequence) for one in seconds), "the planner has one value for each stage"
+    made = dealt_table(table.placement, table.num_micro_batches, *seconds, name=TABLE_FILE)  # type: ignore[arg-type]
+    check_table(made)
+    return min(plan, with_table_file(plan, settings, made), key=attrgetter("sort_key"))
