@@ -11,12 +11,14 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.table_file import TABLE_FILE, with_table_file
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.pipeline import Visitors
-from hf_gpipe.schedule import DEALT, check_table
+from hf_gpipe.schedule import DEALT, Schedule, check_table
 from hf_gpipe.schedule.round_robin import dealt_table
 
 _BREADTH_FIRST, _ROUND_ROBIN = "breadth_first", DEALT[0]
 #: Numbers of stages that are tried: about as many as layers, and a half; and micro-batches for each process.
 _STAGES, _MICRO_BATCHES = (1, 2), (1, 2, 4)
+#: The most stages of a slot; None: as many as take equal time.
+_SLOTS = None, 3, 2, 1
 
 
 def open_visitors(planner: Planner) -> Sequence[Visitors]:
@@ -84,7 +86,8 @@ def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
     """The better of a plan whose stages are dealt and the same with slots of its own seconds.
 
     The builder takes all stages as equal. Where something was open, slots are made of the plan's seconds: a stage
-    whose forward is long has a slot of its own, and so has one with a long backward.
+    whose forward is long has a slot of its own, and so has one with a long backward. Where a device has no room for
+    the weights of two such slots, they have fewer stages.
     """
     settings, table = plan.settings, plan.timeline.schedule
     if asked.is_decided or table.name not in DEALT or len(table.placement.crew_of(0)) == 1:
@@ -92,6 +95,13 @@ def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
     costs = plan.planner.table_costs(settings, table)
     seconds = costs.forward_seconds, costs.recompute_seconds, costs.backward_seconds
     assert all(isinstance(one, Sequence) for one in seconds), "the planner has one value for each stage"
-    made = dealt_table(table.placement, table.num_micro_batches, *seconds, name=TABLE_FILE)  # type: ignore[arg-type]
-    check_table(made)
-    return min(plan, with_table_file(plan, settings, made), key=attrgetter("sort_key"))
+    best, tables = plan, set[Schedule]()
+    for most in _SLOTS:
+        made = dealt_table(table.placement, table.num_micro_batches, *seconds, TABLE_FILE, most)  # type: ignore[arg-type]
+        if made not in tables:
+            tables.add(made)
+            check_table(made)
+            best = min(best, with_table_file(plan, settings, made), key=attrgetter("sort_key"))
+        if best.fits:
+            break
+    return best

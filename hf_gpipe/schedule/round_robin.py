@@ -66,7 +66,12 @@ class Deal:
 
 
 def deal_of(
-    forward: Sequence[Seconds], recompute: Sequence[Seconds], backward: Sequence[Seconds], workers: int, count: int
+    forward: Sequence[Seconds],
+    recompute: Sequence[Seconds],
+    backward: Sequence[Seconds],
+    workers: int,
+    count: int,
+    most_stages: int | None = None,
 ) -> Deal:
     """The smallest slots of about equal time, and the number of rounds with which a step is shortest.
 
@@ -79,10 +84,11 @@ def deal_of(
         forward, recompute, backward: seconds of a micro-batch on each stage.
         workers: among which the slots are dealt.
         count: number of micro-batches.
+        most_stages: of a slot, for a device holds the weights of two; None: as many as take equal time.
     """
     repeated = [one + other for one, other in zip(recompute, backward, strict=True)]
     together = [one + other for one, other in zip(forward, backward, strict=True)]
-    slots = _slots(forward, repeated, together, max(together[-1], *forward[:-1], *repeated[:-1], 0))
+    slots = _slots(forward, repeated, together, max(together[-1], *forward[:-1], *repeated[:-1], 0), most_stages)
 
     def length(rounds: int) -> int:
         return -(-rounds * len(slots) // workers) * -(-count // rounds)
@@ -91,27 +97,31 @@ def deal_of(
 
 
 def _slots(
-    forward: Sequence[Seconds], repeated: Sequence[Seconds], together: Sequence[Seconds], limit: Seconds
+    forward: Sequence[Seconds],
+    repeated: Sequence[Seconds],
+    together: Sequence[Seconds],
+    limit: Seconds,
+    most: int | None,
 ) -> tuple[Slot, ...]:
-    """Slots of at most so many seconds for a micro-batch, and as few as that allows."""
+    """Slots of at most so many seconds for a micro-batch and of at most so many stages, and as few as that allows."""
     first = len(forward) - 1
     seconds = together[first]
-    while first and seconds + together[first - 1] <= limit:
+    while first and seconds + together[first - 1] <= limit and len(forward) - first != most:
         first -= 1
         seconds += together[first]
-    slots = [Slot(group, True, False) for group in _groups(forward[:first], limit)]
+    slots = [Slot(group, True, False) for group in _groups(forward[:first], limit, most)]
     slots.append(Slot(range(first, len(forward)), True, True))
     # From the last stage on, in the order in which gradients come.
-    for group in _groups(list(reversed(repeated[:first])), limit):
+    for group in _groups(list(reversed(repeated[:first])), limit, most):
         slots.append(Slot(range(first - group.stop, first - group.start), False, True))
     return tuple(slots)
 
 
-def _groups(seconds: Sequence[Seconds], limit: Seconds) -> list[range]:
+def _groups(seconds: Sequence[Seconds], limit: Seconds, most: int | None) -> list[range]:
     groups: list[range] = []
     start = 0
     for number in range(len(seconds)):
-        if sum(seconds[start : number + 1]) > limit and number > start:
+        if number - start == most or (sum(seconds[start : number + 1]) > limit and number > start):
             groups.append(range(start, number))
             start = number
     return [*groups, range(start, len(seconds))] if seconds else []
@@ -124,6 +134,7 @@ def dealt_table(
     recompute: Sequence[Seconds],
     backward: Sequence[Seconds],
     name: str = "round_robin",
+    most_stages: int | None = None,
 ) -> Schedule:
     """A table whose slots are made for stages of unequal cost; `check_table` has not seen it.
 
@@ -132,12 +143,13 @@ def dealt_table(
         count: number of micro-batches.
         forward, recompute, backward: seconds of a micro-batch on each stage.
         name: of the table.
+        most_stages: of a slot; None: as many as take equal time.
 
     Raises:
         ScheduleError: the placement does not deal its stages.
     """
     size, replicas = len(placement.crew_of(0)), max(1, len(placement.crews))
-    deal = deal_of(forward, recompute, backward, size, -(-count // replicas))
+    deal = deal_of(forward, recompute, backward, size, -(-count // replicas), most_stages)
     orders = round_robin_orders(placement, count, deal)
     return Schedule(name, placement.num_stages, count, placement, tuple(map(tuple, with_updates(orders, placement))))
 
