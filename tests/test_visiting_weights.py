@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.planner.report import report
 from hf_gpipe.runtime import visits
 from hf_gpipe.schedule.kinds import LOAD
+from hf_gpipe.schedule.visits import most_loaded
 from scripts.families import default_config
 from tests.gloo import run_gloo
 from tests.oracle import (
@@ -34,7 +37,9 @@ from tests.oracle import (
     run_plain,
     tiny_config,
 )
+from tests.training import test_dpo
 from tests.training.toy import trainer
+from tests.training.toy import weights as trained_weights
 
 #: As many stages as visits need where one process has all.
 STAGES = 4
@@ -269,11 +274,14 @@ def test_a_device_holds_two_stages() -> None:
     assert {buffer.memory.nbytes for buffer in buffers} == {max(pipe.forwards.visits[0].hosted_bytes.values())}
 
 
-@pytest.mark.parametrize("visitors", ["frozen", "all"])
-def test_the_plan_knows_the_buffers_and_the_memory_of_the_host(visitors: str) -> None:
+@pytest.mark.parametrize(
+    ("visitors", "schedule"), [("frozen", "breadth_first"), ("all", "breadth_first"), ("all", "round_robin")]
+)
+def test_the_plan_knows_the_buffers_and_the_memory_of_the_host(visitors: str, schedule: str) -> None:
     config = with_layers(6)
     batch = padded_batch(config)
     options: dict[str, Any] = {"example": batch, "optim": "adamw_torch", "offload_weights": visitors}
+    options["schedule"] = schedule
     if visitors == "all":
         pipe = Pipeline(plain_model(config), 8, 3, attn_implementation="eager", **options)
     else:
@@ -283,7 +291,11 @@ def test_the_plan_knows_the_buffers_and_the_memory_of_the_host(visitors: str) ->
     hosted, parameters = pipe.forwards.visits[0].hosted_bytes.values(), list(pipe.parameters())
     stays = sum(p.nbytes for p in parameters if p not in pipe.forwards.visits[0].parameters)
     # Each of a stage's weights begins at a multiple of 512 bytes.
-    assert process.memory.parameters == pytest.approx(stays + 2 * max(hosted), rel=0.1)
+    (most,) = most_loaded(plan.timeline.schedule)
+    assert process.memory.parameters == pytest.approx(stays + most * max(hosted), rel=0.1)
+    pipe.train_step(batch)
+    (buffers,) = pipe.forwards.visits[0]._free.values()
+    assert len(buffers) == most == (2 if schedule == "breadth_first" else 6)
     every = sum(p.nbytes for p in pipe.forwards.visits[0].parameters)
     (host,) = plan.hosted_bytes
     assert host == every * (1 if visitors == "frozen" else 4)
@@ -317,9 +329,6 @@ def test_what_cannot_be_done(tmp_path: Path) -> None:
         pipeline(plain_model(config), recompute="none", offload_weights="frozen")
     with pytest.raises(ScheduleError, match="'pipedream' updates weights within a table"):
         pipeline(plain_model(config), schedule="pipedream", offload_weights="frozen")
-    planned = {"schedule": "auto", "example": padded_batch(config), "optim": "adamw_torch"}
-    with pytest.raises(UserError, match="planner chooses nothing for weights that visit"):
-        pipeline(plain_model(config), **planned, offload_weights="frozen")
     with pytest.raises(ScheduleError, match=r"backwards of stage 3 are in 2 visits.*'breadth_first'"):
         pipeline(plain_model(config), num_micro_batches=2, schedule="gpipe", offload_weights="all")
     replicas = {"num_stages": 3, "replicas": 2, "num_processes": 2, "offload_weights": "all"}
@@ -398,6 +407,71 @@ def test_dealt_stages_in_two_processes_have_the_numbers_of_stages_that_stay() ->
                 # The losses of micro-batches on two processes are added up in another order.
                 assert one.loss == pytest.approx(other.loss, rel=1e-14)
                 assert_same(Result(other.loss, one.gradients), other, tolerance=1e-14 if case[1] else 0)
+
+
+def trainings(folder: str, name: str, **options: Any) -> dict[str, Any]:
+    """What trainings come to whose stages stay or are dealt: adapters read back, 4 bits, NEFTune, DPO, replicas."""
+    root, found = Path(folder), {}
+    batch = padded_batch(tiny_config("llama", tied=False))
+
+    def gradients(source: str, **more: Any) -> Result:
+        pipe = pipeline(str(root / source), **options | more)
+        if source == "base":
+            pipe.load_pretrained(root / "adapters")
+        return run_pipeline(pipe, batch if pipe.world.rank == 0 else None)
+
+    found["adapters read back"] = gradients("base")
+    if (root / "small").exists():
+        from tests import test_quantised
+
+        found["4 bits"] = gradients("small", quantization_config=test_quantised.asked("nf4"))
+    model = plain_model(tiny_config("llama", tied=False), dtype=torch.float32)
+    given = {"family": "llama", "num_stages": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 2} | options
+    made = trainer(root / name, model=model, neftune_noise_alpha=5, **given)
+    made.train()
+    found["NEFTune"] = trained_weights(made)
+    torch.manual_seed(0)
+    chats = plain_model(test_dpo.config(), dtype=torch.float32), None, {"peft_config": adapters()}
+    made = test_dpo.trained(root / f"{name}-dpo", *chats, **options | {"num_stages": 4, "max_steps": 2})[0]
+    found["DPO"] = trained_weights(made)
+    if options["schedule"] == "round_robin":
+        pairs = {"num_stages": 3, "replicas": 2, "zero": 1}
+        made = trainer(root / f"{name}-pairs", model=copy.deepcopy(model), **given | pairs, neftune_noise_alpha=5)
+        made.train()
+        found["NEFTune with replicas"] = trained_weights(made)
+    # From the other's checkpoint, on another mesh.
+    other = root / ("stays" if name == "dealt" else "dealt") / "checkpoint-2"
+    if other.exists():
+        made = trainer(root / f"{name}-again", model=copy.deepcopy(model), **given, neftune_noise_alpha=5)
+        made.train(resume_from_checkpoint=str(other))
+        found["NEFTune again"] = trained_weights(made)
+    return found
+
+
+def test_dealt_trainings_come_to_those_of_stages_that_stay(tmp_path: Path) -> None:
+    config = tiny_config("llama", tied=False)
+    plain_model(config).save_pretrained(tmp_path / "base")
+    pipeline(str(tmp_path / "base"), schedule="gpipe").save_pretrained(tmp_path / "adapters")
+    if importlib.util.find_spec("bitsandbytes"):
+        from tests import test_quantised
+
+        LlamaForCausalLM(test_quantised.config(tied=False)).save_pretrained(tmp_path / "small")
+    dealt = {"schedule": "round_robin", "offload_weights": "all", "num_processes": 2}
+    stays = {"schedule": "breadth_first", "num_processes": 1}
+    expected = trainings(str(tmp_path), "stays", **stays)
+    for found in run_gloo(partial(trainings, name="dealt", **dealt), 2, str(tmp_path)):
+        assert {"NEFTune again", "NEFTune with replicas"} == found.keys() - expected.keys()
+        for name, value in found.items():
+            other = expected[name.split(" with ")[0].removesuffix(" again")]
+            if isinstance(value, Result):
+                assert_same(Result(other.loss, value.gradients), other, tolerance=0)
+                assert value.loss == pytest.approx(other.loss, rel=1e-6 if name == "4 bits" else 1e-14)
+            else:
+                assert value.keys() == other.keys()
+                for key, tensor in value.items():
+                    torch.testing.assert_close(tensor, other[key], rtol=0, atol=1e-6, msg=f"{name}: {key}")
+    again = trainings(str(tmp_path), "stays", **stays)["NEFTune again"]
+    assert all(torch.allclose(one, again[key], rtol=0, atol=1e-6) for key, one in expected["NEFTune"].items())
 
 
 def test_what_cannot_be_dealt() -> None:

@@ -1,0 +1,124 @@
+"""The planner of weights that visit: hosts, what is chosen where something is open, and what limits a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.planner.bound import limit_of_step, way_of
+from hf_gpipe.planner.choose import best_plan
+from hf_gpipe.planner.devices import LINKS, Host, read_host
+from hf_gpipe.planner.plan import Planner
+from hf_gpipe.planner.report import overrides, report, search_report
+from hf_gpipe.planner.search import search
+from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.schedule.kinds import LOAD
+from tests.planner.models import DEVICE, MIB, blocks, layer, model, planner, settings
+
+#: A byte in a second, by each way.
+SLOW = Host(replace(LINKS["pcie4"], bytes_per_second=float(MIB)), 1, 4.0 * MIB, float(MIB))
+
+
+def with_host(made: Planner, host: Host) -> Planner:
+    made.device = replace(DEVICE, host=host)
+    return made
+
+
+def dealt(partition: tuple[int, ...], size: int, **changes: Any) -> Any:
+    given = {"schedule": "round_robin", "recompute": "stage", "offload_weights": "all", "num_processes": size}
+    return settings(partition, **given | changes)
+
+
+def test_what_the_host_of_dealt_stages_holds_and_does() -> None:
+    """Each weight is there once, its copies and its update take the time of links and memory that are shared."""
+    costs = blocks(8)
+    for host, copy_seconds in (
+        (SLOW, 10.0),
+        (replace(SLOW, devices_per_link=4), 20.0),
+        (replace(SLOW, bytes_per_second=1.0 * MIB), 20.0),
+    ):
+        plan = with_host(planner(costs, optim="adamw_torch"), host).plan(dealt((1,) * 8, 2))
+        copies = [float(span.busy) for span in plan.timeline.spans if span.action.kind == LOAD]
+        assert copies == pytest.approx([copy_seconds] * len(copies))
+        # Weights, gradients and two values for each weight.
+        assert plan.hosted_bytes == [4 * 40 * MIB] * 2
+        rate = min(1.0, host.bytes_per_second / MIB / 2)
+        # All of these are read and written.
+        assert plan.processes[0].time.update == pytest.approx(4 * 2 * 40 / rate)
+        assert plan.processes[0].memory.optimizer == 0
+    one, several = (
+        with_host(planner(costs), SLOW).plan(dealt((1,) * 8, size, schedule="breadth_first")) for size in (1, 2)
+    )
+    assert sum(one.hosted_bytes) == sum(several.hosted_bytes) == 2 * 80 * MIB
+
+
+def test_a_machine_without_the_memory_does_not_fit() -> None:
+    made = with_host(planner(blocks(8), memory_bytes=200 * MIB), replace(SLOW, memory_bytes=100 * MIB))
+    plan = made.plan(dealt((1,) * 8, 2))
+    assert plan.host_fullness == 1.6
+    assert not plan.fits
+    assert "weights that visit need 160 MiB of 100 MiB of CPU memory" in report(plan)
+
+
+def test_a_heavy_head_has_a_slot_of_its_own() -> None:
+    """Where something is open, slots are made of the plan's seconds; under a limit of memory they are smaller."""
+    costs = model(*(layer(f"h.{number}", seconds=1.0) for number in range(12)), layer("head", kind="head", seconds=4.0))
+    config = dealt((1,) * 13, 4).replaced(recompute="auto", num_micro_batches=8)
+    made = planner(costs, rows=8)
+    equal = made.plan(dealt((1,) * 13, 4, num_micro_batches=8))
+    best = best_plan(made, config)
+    assert best.timeline.schedule.placement.is_dealt
+    assert best.step_seconds < 0.9 * equal.step_seconds
+    assert "pipeline.schedule=round_robin pipeline.recompute=auto" in overrides(best)
+    assert "pipeline.offload_weights=all" in overrides(best)
+    tight = best_plan(made.within(best.peak_bytes - MIB), config)
+    assert tight.fits
+    assert tight.step_seconds >= best.step_seconds
+
+
+def test_visits_are_chosen_where_weights_do_not_fit_and_only_there() -> None:
+    free = PipelineConfig(num_stages=2).with_auto(2)
+    costs = blocks(12, weights=100 * MIB, flops=1000)
+    host = Host(replace(LINKS["pcie4"], bytes_per_second=1e12), 1, 1e12, 1e12)
+    roomy, tight = (
+        best_plan(with_host(planner(costs, rows=8, memory_bytes=limit), host), free) for limit in (1 << 40, 900 * MIB)
+    )
+    assert roomy.settings.offload_weights is None
+    assert tight.fits
+    assert tight.settings.offload_weights == "all"
+    found = search_report(search(with_host(planner(costs, rows=8, memory_bytes=900 * MIB), host), free))
+    assert "does not fit  weights stay on their devices" in found
+    assert "offload_weights=all, round_robin" in found
+    assert "offload_weights=all, breadth_first" in found
+
+
+def test_what_limits_a_step() -> None:
+    fast = Host(replace(LINKS["pcie4"], bytes_per_second=1e15), 1, 1e15, 1e15)
+    words = {}
+    for name, host in {
+        "update": replace(fast, bytes_per_second=1e6, process_bytes_per_second=1e6),
+        "copies": replace(fast, link=replace(fast.link, bytes_per_second=1e6)),
+        "layers": fast,
+    }.items():
+        plan = with_host(planner(blocks(8), rows=16), host).plan(dealt((1,) * 8, 2, num_micro_batches=16))
+        words[name] = limit_of_step(plan)
+        assert way_of(plan) == "offload_weights=all, round_robin"
+    assert words["copies"].startswith("copies of weights; ")
+    assert words["layers"].startswith("the layers, whose products are taken to run at")
+    assert words["update"].startswith(("the update in CPU memory; ", "copies of weights; "))
+
+
+def test_options_of_the_host() -> None:
+    assert read_host(None, None, None) == Host()
+    found = read_host("pcie3/2", "256GiB", "50GB/s")
+    assert (found.link, found.devices_per_link) == (LINKS["pcie3"], 2)
+    assert (found.memory_bytes, found.process_rate(2), found.copy_rate(2)) == (256 << 30, 2.5e10, 6.25e9)
+    assert read_host("20GB/s", None, None).copy_rate(1) == 2e10
+    for link in ("pcie9", "pcie4/0", "pcie4/x"):
+        with pytest.raises(UserError, match="link"):
+            read_host(link, None, None)
+    with pytest.raises(UserError, match="a table; give the weights that visit"):
+        PipelineConfig(num_stages=4, schedule="mine.txt", num_micro_batches=2, offload_weights="auto")
