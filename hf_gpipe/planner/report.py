@@ -190,7 +190,10 @@ def search_report(result: SearchResult) -> str:
         parts += ["", "as overrides: " + overrides(shown[0])]
         parts += [f"{name:12}  {text}" for name, text in mesh_lines(shown[0])]
         if result.least_size is not None:
-            parts.append(f"smaller values do not fit: pipeline.tensor_parallel must be {result.least_size} at least")
+            parts.append(
+                "where weights stay on their devices, smaller values do not fit: pipeline.tensor_parallel must be "
+                f"{result.least_size} at least"
+            )
     else:
         parts.append("none of them fits")
     parts += ["", "each way, and what limits it:", *_ways(result)]

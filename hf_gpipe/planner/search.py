@@ -24,7 +24,8 @@ class SearchResult:
         leanest: the plan that needs the least memory.
         ways: the best plan of each way in which weights stay or visit, one that does not fit too.
         num_tried: how many plans there were.
-        least_size: the smallest value of `tensor_parallel` that has a plan which fits, if smaller ones have none.
+        least_size: the smallest value of `tensor_parallel` with which all weights fit the devices, if smaller ones do
+            not.
     """
 
     fastest: tuple[Plan, ...]
@@ -49,8 +50,9 @@ def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
     if not results:
         raise errors[0]
     fastest = sorted((plan for one in results for plan in one.fastest), key=_speed)
-    least = min((plan.settings.tensor_parallel for plan in fastest), default=None)
-    is_first = not errors and bool(results[0].fastest)
+    stay = [[plan for plan in one.fastest if plan.settings.offload_weights is None] for one in results]
+    least = min((plan.settings.tensor_parallel for own in stay for plan in own), default=None)
+    is_first = not errors and bool(stay[0])
     leanest = min((one.leanest for one in results), key=_leanness)
     ways = _best_of_each(plan for one in results for plan in one.ways)
     return SearchResult(
