@@ -409,13 +409,13 @@ def test_dealt_stages_in_two_processes_have_the_numbers_of_stages_that_stay() ->
                 assert_same(Result(other.loss, one.gradients), other, tolerance=1e-14 if case[1] else 0)
 
 
-def trainings(folder: str, name: str, **options: Any) -> dict[str, Any]:
+def trainings(folder: str, name: str, num_processes: int = 1, **options: Any) -> dict[str, Any]:
     """What trainings come to whose stages stay or are dealt: adapters read back, 4 bits, NEFTune, DPO, replicas."""
     root, found = Path(folder), {}
     batch = padded_batch(tiny_config("llama", tied=False))
 
     def gradients(source: str, **more: Any) -> Result:
-        pipe = pipeline(str(root / source), **options | more)
+        pipe = pipeline(str(root / source), num_processes=num_processes, **options | more)
         if source == "base":
             pipe.load_pretrained(root / "adapters")
         return run_pipeline(pipe, batch if pipe.world.rank == 0 else None)
@@ -435,7 +435,7 @@ def trainings(folder: str, name: str, **options: Any) -> dict[str, Any]:
     made = test_dpo.trained(root / f"{name}-dpo", *chats, **options | {"num_stages": 4, "max_steps": 2})[0]
     found["DPO"] = trained_weights(made)
     if options["schedule"] == "round_robin":
-        pairs = {"num_stages": 3, "replicas": 2, "zero": 1}
+        pairs = {"num_stages": 3, "replicas": 2, "zero": 1, "per_device_train_batch_size": 2}
         made = trainer(root / f"{name}-pairs", model=copy.deepcopy(model), **given | pairs, neftune_noise_alpha=5)
         made.train()
         found["NEFTune with replicas"] = trained_weights(made)
@@ -457,7 +457,7 @@ def test_dealt_trainings_come_to_those_of_stages_that_stay(tmp_path: Path) -> No
 
         LlamaForCausalLM(test_quantised.config(tied=False)).save_pretrained(tmp_path / "small")
     dealt = {"schedule": "round_robin", "offload_weights": "all", "num_processes": 2}
-    stays = {"schedule": "breadth_first", "num_processes": 1}
+    stays = {"schedule": "breadth_first"}
     expected = trainings(str(tmp_path), "stays", **stays)
     for found in run_gloo(partial(trainings, name="dealt", **dealt), 2, str(tmp_path)):
         assert {"NEFTune again", "NEFTune with replicas"} == found.keys() - expected.keys()
