@@ -116,7 +116,7 @@ def test_trained_weights_visit_too(family: str, options: dict[str, Any], tied: b
     given = {"num_micro_batches": 3, "attn_implementation": "eager"} | options
     stays = Pipeline(copy.deepcopy(model), **given | {"num_stages": 2}, schedule="gpipe")
     comes = Pipeline(model, **{"num_stages": STAGES} | given, offload_weights="all")
-    assert comes.steps.visits[0].parameters
+    assert comes.forwards.visits[0].parameters
     for pipe in (stays, comes):
         pipe.train_step(batch)
     found, expected = (Result(float(pipe.train_step(batch)), gathered_gradients(pipe)) for pipe in (comes, stays))
@@ -427,7 +427,7 @@ def trainings(folder: str, name: str, num_processes: int = 1, **options: Any) ->
         found["4 bits"] = gradients("small", quantization_config=test_quantised.asked("nf4"))
     model = plain_model(tiny_config("llama", tied=False), dtype=torch.float32)
     given = {"family": "llama", "num_stages": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 2} | options
-    made = trainer(root / name, model=model, neftune_noise_alpha=5, **given)
+    made = trainer(root / name, model=copy.deepcopy(model), neftune_noise_alpha=5, **given)
     made.train()
     found["NEFTune"] = trained_weights(made)
     torch.manual_seed(0)
@@ -435,7 +435,7 @@ def trainings(folder: str, name: str, num_processes: int = 1, **options: Any) ->
     made = test_dpo.trained(root / f"{name}-dpo", *chats, **options | {"num_stages": 4, "max_steps": 2})[0]
     found["DPO"] = trained_weights(made)
     if options["schedule"] == "round_robin":
-        pairs = {"num_stages": 3, "replicas": 2, "zero": 1, "per_device_train_batch_size": 2}
+        pairs = {"num_stages": 3, "replicas": 2, "zero": 1}
         made = trainer(root / f"{name}-pairs", model=copy.deepcopy(model), **given | pairs, neftune_noise_alpha=5)
         made.train()
         found["NEFTune with replicas"] = trained_weights(made)
