@@ -317,6 +317,10 @@ by memory or of blocks. `--search` also tries other schedules, other numbers of 
 replicas, which is often faster, in particular for few cards. ZeRO-1 and offloaded optimizer state are
 not in the grid either; both make full fine-tuning fit more cards.
 
+Where a cell says `no`, weights may still [visit the cards](visiting_weights.md). With `--search`, the
+command prints the best plan of each way: weights that stay, `offload_weights` under `breadth_first` and
+under `round_robin`, LoRA and QLoRA; and for each what limits its step.
+
 ## The longest rows
 
 `4k, 32k` means that rows of 4,096 tokens fit if they are whole, and rows of 32,768 tokens if they are

@@ -1,4 +1,4 @@
-"""What limits a plan: the step again as if updates, copies of weights or messages took no time."""
+"""The limit of a plan: the step again as if updates, copies of weights or messages took no time."""
 
 from __future__ import annotations
 
