@@ -145,7 +145,7 @@ class Plan:
 
     @property
     def host_fullness(self) -> float:
-        """The share of the memory of a machine that these bytes need, of the one that needs most; 0 where none is known."""
+        """The share of a machine's memory that these bytes need, the largest of all; 0 where that is not known."""
         size, limit = self.planner.host_size(len(self.processes)), self.planner.device.host.memory_bytes
         machines = [sum(self.hosted_bytes[start : start + size]) for start in range(0, len(self.processes), size)]
         return max(machines) / limit if limit else 0.0
