@@ -100,6 +100,8 @@ class Adapter(ABC):
         """For each stack with a table of positions their number, the greatest length of a text."""
         return {}
 
+    #: Attributes that follow from the others.
+    derived: tuple[str, ...] = ()
     #: Names of parameters that never get a gradient.
     _constants: frozenset[str] = frozenset()
 

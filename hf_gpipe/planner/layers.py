@@ -28,10 +28,10 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.model.divided_head import why_not_divided
 from hf_gpipe.planner.by_rows import ByRows, Numbers
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
+from hf_gpipe.planner.kept import kept_for
 from hf_gpipe.planner.tracing import StageTracer, Trace
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.loss import PLAIN, Loss, whole_logits
-from hf_gpipe.runtime.micro_batch import MicroBatch
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -142,6 +142,9 @@ class LayerTracer:
         self._stages: dict[tuple[int, int, bool], StageTracer] = {}
         #: Of these stages what was traced, for micro-batches of one shape apart from their rows, or their chunks.
         self._by_rows: dict[tuple[int, int, bool, Workload], ByRows[Any]] = {}
+        options = as_on_gpu, num_ranks, divides_rows
+        #: What was traced on fake tensors, by this tracer or another one of this process for the same layers.
+        self._kept = kept_for(self.run.adapter, loss, *options)
 
     def costs(self, workload: Workload) -> ModelCosts:
         """Return the costs of each layer for one micro-batch."""
@@ -242,11 +245,7 @@ class LayerTracer:
 
     def _saved_of_pair(self, second: int, workload: Workload, *, recompute_blocks: bool) -> tuple[int, int]:
         """Of block `second` and the one before it, what their graph keeps, and what of it the one before does."""
-
-        def saved(stage: StageTracer, micro_batch: MicroBatch) -> tuple[int, int]:
-            return stage.saved_bytes(micro_batch, second)
-
-        return self._of_stage(second - 1, second + 1, recompute_blocks, workload, saved)
+        return self._of_stage(second - 1, second + 1, recompute_blocks, workload, StageTracer.saved_bytes, second)
 
     def _second_of_shared_tables(self, index: int) -> int | None:
         """Number of the second block of a stack whose first block makes something for all of them, as T5's bias."""
@@ -269,31 +268,42 @@ class LayerTracer:
         stop: int,
         recompute_blocks: bool,
         workload: Workload,
-        run: Callable[[StageTracer, MicroBatch], Numbers],
+        run: Callable[..., Numbers],
+        *args: int,
     ) -> Numbers:
-        """The result of `run` for these layers as a stage and a micro-batch; it may follow from that of other layers.
+        """The result of `run`, a method of `StageTracer`, for these layers as a stage and a micro-batch.
 
-        Of the chunks of rows too, where they are equally long: each after the first attends to more tokens by as many.
+        It may follow from those of other numbers of rows. Of chunks of rows too, where they are equally long: each
+        after the first attends to more tokens by as many.
         """
         is_cut = workload.chunks > 1
         key = start, stop, recompute_blocks, replace(workload, chunk=0) if is_cut else replace(workload, rows=1)
         if key not in self._by_rows:
-            stage = self._stage(start, stop, recompute_blocks=recompute_blocks)
             # The head takes some positions at a time, however many there are, and packed rows attend to each other.
             has_head = self.run.adapter.layers[stop - 1].kind == "head"
+            of_stage = start, stop, recompute_blocks
 
             def compute(number: int) -> Numbers:
                 one = replace(workload, chunk=number - 1) if is_cut else replace(workload, rows=number)
-                return run(stage, one.micro_batch(self.run.adapter))
+                asked = run, *args, *of_stage, one
+                if asked not in self._kept:
+                    stage = self._stage(*of_stage)
+                    found = run(stage, one.micro_batch(self.run.adapter), *args)
+                    if stage.is_real:  # it depends on values
+                        return found
+                    self._kept[asked] = found
+                numbers: Numbers = self._kept[asked]
+                return numbers
 
             def can_be_linear() -> bool:
-                return not ((has_head and not is_cut) or workload.is_packed or workload.taper or stage.is_real)
+                is_real = of_stage in self._stages and self._stages[of_stage].is_real
+                return not ((has_head and not is_cut) or workload.is_packed or workload.taper or is_real)
 
             self._by_rows[key] = ByRows(compute, can_be_linear)
         numbers: Numbers = self._by_rows[key](workload.chunk + 1 if is_cut else workload.rows)
         return numbers
 
-    def _stage(self, start: int, stop: int, *, recompute_blocks: bool) -> StageTracer:
+    def _stage(self, start: int, stop: int, recompute_blocks: bool) -> StageTracer:
         """These layers of the model that is run, as a stage."""
         key = start, stop, recompute_blocks
         if key not in self._stages:

@@ -46,7 +46,7 @@ class Trace(NamedTuple):
         saved_outside: the part of it that was made before the first own layer was called.
         saves_hidden: whether the graph keeps the received hidden states.
         forward_levels: after each new tensor of a forward with a graph, what was alive above what was there before it.
-        forward_only_levels: the same of a forward without one.
+        forward_only_levels: the same of a forward without one; none where blocks are recomputed, which it does not do.
         backward_levels: of the backward, above `saved`, the gradient that comes in included.
         deferred: of blocks that are not recomputed, what I keeps for W where the backward is split.
         row: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
@@ -210,7 +210,7 @@ class StageTracer:
             self._stage.reset()
             # No fake tensor can be a mask that knows its answer: without a mask nothing is padded either.
             fake = {
-                name: self._mode.from_tensor(tensor.as_subclass(torch.Tensor))
+                name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
                 for name, tensor in micro_batch.inputs.items()
                 if not isinstance(tensor, KnownMask) or tensor.is_padded
             }
@@ -238,7 +238,8 @@ class StageTracer:
 def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks | None) -> Trace:
     row = sum(tensor.nbytes for cache in stage.row_caches.values() for tensor in cache.tensors()) // 2
     with tracker.phase() as forward_only:
-        stage.forward(context, keep_graph=False)
+        if not stage.model.recomputes_blocks:
+            stage.forward(context, keep_graph=False)
     sums = [NO_SUMS if ranks is None else ranks.take()]
     forward = _forward(stage, context, tracker, stage.model.start)
     sums.append(NO_SUMS if ranks is None else ranks.take())

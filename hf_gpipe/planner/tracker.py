@@ -17,9 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from hf_gpipe.planner import fake_operations
 from hf_gpipe.planner.gpu_attention import attention_backward_flops, attention_flops
 
 _aten = torch.ops.aten
+_UNSAFE_VIEW = _aten._unsafe_view.default
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -64,6 +66,11 @@ class Tracker(TorchDispatchMode):
         self._phase: Phase | None = None
         self._known: dict[int, tuple[weakref.ref[Any], int, Phase | None, bool]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing here is compiled, and to say so before each call takes as long as many of them."""
+        return False
+
     def ignore(self, tensors: Any) -> None:
         """Count these tensors' memory never: it was there before."""
         for tensor in tensors:
@@ -85,16 +92,22 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls
-        kwargs = kwargs or {}
+        # Modes above have seen the function; a tensor's attributes, which are read often here, are no matter to them.
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._phase is not None and not func.is_view:
             self._phase.calls += 1
+        if func is _UNSAFE_VIEW:
+            func = _aten.view.default  # its memory is the same, and PyTorch keeps no result of the other one
         # A product by 4-bit weights converts them back first, as its backward does.
         is_quantised = func.name() == _QUANTISED
         weights = args[0].new_empty(args[2]) if is_quantised else None
         if weights is not None:
             self._note(weights)
         is_grouped = func._overloadpacket is _aten._grouped_mm and isinstance(args[0], FakeTensor)
-        result = _grouped_output(*args, **kwargs) if is_grouped else func(*args, **kwargs)
+        result = _grouped_output(*args, **kwargs) if is_grouped else fake_operations.run(func, args, kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor)
