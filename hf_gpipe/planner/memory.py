@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import NamedTuple
 
 from hf_gpipe.planner.beside import NOTHING, Beside
 from hf_gpipe.planner.costs import InnerRecompute
@@ -229,26 +231,68 @@ class MemoryBound:
 
     def parts(self, number: int, stage: StageLayers, live_graphs: int) -> tuple[float, float]:
         """The most that stage `number` keeps with so many stored graphs, and its working memory beside that."""
-        sums, run, most = self._sums, (stage.start, stage.stop), self.most[number]
-        graphs, reserved = sums.graphs[stage.inner], sums.device.reserved_share
-        held, owned = sums.held(*run), sums.owned(*run)
-        graph = graphs.kept_bytes(*run)
-        beside = stage.beside
-        always = held.num_bytes + sums.buffer_bytes(*run) + self._ids + beside.held_bytes
-        always += self._stashes[number] * held.trainable_bytes
-        always += (1 + reserved) * held.trainable_bytes + self._state_shares[number] * owned.trainable_bytes
-        coming = live_graphs * graph
-        coming += most[Held.DEFERRED] * sums.deferred_bytes(*run)
-        coming += (most[Held.ROW] + most[Held.ROW_GRADIENTS]) * sums.row_bytes(*run)
-        coming += most[Held.INPUT] * (_received_bytes(sums, stage) + beside.kept_bytes)
-        coming += most[Held.GRADIENT] * _gradient_bytes(sums, stage)
+        sums, most, beside = self._sums, self.most[number], stage.beside
+        run, reserved = _bytes_of(sums, stage.start, stage.stop, stage.inner), sums.device.reserved_share
+        always = run.held + run.buffers + self._ids + beside.held_bytes
+        always += self._stashes[number] * run.trained
+        always += (1 + reserved) * run.trained + self._state_shares[number] * run.owned
+        coming = live_graphs * run.graph
+        coming += most[Held.DEFERRED] * run.deferred
+        coming += (most[Held.ROW] + most[Held.ROW_GRADIENTS]) * run.row
+        coming += most[Held.INPUT] * (run.received + beside.kept_bytes)
+        coming += most[Held.GRADIENT] * run.gradient
         if (part := sums.part) is not None:
             coming += most[Held.HEAD_INPUT] * part.hidden_bytes
             coming += most[Held.LOGITS] * (part.logits_bytes + part.hidden_bytes)
         working = max(
             0 if part is None else part.working_bytes,
-            beside.forward_peak(graphs.forward_peak_bytes(*run)) - graph,
-            graphs.backward_peak_bytes(*run) - graph,
-            beside.forward_peak(sums.forward_only_peak_bytes(*run)),
+            beside.forward_peak(run.forward) - run.graph,
+            run.backward - run.graph,
+            beside.forward_peak(run.forward_only),
         )
         return always + (1 + reserved) * coming, (1 + reserved) * working
+
+
+class _RunBytes(NamedTuple):
+    """What a run of layers has, keeps and needs, whatever the table and the stage.
+
+    Attributes:
+        held, trained, owned: of its weights, of those that are trained, and of those that it owns.
+        buffers, graph, deferred, row: as of `LayerSums` and `GraphSums`.
+        received, gradient: that cross the boundary before it, and come back across the one after it.
+        forward, backward, forward_only: at the peaks.
+    """
+
+    held: float
+    trained: float
+    owned: float
+    buffers: float
+    graph: float
+    deferred: float
+    row: float
+    received: int
+    gradient: int
+    forward: float
+    backward: float
+    forward_only: float
+
+
+@lru_cache(1 << 16)
+def _bytes_of(sums: LayerSums, start: int, stop: int, inner: InnerRecompute) -> _RunBytes:
+    """Asked for the same runs by each table of a search."""
+    run, stage, graphs = (start, stop), StageLayers(start, stop, inner), sums.graphs[inner]
+    held = sums.held(*run)
+    return _RunBytes(
+        held.num_bytes,
+        held.trainable_bytes,
+        sums.owned(*run).trainable_bytes,
+        sums.buffer_bytes(*run),
+        graphs.kept_bytes(*run),
+        sums.deferred_bytes(*run),
+        sums.row_bytes(*run),
+        _received_bytes(sums, stage),
+        _gradient_bytes(sums, stage),
+        graphs.forward_peak_bytes(*run),
+        graphs.backward_peak_bytes(*run),
+        sums.forward_only_peak_bytes(*run),
+    )

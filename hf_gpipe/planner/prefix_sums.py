@@ -109,6 +109,7 @@ class LayerSums:
         self.graphs: dict[InnerRecompute, GraphSums] = {mode: GraphSums(layers, mode) for mode in ("none", "block")}
         self._own = list(accumulate((layer.parameters for layer in layers), initial=Parameters()))
         self._shared = _users(layers)
+        self._seconds: dict[tuple[int, int, InnerRecompute], Seconds] = {}
 
     def held(self, start: int, stop: int) -> Parameters:
         """The parameters that a stage has in memory."""
@@ -159,6 +160,12 @@ class LayerSums:
 
     def seconds(self, start: int, stop: int, inner: InnerRecompute) -> Seconds:
         """Seconds of a stage's actions; the recomputation of its blocks is part of the backward."""
+        run = start, stop, inner
+        if run not in self._seconds:  # a search asks for the same ones often
+            self._seconds[run] = self._seconds_of(*run)
+        return self._seconds[run]
+
+    def _seconds_of(self, start: int, stop: int, inner: InnerRecompute) -> Seconds:
         beyond = self._stage_seconds
         blocks_again = self._blocks_again(start, stop) if inner == "block" else 0.0
         return Seconds(
