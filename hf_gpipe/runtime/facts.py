@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
@@ -106,7 +107,7 @@ class RankFacts:
             is_alone: whether its machine is the only one, or the processes are connected already. Then nothing is said
                 of the network, nor of the files of this package.
         """
-        versions = {"torch": str(torch.__version__), "transformers": version("transformers")}
+        versions = {"torch": str(torch.__version__), "transformers": _version_of("transformers")}
         facts = cls(socket.gethostname(), boot_id(), os.getpid(), versions, settings or {})
         if is_alone:
             return facts
@@ -136,6 +137,11 @@ def available_memory() -> int:
 def boot_id() -> str:
     """A mark that tells this machine from others of its name, and from itself before its last start; else empty."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+
+
+@cache
+def _version_of(package: str) -> str:
+    return version(package)
 
 
 def _digest_of_package() -> str:
