@@ -77,7 +77,7 @@ class Chain(Adapter):
     projection = FoundProjection((), "the last layer of a chain is not known to be a projection")
     scores_targets = False
     counted = "rows"
-    derived = ("observations", "observed")
+    derived = ("observations", "observed", "_fake")
     #: Of the micro-batch whose forward runs now.
     observed: Observed
 
