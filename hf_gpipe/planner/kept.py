@@ -39,7 +39,7 @@ _kept: OrderedDict[Hashable, dict[Hashable, Any]] = OrderedDict()
 
 
 def kept_for(*values: Any) -> dict[Hashable, Any]:
-    """What is kept of models that are traced with these values; nothing yet, and apart, where they have no identity."""
+    """The traces of models with these values. Where these have no identity it is empty, and no other call gets it."""
     identity = identity_of(*values)
     if identity is None:
         return {}
@@ -149,7 +149,7 @@ def _is_known(code: Any) -> bool:
 
 
 def _switches() -> tuple[Hashable, ...]:
-    """What PyTorch is told for the whole process."""
+    """PyTorch's settings of the whole process."""
     asked: tuple[Callable[[], Hashable], ...] = (
         torch.get_default_dtype,
         torch.get_num_threads,

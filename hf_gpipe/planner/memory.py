@@ -254,7 +254,7 @@ class MemoryBound:
 
 
 class _RunBytes(NamedTuple):
-    """What a run of layers has, keeps and needs, whatever the table and the stage.
+    """The bytes that a run of layers has, keeps and needs, whatever the table and the stage.
 
     Attributes:
         held, trained, owned: of its weights, of those that are trained, and of those that it owns.
