@@ -112,7 +112,7 @@ class Case:
 
     @property
     def inputs(self) -> PlanInputs:
-        """What the planner is told of the mini-batch and the optimizer."""
+        """The mini-batch and the optimizer, for the planner."""
         if self.training == "packed":
             batch = self.batch()
             return PlanInputs(Workload.of_batch(batch, packing=True), packing=True)
