@@ -274,6 +274,26 @@ def test_a_device_holds_two_stages() -> None:
     assert {buffer.memory.nbytes for buffer in buffers} == {max(pipe.forwards.visits[0].hosted_bytes.values())}
 
 
+def test_what_autocast_makes_of_the_weights_leaves_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, drop, seen = model_of("llama").float(), visits.VisitingWeights.drop, list[int]()
+
+    def dropping(self: visits.VisitingWeights, stage: int) -> None:
+        kept = self._models[stage].weight_gradients
+        assert kept is not None
+        seen.append(len(kept._converted))
+        drop(self, stage)
+        assert not kept._converted
+
+    monkeypatch.setattr(visits.VisitingWeights, "drop", dropping)
+    options = {"autocast": torch.bfloat16, "attn_implementation": "eager"}
+    pipe = Pipeline(model, STAGES, 3, offload_weights="all", **options)
+    for own in pipe.forwards.visits.values():
+        for stage_model in own._models.values():
+            stage_model.defer_weight_gradients()  # as the layers of several ranks do
+    pipe.train_step(clone.padded_batch(model))
+    assert max(seen) > 0, "there was something to drop"
+
+
 @pytest.mark.parametrize(
     ("visitors", "schedule"), [("frozen", "breadth_first"), ("all", "breadth_first"), ("all", "round_robin")]
 )

@@ -146,6 +146,14 @@ NO_SUMS = SumsOverRanks()
 
 
 @sendable
+class SumBeside(NamedTuple):
+    """A sum over the ranks that runs beside matrix products: its bytes, and the products' operations."""
+
+    num_bytes: int
+    flops: int
+
+
+@sendable
 @dataclass(frozen=True)
 class LayerCost:
     """One layer's costs for one micro-batch.
@@ -172,6 +180,7 @@ class LayerCost:
         forward_calls, backward_calls: operations, each of which takes time however small it is.
         stage_calls: operations of a stage before its layers, for masks and positions.
         forward_sums, backward_sums: over the ranks of a worker, where its layers are divided.
+        sums_beside: those of `backward_sums` that run beside products of weights, unless W computes these later.
     """
 
     name: str
@@ -197,6 +206,7 @@ class LayerCost:
     stage_calls: int = 0
     forward_sums: SumsOverRanks = NO_SUMS
     backward_sums: SumsOverRanks = NO_SUMS
+    sums_beside: tuple[SumBeside, ...] = ()
 
     def graph(self, inner: InnerRecompute) -> GraphCost:
         """The layer's part of a stored graph."""
@@ -275,6 +285,7 @@ class ModelCosts:
             backward_calls=0,
             forward_sums=NO_SUMS,
             backward_sums=NO_SUMS,
+            sums_beside=(),
         )
         return replace(self, layers=(*self.layers[:-1], head))
 

@@ -187,6 +187,7 @@ class LayerTracer:
                     stage_calls=traced_layer.trace.stage_calls,
                     forward_sums=traced_layer.trace.forward_sums,
                     backward_sums=traced_layer.trace.backward_sums,
+                    sums_beside=traced_layer.trace.sums_beside,
                 )
             )
         compute = adapter.dtype if adapter.autocast is None else adapter.autocast.dtype

@@ -580,16 +580,17 @@ def _table_costs(
         return seconds / count + network.reduce_seconds(number, values) / 2
 
     def each(
-        seconds_of: Callable[[Seconds, float, float], float], of_teacher: Callable[[Beside], float] = lambda _: 0.0
+        seconds_of: Callable[[Seconds, float, float, float], float],
+        of_teacher: Callable[[Beside], float] = lambda _: 0.0,
     ) -> list[float | Sequence[float]]:
         """For each stage the seconds of an action: of one chunk after the other, where rows are cut."""
         found: list[float | Sequence[float]] = []
         for stage, speed, share in zip(stages, speeds, recompute_shares(table), strict=True):
             run, beside = (stage.start, stage.stop), of_teacher(stage.beside)
-            values = [
-                (seconds_of(one.seconds(*run, stage.inner), one.weight_seconds(*run), share) + beside) / speed
-                for one in of_chunks
-            ]
+            values = []
+            for one in of_chunks:
+                weights, hidden = one.weight_seconds(*run), one.hidden_seconds(*run)
+                values.append((seconds_of(one.seconds(*run, stage.inner), share, weights, hidden) + beside) / speed)
             found.append(values if len(values) > 1 else values[0])
         return found
 
@@ -610,11 +611,14 @@ def _table_costs(
         slowest = max(network.transfer_seconds([part.hidden_bytes] * len(boundaries)).values(), default=0.0)
         head_transfer = len(boundaries) * slowest
     return Costs(
-        forward_seconds=each(lambda own, _, share: own.first_forward(share), attrgetter("forward_seconds")),
+        forward_seconds=each(lambda own, share, *_: own.first_forward(share), attrgetter("forward_seconds")),
         recompute_seconds=each(lambda own, *_: own.forward),
         backward_seconds=each(lambda own, *_: own.backward, attrgetter("backward_seconds")),
-        input_seconds=each(lambda own, weights, _: own.backward - weights, attrgetter("backward_seconds")),
-        weight_seconds=each(lambda _, weights, __: weights),
+        # Products that W computes later hide nothing of I.
+        input_seconds=each(
+            lambda own, _, weights, hidden: own.backward - weights + hidden, attrgetter("backward_seconds")
+        ),
+        weight_seconds=each(lambda _, __, weights, ___: weights),
         update_seconds=[
             update(number, *stage) for number, stage in enumerate(zip(stages, table.placement.replicas, strict=True))
         ],

@@ -23,6 +23,7 @@ from hf_gpipe.planner.costs import (
     Parameters,
     Seconds,
     SharedParameter,
+    SumsOverRanks,
 )
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs
@@ -84,13 +85,17 @@ class LayerSums:
         self.device = device
         layers = costs.layers
         seconds = [layer.seconds or estimated_seconds(layer, costs.compute_dtype, device) for layer in layers]
-        # The ranks of a worker wait for their sums.
+        # The ranks of a worker wait for their sums, but for what runs beside products.
         size, link = costs.num_ranks, link or device.link
         sums = [(one.forward_sums.seconds(size, link), one.backward_sums.seconds(size, link)) for one in layers]
         self._stage_seconds = costs.stage_seconds or estimated_stage_seconds(layers, device)
         self._forward_only = RangeSum(own.forward_only + sent for own, (sent, _) in zip(seconds, sums, strict=True))
         self._forward = RangeSum(own.forward + sent for own, (sent, _) in zip(seconds, sums, strict=True))
-        self._backward = RangeSum(own.backward + sent for own, (_, sent) in zip(seconds, sums, strict=True))
+        hidden = [_hidden_seconds(layer, own, size, link) for layer, own in zip(layers, seconds, strict=True)]
+        self.hidden_seconds = RangeSum(hidden)
+        self._backward = RangeSum(
+            own.backward + sent - beside for own, (_, sent), beside in zip(seconds, sums, hidden, strict=True)
+        )
         # Of a measured backward too W is the share of its operations.
         self.weight_seconds = RangeSum(
             own.backward * layer.weight_flops / layer.backward_flops if layer.backward_flops else 0.0
@@ -242,6 +247,16 @@ class GraphSums:
             if start < end and first < stop
         )
         return made - self._input[start]
+
+
+def _hidden_seconds(layer: LayerCost, own: Seconds, size: int, link: Level) -> float:
+    """Seconds of the backward's sums that its products hide: of each sum as many as its products take."""
+    if not layer.sums_beside:
+        return 0.0
+    per_operation = own.backward / layer.backward_flops
+    return sum(
+        min(SumsOverRanks(1, one.num_bytes).seconds(size, link), one.flops * per_operation) for one in layer.sums_beside
+    )
 
 
 def estimated_seconds(layer: LayerCost, compute_dtype: str, device: Device) -> Seconds:

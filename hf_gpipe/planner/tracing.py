@@ -25,7 +25,7 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.model.assembly import assemble
-from hf_gpipe.planner.costs import NO_SUMS, SumsOverRanks
+from hf_gpipe.planner.costs import NO_SUMS, SumBeside, SumsOverRanks
 from hf_gpipe.planner.gpu_attention import AttentionOfAGpu
 from hf_gpipe.planner.tracker import Phase, Tracker
 from hf_gpipe.runtime.loss import PLAIN, Loss
@@ -55,6 +55,7 @@ class Trace(NamedTuple):
         stage_calls, forward_calls, backward_calls: numbers of operations: of the forward those before the first own
             layer was called, the others, and the backward's. Views are not counted.
         forward_sums, backward_sums: over the ranks of a worker.
+        sums_beside: of the backward those that run beside products.
     """
 
     saved: int
@@ -73,6 +74,7 @@ class Trace(NamedTuple):
     backward_calls: int
     forward_sums: SumsOverRanks = NO_SUMS
     backward_sums: SumsOverRanks = NO_SUMS
+    sums_beside: tuple[SumBeside, ...] = ()
 
     @property
     def forward_peak(self) -> int:
@@ -91,11 +93,18 @@ class Trace(NamedTuple):
 
 
 class TracedRanks:
-    """The first rank of a worker, which counts the sums over all and makes none; see `adapters.tensor_parallel`."""
+    """The first rank of a worker, which counts the sums over all and makes none; see `adapters.tensor_parallel`.
+
+    Attributes:
+        phase: what runs now, whose products are counted between the beginning and the end of a sum.
+        beside: the sums that have had products in between.
+    """
 
     def __init__(self, size: int, *, divides_rows: bool = False) -> None:
         self.size, self.place, self.divides_rows = size, 0, divides_rows
         self._sums = NO_SUMS
+        self.phase: Phase | None = None
+        self.beside: list[SumBeside] = []
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         self._sums = SumsOverRanks(self._sums.number + 1, self._sums.num_bytes + tensor.nbytes)
@@ -104,13 +113,22 @@ class TracedRanks:
     largest = total
 
     def begin_total(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        total = self.total(tensor)
-        return lambda: total
+        return self._begun(self.total(tensor), tensor.nbytes)
 
     def begin_total_part(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
         part = tensor.detach().narrow(dim, 0, lengths[0]).clone()
         self._count_half(tensor)
-        return lambda: part
+        return self._begun(part, tensor.nbytes // 2)
+
+    def _begun(self, result: torch.Tensor, num_bytes: int) -> Callable[[], torch.Tensor]:
+        phase, before = self.phase, 0 if self.phase is None else self.phase.flops
+
+        def end() -> torch.Tensor:
+            if phase is not None and phase.flops > before:
+                self.beside.append(SumBeside(num_bytes, phase.flops - before))
+            return result
+
+        return end
 
     def gathered(self, part: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
         shape = list(part.shape)
@@ -244,6 +262,8 @@ def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks 
     forward = _forward(stage, context, tracker, stage.model.start)
     sums.append(NO_SUMS if ranks is None else ranks.take())
     with tracker.phase() as backward:
+        if ranks is not None:
+            ranks.phase, ranks.beside = backward, []
         stage.backward(0, forward.gradients)
     sums.append(NO_SUMS if ranks is None else ranks.take())
     return Trace(
@@ -264,6 +284,7 @@ def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks 
         backward_calls=backward.calls,
         forward_sums=sums[1],
         backward_sums=sums[2],
+        sums_beside=() if ranks is None else tuple(ranks.beside),
     )
 
 

@@ -99,6 +99,7 @@ class VisitingWeights:
         self._homes = homes
         #: Of dealt stages.
         self._gradients = {} if homes is None else {n: homes.gradients(n, model) for n, model in models.items()}
+        self._models = models
         self._devices = {stage: model.device for stage, model in models.items()}
         self.hosted_bytes = {stage: sum(_aligned(p.nbytes) for p in own) for stage, own in self._visiting.items()}
         counts: defaultdict[nn.Parameter, int] = defaultdict(int)
@@ -165,9 +166,12 @@ class VisitingWeights:
     def drop(self, stage: int) -> None:
         """D: the weights of a stage are those on the host again, and another stage may have the buffer.
 
-        Their gradients begin their way to the host; on the CPU they are there.
+        Their gradients begin their way to the host; on the CPU they are there. What autocast made of the weights goes
+        with them.
         """
         device, loaded = self._devices[stage], self._there.pop(stage)
+        if (weight_gradients := self._models[stage].weight_gradients) is not None:
+            weight_gradients.forget()
         if self._homes is not None:
             self._give_gradients(stage, loaded)
         elif device.type == "cuda":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -9,8 +11,10 @@ from transformers import LlamaConfig
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Level, parse_cluster
-from hf_gpipe.planner.costs import ModelCosts, SumsOverRanks
+from hf_gpipe.planner.costs import ModelCosts, SumBeside, SumsOverRanks
+from hf_gpipe.planner.devices import DEVICES
 from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import Workload
 from tests.planner.models import planner, settings
 
@@ -53,6 +57,28 @@ def test_a_block_has_two_sums_forward_and_two_backward() -> None:
     assert all(layer.forward_sums == layer.backward_sums == SumsOverRanks() for layer in costs(1).layers)
     # A ring of 4: 6 rounds, each with a quarter of the bytes.
     assert SumsOverRanks(2, 4000).seconds(4, Level(2, 1000.0, 0.5)) == pytest.approx(6 * (2 * 0.5 + 1.0))
+
+
+def test_the_sums_of_a_backward_run_beside_the_products_of_weights() -> None:
+    """Of queries, keys and values, and of gate and up; no product is beside a sum in a split backward."""
+    found, tokens, hidden = costs(2), ROWS * TOKENS, ROWS * TOKENS * WIDTH * 4
+    feed_forward, attention = found.layers[1].sums_beside
+    assert feed_forward == SumBeside(hidden, 2 * tokens * WIDTH * 2 * (128 // 2))
+    assert attention == SumBeside(hidden, 2 * tokens * WIDTH * (WIDTH + 2 * WIDTH // 2) // 2)
+    assert not costs(1).layers[1].sums_beside
+
+    sums = SumsOverRanks(2, 2 * hidden)
+    alone = replace(found, layers=tuple(replace(one, sums_beside=()) for one in found.layers))
+
+    def hidden_seconds(rate: float) -> float:
+        link = Level(2, rate, 0.0)
+        beside, apart = (LayerSums(one, DEVICES["h100"], link) for one in (found, alone))
+        is_hidden = apart.seconds(1, 2, "none").backward - beside.seconds(1, 2, "none").backward
+        assert is_hidden == pytest.approx(beside.hidden_seconds(1, 2), rel=1e-6)
+        return is_hidden
+
+    assert hidden_seconds(1e15) == pytest.approx(sums.seconds(2, Level(2, 1e15, 0.0)), rel=1e-3), "all of them"
+    assert 0 < hidden_seconds(1e3) == pytest.approx(hidden_seconds(1e2), rel=1e-6), "as long as the products take"
 
 
 def test_with_parts_of_the_positions_a_rank_keeps_its_share_of_everything() -> None:
