@@ -46,7 +46,7 @@ class Trace(NamedTuple):
         saved_outside: the part of it that was made before the first own layer was called.
         saves_hidden: whether the graph keeps the received hidden states.
         forward_levels: after each new tensor of a forward with a graph, what was alive above what was there before it.
-        forward_only_levels: the same of a forward without one; none where blocks are recomputed, which it does not do.
+        forward_only_levels: the same of a forward without one.
         backward_levels: of the backward, above `saved`, the gradient that comes in included.
         deferred: of blocks that are not recomputed, what I keeps for W where the backward is split.
         row: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
@@ -256,8 +256,8 @@ class StageTracer:
 def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks | None) -> Trace:
     row = sum(tensor.nbytes for cache in stage.row_caches.values() for tensor in cache.tensors()) // 2
     with tracker.phase() as forward_only:
-        if not stage.model.recomputes_blocks:
-            stage.forward(context, keep_graph=False)
+        # Of recomputed blocks nobody asks for it, but what a loss makes once is there after it.
+        stage.forward(context, keep_graph=False)
     sums = [NO_SUMS if ranks is None else ranks.take()]
     forward = _forward(stage, context, tracker, stage.model.start)
     sums.append(NO_SUMS if ranks is None else ranks.take())
