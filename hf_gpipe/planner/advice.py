@@ -43,7 +43,9 @@ def smallest_fix(plan: Plan) -> str:
         least = min(least, changed, key=lambda plan: plan.peak_bytes)
     others = [f"where adapters alone are trained, {one}" for one in ["; ".join(_adapters_that_fit(plan))] if one]
     others += [f"with weights in CPU memory, {one}" for one in _visits_that_fit(plan, limit)]
-    if not fix:
+    if not fix and plan.host_fullness > 1:
+        fix = "use machines with more CPU memory, an optimizer with less state, or adapters with offload_weights=frozen"
+    elif not fix:
         fix = (
             f"no number of stages or micro-batches fits {limit_text(limit)}: the leanest way needs "
             f"{size_text(least.peak_bytes)} ({_words(least)})"

@@ -103,9 +103,8 @@ def _with_or_without_visits(planner: Planner, config: PipelineConfig) -> list[Ou
     """
     outcomes: list[Outcome] = []
     errors = []
-    for visitors in (None, *open_visitors(planner)):
-        if visitors is None and config.schedule in DEALT:
-            continue
+    # Of dealt stages all weights visit.
+    for visitors in ("all",) if config.schedule in DEALT else (None, *open_visitors(planner)):
         try:
             outcomes += _outcomes(planner, replace(config, offload_weights=visitors))
         except UserError as error:

@@ -53,11 +53,13 @@ def kept_for(*values: Any) -> dict[Hashable, Any]:
 def identity_of(*values: Any) -> Hashable | None:
     """Equal for values of which no trace can tell a difference; None where that is not known."""
     identity = _Identity()
+    kernels = [tuple(dict(functions).items()) for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
+    if not all(isinstance(kernel, types.FunctionType) and _is_known(kernel) for own in kernels for _, kernel in own):
+        return None
     try:
         found = tuple(map(identity.of, values))
     except _UnknownError:
         return None
-    kernels = (tuple(dict(functions).items()) for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
     return (*found, *identity.of_code(), *kernels, *_switches())
 
 
@@ -145,7 +147,9 @@ def _is_code(value: Any) -> bool:
 
 def _is_known(code: Any) -> bool:
     """Whether a class or a function reads nothing that is not looked at; those of a user's own may."""
-    return str(code.__module__).partition(".")[0] in _PACKAGES
+    # A function that wraps another one has that one's __module__.
+    name = code.__globals__.get("__name__") if isinstance(code, types.FunctionType) else code.__module__
+    return str(name).partition(".")[0] in _PACKAGES
 
 
 def _switches() -> tuple[Hashable, ...]:
@@ -156,6 +160,8 @@ def _switches() -> tuple[Hashable, ...]:
         torch.is_inference_mode_enabled,
         torch.is_grad_enabled,
         torch.are_deterministic_algorithms_enabled,
+        functools.partial(torch.is_autocast_enabled, "cpu"),
+        functools.partial(torch.get_autocast_dtype, "cpu"),
         torch.backends.cuda.flash_sdp_enabled,
         torch.backends.cuda.mem_efficient_sdp_enabled,
         torch.backends.cuda.math_sdp_enabled,

@@ -102,9 +102,8 @@ class Plan:
     before: Before = NOTHING_BEFORE
 
     def __repr__(self) -> str:
-        fits = (
-            "no limit is known" if self.planner.memory_bytes is None else "it fits" if self.fits else "it does not fit"
-        )
+        is_known = self.planner.memory_bytes is not None
+        fits = "it does not fit" if not self.fits else "it fits" if is_known else "no limit is known"
         return (
             f"Plan({self.settings.num_stages} stages, {self.settings.num_micro_batches} micro-batches, "
             f"{self.settings.schedule}: {seconds_text(self.step_seconds)} per step, bubble {self.bubble:.1%}, "
@@ -144,11 +143,16 @@ class Plan:
         return hosted_bytes(sums, stages, placement, settings.offload_weights, share)
 
     @property
+    def machine_bytes(self) -> int:
+        """Those of all processes of a machine, the most of any machine."""
+        size = self.planner.host_size(len(self.processes))
+        return max(sum(self.hosted_bytes[start : start + size]) for start in range(0, len(self.processes), size))
+
+    @property
     def host_fullness(self) -> float:
         """The share of a machine's memory that these bytes need, the largest of all; 0 where that is not known."""
-        size, limit = self.planner.host_size(len(self.processes)), self.planner.device.host.memory_bytes
-        machines = [sum(self.hosted_bytes[start : start + size]) for start in range(0, len(self.processes), size)]
-        return max(machines) / limit if limit else 0.0
+        limit = self.planner.device.host.memory_bytes
+        return 0.0 if limit is None else self.machine_bytes / max(limit, 1)
 
     @cached_property
     def fullest_process(self) -> ProcessPlan:
@@ -171,8 +175,9 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every process stays within its limit; True where none is known."""
-        return self.planner.memory_bytes is None or self.fullness <= 1
+        """Whether every process and every machine stays within its limit; True where none is known."""
+        is_known = self.planner.memory_bytes is not None
+        return self.host_fullness <= 1 and not (is_known and self._fullness_of(self.fullest_process) > 1)
 
     @property
     def sort_key(self) -> tuple[float, ...]:
@@ -344,12 +349,17 @@ class Planner:
         return taper_of(self.with_chunks(self.chunks._replace(taper=0.0))._all_sums(num_micro_batches)[1])
 
     @property
-    def num_layers(self) -> int:
-        """Layers of the model, the same for every micro-batch."""
+    def known_costs(self) -> ModelCosts:
+        """Costs of the layers for a micro-batch of any size, for what is the same for every one."""
         # One row is the cheapest, unless it may be too few for a BatchNorm.
         num_micro_batches = 1 if self.inputs.mini_batch().entries else self.rows
         known = next(iter(self._sums.values()), None) or self._all_sums(num_micro_batches)
-        return len(known[0].costs.layers)
+        return known[0].costs
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.known_costs.layers)
 
     def micro_batch_rows(self, num_micro_batches: int) -> int:
         """Rows of the largest of M micro-batches."""

@@ -141,12 +141,12 @@ def verdict(plan: Plan) -> str:
     """Whether a plan fits; where it does not, the smallest change that makes it fit."""
     process = plan.fullest_process
     limit = limit_of(plan.planner.memory_bytes, process.number)
-    if limit is None:
+    if limit is None and plan.fits:
         return f"needs {size_text(plan.peak_bytes)} a process; --memory says whether that is there"
-    needs = f"process {process.number} needs {size_text(plan.peak_bytes)} of {size_text(limit)}"
+    needs = f"process {process.number} needs {size_text(plan.peak_bytes)}{f' of {size_text(limit)}' if limit else ''}"
     if plan.host_fullness > 1:
         host = plan.planner.device.host.memory_bytes or 0
-        needs += f", and weights that visit need {size_text(sum(plan.hosted_bytes))} of {size_text(host)} of CPU memory"
+        needs += f", and weights that visit need {size_text(plan.machine_bytes)} of {size_text(host)} of CPU memory"
     return f"fits: {needs}" if plan.fits else f"does not fit: {needs}; {smallest_fix(plan)}"
 
 

@@ -25,7 +25,7 @@ def open_visitors(planner: Planner) -> Sequence[Visitors]:
     """The weights that `offload_weights: auto` may let visit. On a CPU none: it has one memory."""
     if not planner.device.is_asynchronous or planner.tensor_parallel > 1:
         return ()
-    total = planner.costs(planner.rows).total
+    total = planner.known_costs.total
     return ("all",) if total.trainable_bytes > total.num_bytes / 2 else ("frozen", "all")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from hf_gpipe import Pipeline
@@ -76,8 +78,9 @@ def test_what_a_trace_reads_is_told_apart() -> None:
     assert None not in found
     adapter, losses = adapter_for(llama()), [PLAIN, TokenLoss(label_smoothing=0.1), TokenLoss(logit_clipping=2.0)]
     found += [identity_of(adapter, loss) for loss in losses[1:]] + [identity_of(adapter, PLAIN, 2)]
-    with torch.no_grad():
-        found.append(identity_of(adapter, PLAIN))
+    for scope in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", torch.float16)):
+        with scope:
+            found.append(identity_of(adapter, PLAIN))
     assert len(set(found)) == len(found)
 
 
@@ -90,7 +93,13 @@ def test_what_a_user_wrote_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     own: list[Any] = [OwnLoss(), LogitsLoss(value_of), Chain(nn.Sequential(Own(2, 2), nn.Linear(2, 2))), lambda: 0]
     assert [identity_of(one) for one in own] == [None] * 4
     assert identity_of(Chain(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))) is not None
+    wrapping = nn.Linear(2, 2)
+    wrapping.forward = functools.wraps(nn.Linear.forward)(lambda *args: args)  # type: ignore[method-assign]
+    assert identity_of(wrapping) is None
     before = identity_of(adapter_for(llama()))
+    with monkeypatch.context() as patch:
+        patch.setitem(ALL_ATTENTION_FUNCTIONS, "own", value_of)
+        assert identity_of(adapter_for(llama())) is None
     for target, name in ((modeling_llama, "apply_rotary_pos_emb"), (modeling_llama.LlamaMLP, "forward")):
         with monkeypatch.context() as patch:
             patch.setattr(target, name, lambda *args: args)

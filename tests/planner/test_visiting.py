@@ -6,14 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import nn
 
+from hf_gpipe.adapters.chain import Chain
 from hf_gpipe.errors import UserError
+from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.bound import limit_of_step, way_of
 from hf_gpipe.planner.choose import best_plan
 from hf_gpipe.planner.devices import LINKS, Host, read_host
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.report import overrides, report, search_report
 from hf_gpipe.planner.search import search
+from hf_gpipe.planner.visiting import open_visitors
+from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.schedule.kinds import LOAD
 from tests.planner.models import DEVICE, MIB, blocks, layer, model, planner, settings
@@ -60,7 +65,18 @@ def test_a_machine_without_the_memory_does_not_fit() -> None:
     plan = made.plan(dealt((1,) * 8, 2))
     assert plan.host_fullness == 1.6
     assert not plan.fits
-    assert "weights that visit need 160 MiB of 100 MiB of CPU memory" in report(plan)
+    found = report(plan)
+    assert "weights that visit need 160 MiB of 100 MiB of CPU memory" in found
+    assert "use machines with more CPU memory" in found
+    # Where no one says what the device has, and of the fullest of several machines.
+    made.memory_bytes = None
+    assert "does not fit: process 0 needs" in report(made.plan(dealt((1,) * 8, 2)))
+    made.cluster = Cluster((replace(LINKS["nvlink4"], parts=1), LINKS["ethernet-10"]))
+    plan = made.plan(dealt((1,) * 8, 2, schedule="breadth_first"))
+    assert (plan.machine_bytes, sum(plan.hosted_bytes), plan.host_fullness) == (80 * MIB, 160 * MIB, 0.8)
+    assert plan.fits
+    made.device = replace(made.device, host=replace(SLOW, memory_bytes=0))
+    assert not made.plan(dealt((1,) * 8, 2, schedule="breadth_first")).fits
 
 
 def test_a_heavy_head_has_a_slot_of_its_own() -> None:
@@ -93,6 +109,17 @@ def test_visits_are_chosen_where_weights_do_not_fit_and_only_there() -> None:
     assert "does not fit  weights stay on their devices" in found
     assert "offload_weights=all, round_robin" in found
     assert "offload_weights=all, breadth_first" in found
+
+
+def test_which_weights_may_visit() -> None:
+    """Of dealt stages they do on a CPU too. Of a model with a BatchNorm, one row would be too few to ask for them."""
+    made = planner(blocks(8))
+    made.device = replace(DEVICE, is_asynchronous=False)
+    config = PipelineConfig(num_stages="auto", schedule="round_robin", offload_weights="auto", num_processes=2)
+    assert best_plan(made, config).settings.offload_weights == "all"
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    rows = Workload(4, 1, 1, has_padding=False, entries=(("x", (8,), "float32"), ("labels", (), "int64")))
+    assert open_visitors(Planner.of(Chain(module, rows.shapes), PlanInputs(rows), DEVICE, as_on_gpu=True)) == ("all",)
 
 
 def test_what_limits_a_step() -> None:
