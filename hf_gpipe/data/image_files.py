@@ -1,23 +1,27 @@
 """The images of a table's rows: decoded from bytes in the table, or from files of the data set's own folder.
 
-A row may have a path in place of bytes. A table comes from outside, so its path is not opened where it leads out of the
-data, to another file of this machine or to the network.
+A row may have a path in place of bytes, of a file or of one in a zip archive. A table comes from outside, so its path
+is not opened where it leads out of the data, to another file of this machine or to the network.
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 
 from hf_gpipe.data.hub import asked
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
+
+_ZIP = "zip://"
 
 
 def splits_with_images(data: DataSection) -> Any:
@@ -51,41 +55,52 @@ def decoding(rows: Any, path: str, field: str) -> Any:
         path: of the data: a directory, files or a data set of the Hub.
         field: a column of images, or of lists of images.
     """
-    return rows.with_transform(partial(_decoded, _folder_of(path), field))
+    return rows.with_transform(partial(_decoded, _folders_of(path), field))
 
 
 def _is_of_tables(path: str) -> bool:
     return glob.has_magic(path) or path.endswith(".parquet")
 
 
-def _folder_of(path: str) -> Path:
-    """The folder in which the files of a data set are."""
+def _folders_of(path: str) -> list[Path]:
+    """The folders in which the files of a data set are; paths are relative to the first."""
     if _is_of_tables(path):
         folder = Path(path)
         while glob.has_magic(str(folder)) or folder.suffix == ".parquet":
             folder = folder.parent
-        return folder
-    return Path(path) if os.path.isdir(path) else Path(datasets.config.DOWNLOADED_DATASETS_PATH)
+        return [folder]
+    own = path if os.path.isdir(path) else huggingface_hub.constants.HF_HUB_CACHE
+    # What `datasets` takes out of archives, and downloads from elsewhere.
+    return [Path(own), Path(datasets.config.EXTRACTED_DATASETS_PATH), Path(datasets.config.DOWNLOADED_DATASETS_PATH)]
 
 
-def _decoded(folder: Path, field: str, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def _decoded(folders: Sequence[Path], field: str, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     images = [
-        [_image(folder, one) for one in stored] if isinstance(stored, list) else _image(folder, stored)
+        [_image(folders, one) for one in stored] if isinstance(stored, list) else _image(folders, stored)
         for stored in columns[field]
     ]
     return {**columns, field: images}
 
 
-def _image(folder: Path, stored: Mapping[str, Any] | None) -> Any:
-    """An image of PIL, turned as its EXIF data says. Raises DataError for a path that leads out of the folder."""
+def _image(folders: Sequence[Path], stored: Mapping[str, Any] | None) -> Any:
+    """An image of PIL, turned as its EXIF data says. Raises DataError for a path that leads out of the folders."""
     if stored is None:
         return None
     content, path = stored["bytes"], stored["path"]
     if content is None and path is not None:
-        file = (folder / path).resolve()  # of a path from the root the folder is no part
-        if "://" in path or not file.is_relative_to(folder.resolve()):
-            raise DataError(
-                f"its image is {path!r}, which is not in the folder of the data; put the image's bytes into the table"
-            )
-        content = file.read_bytes()
+        content = _content(folders, path)
     return datasets.Image().decode_example({"bytes": content, "path": None})
+
+
+def _content(folders: Sequence[Path], path: str) -> bytes:
+    """The bytes of a file, or of one in an archive, whose path is zip://FILE::ARCHIVE as `datasets` writes it."""
+    member, _, archive = path.removeprefix(_ZIP).partition("::") if path.startswith(_ZIP) else ("", "", path)
+    file = (folders[0] / archive).resolve()  # of a path from the root the folder is no part
+    if "://" in archive or not any(file.is_relative_to(folder.resolve()) for folder in folders):
+        raise DataError(
+            f"its image is {path!r}, which is not in the folder of the data; put the image's bytes into the table"
+        )
+    if not member:
+        return file.read_bytes()
+    with zipfile.ZipFile(file) as opened:
+        return opened.read(member)

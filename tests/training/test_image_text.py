@@ -6,11 +6,13 @@ import copy
 import io
 import json
 import struct
+import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -203,18 +205,40 @@ def test_a_table_opens_files_of_its_own_folder_alone(tmp_path: Path, kind: str) 
     for folder in ("data", "."):
         picture(0).save(tmp_path / folder / "a.png")
     (tmp_path / "data" / "link.png").symlink_to(tmp_path / "a.png")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.write(tmp_path / "a.png", "a.png")
     paths = ["a.png", str(tmp_path / "a.png"), "../a.png", "link.png", "http://127.0.0.1:1/a.png"]
+    paths += [f"zip://a.png::{tmp_path}/a.zip"]
     images = [{"bytes": None, "path": path} for path in paths]
-    table = {"image": images, "label": [0] * 5, "text": ["a"] * 5}
+    table = {"image": images, "label": [0] * 6, "text": ["a"] * 6}
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "data" / "rows.parquet")
     path = str(tmp_path / "data" / "rows.parquet")
     data = DataSection(kind=kind, path=path, labels=["x"], validation_fraction=0.0, test_fraction=0.0)
     rows_ = {"images": image_corpus, "image_text": image_text_corpus}[kind](data).train
     image = rows_[0][0] if kind == "images" else rows_[0]["image"]
     assert np.array_equal(image, picture(0))
-    for number in range(1, 5):
+    for number in range(1, 6):
         with pytest.raises(DataError, match="is not in the folder of the data"):
             rows_[number]
+
+
+def test_files_that_datasets_has_found_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an archive of the folder, and of a data set of the Hub in the folder of downloads, which has links."""
+    for folder in ("data", "hub/blobs", "hub/snapshots"):
+        (tmp_path / folder).mkdir(parents=True)
+    picture(0).save(tmp_path / "hub" / "blobs" / "1", "PNG")
+    (tmp_path / "hub" / "snapshots" / "a.png").symlink_to("../blobs/1")
+    with zipfile.ZipFile(tmp_path / "data" / "train.zip", "w") as archive:
+        archive.write(tmp_path / "hub" / "blobs" / "1", "a.png")
+        archive.writestr("metadata.jsonl", '{"file_name": "a.png", "label": 0}')
+    of_hub = {"image": [str(tmp_path / "hub" / "snapshots" / "a.png")], "label": [0]}
+    hub = datasets.DatasetDict({"train": datasets.Dataset.from_dict(of_hub)})
+    read = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, **options: hub if path == "its/name" else read(path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for path in (str(tmp_path / "data"), "its/name"):
+        data = DataSection(kind="images", path=path, labels=["x"], validation_fraction=0.0, test_fraction=0.0)
+        assert np.array_equal(image_corpus(data).train[0][0], picture(0))
 
 
 def test_a_damaged_image_is_an_error_of_its_row() -> None:
