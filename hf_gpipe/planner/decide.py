@@ -6,8 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import psutil
-
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
@@ -128,9 +126,10 @@ class Planning:
         device = self.world.device
         this = self.device(config) if decides else this_machine(device, len(self.world.neighbours))
         if decides and device.type == "cuda":
-            # In sixteenths, so that a little less that is free changes no choice.
-            total, free = psutil.virtual_memory().total, available_memory()
-            this = replace(this, host=replace(this.host, memory_bytes=total // 16 * (16 * free // total)))
+            # Rounded down by less than a sixteenth, so that a little less that is free changes no choice.
+            free = available_memory()
+            step = 1 << max(free.bit_length() - 5, 0)
+            this = replace(this, host=replace(this.host, memory_bytes=free // step * step))
         cluster = cluster_of(self.world, this.link)
         return Planner.of(
             self.adapter,

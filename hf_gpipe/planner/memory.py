@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from hf_gpipe.planner.beside import NOTHING, Beside
 from hf_gpipe.planner.costs import InnerRecompute
@@ -220,7 +220,7 @@ class MemoryBound:
 
     def __init__(self, sums: LayerSums, table: Schedule, state_shares: Sequence[float]) -> None:
         self.most = most_of_equal_stages(table)
-        self._sums = sums
+        self._sums, self._known = sums, _known.setdefault(sums, {})
         self._state_shares = state_shares
         self._ids = table.num_micro_batches * sums.costs.micro_batch_bytes
         self._stashes = [num_stashes(table, stage) for stage in range(table.num_stages)]
@@ -232,7 +232,8 @@ class MemoryBound:
     def parts(self, number: int, stage: StageLayers, live_graphs: int) -> tuple[float, float]:
         """The most that stage `number` keeps with so many stored graphs, and its working memory beside that."""
         sums, most, beside = self._sums, self.most[number], stage.beside
-        run, reserved = _bytes_of(sums, stage.start, stage.stop, stage.inner), sums.device.reserved_share
+        key, reserved = (stage.start, stage.stop, stage.inner), sums.device.reserved_share
+        run = self._known.get(key) or self._known.setdefault(key, _bytes_of(sums, *key))
         always = run.held + run.buffers + self._ids + beside.held_bytes
         always += self._stashes[number] * run.trained
         always += (1 + reserved) * run.trained + self._state_shares[number] * run.owned
@@ -277,9 +278,11 @@ class _RunBytes(NamedTuple):
     forward_only: float
 
 
-@lru_cache(1 << 16)
+#: Of layers that are still planned: each table of a search asks for the same runs.
+_known: WeakKeyDictionary[LayerSums, dict[tuple[int, int, InnerRecompute], _RunBytes]] = WeakKeyDictionary()
+
+
 def _bytes_of(sums: LayerSums, start: int, stop: int, inner: InnerRecompute) -> _RunBytes:
-    """Asked for the same runs by each table of a search."""
     run, stage, graphs = (start, stop), StageLayers(start, stop, inner), sums.graphs[inner]
     held = sums.held(*run)
     return _RunBytes(
