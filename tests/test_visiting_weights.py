@@ -352,7 +352,7 @@ def test_what_cannot_be_done(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"backwards of stage 3 are in 2 visits.*'breadth_first'"):
         pipeline(plain_model(config), num_micro_batches=2, schedule="gpipe", offload_weights="all")
     replicas = {"num_stages": 3, "replicas": 2, "num_processes": 2, "offload_weights": "all"}
-    with pytest.raises(ProcessRaisedException, match="UserError: offload_weights is all and stages have replicas"):
+    with pytest.raises(ProcessRaisedException, match="ScheduleError: offload_weights is all and stages have replicas"):
         run_gloo(in_processes, 2, config, replicas)
     table = pipeline(plain_model(config), offload_weights="frozen").schedule(3)
     (tmp_path / "mine.txt").write_text(f"{table}")

@@ -188,11 +188,6 @@ class Decision:
         _check_dealt(decision, loss)
         if config.offload_weights:
             check_visits(decision.full_table, are_trained=config.offload_weights == "all")
-            if config.offload_weights == "all" and world.placement.has_replicas and not world.placement.is_dealt:
-                raise UserError(
-                    "offload_weights is all and stages have replicas, whose gradients would be on the host when they "
-                    "are summed; use offload_weights frozen, or one replica"
-                )
         if decision.full_table.divides_head:
             check_divides_head(adapter, loss, config, has_teacher=teacher is not None)
             check_stages(config.schedule, partition, world.placement)

@@ -80,7 +80,9 @@ def _adapters_that_fit(plan: Plan) -> Iterator[str]:
 def _visits_that_fit(plan: Plan, limit: MemoryLimit) -> Iterator[str]:
     """Weights that visit the same devices, which are GPUs, with stages as small as they come; if that fits."""
     settings, planner = plan.settings, plan.planner.within(limit)
-    if not planner.device.is_asynchronous or settings.replicas != 1 or settings.offload_weights is not None:
+    if not (planner.can_visit and planner.device.is_asynchronous):
+        return
+    if settings.replicas != 1 or settings.offload_weights is not None:
         return
     num_stages = planner.num_layers // settings.num_processes * settings.num_processes
     if num_stages < 3 * settings.num_processes:

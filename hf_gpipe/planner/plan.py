@@ -206,6 +206,7 @@ class Planner:
         teacher: rows of a micro-batch -> the costs of a teacher's layers; None: there is no teacher.
 
     Attributes:
+        can_visit: whether weights may visit devices.
         can_deal: whether stages may be dealt to the processes of a machine.
         lighter: by keys of a recipe that have adapters trained in place of all weights, what plans that.
         chunks: how rows are cut into chunks of tokens, at most one a token.
@@ -237,7 +238,7 @@ class Planner:
         self.cluster = None if cluster is None else cluster.of_workers(tensor_parallel)
         self._link = device.link if cluster is None else cluster.levels[0]
         self.speeds = speeds
-        self.can_deal = teacher is None
+        self.can_visit = self.can_deal = teacher is None
         self.lighter: Mapping[str, Callable[[], Plan]] = {}
         self.chunks = Chunks()
         self.num_forwards = 0
@@ -317,6 +318,8 @@ class Planner:
             *(costs_of, inputs, device, memory_bytes, cluster, speeds, tensor_parallel),
             teacher=of_teacher,
         )
+        # Layers in 8 bits keep the device's memory.
+        planner.can_visit &= adapter.quantisation is None or not adapter.quantisation.config.load_in_8bit
         # The last stage must be in one place for such a loss, and so must what a BatchNorm counts.
         planner.can_deal = teacher is None and not loss.compares_units and not mini_batch.entries
         planner.num_forwards = inputs.forwards + loss.num_forwards(has_reference=adapter.peft is not None)

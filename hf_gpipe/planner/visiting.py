@@ -23,7 +23,7 @@ _SLOTS = None, 3, 2, 1
 
 def open_visitors(planner: Planner) -> Sequence[Visitors]:
     """The weights that `offload_weights: auto` may let visit. On a CPU none: it has one memory."""
-    if not planner.device.is_asynchronous or planner.tensor_parallel > 1:
+    if not (planner.can_visit and planner.device.is_asynchronous) or planner.tensor_parallel > 1:
         return ()
     total = planner.known_costs.total
     return ("all",) if total.trainable_bytes > total.num_bytes / 2 else ("frozen", "all")

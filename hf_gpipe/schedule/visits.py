@@ -111,11 +111,17 @@ def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
         are_trained: whether weights that visit are trained, so that gradients go to the host at the end of a visit.
 
     Raises:
-        ScheduleError: every device has, or a stage would give its gradients to the host in parts; says what would help.
+        ScheduleError: every device has, or a stage would give its gradients to the host in parts, or has replicas that
+            sum them; says what would help.
     """
     placement = schedule.placement
     if placement.is_dealt:
         return
+    if are_trained and placement.has_replicas:
+        raise ScheduleError(
+            "offload_weights is all and stages have replicas, whose gradients would be on the host when they are "
+            "summed; use offload_weights frozen, or one replica."
+        )
     for worker in range(len(schedule.actions)) if are_trained else ():
         visits = schedule.visits(worker)
         backwards = Counter(v.load.stage for v in visits if any(one.kind.completes_micro_batch for one in v.actions))

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from hf_gpipe.adapters.chain import Chain
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.bound import limit_of_step, way_of
 from hf_gpipe.planner.choose import best_plan
@@ -120,6 +120,12 @@ def test_which_weights_may_visit() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     rows = Workload(4, 1, 1, has_padding=False, entries=(("x", (8,), "float32"), ("labels", (), "int64")))
     assert open_visitors(Planner.of(Chain(module, rows.shapes), PlanInputs(rows), DEVICE, as_on_gpu=True)) == ("all",)
+    # What a run refuses: a teacher beside them, and the sums of replicas whose gradients are on the host.
+    costs = blocks(12, weights=100 * MIB)
+    taught = Planner(lambda *_: [costs], PlanInputs(rows), DEVICE, teacher=lambda _: costs)
+    assert open_visitors(taught) == ()
+    with pytest.raises(ScheduleError, match="offload_weights is all and stages have replicas"):
+        planner(costs).plan(dealt((1,) * 12, 4, schedule="breadth_first", replicas=2))
 
 
 def test_what_limits_a_step() -> None:
