@@ -280,8 +280,8 @@ MUTANTS = (
     Mutant(
         "shards are not waited for",
         SHARDS,
-        "dist.broadcast(flat, group_src=dist.get_group_rank(group, rank), group=group)",
-        "dist.broadcast(flat, group_src=dist.get_group_rank(group, rank), group=group, async_op=True)",
+        "started(work).wait()",
+        "started(work)",
         "weights are read before they have arrived",
     ),
     # what the host reads

@@ -191,9 +191,8 @@ class Shards:
                     if bucket is not None:
                         flat = torch.cat([part.flatten() for part in bucket])
                         source = dist.get_group_rank(group, rank)
-                        sent.append(
-                            (rank, bucket, flat, dist.broadcast(flat, group_src=source, group=group, async_op=True))
-                        )
+                        work = dist.broadcast(flat, group_src=source, group=group, async_op=True)
+                        sent.append((rank, bucket, flat, work))
                 for rank, bucket, flat, work in sent:
                     started(work).wait()
                     if rank != self._world.rank:
