@@ -168,6 +168,8 @@ def _steps(
             yield replace(configs[0], num_micro_batches=larger[0])
             yield replace(configs[0], schedule=schedules[0])
             return
+        # Of every mesh: one that lacks more under its first schedule may fit under this one.
+        yield from (replace(config, schedule=schedules[0]) for config in configs)
         configs = configs[:1]
     alone = [config for config in configs if config.places == config.processes]
     several = [config for config in configs if config.places != config.processes]

@@ -97,6 +97,17 @@ def test_the_choice_is_the_best_of_all(data: st.DataObject) -> None:
     assert within.plan(plan.settings).step_seconds == plan.step_seconds
 
 
+def test_a_mesh_that_fits_under_one_schedule_alone_is_found() -> None:
+    """1f1b fits two of the meshes, of which neither lacks the least memory under the schedule that is tried first."""
+    sizes = [(5, 1, 1), (1, 1, 2), (5, 5, 1)]
+    layers = [layer(f"h.{i}", weights=w * MIB, flops=f, boundary=b * MIB) for i, (w, f, b) in enumerate(sizes)]
+    within = planner(model(*layers), rows=4).within(31_520_194)
+    asked = replace(FREE, num_processes=3, num_micro_batches=4, schedule="auto", recompute="none")
+    plan = best_plan(within, asked)
+    assert plan.fits
+    assert plan.step_seconds <= brute_force(within, asked).step_seconds
+
+
 def test_a_dear_head_gets_more_replicas() -> None:
     """Four blocks of 3 s and a head of 24 s: two stages 1-2 are faster than any even mesh of three processes."""
     costs = model(*(layer(f"h.{i}") for i in range(4)), layer("head", kind="head", flops=8))
