@@ -41,18 +41,20 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
         UserError: no number of stages is possible.
     """
     size = config.processes
+    # Each replica is a pipeline of its own.
+    own_size = max(size // config.replicas, 1) if isinstance(config.replicas, int) else size
     if config.schedule != AUTO:
         schedules: tuple[str, ...] = (config.schedule,)
     else:
         # The workers to which stages are dealt share memory.
         can_deal = config.offload_weights == "all" and planner.can_deal and not config.cuts_rows
-        schedules = (_BREADTH_FIRST, *(DEALT if can_deal and planner.host_size(size) == size else ()))
+        schedules = (_BREADTH_FIRST, *(DEALT if can_deal and planner.host_size(size) % own_size == 0 else ()))
     if config.num_micro_batches == AUTO:
         wanted = [times * size for times in _MICRO_BATCHES]
         counts = sorted({min((one for one in counts if one >= number), default=counts[-1]) for number in wanted})
     found = False
     for schedule in schedules:
-        for num_stages in _numbers_of_stages(planner, config, schedule):
+        for num_stages in _numbers_of_stages(planner, config, schedule, own_size):
             for count in counts:
                 found = True
                 yield replace(
@@ -67,15 +69,15 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
     if not found:
         raise UserError(
             f"offload_weights is {config.offload_weights} and num_stages auto: a model of {planner.num_layers} layers "
-            f"has not the three stages for each of {size} processes that {_BREADTH_FIRST} takes; use fewer processes, "
-            f"or offload_weights all with schedule {_ROUND_ROBIN}"
+            f"has not the three stages for each of {own_size} processes that {_BREADTH_FIRST} takes; use fewer "
+            f"processes, or offload_weights all with schedule {_ROUND_ROBIN}"
         )
 
 
-def _numbers_of_stages(planner: Planner, config: PipelineConfig, schedule: str) -> Sequence[int]:
+def _numbers_of_stages(planner: Planner, config: PipelineConfig, schedule: str, size: int) -> Sequence[int]:
     if config.num_stages != AUTO:
         return (int(config.num_stages),)
-    size, most = config.processes, planner.num_layers
+    most = planner.num_layers
     if schedule in DEALT:
         return sorted({max(most // part, size) for part in _STAGES}) if most >= size else ()
     # In turn, so a multiple of the processes.

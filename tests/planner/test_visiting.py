@@ -17,7 +17,7 @@ from hf_gpipe.planner.devices import LINKS, Host, read_host
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.report import overrides, report, search_report
 from hf_gpipe.planner.search import search
-from hf_gpipe.planner.visiting import open_visitors
+from hf_gpipe.planner.visiting import open_visitors, visiting_ways
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.schedule.kinds import LOAD
@@ -120,6 +120,9 @@ def test_which_weights_may_visit() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     rows = Workload(4, 1, 1, has_padding=False, entries=(("x", (8,), "float32"), ("labels", (), "int64")))
     assert open_visitors(Planner.of(Chain(module, rows.shapes), PlanInputs(rows), DEVICE, as_on_gpu=True)) == ("all",)
+    # Each of two replicas has two processes.
+    config = PipelineConfig(num_stages="auto", schedule="auto", replicas=2, num_processes=4, offload_weights="frozen")
+    assert {way.num_stages for way in visiting_ways(planner(blocks(9)), config.settled(can_plan=True), [4])} == {8}
     # What a run refuses: a teacher beside them, and the sums of replicas whose gradients are on the host.
     costs = blocks(12, weights=100 * MIB)
     taught = Planner(lambda *_: [costs], PlanInputs(rows), DEVICE, teacher=lambda _: costs)
