@@ -16,8 +16,7 @@ from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 from tests.training.test_evaluating import Completions, sharp
 from tests.training.test_mixed_precision import in_bfloat16
-from tests.training.test_trainer import _StopAt
-from tests.training.toy import CausalRows, Recorder, Rows, trainer
+from tests.training.toy import CausalRows, Recorder, Rows, StopAt, trainer
 
 Replicas = int | Sequence[int]
 
@@ -37,7 +36,7 @@ def losses_of(
     made = trainer(
         Path(folder),
         model=config,
-        callbacks=[recorder, _StopAt(stop_at)],
+        callbacks=[recorder, StopAt(stop_at)],
         num_stages=num_stages,
         replicas=replicas,
         max_steps=NUM_STEPS,
