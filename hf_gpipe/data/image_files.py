@@ -47,15 +47,28 @@ def as_stored(splits: Any, path: str, field: str, *, is_list: bool = False) -> A
     return asked(path, None, partial(splits.cast_column, field, datasets.List(stored) if is_list else stored))
 
 
-def decoding(rows: Any, path: str, field: str) -> Any:
-    """Rows of `as_stored` whose images are decoded when a row is asked for, and then are images of PIL.
+class StoredRows:
+    """A map-style dataset of the rows of `as_stored`, whose images are decoded, by PIL, when a row is asked for.
+
+    Other columns are given as they are stored, because `datasets` would open the files that they name.
 
     Args:
         rows: a split.
         path: of the data: a directory, files or a data set of the Hub.
         field: a column of images, or of lists of images.
     """
-    return rows.with_transform(partial(_decoded, _folders_of(path), field))
+
+    def __init__(self, rows: Any, path: str, field: str) -> None:
+        self.features, self._field = rows.features, field
+        self._rows, self._folders = rows.with_format("arrow"), _folders_of(path)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        (row,) = self._rows[index].to_pylist()
+        stored, image = row[self._field], partial(_image, self._folders)
+        return {**row, self._field: [*map(image, stored)] if isinstance(stored, list) else image(stored)}
 
 
 def _is_of_tables(path: str) -> bool:
@@ -72,14 +85,6 @@ def _folders_of(path: str) -> list[Path]:
     own = path if os.path.isdir(path) else huggingface_hub.constants.HF_HUB_CACHE
     # What `datasets` takes out of archives, and downloads from elsewhere.
     return [Path(own), Path(datasets.config.EXTRACTED_DATASETS_PATH), Path(datasets.config.DOWNLOADED_DATASETS_PATH)]
-
-
-def _decoded(folders: Sequence[Path], field: str, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    images = [
-        [_image(folders, one) for one in stored] if isinstance(stored, list) else _image(folders, stored)
-        for stored in columns[field]
-    ]
-    return {**columns, field: images}
 
 
 def _image(folders: Sequence[Path], stored: Mapping[str, Any] | None) -> Any:

@@ -13,7 +13,7 @@ from PIL import Image
 from torch.nn import functional as F
 from transformers import AutoProcessor, ProcessorMixin
 
-from hf_gpipe.data.image_files import as_stored, decoding, splits_with_images
+from hf_gpipe.data.image_files import StoredRows, as_stored, splits_with_images
 from hf_gpipe.data.pairs import SPLITS, split_of
 from hf_gpipe.data.splits import Splits, drawn
 from hf_gpipe.data.tokenized import IGNORE_INDEX
@@ -175,15 +175,16 @@ def image_text_corpus(data: DataSection, evaluated: Collection[str] = ("validati
         0.0 if "validation" in own else data.validation_fraction,
         0.0 if "test" in own else data.test_fraction,
     )
-    texts = splits["train"].remove_columns(name)
+    texts = splits["train"].remove_columns(name).with_format("arrow")  # as they are stored
     cut: dict[str, list[int]] = {split: [] for split in SPLITS}
     for number in drawn(list(range(len(texts))), data.max_examples, "max_examples", data.seed):
-        cut[split_of(json.dumps(texts[number], sort_keys=True, default=str), *fractions)].append(number)
+        cut[split_of(json.dumps(texts[number].to_pylist()[0], sort_keys=True, default=str), *fractions)].append(number)
     if not cut["train"]:
         raise DataError(f"{data.path} has no rows to train on; give more, or smaller fractions held out")
     parts = {split: splits["train"].select(rows) for split, rows in cut.items()}
     parts |= {split: rows if split in evaluated else rows.select([]) for split, rows in own.items()}
-    return Splits(*(decoding(parts[split], str(data.path), name) for split in SPLITS))
+    rows_of: list[Any] = [StoredRows(parts[split], str(data.path), name) for split in SPLITS]
+    return Splits(*rows_of)
 
 
 def _with_places(where: str, messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoImageProcessor, PreTrainedConfig
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-from hf_gpipe.data.image_files import as_stored, decoding, splits_with_images
+from hf_gpipe.data.image_files import StoredRows, as_stored, splits_with_images
 from hf_gpipe.data.labelled import class_of
 from hf_gpipe.data.pairs import SPLITS, split_of
 from hf_gpipe.data.splits import Splits, drawn
@@ -27,7 +27,7 @@ class Images:
     """A map-style dataset of (image of PIL in RGB, number of its class).
 
     Args:
-        rows: a `datasets.Dataset`.
+        rows: `StoredRows`.
         data: the section, of the kind "images".
         name: of the split, in messages.
         augment: changes an image.
@@ -120,7 +120,7 @@ def image_corpus(data: DataSection, evaluated: Collection[str] = ("validation", 
     parts |= {name: rows if name in evaluated else rows.select([]) for name, rows in own.items()}
     images: list[Any] = [
         Images(
-            decoding(parts[name], path, data.image_field),
+            StoredRows(parts[name], path, data.image_field),
             data,
             f"{path}, split {name}",
             augment if name == "train" else None,

@@ -228,15 +228,19 @@ def device(name: str, link: str | None = None) -> Device:
     return entry if link is None else replace(entry, link=link_between(link))
 
 
-def link_between(name: str) -> Level:
+def link_between(name: str, what: str = "link") -> Level:
     """A link of the table by its name, or one by its bandwidth, such as "25GB/s" or "100Gb/s".
+
+    Args:
+        name: or bandwidth.
+        what: it is, in messages.
 
     Raises:
         UserError: neither.
     """
     if name[:1].isdigit():
-        return Level(2, read_bandwidth(name, "the link"), LINKS["ethernet-100"].latency_seconds)
-    return _find("link", name, LINKS)
+        return Level(2, read_bandwidth(name, f"the {what}"), LINKS["ethernet-100"].latency_seconds)
+    return _find(what, name, LINKS)
 
 
 def read_host(link: str | None, memory: str | None, bandwidth: str | None) -> Host:
@@ -254,7 +258,7 @@ def read_host(link: str | None, memory: str | None, bandwidth: str | None) -> Ho
     if link is not None:
         name, slash, count = link.rpartition("/")
         is_shared = bool(slash) and count.isdecimal()
-        host = replace(host, link=link_between(name if is_shared else link))
+        host = replace(host, link=link_between(name if is_shared else link, "link of --host-link"))
         if is_shared:
             if int(count) < 1:
                 raise UserError(f"--host-link is {link!r}: at least one device has a link; write for example pcie4/2.")

@@ -154,7 +154,7 @@ def test_options_of_the_host() -> None:
     assert (found.memory_bytes, found.process_rate(2), found.copy_rate(2)) == (256 << 30, 2.5e10, 6.25e9)
     assert read_host("20GB/s", None, None).copy_rate(1) == 2e10
     for link in ("pcie9", "pcie4/0", "pcie4/x"):
-        with pytest.raises(UserError, match="link"):
+        with pytest.raises(UserError, match="--host-link"):
             read_host(link, None, None)
     with pytest.raises(UserError, match="a table; give the weights that visit"):
         PipelineConfig(num_stages=4, schedule="mine.txt", num_micro_batches=2, offload_weights="auto")

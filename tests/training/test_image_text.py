@@ -210,8 +210,14 @@ def test_a_table_opens_files_of_its_own_folder_alone(tmp_path: Path, kind: str) 
     paths = ["a.png", str(tmp_path / "a.png"), "../a.png", "link.png", "http://127.0.0.1:1/a.png"]
     paths += [f"zip://a.png::{tmp_path}/a.zip"]
     images = [{"bytes": None, "path": path} for path in paths]
-    table = {"image": images, "label": [0] * 6, "text": ["a"] * 6}
-    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "data" / "rows.parquet")
+    others = [*images[1:], images[0]]
+    table: dict[str, Any] = {"image": images, "label": [0] * 6, "text": ["a"] * 6}
+    # Columns that no one asks for name files elsewhere, and so does a part of a message; row 0 opens none of them.
+    table |= {"other": others, "messages": [[one] for one in others]}
+    image = datasets.Image()
+    features = {"image": image, "label": datasets.Value("int64"), "text": datasets.Value("string")}
+    schema = datasets.Features({**features, "other": image, "messages": datasets.List(image)}).arrow_schema
+    pyarrow.parquet.write_table(pyarrow.table(table, schema), tmp_path / "data" / "rows.parquet")
     path = str(tmp_path / "data" / "rows.parquet")
     data = DataSection(kind=kind, path=path, labels=["x"], validation_fraction=0.0, test_fraction=0.0)
     rows_ = {"images": image_corpus, "image_text": image_text_corpus}[kind](data).train
