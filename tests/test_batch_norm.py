@@ -184,11 +184,16 @@ def test_a_large_mean_loses_no_digits(tmp_path: Path) -> None:
     assert torch.allclose(saved(tmp_path)["0.running_mean"].double(), pixels.mean(1), rtol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_statistics_are_in_float32_under_autocast(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "is_synchronised"), [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
+)
+def test_statistics_are_in_float32_under_autocast(dtype: torch.dtype, is_synchronised: bool) -> None:
+    """Also of a SyncBatchNorm without replicas."""
     steps = [[images(9, number, 3.0 * number, torch.float32)] for number in range(2)]
     model = classifier(torch.float32)
-    pipe = Pipeline(copy.deepcopy(model), 3, 3, "1f1b", recompute="stage", autocast=dtype, device="cpu")
+    given = copy.deepcopy(model)
+    given = nn.SyncBatchNorm.convert_sync_batchnorm(given) if is_synchronised else given
+    pipe = Pipeline(given, 3, 3, "1f1b", recompute="stage", autocast=dtype, device="cpu")
     found = train(pipe, steps)
     with torch.autocast("cpu", dtype):
         expected = plain_steps(model, steps, 3)

@@ -104,7 +104,7 @@ class BatchNorms:
 
     def _synchronised(self, name: str, layer: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
         if self.gather is None or not layer.training:
-            return _BatchNorm.forward(layer, input)
+            return _BatchNorm.forward(layer, input) if layer.affine else _in_type_of_averages(layer, input)
         shared = self._shared.setdefault(self._index, {})
         if name not in shared:
             assert self._found is not None, "the first forward of a micro-batch notes its statistics"
