@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
+from datasets.features.features import require_decoding
 
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PLACEHOLDER, PairFields
@@ -97,6 +98,11 @@ def _part(path: str, subset: str | None, language: str | None, revision: str | N
 
 def _opener(name: str, split: str, rows: Any) -> Callable[[], Rows]:
     where = f"{name}, split {split}"
+    # No one reads images and sound here, and `datasets` would open the files that a row names, wherever they are.
+    if not isinstance(rows, datasets.IterableDataset):
+        rows = rows.with_format("arrow")
+    elif any(map(require_decoding, (rows.features or {}).values())):
+        rows = rows.decode(False)
     # Iterating changes an IterableDataset, so two readers of one object would disturb each other.
     return lambda: HubRows(where, copy.deepcopy(rows) if isinstance(rows, datasets.IterableDataset) else rows)
 
@@ -108,7 +114,8 @@ class HubRows:
 
     Args:
         where: the name of the rows in messages.
-        rows: a `datasets.Dataset`, or an `IterableDataset` that is not shuffled, so that its state is exact.
+        rows: a `datasets.Dataset` in the format of Arrow, or an `IterableDataset` that is not shuffled, so that its
+            state is exact.
     """
 
     def __init__(self, where: str, rows: Any) -> None:
@@ -132,10 +139,11 @@ class HubRows:
                 yield self._where, row
             self._done, self._shard, self._state = self._done + 1, None, None
 
-    def _next(self, rows: Iterator[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    def _next(self, rows: Iterator[Any]) -> Mapping[str, Any] | None:
         """The next row; None at the end."""
         try:
-            return next(rows, None)
+            row = next(rows, None)
+            return row if row is None or isinstance(row, Mapping) else row.to_pylist()[0]
         except Exception as error:  # the network, the file system and the file formats raise many classes
             raise DataError(
                 f"{self._where} cannot be read: {one_line(str(error) or type(error).__name__, 300)}"

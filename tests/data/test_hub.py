@@ -7,6 +7,8 @@ from collections import Counter
 from itertools import islice
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from hf_gpipe.data.pairs import Corpus
@@ -137,6 +139,22 @@ def test_languages_with_too_few_rows_are_told(tmp_path, caplog):
 def test_what_cannot_be_read_is_refused(opus, options, message):
     with pytest.raises(DataError, match=message):
         hub_corpus(**{"path": opus, **options})
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_that_rows_name_are_not_opened(tmp_path, streaming):
+    """`datasets` would decode a column of images, and so open any file or ask the network."""
+    features = datasets.Features({"de": datasets.Value("string"), "en": datasets.Value("string")})
+    features |= {"page": datasets.Image(), "pages": datasets.List({"page": datasets.Image()})}
+    page = {"bytes": None, "path": str(tmp_path / "absent.png")}
+    table = {"de": ["eins", "zwei"], "en": ["one", "two"], "page": [page] * 2, "pages": [[{"page": page}]] * 2}
+    (tmp_path / "data").mkdir()
+    schema = datasets.Features(features).arrow_schema
+    pyarrow.parquet.write_table(pyarrow.table(table, schema), tmp_path / "data" / "train.parquet")
+    fields = {"subset": None, "languages": ["de"], "source_field": "de", "target_field": "en"}
+    fields |= {"validation_fraction": 0.0, "test_fraction": 0.0}
+    corpus = hub_corpus(tmp_path / "data", streaming=streaming, **fields)
+    assert {pair.target for pair in islice(corpus.train, 2)} == {"one", "two"}
 
 
 def test_numbers_that_nobody_says_are_asked_for(tmp_path):
