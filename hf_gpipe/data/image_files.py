@@ -22,6 +22,8 @@ from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
 _ZIP = "zip://"
+#: How PostScript begins, a program that PIL lets Ghostscript run.
+_POSTSCRIPT = (b"%!PS", b"\xc5\xd0\xd3\xc6")
 
 
 def splits_with_images(data: DataSection) -> Any:
@@ -88,12 +90,18 @@ def _folders_of(path: str) -> list[Path]:
 
 
 def _image(folders: Sequence[Path], stored: Mapping[str, Any] | None) -> Any:
-    """An image of PIL, turned as its EXIF data says. Raises DataError for a path that leads out of the folders."""
+    """An image of PIL, turned as its EXIF data says.
+
+    Raises:
+        DataError: its path leads out of the folders, or it is PostScript.
+    """
     if stored is None:
         return None
     content, path = stored["bytes"], stored["path"]
     if content is None and path is not None:
         content = _content(folders, path)
+    if content is not None and content.startswith(_POSTSCRIPT):
+        raise DataError("its image is PostScript, which is a program and is not run; convert it, for example to PNG")
     return datasets.Image().decode_example({"bytes": content, "path": None})
 
 

@@ -209,9 +209,9 @@ def test_a_table_opens_files_of_its_own_folder_alone(tmp_path: Path, kind: str) 
         archive.write(tmp_path / "a.png", "a.png")
     paths = ["a.png", str(tmp_path / "a.png"), "../a.png", "link.png", "http://127.0.0.1:1/a.png"]
     paths += [f"zip://a.png::{tmp_path}/a.zip"]
-    images = [{"bytes": None, "path": path} for path in paths]
+    images = [{"bytes": None, "path": path} for path in paths] + [{"bytes": b"%!PS-Adobe-3.0 EPSF-3.0", "path": None}]
     others = [*images[1:], images[0]]
-    table: dict[str, Any] = {"image": images, "label": [0] * 6, "text": ["a"] * 6}
+    table: dict[str, Any] = {"image": images, "label": [0] * 7, "text": ["a"] * 7}
     # Columns that no one asks for name files elsewhere, and so does a part of a message; row 0 opens none of them.
     table |= {"other": others, "messages": [[one] for one in others]}
     image = datasets.Image()
@@ -226,6 +226,8 @@ def test_a_table_opens_files_of_its_own_folder_alone(tmp_path: Path, kind: str) 
     for number in range(1, 6):
         with pytest.raises(DataError, match="is not in the folder of the data"):
             rows_[number]
+    with pytest.raises(DataError, match="its image is PostScript, which is a program and is not run"):
+        rows_[6]
 
 
 def test_files_that_datasets_has_found_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
