@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
-from datasets.features.features import require_decoding
 
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PLACEHOLDER, PairFields
@@ -101,10 +100,27 @@ def _opener(name: str, split: str, rows: Any) -> Callable[[], Rows]:
     # No one reads images and sound here, and `datasets` would open the files that a row names, wherever they are.
     if not isinstance(rows, datasets.IterableDataset):
         rows = rows.with_format("arrow")
-    elif any(map(require_decoding, (rows.features or {}).values())):
-        rows = rows.decode(False)
+    elif rows.features is not None and (features := without_media(rows.features)) != rows.features:
+        rows = rows.decode(False).cast(features)
     # Iterating changes an IterableDataset, so two readers of one object would disturb each other.
     return lambda: HubRows(where, copy.deepcopy(rows) if isinstance(rows, datasets.IterableDataset) else rows)
+
+
+def without_media(features: Any) -> Any:
+    """Features of which `datasets` decodes no images, sound and other files, whose paths may lead anywhere."""
+
+    def visit(feature: Any) -> None:
+        if isinstance(feature, dict | list | tuple):
+            for inner in feature.values() if isinstance(feature, dict) else feature:
+                visit(inner)
+        elif hasattr(feature, "feature"):
+            visit(feature.feature)
+        elif hasattr(feature, "decode") and type(feature).__name__ != "Json":
+            feature.decode = False
+
+    found = features.copy()  # a deep one
+    visit(found)
+    return datasets.Features(dict(found))  # which finds out anew what to decode
 
 
 class HubRows:
@@ -121,6 +137,7 @@ class HubRows:
     def __init__(self, where: str, rows: Any) -> None:
         self._where, self._rows = where, rows
         self._num_shards = rows.num_shards if isinstance(rows, datasets.IterableDataset) else 1
+        self._features = None if rows.features is None else without_media(rows.features)
         self._epoch, self._done = 0, 0
         self._shard: Any = None
         self._state: dict[str, Any] | None = None
@@ -143,7 +160,11 @@ class HubRows:
         """The next row; None at the end."""
         try:
             row = next(rows, None)
-            return row if row is None or isinstance(row, Mapping) else row.to_pylist()[0]
+            if row is None or isinstance(row, Mapping):
+                return row
+            assert self._features is not None
+            found: dict[str, Any] = self._features.decode_example(row.to_pylist()[0])
+            return found
         except Exception as error:  # the network, the file system and the file formats raise many classes
             raise DataError(
                 f"{self._where} cannot be read: {one_line(str(error) or type(error).__name__, 300)}"

@@ -17,7 +17,7 @@ from typing import Any
 import datasets
 import huggingface_hub
 
-from hf_gpipe.data.hub import asked
+from hf_gpipe.data.hub import asked, without_media
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
@@ -62,13 +62,14 @@ class StoredRows:
 
     def __init__(self, rows: Any, path: str, field: str) -> None:
         self.features, self._field = rows.features, field
+        self._decode = without_media(rows.features).decode_example
         self._rows, self._folders = rows.with_format("arrow"), _folders_of(path)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        (row,) = self._rows[index].to_pylist()
+        row = self._decode(self._rows[index].to_pylist()[0])
         stored, image = row[self._field], partial(_image, self._folders)
         return {**row, self._field: [*map(image, stored)] if isinstance(stored, list) else image(stored)}
 

@@ -13,6 +13,7 @@ from PIL import Image
 from torch.nn import functional as F
 from transformers import AutoProcessor, ProcessorMixin
 
+from hf_gpipe.data.hub import without_media
 from hf_gpipe.data.image_files import StoredRows, as_stored, splits_with_images
 from hf_gpipe.data.pairs import SPLITS, split_of
 from hf_gpipe.data.splits import Splits, drawn
@@ -175,10 +176,12 @@ def image_text_corpus(data: DataSection, evaluated: Collection[str] = ("validati
         0.0 if "validation" in own else data.validation_fraction,
         0.0 if "test" in own else data.test_fraction,
     )
-    texts = splits["train"].remove_columns(name).with_format("arrow")  # as they are stored
+    texts = splits["train"].remove_columns(name).with_format("arrow")
+    decode = without_media(texts.features).decode_example
     cut: dict[str, list[int]] = {split: [] for split in SPLITS}
     for number in drawn(list(range(len(texts))), data.max_examples, "max_examples", data.seed):
-        cut[split_of(json.dumps(texts[number].to_pylist()[0], sort_keys=True, default=str), *fractions)].append(number)
+        text = json.dumps(decode(texts[number].to_pylist()[0]), sort_keys=True, default=str)
+        cut[split_of(text, *fractions)].append(number)
     if not cut["train"]:
         raise DataError(f"{data.path} has no rows to train on; give more, or smaller fractions held out")
     parts = {split: splits["train"].select(rows) for split, rows in cut.items()}

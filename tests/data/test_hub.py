@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from hf_gpipe.data.hub import _opener
 from hf_gpipe.data.pairs import Corpus
 from hf_gpipe.errors import DataError
 from tests.data import hub_directories
@@ -155,6 +156,10 @@ def test_files_that_rows_name_are_not_opened(tmp_path, streaming):
     fields |= {"validation_fraction": 0.0, "test_fraction": 0.0}
     corpus = hub_corpus(tmp_path / "data", streaming=streaming, **fields)
     assert {pair.target for pair in islice(corpus.train, 2)} == {"one", "two"}
+    if hasattr(datasets, "Json"):  # objects of any form, which are decoded
+        rows = datasets.Dataset.from_dict({"a": [{"b": 1}, {"b": None}]}, datasets.Features({"a": datasets.Json()}))
+        opened = _opener("here", "train", rows.to_iterable_dataset() if streaming else rows)()
+        assert [row for _, row in opened] == [{"a": {"b": 1}}, {"a": {"b": None}}]
 
 
 def test_numbers_that_nobody_says_are_asked_for(tmp_path):
