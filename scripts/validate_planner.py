@@ -67,7 +67,7 @@ def cases() -> list[Case]:
     )
     t5_small = T5Config(**t5, d_model=640, d_ff=2560, num_heads=10, num_layers=4, num_decoder_layers=4)
     mt5 = MT5Config(**t5, d_model=512, d_ff=1792, num_heads=8, num_layers=6, num_decoder_layers=6)
-    visits = (llama_config, 8, 128, 128, 4, 2, 4)
+    visits = (llama_config, 8, 128, 128, 6, 2, 4)
     bart = BartConfig(**seq2seq, **tokens, forced_eos_token_id=None)
     return [
         Case("llama-plain", llama_config, 4, 128, 128, 1, 1, 2, "gpipe", "none"),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import wire
-from hf_gpipe.runtime.replicas import Replicas, in_buckets, started
+from hf_gpipe.runtime.replicas import BUCKET_BYTES, Replicas, in_buckets, started
 from hf_gpipe.runtime.world import World
 
 Slots: TypeAlias = dict[str, Any]
@@ -130,10 +130,13 @@ class Shards:
             return None
         return tensor if stop - start == tensor.numel() else tensor.reshape(-1)[start:stop]
 
-    def _parts(self, names: Sequence[str], index: int) -> Iterator[torch.Tensor]:
-        """A replica's shards of these parameters."""
-        parts = (self._part(name, self._parameters[name].data, index) for name in names)
-        return (part for part in parts if part is not None)
+    def _pieces(self, names: Sequence[str], index: int) -> Iterator[torch.Tensor]:
+        """A replica's shards of these parameters; a large one in pieces, so that messages are of like size."""
+        for name in names:
+            part = self._part(name, self._parameters[name].data, index)
+            if part is not None:
+                is_large = part.nbytes > BUCKET_BYTES and part.is_contiguous()
+                yield from part.view(-1).split(BUCKET_BYTES // part.itemsize) if is_large else (part,)
 
     def _replicated(self) -> Iterator[tuple[list[str], tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]]]:
         """Of each stage with replicas: its parameters, the replicas' ranks and groups, for tensors and on the CPU."""
@@ -185,7 +188,7 @@ class Shards:
         Each of them sends a bucket at the same time, so that a link carries both of its directions.
         """
         for names, ranks, (group, _) in self._replicated():
-            for buckets in zip_longest(*(in_buckets(self._parts(names, index)) for index in range(len(ranks)))):
+            for buckets in zip_longest(*(in_buckets(self._pieces(names, index)) for index in range(len(ranks)))):
                 sent = []
                 for rank, bucket in zip(ranks, buckets, strict=True):
                     if bucket is not None:
