@@ -339,7 +339,7 @@ TASKS: dict[str, Task] = {
             split,
             processor,
             max_length=data.max_length,
-            completion_only_loss=data.completion_only_loss and "completion" in split.column_names,
+            completion_only_loss=data.completion_only_loss and "completion" in split.features,
             text_field=data.text_field,
         ),
         evaluating="predicting the text beside images",
