@@ -430,7 +430,7 @@ def test_dealt_stages_in_two_processes_have_the_numbers_of_stages_that_stay() ->
 
 
 def trainings(folder: str, name: str, num_processes: int = 1, **options: Any) -> dict[str, Any]:
-    """What trainings come to whose stages stay or are dealt: adapters read back, 4 bits, NEFTune, DPO, replicas."""
+    """Results of short trainings under a schedule: adapters read back, 4 bits, NEFTune, DPO, and replicas."""
     root, found = Path(folder), {}
     batch = padded_batch(tiny_config("llama", tied=False))
 

@@ -97,11 +97,6 @@ class BatchNorms:
     def __bool__(self) -> bool:
         return bool(self._layers)
 
-    @property
-    def are_synchronised(self) -> bool:
-        """Whether replicas of the stage share statistics."""
-        return any(map(is_synchronised, self._layers.values()))
-
     def _synchronised(self, name: str, layer: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
         if self.gather is None or not layer.training:
             return _BatchNorm.forward(layer, input) if layer.affine else _in_type_of_averages(layer, input)

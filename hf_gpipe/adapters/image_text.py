@@ -219,13 +219,12 @@ def _whole_numbers(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return None if tensor.is_floating_point() else tuple(tensor.flatten().tolist())
 
 
-def example_batch(model: PreTrainedModel, num_images: Sequence[int], *, length: int = 0) -> dict[str, torch.Tensor]:
+def example_batch(model: PreTrainedModel, num_images: Sequence[int]) -> dict[str, torch.Tensor]:
     """A mini-batch of rows with so many images of the smallest size, and tokens drawn by torch's generator.
 
     Args:
         model: of this kind, in memory.
         num_images: of each row.
-        length: of the longest row at least.
     """
     config, text = model.config, model.config.get_text_config()
     entries = FORMS[config.model_type].example(config, num_images)
@@ -244,7 +243,7 @@ def example_batch(model: PreTrainedModel, num_images: Sequence[int], *, length: 
         for row, count in enumerate(num_images):
             for _ in range(count):
                 rows[row] = torch.cat([rows[row][:1], torch.full((next(images),), token), rows[row]])
-    most = max(length, *(len(row) for row in rows))
+    most = max(map(len, rows))
     for row, tokens in enumerate(rows):
         # With little padding: of what no token sees, eager attention may make no number.
         more = max(most - row % 3 - len(tokens), 0)

@@ -79,15 +79,16 @@ def _is_of_tables(path: str) -> bool:
 
 
 def _folders_of(path: str) -> list[Path]:
-    """The folders in which the files of a data set are; paths are relative to the first."""
+    """The folders in which the files of a data set are, without links; paths are relative to the first."""
     if _is_of_tables(path):
         folder = Path(path)
         while glob.has_magic(str(folder)) or folder.suffix == ".parquet":
             folder = folder.parent
-        return [folder]
+        return [folder.resolve()]
     own = path if os.path.isdir(path) else huggingface_hub.constants.HF_HUB_CACHE
     # What `datasets` takes out of archives, and downloads from elsewhere.
-    return [Path(own), Path(datasets.config.EXTRACTED_DATASETS_PATH), Path(datasets.config.DOWNLOADED_DATASETS_PATH)]
+    caches = datasets.config.EXTRACTED_DATASETS_PATH, datasets.config.DOWNLOADED_DATASETS_PATH
+    return [Path(folder).resolve() for folder in (own, *caches)]
 
 
 def _image(folders: Sequence[Path], stored: Mapping[str, Any] | None) -> Any:
@@ -109,8 +110,8 @@ def _image(folders: Sequence[Path], stored: Mapping[str, Any] | None) -> Any:
 def _content(folders: Sequence[Path], path: str) -> bytes:
     """The bytes of a file, or of one in an archive, whose path is zip://FILE::ARCHIVE as `datasets` writes it."""
     member, _, archive = path.removeprefix(_ZIP).partition("::") if path.startswith(_ZIP) else ("", "", path)
-    file = (folders[0] / archive).resolve()  # of a path from the root the folder is no part
-    if "://" in archive or not any(file.is_relative_to(folder.resolve()) for folder in folders):
+    file = (folders[0] / archive).resolve()  # an absolute path takes the place of the folder
+    if "://" in archive or not any(map(file.is_relative_to, folders)):
         raise DataError(
             f"its image is {path!r}, which is not in the folder of the data; put the image's bytes into the table"
         )

@@ -16,7 +16,7 @@ from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.limits import limit_of
 from hf_gpipe.planner.memory import stage_amounts
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.table_file import TABLE_FILE, with_table_file
+from hf_gpipe.planner.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table
 from hf_gpipe.schedule.kinds import UPDATE, Held
@@ -63,9 +63,9 @@ def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
 def _bound(costs: Costs, table: Schedule) -> float:
     """The least seconds of a step: some process waits for its first forward, and then does all its work."""
     placement, count = table.placement, table.num_micro_batches
-    forward, messages = _each(costs.forward_seconds), _messages(costs, placement)
-    work = [*zip(forward, _each(costs.input_seconds), _each(costs.weight_seconds), strict=True)]
-    update = _each(costs.update_seconds)
+    forward, messages = each_stage(costs.forward_seconds), _messages(costs, placement)
+    work = [*zip(forward, each_stage(costs.input_seconds), each_stage(costs.weight_seconds), strict=True)]
+    update = each_stage(costs.update_seconds)
     return max(
         sum(forward[: own[0]]) + sum(messages[: own[0]]) + sum(count * sum(work[s]) + update[s] for s in own)
         for own in map(placement.stages_of, range(placement.num_processes))
@@ -106,20 +106,15 @@ def _work(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomputes: bool
     )
     held = [one + other for one, other in zip(received, graph, strict=True)]
     return Work(
-        _each(costs.forward_seconds),
-        _each(costs.input_seconds),
-        _each(costs.weight_seconds),
+        each_stage(costs.forward_seconds),
+        each_stage(costs.input_seconds),
+        each_stage(costs.weight_seconds),
         held,
         [*map(min, deferred, held)],
         _messages(costs, plan.timeline.schedule.placement),
-        _each(costs.recompute_seconds) if recomputes else None,
+        each_stage(costs.recompute_seconds) if recomputes else None,
         received,
     )
-
-
-def _each(seconds: object) -> Sequence[float]:
-    """The planner has one value for each stage."""
-    return cast(Sequence[float], seconds)
 
 
 def _messages(costs: Costs, placement: Placement) -> list[float]:

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.table_file import TABLE_FILE, with_table_file
+from hf_gpipe.planner.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.pipeline import Visitors
 from hf_gpipe.schedule import DEALT, Schedule, check_table
@@ -95,11 +95,10 @@ def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
     if asked.is_decided or table.name not in DEALT or len(table.placement.crew_of(0)) == 1:
         return plan
     costs = plan.planner.table_costs(settings, table)
-    seconds = costs.forward_seconds, costs.recompute_seconds, costs.backward_seconds
-    assert all(isinstance(one, Sequence) for one in seconds), "the planner has one value for each stage"
+    forward, again, backward = map(each_stage, (costs.forward_seconds, costs.recompute_seconds, costs.backward_seconds))
     best, tables = plan, set[Schedule]()
     for most in _SLOTS:
-        made = dealt_table(table.placement, table.num_micro_batches, *seconds, TABLE_FILE, most)  # type: ignore[arg-type]
+        made = dealt_table(table.placement, table.num_micro_batches, forward, again, backward, TABLE_FILE, most)
         if made not in tables:
             tables.add(made)
             check_table(made)
