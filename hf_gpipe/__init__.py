@@ -6,6 +6,7 @@ need no torch start at once.
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING
 
@@ -89,7 +90,13 @@ def __getattr__(name: str) -> object:
     """Import a public name on first use (PEP 562)."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    was_enabled = gc.isenabled()
+    gc.disable()  # torch and transformers make a million objects, none of them garbage: an import is 1 s faster
+    try:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    finally:
+        if was_enabled:
+            gc.enable()
     globals()[name] = value
     return value
 

@@ -1,14 +1,18 @@
-"""Commands in processes that are forked from one that has imported everything: they start in no time.
+"""Commands and programs in processes that are forked from one that has imported everything: they start in no time.
 
-`python -m hf_gpipe.train` itself, started as a user does, is run by tests/test_train.py and tests/test_malformed.py.
+`python -m hf_gpipe.train` itself, as a user starts it, is run by tests/test_train.py and tests/test_malformed.py, and
+a script whose exceptions the interpreter tells by tests/runtime/test_start.py.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,6 +51,80 @@ def start_function(
     )
     process.start()
     return process
+
+
+def without_collector(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program that starts as a user does, and others: see tests/no_collector/sitecustomize.py."""
+    paths = [str(Path(__file__).parent / "no_collector"), environment.get("PYTHONPATH", "")]
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+class Program:
+    """`python -c text words...` in a forked process, with what tests use of subprocess.Popen; it has no standard input.
+
+    Args:
+        folder: for its output; it is made.
+        text: the program, or an importable function that returns an exit code.
+        words: the program's `sys.argv` after the first, or the function's arguments.
+        variables: added to this process's environment.
+    """
+
+    def __init__(self, folder: Path, text: str | Callable[..., int], *words: Any, **variables: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        function, args = (run_text, (text, words)) if isinstance(text, str) else (text, words)
+        self._process = start_function(folder, function, *args, variables=variables)
+        self.pid = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def line(self, seconds: float = 120.0) -> str:
+        """The first line that it prints, once it is there; "" where the process has ended without one."""
+        deadline = time.monotonic() + seconds
+        while "\n" not in (text := self._text("out")) and self.poll() is None:
+            assert time.monotonic() < deadline, self._text("err")
+            time.sleep(0.01)
+        return text[: text.find("\n") + 1] or self._text("out")
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for its end; all that it has written to stdout and stderr."""
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout)
+        return self._text("out"), self._text("err")
+
+    def _text(self, name: str) -> str:
+        path = self._folder / f"run.{name}"
+        return path.read_text() if path.exists() else ""
+
+
+def run_text(text: str, words: Sequence[str]) -> int:
+    """Run a program as the interpreter does, with what that does of exceptions and at the end."""
+    sys.argv = ["-c", *words]
+    code = 0
+    try:
+        try:
+            exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
+        except Exception:
+            code = 1
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    except SystemExit as error:  # of the program, or of the hook
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    return code
 
 
 class Training:

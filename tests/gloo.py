@@ -19,17 +19,8 @@ TIMEOUT = timedelta(seconds=60)
 #: A backend that has gloo for CUDA tensors alone and refuses CPU tensors, as NCCL does.
 NO_CPU = "no_cpu"
 
-#: What most of them would import: the models load when they are first made.
-_PRELOADED = (
-    *("hf_gpipe.training.job", "hf_gpipe.planner.decide", "tests.oracle", "tests.training.toy", "scripts.forked"),
-    *("pytest", "hypothesis", "matplotlib.backends.backend_agg", "sacrebleu", "sacrebleu.tokenizers.tokenizer_13a"),
-    *(
-        f"transformers.models.{name}.modeling_{name}"
-        for name in ("bart", "llama", "m2m_100", "marian", "mixtral", "t5")
-    ),
-)
 # Processes are forked from one that has imported everything, and has no thread and no device: starting takes no time.
-multiprocessing.set_forkserver_preload(list(_PRELOADED))
+multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 
 def run_gloo(function: Callable[..., Any], num_processes: int, *args: Any, backend: str = "gloo") -> list[Any]:

@@ -24,7 +24,7 @@ from hf_gpipe.commands.launch import main as launch
 from hf_gpipe.train import main
 from scripts import chaos, tiny_run
 from tests import forked_command
-from tests.forked_command import start_worker
+from tests.forked_command import Program, start_worker
 from tests.test_train import ENVIRONMENT, REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
@@ -105,7 +105,11 @@ def stop(command: Sequence[str], output: Path, number: int) -> tuple[int, str]:
     """The same for a command in a process of its own."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with subprocess.Popen(
-        command, cwd=REPOSITORY, env={**ENVIRONMENT, "PATH": path}, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=REPOSITORY,
+        env=forked_command.without_collector({**ENVIRONMENT, "PATH": path}),
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             wait_for_steps(output, lambda: process.poll() is None)
@@ -274,13 +278,10 @@ with StopRequest(World.of_job(), float(sys.argv[2])):
 
 @pytest.mark.parametrize("where", ["python", "outside"])
 @pytest.mark.parametrize("why", ["a second one came", "its step did not end within 0.2 seconds"])
-def test_a_step_that_does_not_end_is_not_waited_for(where: str, why: str) -> None:
-    command = [sys.executable, "-c", STUCK, where, "0.2" if "0.2" in why else "60"]
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+def test_a_step_that_does_not_end_is_not_waited_for(where: str, why: str, tmp_path: Path) -> None:
+    process = Program(tmp_path, STUCK, where, "0.2" if "0.2" in why else "60")
+    try:
+        assert process.line() == "ready\n"
         process.send_signal(signal.SIGTERM)
         if "a second" in why:
             time.sleep(0.3)
@@ -289,6 +290,8 @@ def test_a_step_that_does_not_end_is_not_waited_for(where: str, why: str) -> Non
             assert process.poll() is None
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert err.startswith(f"error: process 0 was asked to stop by SIGTERM and ended without saving, since {why}")
 
@@ -310,14 +313,14 @@ with StopRequest(World.of_job(), 60.0) as request:
 
 
 @pytest.mark.parametrize(("what", "told"), [("failed", "error: process 0: MemoryError: too little\n"), ("stopped", "")])
-def test_a_process_that_looks_for_advice_is_told_to_end(what: str, told: str) -> None:
+def test_a_process_that_looks_for_advice_is_told_to_end(what: str, told: str, tmp_path: Path) -> None:
     """torchrun ends it as soon as another one has ended, which has only lost its connection and says nothing."""
-    command = [sys.executable, "-c", ENDED_EARLY, what]
-    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
-    assert (ended.returncode, ended.stderr) == (1, told)
+    ended = Program(tmp_path, ENDED_EARLY, what)
+    _, err = ended.communicate(timeout=100)
+    assert (ended.returncode, err) == (1, told)
 
 
-def test_the_handlers_are_given_back() -> None:
+def test_the_handlers_are_given_back(tmp_path: Path) -> None:
     program = """
 import os, signal
 from hf_gpipe.runtime.world import World
@@ -336,7 +339,9 @@ with StopRequest(World.of_job(), 5.0) as request:
 assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 assert signal.set_wakeup_fd(-1) == -1
 """
-    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, env=ENVIRONMENT, check=True, timeout=60)
+    process = Program(tmp_path, program)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
 
 
 # ---------------------------------------------------------------------- what is never done

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_gpipe.commands.base import run_command
+from hf_gpipe.commands.base import loading, run_command
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.recipe import load_recipe
 
@@ -34,13 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(args: Sequence[str]) -> int:
-    import torch
-    import transformers
+    with loading():
+        import torch
+        import transformers
 
-    from hf_gpipe.adapters.chain import image_classifier_of
-    from hf_gpipe.adapters.quantised import find_quantisation
-    from hf_gpipe.checkpoint.configuration import read_config
-    from hf_gpipe.model.exactness import CloneError, compare
+        from hf_gpipe.adapters.chain import image_classifier_of
+        from hf_gpipe.adapters.quantised import find_quantisation
+        from hf_gpipe.checkpoint.configuration import read_config
+        from hf_gpipe.model.exactness import CloneError, compare
 
     num_stages = 3
     if args[0].endswith((".yaml", ".yml")):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from hf_gpipe.commands.base import Parser, run_with_options
+from hf_gpipe.commands.base import Parser, loading, run_with_options
 from hf_gpipe.errors import UserError
 
 DESCRIPTION = """\
@@ -49,12 +49,13 @@ def _parser() -> Parser:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    import torch
+    with loading():
+        import torch
 
-    from hf_gpipe.data.tokenizer import read_tokenizer
-    from hf_gpipe.pipeline import Pipeline
-    from hf_gpipe.runtime.agreement import compare
-    from hf_gpipe.runtime.joining import join_job
+        from hf_gpipe.data.tokenizer import read_tokenizer
+        from hf_gpipe.pipeline import Pipeline
+        from hf_gpipe.runtime.agreement import compare
+        from hf_gpipe.runtime.joining import join_job
 
     job = join_job()
     # The main process alone reads the texts, and each process may have a device of its own.

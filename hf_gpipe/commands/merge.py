@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from hf_gpipe.commands.base import Parser, run_with_options
+from hf_gpipe.commands.base import Parser, loading, run_with_options
 from hf_gpipe.errors import UserError
 
 DESCRIPTION = """\
@@ -34,9 +34,10 @@ def _parser() -> Parser:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from hf_gpipe.checkpoint.peft import CONFIG_NAME, base_of, has_adapters
-    from hf_gpipe.model.merging import classifier_fields, merge
-    from hf_gpipe.model.spec import ModelSpec
+    with loading():
+        from hf_gpipe.checkpoint.peft import CONFIG_NAME, base_of, has_adapters
+        from hf_gpipe.model.merging import classifier_fields, merge
+        from hf_gpipe.model.spec import ModelSpec
 
     if not has_adapters(args.adapters):
         raise UserError(f"there is no {CONFIG_NAME} in {args.adapters!r}; give a directory of saved peft adapters")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hf_gpipe.commands.base import loading
 from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
@@ -58,8 +59,9 @@ class PlanRequest:
         limits = tuple((options.memory or "").split(","))
         for limit in limits if options.memory else ():
             read_bytes(limit, "--memory")
-        from hf_gpipe.planner.choose import best_plan
-        from hf_gpipe.planner.network import read_cluster
+        with loading():
+            from hf_gpipe.planner.choose import best_plan
+            from hf_gpipe.planner.network import read_cluster
 
         device, *others = _devices(options)
         if options.devices is not None and num_devices is None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hf_gpipe.commands.base import fail, flushed
+from hf_gpipe.commands.base import fail, flushed, loading
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
 from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help
 from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
@@ -114,9 +114,10 @@ def _work(recipe: Recipe) -> int:
 
     is_guest = has_group()
     try:
-        from hf_gpipe.checkpoint.save import writing
-        from hf_gpipe.training.job import run
-        from hf_gpipe.training.stopping import TrainingStopped
+        with loading():
+            from hf_gpipe.checkpoint.save import writing
+            from hf_gpipe.training.job import run
+            from hf_gpipe.training.stopping import TrainingStopped
 
         job = join_job(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process, _settings(recipe))
         code = 0

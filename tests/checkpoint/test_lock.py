@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -22,7 +21,7 @@ from hf_gpipe.checkpoint.lock import LOCK_FILE, Owner, owned
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.runtime.world import World
 from tests import gloo
-from tests.test_train import ENVIRONMENT, REPOSITORY
+from tests.forked_command import Program
 from tests.training.toy import trainer
 
 ALONE = World.of_job()
@@ -183,9 +182,8 @@ with owned(Path(sys.argv[1]), World.of_job()):
 @pytest.mark.parametrize("kind", ["fork", "program"])
 def test_a_child_that_outlives_its_run_does_not_keep_the_lock(kind: str, tmp_path: Path) -> None:
     """Such as a data loader's worker."""
-    words = [sys.executable, "-c", CHILD, str(tmp_path), kind]
-    run = subprocess.run(words, cwd=REPOSITORY, env=ENVIRONMENT, timeout=200, check=False, stdout=subprocess.PIPE)
-    assert run.stdout == b"ready\n"
+    out, _ = Program(tmp_path / "process", CHILD, str(tmp_path), kind).communicate(timeout=200)
+    assert out == "ready\n"
     with owned(tmp_path, ALONE):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["process"] == os.getpid()
 
@@ -203,19 +201,11 @@ with lock.owned(Path(sys.argv[1]), World.of_job()):
 
 
 def test_a_run_that_was_given_up_ends_when_it_comes_back(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", RETURNS, str(tmp_path)],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        (tmp_path / LOCK_FILE).unlink()
-        elsewhere(tmp_path)
-        _, err = process.communicate(timeout=60)
+    process = Program(tmp_path / "process", RETURNS, str(tmp_path))
+    assert process.line() == "ready\n"
+    (tmp_path / LOCK_FILE).unlink()
+    elsewhere(tmp_path)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "process 77 on machine b" in err
     assert "has taken the directory over" in err

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import PAGES, REPOSITORY, Block, Page
+from tests.forked_command import without_collector
 
 STEP, WITH_TRL, PRINTS = "<!-- step -->", "<!-- step with trl -->", "<!-- prints -->"
 TUTORIALS = [page for page in PAGES if page.name.startswith("docs/tutorials/")]
@@ -23,7 +24,7 @@ def printed_by(block: Block, names: dict[str, Any]) -> str:
     """Run a block of Python in `names`, or a block of bash, and return what it prints."""
     if block.language == "bash":
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
+        environment = without_collector({**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)})
         script = f"set -eo pipefail\n{block.text}"
         ran = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=280)
         assert ran.returncode == 0, ran.stderr[-3000:]

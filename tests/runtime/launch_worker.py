@@ -100,8 +100,3 @@ def work(what: str, folder: Path) -> int:
         sys.stdout.flush()
         os._exit(code)
     return 0
-
-
-if __name__ == "__main__":
-    words = sys.argv[1:]
-    sys.exit(start(words[1], Path(words[2])) if words[0] == "launch" else work(words[0], Path(words[1])))

@@ -1,12 +1,9 @@
-"""Programs of two processes that meet, and of a peer that nobody has invited, for test_secret.py.
-
-python -m tests.runtime.peers rank|uninvited FOLDER
-"""
+"""Programs of two processes that meet, and of a peer that nobody has invited, for test_secret.py."""
 
 from __future__ import annotations
 
 import os
-import sys
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -56,5 +53,8 @@ def uninvited(folder: Path) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit({"rank": rank, "uninvited": uninvited}[sys.argv[1]](Path(sys.argv[2])))
+def start(what: str, folder: Path) -> int:
+    """What a process does; of few files, one that begins with the limit of open files that is usual."""
+    if what == "rank of few files":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return uninvited(folder) if what == "uninvited" else rank(folder)

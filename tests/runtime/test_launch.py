@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,9 +22,6 @@ from hf_gpipe.runtime.supervise import Child, first_failure, work_file
 from scripts.forked import fork_ahead
 from tests import forked_command
 from tests.runtime import launch_worker
-
-REPOSITORY = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def forked(what: str, folder: Path) -> BaseProcess:
@@ -47,17 +42,10 @@ def texts(folder: Path) -> tuple[str, str]:
 JOINED = ["process 0 of 2, 1 threads", "process 1 of 2, 1 threads"]
 
 
-def test_processes_join_one_job(tmp_path: Path) -> None:
-    """As a user starts them. In the other tests they are forked."""
-    command = [sys.executable, "-m", "tests.runtime.launch_worker", "launch", "fine", str(tmp_path)]
-    result = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert sorted(result.stdout.splitlines()) == JOINED
-
-
 # late: one ends later than a message may; preparing: the others wait as long for its data
-@pytest.mark.parametrize("what", ["late", "preparing"])
-def test_processes_wait_longer_than_for_a_message(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["fine", "late", "preparing"])
+def test_processes_join_one_job_and_wait_longer_than_for_a_message(what: str, tmp_path: Path) -> None:
+    """tests/test_train.py starts them as a user does."""
     process = forked(what, tmp_path)
     process.join(200)
     out, err = texts(tmp_path)

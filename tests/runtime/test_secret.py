@@ -6,8 +6,6 @@ import os
 import random
 import resource
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,34 +22,28 @@ from hf_gpipe.runtime.facts import RankFacts
 from hf_gpipe.runtime.meeting import meet
 from hf_gpipe.runtime.secret import SECRET_VARIABLE, SignedStore, new_secret, signed, store_on_loopback
 from scripts.random_faults.peers import flood, listening
+from tests.forked_command import Program
+from tests.runtime import peers
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT = timedelta(seconds=20)
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
-def start(what: str, folder: Path, port: int, rank: int, **variables: str) -> subprocess.Popen[str]:
+def start(what: str, folder: Path, port: int, rank: int, **variables: str) -> Program:
     """A process of a local job of two, as our launcher starts them."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.runtime.peers", what, str(folder)],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **place, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Program(folder / f"process-{rank}", peers.start, what, folder, **place, **variables)
 
 
 @contextmanager
-def ended(*processes: subprocess.Popen[str]) -> Iterator[None]:
+def ended(*processes: Program) -> Iterator[None]:
     try:
         yield
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
 
 
 def test_an_uninvited_peer_that_answers_first_is_refused_and_runs_nothing(tmp_path: Path) -> None:
@@ -104,11 +96,8 @@ def test_connections_that_say_nothing_do_not_use_up_the_open_files(tmp_path: Pat
     (tmp_path / "stay").touch()
     store, own = store_on_loopback(), {SECRET_VARIABLE: new_secret()}
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-    try:
-        processes = [start("rank", tmp_path, store.port, rank, **own) for rank in range(2)]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    processes = [start("rank of few files", tmp_path, store.port, rank, **own) for rank in range(2)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     with ended(*processes):
         try:
             deadline = time.monotonic() + 120
@@ -133,14 +122,15 @@ def test_our_launcher_gives_its_processes_a_secret_and_shows_it_nowhere(
     )
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     secrets = []
-    for _ in range(2):
-        command = [sys.executable, "-c", program, str(tmp_path)]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    for turn in range(2):
+        done = Program(tmp_path / f"launcher-{turn}", program, str(tmp_path))
+        out, err = done.communicate(timeout=200)
+        assert done.returncode == 0, err
         first, second = ((tmp_path / str(rank)).read_text().split("\n", 1) for rank in range(2))
         assert first[0] == second[0]
         assert len(first[0]) == 64
-        assert first[0] not in first[1] + second[1] + done.stdout + done.stderr
+        assert first[0] not in first[1] + second[1] + out + err
         secrets.append(first[0])
     assert secrets[0] != secrets[1]
 

@@ -17,6 +17,9 @@ import pytest
 from hf_gpipe.runtime import failures, watching
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.store import count_in_store
+from scripts import tiny_run
+from scripts.forked import train_forked
+from tests.forked_command import Program
 from tests.test_train import ENVIRONMENT, REPOSITORY
 
 SCRIPT = """
@@ -40,25 +43,34 @@ dist.all_reduce(torch.ones(1))
 """
 
 
-def script(
-    rank: int, port: int, what: str = "none", limit: int = 0, *, has_machine: bool = False
-) -> subprocess.Popen[str]:
-    """Start one of two processes, as srun or a shell script does: no launcher watches over them.
+def place(rank: int, port: int, *, has_machine: bool = False) -> dict[str, str]:
+    """The environment of one of two processes, as srun or a shell script gives it: no launcher watches over them.
 
     With `has_machine` it stands for one on a machine of its own, and tells its failure itself.
     """
     local_rank, num_local = (0, 1) if has_machine else (rank, 2)
     variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "2"}
     variables |= {"LOCAL_WORLD_SIZE": str(num_local)}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, what, str(limit)],
-        cwd=REPOSITORY,
-        env={**ENVIRONMENT, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+
+
+class Scripts:
+    """Starts one of two processes in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+
+    def __call__(
+        self, rank: int, port: int, what: str = "none", limit: int = 0, *, has_machine: bool = False
+    ) -> Program:
+        self._count += 1
+        variables = place(rank, port, has_machine=has_machine)
+        return Program(self._folder / f"process-{self._count}", SCRIPT, what, str(limit), **variables)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Scripts:
+    return Scripts(tmp_path)
 
 
 def free_port() -> int:
@@ -71,8 +83,19 @@ def free_port() -> int:
     [("fault", 1, "error: process 1: ValueError: boom"), ("user", 2, "error: the key is wrong")],
 )
 def test_an_exception_that_a_script_does_not_catch(what: str, exit_code: int, line: str) -> None:
+    """The interpreter itself tells it; in the other tests the processes are forked."""
     port = free_port()
-    processes = [script(rank, port, what) for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, what, "0"],
+            cwd=REPOSITORY,
+            env={**ENVIRONMENT, **place(rank, port)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
     begin = time.monotonic()
     told = [process.communicate(timeout=200)[1] for process in processes]
     assert time.monotonic() - begin < 100
@@ -83,7 +106,7 @@ def test_an_exception_that_a_script_does_not_catch(what: str, exit_code: int, li
     assert told[1].count("error: ") == 1
 
 
-def test_a_process_that_is_killed_and_has_no_launcher() -> None:
+def test_a_process_that_is_killed_and_has_no_launcher(script: Scripts) -> None:
     """Nobody but the others can tell it."""
     port = free_port()
     processes = [script(rank, port, "killed") for rank in range(2)]
@@ -96,14 +119,13 @@ def test_a_process_that_is_killed_and_has_no_launcher() -> None:
     assert told[1] == ""
 
 
-def test_the_store_is_in_process_0_and_that_is_stopped() -> None:
+def test_the_store_is_in_process_0_and_that_is_stopped(script: Scripts) -> None:
     """It can say nothing itself, so another one does."""
     port = free_port()
     processes = [script(rank, port, "stopped") for rank in range(2)]
     try:
         for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("limit")
+            assert process.line().startswith("limit")
         time.sleep(1.0)
         processes[0].send_signal(signal.SIGSTOP)
         _, err = processes[1].communicate(timeout=100)
@@ -113,7 +135,6 @@ def test_the_store_is_in_process_0_and_that_is_stopped() -> None:
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
 
 
 def test_a_store_that_is_silent_is_no_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +184,7 @@ def test_one_thread_of_a_process_tells_why_it_fails(
     assert re.fullmatch("error: process 0: RuntimeError: waited in vain\n", capsys.readouterr().err)
 
 
-def test_a_port_that_is_in_use() -> None:
+def test_a_port_that_is_in_use(script: Scripts) -> None:
     with socket.create_server(("0.0.0.0", 0)) as other:
         port = other.getsockname()[1]
         process = script(0, port)
@@ -176,13 +197,12 @@ def test_a_port_that_is_in_use() -> None:
     )
 
 
-def test_two_runs_that_are_given_the_same_port() -> None:
+def test_two_runs_that_are_given_the_same_port(script: Scripts) -> None:
     """Process 1 of the second would wait for five minutes, in the store of the first."""
     port = free_port()
     first = [script(rank, port, "wait") for rank in range(2)]
     try:
-        assert first[0].stdout is not None
-        assert first[0].stdout.readline().startswith("limit")
+        assert first[0].line().startswith("limit")
         begin = time.monotonic()
         second = [script(rank, port, has_machine=True) for rank in range(2)]
         told = [process.communicate(timeout=250)[1] for process in second]
@@ -196,10 +216,9 @@ def test_two_runs_that_are_given_the_same_port() -> None:
     finally:
         for process in first:
             process.kill()
-            process.communicate()
 
 
-def test_too_few_open_files() -> None:
+def test_too_few_open_files(script: Scripts) -> None:
     """gloo aborts a process that may not open a connection."""
     process = script(0, free_port(), limit=70)
     _, err = process.communicate(timeout=100)
@@ -209,20 +228,25 @@ def test_too_few_open_files() -> None:
 
 
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 200, reason="the system allows fewer")
-def test_the_limit_of_open_files_is_raised_where_it_may_be() -> None:
+def test_the_limit_of_open_files_is_raised_where_it_may_be(script: Scripts) -> None:
     port = free_port()
     processes = [script(rank, port, "fault", limit=200) for rank in range(2)]
     assert [process.communicate(timeout=200)[0] for process in processes] == ["limit 200\n"] * 2
 
 
-def test_a_run_has_as_many_open_files_as_the_limit_allows(tmp_path: Path) -> None:
-    """The number that is said is enough for a whole run: training, checkpoints, evaluation, pictures."""
-    from scripts import tiny_run
+def train_with_files(limit: int, words: list[str], folder: Path) -> int:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    return train_forked(words, folder, 3)
 
+
+def test_a_run_has_as_many_open_files_as_the_limit_allows(tmp_path: Path) -> None:
+    """The number that is said is enough for a whole run: training, checkpoints, evaluation, pictures.
+
+    Forked processes have at most those open that a new one has, and those to the process that they are forked from.
+    """
     recipe = tiny_run.prepare(tmp_path)
-    command = f"ulimit -n 88; exec {sys.executable} -m hf_gpipe.train {recipe} training.output_dir={tmp_path / 'out'}"
-    finished = subprocess.run(
-        ["bash", "-c", command], cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=400
-    )
-    assert finished.returncode == 0, finished.stderr
+    words = [str(recipe), f"training.output_dir={tmp_path / 'out'}"]
+    process = Program(tmp_path, train_with_files, 88, words, tmp_path)
+    _, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
     assert (tmp_path / "out" / "metrics.json").exists()

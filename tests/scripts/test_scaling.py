@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import fcntl
 import json
+import os
 import re
 import shutil
 import signal
@@ -42,6 +43,7 @@ from translation_scaling.runs import Run, plan_runs, starts, wall_seconds
 
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.recipe import load_recipe
+from tests.forked_command import Program, without_collector
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("laptop-base", "laptop-deep", "laptop-wide")
@@ -481,7 +483,9 @@ def test_sigint_reaches_the_run_and_leaves_the_rest_for_later(tmp_path: Path, fa
     (fake_training / "repaired").touch()
     runs = runs_of(tmp_path)
     text = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import signal, sys; sys.path.insert(0, sys.argv[1])\n"
+        # Started from a shell's background, SIGINT is ignored and stays so.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from pathlib import Path\n"
         "from translation_scaling import execute as executing\n"
         "from translation_scaling.runs import plan_runs\n"
@@ -490,14 +494,7 @@ def test_sigint_reaches_the_run_and_leaves_the_rest_for_later(tmp_path: Path, fa
         "sys.exit(executing.execute(plan_runs(paths, [1, 2], ['training.batch_size=4'], Path(sys.argv[5]))))\n"
     )
     words = [str(ROOT / "scripts"), str(tmp_path / "fake.py"), str(runs[0].recipe), str(runs[1].recipe)]
-    # Started from a shell's background, SIGINT is ignored and stays so.
-    process = subprocess.Popen(
-        [sys.executable, "-c", text, *words, str(fake_training)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    process = Program(tmp_path, text, *words, str(fake_training))
     deadline = time.monotonic() + 240
     while not (fake_training / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -655,8 +652,11 @@ def test_nothing_to_report_is_an_error_of_one_line(tmp_path: Path, capsys: pytes
 # ---------------------------------------------------------------------- the whole of it
 
 
-def test_a_tiny_recipe_from_training_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_recipe_from_training_to_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One training alone, for each costs seconds; how several are compared is tested on synthetic runs."""
+    monkeypatch.setenv("PYTHONPATH", without_collector(os.environ)["PYTHONPATH"])
     recipe, output = tmp_path / "tiny-base.yaml", tmp_path / "out"
     recipe.write_text(RECIPE)
     words = [str(recipe), "--output", str(output), "data.max_number=99", "--seeds", "3"]

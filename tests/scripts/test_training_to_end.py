@@ -38,7 +38,7 @@ from translation_scaling.to_end import next_part
 from hf_gpipe.data import build_corpus
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import DataSection, load_recipe
-from tests.forked_command import Training
+from tests.forked_command import Training, without_collector
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("file", "window", "picture", "letter", "number", "page", "line", "word", "key", "name")
@@ -283,7 +283,7 @@ def test_an_interrupted_run_ends_from_its_checkpoint_alone(
     process = subprocess.Popen(
         [sys.executable, ROOT / "scripts" / "scaling.py", recipe, "--to-end", "--output", output, "--keep", kept],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=without_collector({**os.environ, "PYTHONPATH": str(ROOT)}),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         stdout=subprocess.DEVNULL,
     )
