@@ -45,9 +45,9 @@ def test_costs_of_more_cells_are_those_of_the_third(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(amoebanet_tables, "SIZE", 64)
     for cached in (amoebanet_tables.tracer, amoebanet_tables.costs):
         cached.cache_clear()
-    found = amoebanet_tables.costs(12, 16, 2)
+    found = amoebanet_tables.costs(12, 8, 2)
     with torch.device("meta"):
-        network = amoebanet_d(12, 16)
+        network = amoebanet_d(12, 8)
     images = amoebanet_tables.images(2)
     expected = LayerTracer(Chain(network, images.shapes), as_on_gpu=True).costs(images)
     # A stage also calls a stub for each layer before it.

@@ -48,7 +48,7 @@ def test_drop_path_is_seeded_as_dropout_is(family: str) -> None:
         torch.manual_seed(0)
         model = getattr(transformers, f"{family}ForImageClassification")(config).double()
         batch = images(EXACT[family])
-        pipe = Pipeline(model, num_stages, 3, schedule, recompute=recompute, seed=1, example=batch)
+        pipe = Pipeline(model, num_stages, 3, schedule, recompute, "count", seed=1, example=batch)
         return run_pipeline(pipe, batch)
 
     expected = step(1, "none", "gpipe", 0.3)

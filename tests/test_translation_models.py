@@ -178,6 +178,7 @@ model:
   depth_scaled_feed_forward: true
   config: {model_type: t5, d_model: 16, d_kv: 4, vocab_size: 50}
 data: {kind: cldr, languages: [de]}
+pipeline: {num_stages: 2, num_processes: 1, num_micro_batches: 2, schedule: gpipe, recompute: stage, partition: count}
 training: {output_dir: out, logit_clipping: 30}
 """)
     config = model_config(recipe, None)

@@ -17,14 +17,19 @@ class InFloat64(TorchFunctionMode):
     """Leaves float64 tensors as they are where a model computes in float32, which rounds as the shapes do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and func not in _CONVERSIONS:
+            return func(*args)
         kwargs = dict(kwargs or {})
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            converts = func in (torch.Tensor.to, torch.Tensor.type) and torch.float32 in (*args, *kwargs.values())
+            converts = func in _CONVERSIONS and torch.float32 in (*args, *kwargs.values())
             if func is torch.Tensor.float or converts:
                 return args[0]
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
+
+
+_CONVERSIONS = {torch.Tensor.to, torch.Tensor.type, torch.Tensor.float}
 
 
 @contextmanager

@@ -106,7 +106,9 @@ def test_a_part_of_an_nn_sequential_may_stand_in_several_places(schedule: str) -
 def test_dropout_does_not_depend_on_the_stages() -> None:
     batch = tagged()
     results = [
-        run_pipeline(Pipeline(tagger(0.5), stages, 2, seed=3, recompute=recompute, example=batch), batch)
+        run_pipeline(
+            Pipeline(tagger(0.5), stages, 2, partition="count", seed=3, recompute=recompute, example=batch), batch
+        )
         for stages, recompute in ((1, "none"), (3, "stage"), (5, "none"))
     ]
     assert abs(results[0].loss - plain_step(tagger(), batch, 2).loss) > 1e-3, "dropout is on"
@@ -163,7 +165,7 @@ def test_image_classifiers_of_transformers(family: str, tmp_path: Path) -> None:
     plain = copy.deepcopy(model)
     (loss := plain(**batch).loss).backward()
     expected = Result(loss.item(), {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
-    pipe = Pipeline(model, 3, 2, example=batch)
+    pipe = Pipeline(model, 3, 2, partition="count", example=batch)
     assert_same(run_pipeline(pipe, batch), expected)
     pipe.save_pretrained(tmp_path)
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path, dtype=torch.float64)

@@ -46,6 +46,9 @@ def arguments(folder: Path | str, **values: Any) -> PipelineDPOConfig:
     common: dict[str, Any] = {
         "num_stages": 2,
         "num_micro_batches": 2,
+        "schedule": "gpipe",
+        "recompute": "stage",
+        "partition": "count",
         "max_steps": 4,
         "per_device_train_batch_size": 3,
         "learning_rate": 0.05,
@@ -121,7 +124,16 @@ def plain_losses(
     [
         (1, "ipo", {"recompute": "none"}),
         (2, "sigmoid", {"schedule": "1f1b", "precompute_ref_batch_size": 5}),
-        (3, "ipo", {"recompute": "block", "num_micro_batches": 4, "train_sampling_strategy": "sequential"}),
+        (
+            3,
+            "ipo",
+            {
+                "recompute": "block",
+                "partition": "auto",
+                "num_micro_batches": 4,
+                "train_sampling_strategy": "sequential",
+            },
+        ),
     ],
 )
 def test_all_weights_against_a_plain_loop(num_stages: int, loss_type: str, others: Any, tmp_path: Path) -> None:

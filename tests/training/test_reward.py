@@ -51,6 +51,9 @@ def made_trainer(folder: Path, model: Any, **values: Any) -> tuple[PipelineRewar
     common: dict[str, Any] = {
         "num_stages": 3,
         "num_micro_batches": 2,
+        "schedule": "gpipe",
+        "recompute": "stage",
+        "partition": "count",
         "max_steps": 3,
         "per_device_train_batch_size": 3,
         "learning_rate": 0.05,

@@ -85,6 +85,9 @@ def arguments(folder: Path | str, **values: Any) -> PipelineSFTConfig:
     common: dict[str, Any] = {
         "num_stages": 2,
         "num_micro_batches": 2,
+        "schedule": "gpipe",
+        "recompute": "stage",
+        "partition": "count",
         "max_steps": 4,
         "per_device_train_batch_size": 3,
         "per_device_eval_batch_size": 2,
@@ -174,7 +177,7 @@ PACKED = {"packing": True, "max_length": 25}
     [
         ("llama", "completion", 1, {"recompute": "none"}),
         ("qwen2", "messages", 3, {"recompute": "block", "schedule": "1f1b", "assistant_only_loss": True}),
-        ("gemma2", "text", 2, {"recompute": "stage", "loss_type": "dft"}),
+        ("gemma2", "text", 2, {"partition": "auto", "loss_type": "dft"}),
         ("llama", "completion", 2, {"num_micro_batches": 3, **PACKED}),
         ("llama", "text", 2, {"packing_strategy": "bfd_split", **PACKED, "max_length": 7}),
         ("gemma2", "ids", 2, {"padding_free": True, "max_length": None}),
