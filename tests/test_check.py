@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
     T5Config,
     TrOCRConfig,
+    XLMConfig,
     ZambaConfig,
 )
 
@@ -28,7 +29,7 @@ from hf_gpipe.adapters.weight_gradients import Product
 from hf_gpipe.commands import check
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model import exactness
-from hf_gpipe.model.exactness import compare
+from hf_gpipe.model.exactness import CloneError, compare
 
 RECIPE = """
 model:
@@ -151,6 +152,13 @@ def test_a_refused_family_is_named_with_the_reason() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'zamba' is not supported: .*share weights.*: llama"):
         Pipeline(ZambaConfig(), 2)
     assert "zamba" in families.REFUSED
+
+
+def test_a_model_that_runs_but_is_no_list_of_layers_is_not_one_that_fails() -> None:
+    """The report of the families said of some that no clone of them could be built."""
+    with pytest.raises(UnsupportedModelError, match="expected 1 list") as error:
+        compare(XLMConfig())
+    assert not isinstance(error.value, CloneError)
 
 
 @pytest.mark.parametrize(

@@ -283,29 +283,38 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: one for path in directory.glob("*.safetensors") for name, one in load_file(path).items()}
 
 
-def planned() -> tuple[str | None, list[int], list[int]]:
-    """What the planner chose, the parameters of each stage in its plan, and those that this process has of its own."""
-    config = config_of("llama")
-    pipe = Pipeline(config, 2, "auto", "auto", "auto", "auto", tensor_parallel=2, example=padded_batch(config))
-    own = [sum(p.numel() for p in model.parameters.values()) for model in pipe.models.values()]
-    step(pipe, padded_batch(config))
-    return pipe.planned, [stage.num_parameters for stage in pipe.plan().stages], own
+def planned() -> list[tuple[str | None, list[int], list[int], float, Any]]:
+    """For a plan by rates and one by measured seconds: what the planner chose, the parameters of each stage in its
+    plan, those that this process has of its own, the loss, and the speeds of the workers."""
+    config, found = config_of("llama"), []
+    for partition, speeds in (("auto", None), ("profile", "profile")):
+        options = {"partition": partition, "speeds": speeds, "sequence_parallel": speeds is not None}
+        batch = padded_batch(config)
+        pipe = Pipeline(plain_model(config), 2, "auto", "auto", "auto", tensor_parallel=2, example=batch, **options)
+        own = [sum(p.numel() for p in model.parameters.values()) for model in pipe.models.values()]
+        loss = step(pipe, batch)[0].loss
+        found.append(
+            (pipe.planned, [stage.num_parameters for stage in pipe.plan().stages], own, loss, pipe.config.speeds)
+        )
+    return found
 
 
 def test_the_planner_counts_what_a_rank_has() -> None:
-    for rank, (why, stages, own) in enumerate(run_gloo(planned, 4)):
-        assert why is not None
-        if rank % 2 == 0:  # it has 26 of the 51 tokens, and the longest parts are planned
-            assert own == stages[rank // 2 : rank // 2 + 1]
+    loss = run_plain(plain_model(config_of("llama")), padded_batch(config_of("llama")), 1).loss
+    everyone = run_gloo(planned, 4)
+    for rank, plans in enumerate(everyone):
+        for why, stages, own, found, speeds in plans:
+            assert why is not None
+            assert found == pytest.approx(loss, rel=1e-10)
+            assert speeds == everyone[0][1][-1] or speeds is None
+            if rank % 2 == 0:  # it has 26 of the 51 tokens, and the longest parts are planned
+                assert own == stages[rank // 2 : rank // 2 + 1]
+        assert speeds is None or len(speeds) == 2
+        assert "(profile)" in plans[1][0]
 
 
 def test_what_does_not_go_together_is_an_error() -> None:
-    for options in (
-        {"schedule": "pipedream"},
-        {"partition": "profile"},
-    ):
-        (name,) = options
-        with pytest.raises(UserError, match=rf"^tensor_parallel is 2 and {name} is "):
-            PipelineConfig(2, tensor_parallel=2, **options)
+    with pytest.raises(UserError, match=r"^tensor_parallel is 2 and schedule is pipedream"):
+        PipelineConfig(2, tensor_parallel=2, schedule="pipedream")
     with pytest.raises(UserError, match="tensor_parallel is 2 and there are 1 processes; start a multiple of 2"):
         Pipeline(config_of("llama"), 1, 1, tensor_parallel=2)

@@ -10,6 +10,7 @@ import glob
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ import huggingface_hub
 from hf_gpipe.data.hub import asked, without_media
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
+from hf_gpipe.text import size_text
 
 _ZIP = "zip://"
 #: How PostScript begins, a program that PIL lets Ghostscript run.
 _POSTSCRIPT = (b"%!PS", b"\xc5\xd0\xd3\xc6")
+#: The most bytes of an image's file. A member of an archive can claim to be many times as large as the archive.
+MOST_BYTES = 1 << 29
 
 
 def splits_with_images(data: DataSection) -> Any:
@@ -115,7 +119,11 @@ def _content(folders: Sequence[Path], path: str) -> bytes:
         raise DataError(
             f"its image is {path!r}, which is not in the folder of the data; put the image's bytes into the table"
         )
-    if not member:
-        return file.read_bytes()
-    with zipfile.ZipFile(file) as opened:
-        return opened.read(member)
+    with zipfile.ZipFile(file) if member else nullcontext() as archived:
+        size = file.stat().st_size if archived is None else archived.getinfo(member).file_size
+        if size > MOST_BYTES:
+            raise DataError(
+                f"its image is {path!r} of {size_text(size)}; an image has at most {size_text(MOST_BYTES)}, so make "
+                "it smaller or leave the row out"
+            )
+        return file.read_bytes() if archived is None else archived.read(member)

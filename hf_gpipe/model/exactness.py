@@ -178,8 +178,10 @@ def compare(
     for dtype in TOLERANCES:
         try:
             model = exact_clone(config, dtype, model_class, trust_remote_code=trust_remote_code)
+            adapter = _adapter_or_reason(model, dtype)
+            if isinstance(adapter, UnsupportedModelError):
+                break
             batch = padded_batch(model)
-            adapter = build_adapter(model.config, dtype, "eager", type(model))
             is_known, adapter.padding_matters = adapter.padding_matters, True
             untrimmed = plain_step(model, batch, adapter)
             break
@@ -188,6 +190,8 @@ def compare(
     else:
         what = f"{type(failure).__name__}: {first_line(failure)}"
         raise CloneError(f"{family}: a tiny clone of the plain model fails: {what}") from failure
+    if isinstance(adapter, UnsupportedModelError):
+        raise adapter
     adapter.padding_matters = is_known
     expected = plain_step(model, batch, adapter)
     if not 0 < expected.norm < float("inf"):
@@ -208,6 +212,15 @@ def compare(
     return Comparison(
         type(model).__name__, differences, len(expected.gradients), dtype, expected.dtype, adapter.padding_matters
     )
+
+
+def _adapter_or_reason(model: PreTrainedModel, dtype: torch.dtype) -> TextAdapter | UnsupportedModelError:
+    """The adapter of a clone, or why it has none; then the plain model has to run on text, or its error is raised."""
+    try:
+        return build_adapter(model.config, dtype, "eager", type(model))
+    except UnsupportedModelError as error:
+        plain_step(model, padded_batch(model, with_images=False))
+        return error
 
 
 def _check_own_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.chunks import each_chunk, ways_to_cut
@@ -23,7 +24,7 @@ from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.facts import available_memory
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.world import World
-from hf_gpipe.schedule import Schedule
+from hf_gpipe.schedule import Placement, Schedule
 from hf_gpipe.text import seconds_text, size_text
 
 logger = logging.getLogger(__name__)
@@ -156,14 +157,13 @@ class Planning:
     def _speeds(self, config: PipelineConfig) -> tuple[float, ...] | None:
         """The relative speed of each process, measured where that is asked, or something is open and GPUs differ."""
         models = {rank.devices[0].model for rank in self.world.ranks}
-        # A layer that is to be divided may be too large to be measured whole.
-        is_open = config.speeds is None and not config.is_decided and config.tensor_parallel == 1
+        is_open = config.speeds is None and not config.is_decided
         if config.speeds != "profile" and not (is_open and len(models) > 1):
             return config.given_speeds
         mini_batch = self.world.from_reader(lambda: self.inputs.mini_batch(self.adapter))
         count = config.num_micro_batches if isinstance(config.num_micro_batches, int) else 4 * config.processes
         workload = mini_batch.of_rows(largest_micro_batch(mini_batch.rows, min(count, mini_batch.rows)))
-        speeds = measure_speeds(self.adapter, workload, self.world, self.loss)
+        speeds = measure_speeds(self.adapter, workload, self.world, self.loss, self._ranks(config))
         if self.world.is_reporter:
             logger.warning(
                 "planner: all processes are equally fast"
@@ -173,14 +173,23 @@ class Planning:
             )
         return speeds
 
+    def _ranks(self, config: PipelineConfig) -> ProcessRanks | None:
+        """The ranks of this process's worker, before any stage is placed; None: a process is a worker."""
+        workers = Placement.spread(config.processes, config.processes)
+        ranks = self.world.placed(replace(workers, ranks_per_worker=config.tensor_parallel)).worker_ranks()
+        return ranks and replace(ranks, divides_rows=config.sequence_parallel)
+
     def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, Chunks], Sequence[ModelCosts]]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
         world = self.world
-        mini_batch = world.from_reader(lambda: self.inputs.mini_batch(self.adapter))
+        mini_batch, ranks = world.from_reader(lambda: self.inputs.mini_batch(self.adapter)), self._ranks(config)
 
         def measured(workload: Workload) -> ModelCosts:
-            own = profile_layers(self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier)
-            everyone = world.gather_objects(own)
+            own = profile_layers(
+                self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier, ranks=ranks
+            )
+            # The ranks of a worker wait for each other.
+            everyone = world.gather_objects(own)[:: config.tensor_parallel]
             # Those of a slower device are taken as the first one's.
             speeds = config.given_speeds or [1.0] * len(everyone)
             return mean_costs([times(one, speed) for one, speed in zip(everyone, speeds, strict=True)])

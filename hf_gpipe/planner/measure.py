@@ -22,6 +22,7 @@ from torch import nn
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs import ModelCosts, Seconds
@@ -61,6 +62,7 @@ def profile_layers(
     budget_seconds: float = 20.0,
     barrier: Callable[[], None] | None = None,
     make_optimizer: MakeOptimizer | None = None,
+    ranks: Ranks | None = None,
 ) -> ModelCosts:
     """The costs of `LayerTracer` with the seconds filled in, medians of several runs after one that is not counted.
 
@@ -75,12 +77,14 @@ def profile_layers(
             measures while the others compute, as in a run; None: this process is alone.
         make_optimizer: parameters -> the optimizer whose update is measured, after the gradients have been clipped;
             None: updates are not measured.
+        ranks: among which the layers are divided, and which all measure; the seconds include the sums over them. None:
+            the layers are whole.
     """
     workload = workload.within(adapter)
-    tracer = LayerTracer(adapter, loss=loss, as_on_gpu=device.type == "cuda")
+    tracer = _tracer(adapter, loss, device, ranks)
     costs = tracer.costs(workload)
     micro_batch = on_devices([workload.micro_batch(tracer.run.adapter)], [device])[device][0]
-    clock = _Clock(tracer.run, micro_batch, device, loss, repeats, budget_seconds, barrier or _alone)
+    clock = _Clock(tracer.run, micro_batch, device, loss, repeats, budget_seconds, barrier or _alone, ranks)
     with _random_numbers_kept(device):
         measured, beyond_layers = _of_classes(dict.fromkeys(tracer.representative_layer), clock)
         update = None if make_optimizer is None else clock.update_seconds(make_optimizer)
@@ -102,16 +106,24 @@ def block_seconds(
     *,
     loss: Loss = PLAIN,
     barrier: Callable[[], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> float:
     """The seconds of a forward and a backward of the model's first block, as in `profile_layers`; where the model has
     no block, of the layer in its middle."""
-    run = LayerTracer(adapter, loss=loss, as_on_gpu=device.type == "cuda").run
+    run = _tracer(adapter, loss, device, ranks).run
     kinds = [layer.kind for layer in run.adapter.layers]
     block = kinds.index("block") if "block" in kinds else len(kinds) // 2
     micro_batch = on_devices([workload.within(adapter).micro_batch(run.adapter)], [device])[device][0]
     with _random_numbers_kept(device):
-        clock = _Clock(run, micro_batch, device, loss, _BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS, barrier or _alone)
+        budget = _BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS
+        clock = _Clock(run, micro_batch, device, loss, *budget, barrier or _alone, ranks)
         return clock.measure(block, block + 1).of_micro_batch()
+
+
+def _tracer(adapter: Adapter, loss: Loss, device: torch.device, ranks: Ranks | None) -> LayerTracer:
+    size, divides_rows = (1, False) if ranks is None else (ranks.size, ranks.divides_rows)
+    as_on_gpu = device.type == "cuda"
+    return LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, num_ranks=size, divides_rows=divides_rows)
 
 
 @contextmanager
@@ -163,10 +175,11 @@ class _Clock:
     repeats: int
     budget_seconds: float
     barrier: Callable[[], None]
+    ranks: Ranks | None
 
     def stage(self, start: int, stop: int) -> Stage:
         """A run of layers as the executor has it."""
-        stage_model = assemble(self.model.adapter, range(start, stop), None, self.device)
+        stage_model = assemble(self.model.adapter, range(start, stop), None, self.device, ranks=self.ranks)
         return Stage(stage_model, self.model.wants_gradient, self.loss)
 
     def measure(self, start: int, stop: int) -> Seconds:
@@ -177,7 +190,7 @@ class _Clock:
         runs: list[Seconds] = []
         self.barrier()
         begin = time.perf_counter()
-        while len(runs) < 3 or (len(runs) <= self.repeats and time.perf_counter() - begin < self.budget_seconds):
+        while len(runs) < 3 or (len(runs) <= self.repeats and self._elapsed(begin) < self.budget_seconds):
             marks = [_now(self.device)]
             stage.forward(context, keep_graph=False)
             marks.append(_now(self.device))
@@ -190,6 +203,11 @@ class _Clock:
             stage.backward(0, gradients)
             runs.append(Seconds(marks[1] - marks[0], marks[2] - marks[1], _now(self.device) - begun))
         return Seconds.combined(runs[1:], median)
+
+    def _elapsed(self, begin: float) -> float:
+        """Seconds since then, the most of all ranks: they run each layer together, and so equally often."""
+        seconds = time.perf_counter() - begin
+        return seconds if self.ranks is None else float(self.ranks.largest(torch.tensor(seconds, device=self.device)))
 
     def update_seconds(self, make_optimizer: MakeOptimizer) -> float | None:
         """Seconds of an update per parameter, clipping included, on the layer with the most; None: none is trained."""

@@ -52,6 +52,11 @@ class MemoryEstimate:
         """All of it."""
         return sum(getattr(self, field.name) for field in fields(self))
 
+    @property
+    def of_tensors(self) -> int:
+        """All but the reserve."""
+        return self.total - self.reserve
+
 
 @dataclass(frozen=True)
 class StageLayers:

@@ -283,12 +283,12 @@ class Planner:
 
         Raises:
             UserError: there is no mini-batch, or the optimizer's state has no known size; layers cannot be divided so,
-                or are to be measured and divided.
+                or are to be measured in this process alone and divided.
         """
-        if tensor_parallel > 1 and (measured or profile_on is not None):
+        if tensor_parallel > 1 and profile_on is not None:
             raise UserError(
                 f"tensor_parallel is {tensor_parallel}, and the seconds of divided layers cannot be measured in one "
-                "process; leave --profile out, and give a partition other than profile"
+                "process; leave --profile out"
             )
         mini_batch = inputs.mini_batch(adapter)
         tracer = cache(

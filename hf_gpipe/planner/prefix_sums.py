@@ -4,7 +4,8 @@ One micro-batch on a stage of the layers `start` to `stop` (exclusive) needs, ab
 
     kept by its graph     the sum of what its layers' graphs keep, and once per stack what is made outside of the layers
     peak of a forward     max over layers l of (kept before l, l's input included) + forward_working_bytes of l
-    peak of a backward    max over layers l of (kept up to l) + backward_working_bytes of l
+    peak of a backward    max over layers l of (kept up to l) + backward_working_bytes of l + gradients of tied weights
+                          that wait for that of another layer
     seconds               the sum of its layers', and `stage_seconds` once
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs import (
@@ -85,8 +86,8 @@ class LayerSums:
         self.device = device
         layers = costs.layers
         seconds = [layer.seconds or estimated_seconds(layer, costs.compute_dtype, device) for layer in layers]
-        # The ranks of a worker wait for their sums, but for what runs beside products.
-        size, link = costs.num_ranks, link or device.link
+        # The ranks of a worker wait for their sums, but for what runs beside products. Measured seconds include them.
+        size, link = 1 if costs.is_measured else costs.num_ranks, link or device.link
         sums = [(one.forward_sums.seconds(size, link), one.backward_sums.seconds(size, link)) for one in layers]
         self._stage_seconds = costs.stage_seconds or estimated_stage_seconds(layers, device)
         self._forward_only = RangeSum(own.forward_only + sent for own, (sent, _) in zip(seconds, sums, strict=True))
@@ -111,9 +112,14 @@ class LayerSums:
         self.deferred_bytes = RangeSum(layer.deferred_bytes for layer in layers)
         self.row_bytes = RangeSum(layer.row_bytes for layer in layers)
         self.forward_only_peak_bytes = RangeMax(layer.forward_only_working_bytes for layer in layers)
-        self.graphs: dict[InnerRecompute, GraphSums] = {mode: GraphSums(layers, mode) for mode in ("none", "block")}
         self._own = list(accumulate((layer.parameters for layer in layers), initial=Parameters()))
         self._shared = _users(layers)
+        # A head that makes its logits in chunks adds to the gradient at once.
+        adds_up = [layer.kind == "head" and not costs.whole_logits for layer in layers]
+        tied = [(one.size.trainable_bytes, [n for n in users if not adds_up[n]]) for one, users in self._shared]
+        self.graphs: dict[InnerRecompute, GraphSums] = {
+            mode: GraphSums(layers, mode, tied) for mode in ("none", "block")
+        }
         self._seconds: dict[tuple[int, int, InnerRecompute], Seconds] = {}
 
     def held(self, start: int, stop: int) -> Parameters:
@@ -204,10 +210,19 @@ class LayerSums:
 
 
 class GraphSums:
-    """Bytes of one micro-batch's graph on a stage and the peaks of its actions, above the stage's received input."""
+    """Bytes of one micro-batch's graph on a stage and the peaks of its actions, above the stage's received input.
 
-    def __init__(self, layers: Sequence[LayerCost], inner: InnerRecompute) -> None:
+    Args:
+        layers: of the model.
+        inner: what stored graphs keep.
+        tied: of each weight that several layers use, the bytes of its gradient and the numbers of these layers.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerCost], inner: InnerRecompute, tied: Sequence[tuple[int, list[int]]]
+    ) -> None:
         graphs = [layer.graph(inner) for layer in layers]
+        self._tied = tied
         self._input = [graph.saved_input_bytes for graph in graphs]
         self._kept = RangeSum(graph.saved_bytes + graph.saved_input_bytes for graph in graphs)
         self._trained = RangeSum(layer.parameters.trainable_bytes for layer in layers)
@@ -232,12 +247,27 @@ class GraphSums:
 
     def backward_peak_bytes(self, start: int, stop: int) -> float:
         """The most while a backward takes the graph down, the graph included."""
-        return self._backward(start, stop) - self._kept.before[start] + self._beyond_layers(start, stop)
+        peak = self._with_waiting(self._backward, start, stop)
+        return peak - self._kept.before[start] + self._beyond_layers(start, stop)
 
     def first_backward_peak_bytes(self, start: int, stop: int) -> float:
         """The same with the gradients of the weights, which come as the graph goes; later backwards find them there."""
-        peak = self._first_backward(start, stop) + self._trained.before[stop]
+        peak = self._with_waiting(self._first_backward, start, stop) + self._trained.before[stop]
         return peak - self._kept.before[start] + self._beyond_layers(start, stop)
+
+    def _with_waiting(self, peaks: RangeMax, start: int, stop: int) -> float:
+        """The most of some layers' peaks, with the gradients that wait meanwhile: that of a parameter which several of
+        these layers use waits from the last one's backward, which comes first, to the first one's."""
+        most, waiting = peaks(start, stop), list[tuple[int, int, int]]()
+        for num_bytes, users in self._tied:
+            own = users[bisect_left(users, start) : bisect_left(users, stop)]
+            if len(own) > 1:
+                waiting.append((own[0], own[-1], num_bytes))
+        bounds = sorted({bound for first, last, _ in waiting for bound in (first, last)})
+        for first, last in pairwise(bounds):
+            there = sum(size for since, until, size in waiting if since <= first and last <= until)
+            most = max(most, peaks(first, last) + there)
+        return most
 
     def _beyond_layers(self, start: int, stop: int) -> float:
         """The bytes made outside of the layers, once per stack, less the first layer's input, which is the stage's."""

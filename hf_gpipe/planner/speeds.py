@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.planner.costs import ModelCosts
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.measure import block_seconds
@@ -19,8 +20,10 @@ from hf_gpipe.runtime.world import World
 _STEPS_OF_AN_OCTAVE = 8
 
 
-def measure_speeds(adapter: Adapter, workload: Workload, world: World, loss: Loss) -> tuple[float, ...] | None:
-    """The speed of each process relative to the first one; None: all are alike.
+def measure_speeds(
+    adapter: Adapter, workload: Workload, world: World, loss: Loss, ranks: Ranks | None = None
+) -> tuple[float, ...] | None:
+    """The speed of each worker relative to the first one; None: all are alike.
 
     Every process calls it. All of them compute a forward and a backward of one block at the same time, as in a run, so
     processes that share a machine slow each other down as they will.
@@ -30,9 +33,11 @@ def measure_speeds(adapter: Adapter, workload: Workload, world: World, loss: Los
         workload: a micro-batch.
         world: the processes and their devices.
         loss: of the micro-batch.
+        ranks: of this process's worker, among which the block is divided; None: a process is a worker.
     """
-    own = block_seconds(adapter, workload, world.device, loss=loss, barrier=world.barrier)
-    first, *others = world.gather_objects(own)
+    own = block_seconds(adapter, workload, world.device, loss=loss, barrier=world.barrier, ranks=ranks)
+    # The ranks of a worker wait for each other.
+    first, *others = world.gather_objects(own)[:: 1 if ranks is None else ranks.size]
     speeds = (1.0, *(_rounded(first / seconds) for seconds in others))
     return None if set(speeds) == {1.0} else speeds
 

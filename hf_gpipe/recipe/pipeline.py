@@ -258,16 +258,6 @@ class PipelineConfig:
                 f"tensor_parallel is {size} and schedule is {self.schedule}, which do not go together; leave one of "
                 "them out."
             )
-        if self.partition == "profile":
-            raise UserError(
-                f"tensor_parallel is {size} and partition is profile, which measures layers that are whole; use flops, "
-                "parameters or auto."
-            )
-        if self.speeds == "profile":
-            raise UserError(
-                f"tensor_parallel is {size} and speeds is profile, which measures a block that is whole; give one "
-                "number for each process of the plan, such as [1, 0.5], or leave speeds out."
-            )
 
     def _check_asynchronous(self) -> None:
         """Raise UserError for what an asynchronous schedule cannot run with."""

@@ -27,7 +27,8 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.loss import PLAIN, Loss
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, LONGEST_WINDOW
+from hf_gpipe.runtime.world import World
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, LONGEST_WINDOW, Placement
 from hf_gpipe.training.preference_loss import PreferenceLoss
 
 CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that share each layer. Where there are several, its seconds are estimated, not measured."""
+        """Processes that share each layer."""
         return self.others.get("tensor_parallel", 1)
 
     @property
@@ -153,12 +154,15 @@ def tiny(case: Case) -> Case:
 
 def profile(case: Case) -> Sequence[ModelCosts]:
     """The costs of a case's layers for each chunk of its rows, measured while the other processes measure."""
+    world = World.of_job()
+    placement = Placement.spread(case.num_processes // case.num_ranks, case.num_processes // case.num_ranks)
     measured = partial(
         profile_layers,
         case.adapter(),
         device=CPU,
         loss=case.loss.planned,
         barrier=meet,
+        ranks=world.placed(replace(placement, ranks_per_worker=case.num_ranks)).worker_ranks(),
         make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
     )
     return each_chunk(case.workload, Chunks(case.sequence_chunks), measured)
@@ -181,9 +185,12 @@ def planned(measured: Sequence[Sequence[ModelCosts]], case: Case, device: Device
 
 
 def train_pipeline(
-    case: Case, num_steps: int, after_step: Callable[[], None] = lambda: None
+    case: Case,
+    num_steps: int,
+    after_step: Callable[[], None] = lambda: None,
+    before_steps: Callable[[], None] = lambda: None,
 ) -> tuple[Pipeline, tuple[float, ...]]:
-    """Some steps of a case, and the seconds of each but the first; `after_step` is not in them.
+    """Some steps of a case, and the seconds of each but the first; the functions before and after are not in them.
 
     Of an asynchronous schedule one window follows the first, and the time of its steps is the mean.
     """
@@ -199,6 +206,7 @@ def train_pipeline(
     if case.zero:
         pipe.shard_optimizer(optimizer)
     batch, seconds = case.batch(), []
+    before_steps()
     if case.is_asynchronous:
         return pipe, _train_windows(pipe, case, after_step)
     for _ in range(num_steps):

@@ -11,13 +11,16 @@ from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.commands.plan import main
 from hf_gpipe.errors import UserError
+from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner import decide, measure, speeds
-from hf_gpipe.planner.costs import Seconds, times
-from hf_gpipe.planner.devices import DEVICES
+from hf_gpipe.planner.costs import ModelCosts, Seconds, times
+from hf_gpipe.planner.devices import DEVICES, cpu
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.measure import block_seconds
+from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.facts import DeviceFacts
 from tests.gloo import run_gloo
@@ -82,6 +85,27 @@ def test_the_time_of_a_block_takes_no_random_numbers(family: str) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+def _of_blocks(size: int) -> tuple[ModelCosts, float]:
+    """What this process measures of layers that are divided among as many ranks as there are processes."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    ranks = ProcessRanks(size, torch.distributed.get_rank(), group, CPU, divides_rows=True)
+    adapter, workload = adapter_for(CONFIG), Workload(2, 12, 12)
+    costs = measure.profile_layers(adapter, workload, CPU, repeats=2, ranks=ranks)
+    return costs, block_seconds(adapter, workload, CPU, ranks=ranks)
+
+
+def test_divided_layers_are_measured_with_the_sums_over_their_ranks() -> None:
+    for costs, block in run_gloo(_of_blocks, 2, 2):
+        assert costs.is_measured
+        assert costs.num_ranks == 2
+        assert block > 0
+        assert costs.layers[1].forward_sums.num_bytes > 0
+        # A link that takes seconds for a byte changes nothing: its time is in what was measured.
+        slow = LayerSums(costs, cpu(1), Level(2, 1.0, 1.0))
+        assert slow.seconds(1, 2, "none") == LayerSums(costs, cpu(1)).seconds(1, 2, "none")
+
+
 def test_a_block_that_takes_longer_has_more_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, run = adapter_for(CONFIG), measure.Stage.forward
     fast = block_seconds(adapter, Workload(2, 12, 12), CPU)
@@ -138,8 +162,8 @@ def test_of_divided_layers_the_slowest_card_of_a_stage_counts(
     given = [str(path), "--device", "h100,h100,t4,h100", "pipeline.tensor_parallel=2", "pipeline.num_stages=2"]
     assert main(given) == 0
     assert "78.6 GiB, 14 GiB, relative speeds 1, 0." in capsys.readouterr().out
-    assert main([*given, "pipeline.speeds=profile"]) == 2
-    assert "tensor_parallel is 2 and speeds is profile" in capsys.readouterr().err
+    assert main([*given[:1], "--device", "h100", "--devices", "4", *given[3:], "--profile"]) == 2
+    assert "tensor_parallel is 2, and the seconds of divided layers" in capsys.readouterr().err
 
 
 def test_other_words_for_speeds_are_an_error() -> None:

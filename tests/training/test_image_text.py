@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from hf_gpipe import PipelineSFTConfig, PipelineSFTTrainer
+from hf_gpipe.data import image_files
 from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
 from hf_gpipe.data.images import image_corpus
 from hf_gpipe.errors import DataError, UserError
@@ -247,6 +248,30 @@ def test_files_that_datasets_has_found_are_opened(tmp_path: Path, monkeypatch: p
     for path in (str(tmp_path / "data"), "its/name"):
         data = DataSection(kind="images", path=path, labels=["x"], validation_fraction=0.0, test_fraction=0.0)
         assert np.array_equal(image_corpus(data).train[0][0], picture(0))
+
+
+@pytest.mark.parametrize("name", ["a.png", "zip://a.png::a.zip"])
+def test_an_image_has_a_limit_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A member of an archive is not unpacked first: it can be a thousand times as large as the archive."""
+    monkeypatch.setattr(image_files, "MOST_BYTES", 1 << 20)
+    picture(0).save(tmp_path / "b.png")
+    (tmp_path / "a.png").write_bytes(bytes(1 + (1 << 20)))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(tmp_path / "a.png", "a.png")
+        archive.write(tmp_path / "b.png", "b.png")
+    column = datasets.Features({"image": datasets.Image()}).arrow_schema
+    rows_ = {"image": [{"bytes": None, "path": one} for one in (name, name.replace("a.png", "b.png"))]}
+    pyarrow.parquet.write_table(pyarrow.table(rows_, column), tmp_path / "rows.parquet")
+    stored = image_files.StoredRows(
+        datasets.load_dataset("parquet", data_files=str(tmp_path / "rows.parquet"))["train"].cast_column(
+            "image", datasets.Image(decode=False)
+        ),
+        str(tmp_path / "rows.parquet"),
+        "image",
+    )
+    assert np.array_equal(stored[1]["image"], picture(0))
+    with pytest.raises(DataError, match="of 1 MiB; an image has at most 1 MiB, so make it smaller"):
+        stored[0]
 
 
 def test_a_damaged_image_is_an_error_of_its_row() -> None:
