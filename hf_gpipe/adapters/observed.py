@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hf_gpipe.adapters import fake_operations
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.errors import UnsupportedModelError
 
@@ -173,7 +174,8 @@ class _Followed(TorchDispatchMode):
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         for tensor in tensors:
             self._check_read(tensor, self._where)
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            result = fake_operations.run(func, args, kwargs or {})
         read = {_memory(tensor) for tensor in tensors}
         if self._inside or not read.isdisjoint(self._readers):
             # A view of the model's inputs depends on them alone.

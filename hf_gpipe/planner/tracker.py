@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from hf_gpipe.planner import fake_operations
+from hf_gpipe.adapters import fake_operations
 from hf_gpipe.planner.gpu_attention import attention_backward_flops, attention_flops
 
 _aten = torch.ops.aten

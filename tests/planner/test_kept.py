@@ -14,10 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters import Adapter, Autocast, adapter_for
+from hf_gpipe.adapters import Adapter, Autocast, adapter_for, fake_operations
 from hf_gpipe.adapters.chain import Chain
 from hf_gpipe.adapters.peft_resolve import resolve_peft
-from hf_gpipe.planner import fake_operations, kept
+from hf_gpipe.planner import kept
 from hf_gpipe.planner.kept import identity_of
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.tracing import StageTracer
