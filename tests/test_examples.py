@@ -42,6 +42,7 @@ def run(launcher: str, folder: Path, script: str, *arguments: str | Path, option
         assert process.exitcode == 0, (folder / "run.err").read_text()[-3000:]
         return (folder / "run.out").read_text()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent), "HF_HUB_OFFLINE": "1"}
+    environment = forked_command.without_collector(environment)
     finished = subprocess.run([*LAUNCHER, *words], capture_output=True, text=True, env=environment, timeout=240)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return finished.stdout

@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from huggingface_hub import ModelCard
@@ -58,7 +59,8 @@ def changed(name: str, work: Path, output: Path, *options: str) -> list[str]:
 
 
 def run(launcher: str, commands: list[list[str]], work: Path, **variables: str) -> None:
-    finished = foreign_scripts.run(launcher, [__file__, json.dumps(commands)], work, **variables)
+    with patch.dict(os.environ, forked_command.without_collector(os.environ)):
+        finished = foreign_scripts.run(launcher, [__file__, json.dumps(commands)], work, **variables)
     assert finished.returncode == 0, finished.stderr[-4000:]
 
 

@@ -120,29 +120,20 @@ def test_the_upper_layers_name_neither_torch_nor_transformers() -> None:
 
 
 def test_the_upper_layers_load_neither_torch_nor_transformers_and_the_launcher_no_transformers() -> None:
-    """A process that only starts others would otherwise spend seconds on importing it."""
+    """A process that only starts others would otherwise spend seconds on importing it. Public names load when used."""
     upper = ", ".join(f"{PACKAGE}.{name}" for name in WITHOUT_TORCH)
     launcher = f"{PACKAGE}.train, {PACKAGE}.runtime.launch"
     loaded = f"print(sorted({HEAVY!r} & set(sys.modules)))"
+    names = f"print([name for name in {PACKAGE}.__all__ if not hasattr({PACKAGE}, name)], gc.isenabled())"
     finished = subprocess.run(
-        [sys.executable, "-c", f"import sys, {upper}; {loaded}; import {launcher}; {loaded}"],
+        [sys.executable, "-c", f"import gc, sys, {upper}; {loaded}; import {launcher}; {loaded}; {names}; {loaded}"],
         capture_output=True,
         text=True,
         check=True,
         cwd=ROOT.parent,
     )
-    assert finished.stdout.split("\n")[:2] == ["[]", "['torch']"]
-
-
-def test_the_public_names_load_on_first_use() -> None:
-    program = (
-        "import sys, hf_gpipe; before = 'torch' in sys.modules; hf_gpipe.Pipeline;"
-        "print(before, 'torch' in sys.modules, [name for name in hf_gpipe.__all__ if not hasattr(hf_gpipe, name)])"
-    )
-    finished = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent
-    )
-    assert finished.stdout.strip() == "False True []"
+    found = finished.stdout.splitlines()[:4]
+    assert found == ["[]", "['torch']", "[] True", "['torch', 'transformers']"]
 
 
 def test_an_unknown_public_name_is_an_attribute_error() -> None:

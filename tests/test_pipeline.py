@@ -34,8 +34,10 @@ def test_gradients_of_the_plain_model(family: str, tied: bool) -> None:
         expected = run_plain(plain, batch, num_micro_batches)
         plain.zero_grad()
         for num_stages in (1, 2, 3, 4):
-            # Every pair of values comes; all three together take twice as long and catch nothing more.
-            recompute = ("none", "stage")[(number + num_stages + tied) % 2]
+            # Every pair of values comes, and of each family every three; all together take longer, and catch no more.
+            if (number + num_stages + tied) % 2:
+                continue
+            recompute = ("none", "stage")[(number // 2 + num_stages // 2) % 2]
             pipe = Pipeline(plain, num_stages, num_micro_batches, recompute=recompute)
             assert_same(run_pipeline(pipe, batch), expected)
             assert float(pipe.grad_norm()) == pytest.approx(expected.norm, rel=1e-10)

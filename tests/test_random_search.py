@@ -6,6 +6,7 @@ import logging
 import random
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from scripts.random_cases.draw import Case, draw, families, random_table
 from scripts.random_cases.run import REFUSED, RIGHT, WRONG, difference, run
 from scripts.random_search import counts, line_of, main, quiet, search
 
-SECONDS = 45
+#: Cases that are drawn, however fast the machine is.
+NUM_CASES = 16
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,7 @@ def _as_before() -> Iterator[None]:
 def test_no_random_case_is_wrong() -> None:
     """A new seed each time. What fails is printed with the command that runs it again, reduced to what it needs."""
     seed = random.SystemRandom().randrange(10**6)
-    outcomes = list(search(seed, SECONDS / 60))
+    outcomes = list(islice(search(seed, 30.0), NUM_CASES))
     told = counts([line_of(one) for one in outcomes])
     print(f"seed {seed}\n{told}")
     wrong = [
@@ -46,7 +48,6 @@ def test_no_random_case_is_wrong() -> None:
         if one.verdict == WRONG
     ]
     assert not wrong, "\n".join(wrong)
-    # A machine that stalls runs few cases.
     assert sum(one.verdict == RIGHT for one in outcomes) >= 3, told
 
 

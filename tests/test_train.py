@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from hf_gpipe.recipe import load_recipe
@@ -242,20 +243,21 @@ def test_a_finished_run_is_only_evaluated(
 # ---------------------------------------------------------------------- other launchers
 
 
-def test_another_launcher_s_job_is_joined(recipe: Path) -> None:
-    """That of `accelerate launch` is joined by tests/test_examples.py."""
-    launcher = ["torch.distributed.run", "--nproc-per-node", "2"]
+def test_another_launcher_s_job_is_joined(recipe: Path, tmp_path: Path) -> None:
+    """Tests of faults start torchrun itself, and those of examples `accelerate launch`."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = ["training.max_steps=2", "training.save_steps=null", "evaluation.max_examples=1"]
-    result = subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", "hf_gpipe.train", str(recipe), *words],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT | {"MASTER_PORT": "0"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "2 processes" in result.stdout
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "2"}
+    processes = []
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+        own = {**variables, "RANK": rank, "LOCAL_RANK": rank}
+        processes.append(forked_command.start_worker(tmp_path / rank, str(recipe), *words, **own))
+    for process in processes:
+        process.join(200)
+    assert [process.exitcode for process in processes] == [0, 0], (tmp_path / "0/run.err").read_text()
+    assert "2 processes" in (tmp_path / "0/run.out").read_text()
     assert len(losses(recipe.parent / "out")) == 2
 
 

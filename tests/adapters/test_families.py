@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,19 @@ def in_stages(pipe: Pipeline, batch: Batch) -> Step:
     return Step(loss, gradients, torch.float64)
 
 
+@cache
+def in_three_stages(case: str) -> tuple[PreTrainedModel, Pipeline]:
+    """A clone, and a pipeline that recomputes its blocks, if it can. No test changes the weights."""
+    model = clone(case)
+    blocks = "block" if model.supports_gradient_checkpointing else "none"
+    return model, Pipeline(model, 3, MICRO_BATCHES, recompute=blocks)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_every_gradient(case: str) -> None:
     """Several micro-batches are in flight while blocks are recomputed, which must not see each other's tensors."""
-    model = clone(case)
+    model, three = in_three_stages(case)
     batch = padded_batch(model)
-    blocks = "block" if model.supports_gradient_checkpointing else "none"
-    three = Pipeline(model, 3, MICRO_BATCHES, recompute=blocks)
     each = Pipeline(model, len(three.adapter.layers), MICRO_BATCHES, recompute="stage")
     expected = plain_step(model, batch, three.adapter)
     for pipe in (three, each):
@@ -90,9 +97,9 @@ def test_loss_and_every_gradient(case: str) -> None:
 
 @pytest.mark.parametrize("case", [*DECODER_ONLY, *ENCODER_DECODER, *IMAGE_TEXT])
 def test_hub_round_trip(case: str, tmp_path: Path) -> None:
-    model = clone(case)
+    model, pipe = in_three_stages(case)
     model.save_pretrained(tmp_path / "plain")
-    Pipeline(model, 3).save_pretrained(tmp_path / "stages")
+    pipe.save_pretrained(tmp_path / "stages")
     plain, stages = (tensors_of(tmp_path / name) for name in ("plain", "stages"))
     assert plain.keys() == stages.keys()
     assert all(torch.equal(tensor, stages[name]) for name, tensor in plain.items())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -157,8 +158,11 @@ def _server() -> Connection:
 
 def _serve(connection: Connection) -> None:
     """Run tests until the process of pytest has ended."""
+    gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # else each child looks at all that is imported, and gets pages of its own for it
+    gc.enable()
     while True:
         try:
             request: Request = pickle.loads(connection.recv_bytes())

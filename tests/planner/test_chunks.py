@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_gpipe.adapters import adapter_for
-from hf_gpipe.commands.plan import main
+from hf_gpipe.commands import plan
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.choose import best_plan
 from hf_gpipe.planner.chunks import chunk_counts, each_chunk, taper_of, ways_to_cut
@@ -163,11 +163,13 @@ def test_rows_that_are_not_cut_have_no_taper() -> None:
     assert ways_to_cut(replace(config, chunk_taper="auto"), 512) == [Chunks(1, 0.0), Chunks(2, 0.0)]
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Three lengths of rows are planned; tests/planner/test_command.py looks for the longest that fits.
+    monkeypatch.setattr(plan, "_MOST_TOKENS", 1024)
     recipe = str(ROOT / "recipes" / "causal" / "pretrain.yaml")
     given = [recipe, "data.max_target_tokens=512", "training.batch_size=1", "pipeline.partition=auto", "--devices", "4"]
     picked = ["pipeline.num_micro_batches=1", "pipeline.sequence_chunks=auto", "--device", "rtx4090"]
-    assert main([*given, *picked, "--json"]) == 0
+    assert plan.main([*given, *picked, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["sequence_chunks"] in (1, 2)
-    assert main([*given, *picked[:1], "pipeline.sequence_chunks=4", "--memory", "1GiB", "--longest"]) in (0, 1)
+    assert plan.main([*given, *picked[:1], "pipeline.sequence_chunks=4", "--memory", "1GiB", "--longest"]) in (0, 1)
     assert "cut into 4 chunks of at most 128 tokens" in capsys.readouterr().out

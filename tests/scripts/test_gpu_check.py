@@ -14,6 +14,7 @@ import pytest
 
 from hf_gpipe.schedule import build, placement_for
 from tests.emulated_cuda.processes import check_available
+from tests.forked_command import without_collector
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def checked(*words: str) -> subprocess.CompletedProcess[str]:
     """What `bash scripts/gpu_check.sh` did."""
     command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *words]
-    environment = os.environ | {"HF_GPIPE_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = without_collector({**os.environ, "HF_GPIPE_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"})
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
