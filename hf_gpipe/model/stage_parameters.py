@@ -79,6 +79,10 @@ class StageParameters:
                 if self.ties.owner_stage[name] == stage:
                     yield name, parameter
 
+    def names_of(self, stage: int) -> list[str]:
+        """The names of the parameters that a stage of this process owns."""
+        return [name for name in self.models[stage].parameters if self.ties.owner_stage[name] == stage]
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """This process's parameters, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
@@ -152,14 +156,18 @@ class StageParameters:
         """The 2-norm of the gradient of the whole model, a float64 tensor, the same on every process."""
         return gradient_norm(self.counted(), self.world)
 
-    def counted(self) -> list[torch.Tensor]:
+    def counted(self, of_stage: int | None = None) -> list[torch.Tensor]:
         """The gradient of each parameter of the model once over all processes: of those that this one owns, in the
-        first replica, and of a part that several ranks of a worker have, at the first of them."""
+        first replica, and of a part that several ranks of a worker have, at the first of them.
+
+        Args:
+            of_stage: whose parameters alone count; None: those of all stages.
+        """
         owner_stage, is_first = self.ties.owner_stage, self.world.is_in_first_replica
         found: list[torch.Tensor] = []
         for name, parameter in self.named_parameters():
             stage, gradient = owner_stage[name], parameter.grad
-            if gradient is not None and is_first(stage):
+            if of_stage in (None, stage) and gradient is not None and is_first(stage):
                 division = self.models[stage].division
                 found += [gradient] if division is None else division.counted(name, gradient)
         return found

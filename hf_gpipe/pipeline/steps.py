@@ -32,6 +32,7 @@ from hf_gpipe.runtime.micro_batch import (
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside, with_updates_last
 
 logger = logging.getLogger(__name__)
 
@@ -164,20 +165,35 @@ class Steps:
         return numbers
 
     def train_ahead(
-        self, batches: Sequence[Batch], times: list[ActionTime] | None, update: Callable[[], None]
+        self,
+        batches: Sequence[Batch],
+        times: list[ActionTime] | None,
+        update: Callable[[], None],
+        update_stage: Callable[[int], None] | None = None,
     ) -> LossAndNorm:
         """`train_on` for an update that needs neither the loss nor the norm of the gradient.
 
         This process does not wait for the others: it updates as soon as its own gradients are complete, and can begin
         the next step. (Copies of tied parameters wait for their owner all the same.)
 
+        Args:
+            batches, times: as of `train_on`.
+            update: called once the gradients of this process are complete.
+            update_stage: where `can_update_beside`, called for each stage of this process, in a thread and beside
+                backwards, when the gradients of the stage are complete; `update` then comes after all of them.
+
         Returns:
             Waits until every process has updated, and returns the loss and the norm of the gradient, (2,). It must be
             called before or soon after the end of the next step.
         """
-        numbers = self._train(batches, times, lambda _: update(), waits=False)
+        numbers = self._train(batches, times, lambda _: update(), waits=False, update_stage=update_stage)
         self.step += 1
         return numbers
+
+    @property
+    def can_update_beside(self) -> bool:
+        """Whether `train_ahead` takes `update_stage`."""
+        return can_update_beside(self.decision.full_table)
 
     def measure_window(self, steps: Sequence[Sequence[Batch]], update: UpdateStage) -> list[ActionTime]:
         """Measure a window that does not count: `step` stays as it is. As `train_window`; the effects of `update` stay.
@@ -212,6 +228,7 @@ class Steps:
         update: Callable[[LossAndNorm], None] | None,
         *,
         waits: bool,
+        update_stage: Callable[[int], None] | None = None,
     ) -> LossAndNorm:
         if self.decision.is_asynchronous:
             raise UserError(
@@ -222,13 +239,21 @@ class Steps:
         self.parameters.ties.begin()
         micro_batches = self.forwards.compared(self._micro_batches(batches, self.step))
         numbers: list[LossAndNorm] = []
+        squares: list[torch.Tensor] = []
+        table = self.decision.schedule(len(micro_batches), chunks=chunks_of(micro_batches))
+        table = with_updates_last(table) if update_stage is None else with_updates_beside(table)
+
+        def update_beside(stage: int, _: int) -> None:
+            assert update_stage is not None, "the table has no H"
+            squares.extend(sums_of_squares(self.parameters.counted(stage)))
+            update_stage(stage)
 
         def reduce(result: StepResult) -> None:
             entered.close()
             self.parameters.replicas.finish()
             self.parameters.ties.reduce_gradients()
-            gradients = () if update is None else self.parameters.counted()
-            numbers.append(begin_loss_and_norm(self._own_loss(result), gradients, self.world))
+            gradients = () if update is None or update_stage is not None else self.parameters.counted()
+            numbers.append(begin_loss_and_norm(self._own_loss(result), gradients, self.world, squares))
             if waits:
                 numbers[0]()
                 if times is not None:  # the update after it starts in all processes at the same time
@@ -238,11 +263,12 @@ class Steps:
             entered.enter_context(keeping_weights(self.adapter.autocast))
             entered.enter_context(self.forwards.keeping_random_state())
             result = self.executor.run(
-                self.decision.schedule(len(micro_batches), chunks=chunks_of(micro_batches)),
+                table,
                 micro_batches,
                 StepOptions(loss_scale=self.loss_scale),
                 reduce=reduce,
                 update=None if update is None else lambda: update(*numbers),
+                update_stage=update_beside,
                 is_measured=times is not None,
             )
         if times is not None:

@@ -10,15 +10,16 @@ In an asynchronous table the weights of a stage change between its actions: each
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from hf_gpipe.errors import StageError
+from hf_gpipe.runtime.beside import Beside
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.homes import Homes
@@ -36,11 +37,11 @@ from hf_gpipe.runtime.performing import (
 )
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.stage import Stage
-from hf_gpipe.runtime.timing import NamedRanges, Timer, is_profiled
+from hf_gpipe.runtime.timing import ActionTime, NamedRanges, Timer, is_profiled
 from hf_gpipe.runtime.versions import Versions
 from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import LOAD
+from hf_gpipe.schedule.kinds import LOAD, Resource
 from hf_gpipe.schedule.messages import in_rows, messages
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.versions import Use, uses
@@ -94,9 +95,7 @@ class Executor:
         self._planned: list[Planned] = []
         #: Of each stage, while the table is asynchronous.
         self._versions: dict[int, Versions] = {}
-        #: Sends what must wait for a copy, one message after another; its thread begins with the first of them.
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="messages after copies")
-        self._to_send: list[Future[None]] = []
+        self._beside = Beside(min(rows))
 
     def run(
         self,
@@ -113,16 +112,16 @@ class Executor:
 
         Clipping, loss scaling and the decision to skip an update need the gradients of all stages. So in a synchronous
         table the last U of a process updates all its stages, after everything else that it does in the step. In an
-        asynchronous one each U updates its own stage.
+        asynchronous one each U updates its own stage, and so does each H, in a thread beside the actions after it.
 
         Args:
             schedule: a valid table for these stages and this many micro-batches.
             micro_batches: the same on every process.
             options: of this step.
-            reduce: called at the process's last U with the results so far, to complete gradients and loss together with
-                the other processes. Its time counts as waiting.
+            reduce: called at the process's last U or H with the results so far, to complete gradients and loss
+                together with the other processes. Its time counts as waiting.
             update: called after `reduce`. Its errors are raised unchanged.
-            update_stage: called at each U of an asynchronous table, in place of these two.
+            update_stage: called at each U of an asynchronous table, in place of these two; and at each H, before them.
             is_measured: whether to note when each action ran.
 
         Raises:
@@ -146,7 +145,7 @@ class Executor:
         for versions in self._versions.values():
             versions.begin()
         timer = Timer(self._devices) if is_measured else None
-        mark = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
+        note = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
         complete = partial(self._complete, micro_batches, result, reduce, timer)
         step = Step(
             schedule,
@@ -161,6 +160,7 @@ class Executor:
             timer,
             self._collect,
             partial(self._send_after, micro_batches),
+            self._update_beside,
         )
         action = None
         # The clock of a worker. Each action of its row has three phases, between four marks; what an action waits for
@@ -174,6 +174,9 @@ class Executor:
             for planned in self._planned:
                 # 1. Receive: start what comes soon, and wait for what this action needs.
                 action, device = planned.action, planned.device
+                self._beside.check()
+                # A thread notes the times of what it does.
+                mark = note if action.kind.resource is not Resource.HOST else _not_measured
                 mark(action, device)
                 for one in planned.expected:
                     one.channel.expect(one.key, one.shapes(micro_batches[one.key[0]]))
@@ -198,6 +201,8 @@ class Executor:
             if step.is_updating:  # everything was sent and received
                 raise
             self._reset()
+            if isinstance(error, StageError):  # of a thread, which says where
+                raise
             where = f"stage {action.stage}, action {action}" if action is not None else "before the first action"
             row = row_around(actions, action) if action is not None else ""
             raise StageError(f"process {min(self._rows)}, {where}: {type(error).__name__}: {error}{row}") from error
@@ -205,7 +210,7 @@ class Executor:
             versions.end()
         result.stash_bytes = sum(versions.most_bytes for versions in self._versions.values())
         if timer is not None:
-            result.times = timer.read()
+            result.times += timer.read()
         return result
 
     def _complete(
@@ -279,20 +284,23 @@ class Executor:
             stage, (run, wait) = row.stages[action.stage], performed(action.kind)
             if LOAD in schedule.kinds and action.micro_batch is not None:
                 run = visiting(run)
+            is_beside = action.kind.resource is Resource.HOST
+            received = tuple(
+                self._message(schedule, source, action)
+                for source in schedule.sources(action)
+                if self._is_read(schedule, source, action)
+            )
             planned = Planned(
                 action=action,
-                index=-1 if action.micro_batch is None else action.micro_batch,
+                index=_index(action),
                 stage=stage,
                 visits=row.visits,
                 device=stage.device,
                 run=run if use is None or not action.kind.reads_weights else reading(run),
                 wait=wait,
                 expected=tuple(expected[worker, place]),
-                received=tuple(
-                    self._message(schedule, source, action)
-                    for source in schedule.sources(action)
-                    if self._is_read(schedule, source, action)
-                ),
+                received=() if is_beside else received,
+                received_beside=received if is_beside else (),
                 sent=tuple(
                     self._message(schedule, action, other)
                     for other in schedule.consumers(action)
@@ -341,13 +349,31 @@ class Executor:
             wait()
             _send(planned, message, micro_batches)
 
-        self._to_send.append(self._sender.submit(send))
+        self._beside.begin(Resource.COPY_OUT, planned.action, send)
+
+    def _update_beside(self, step: Step, planned: Planned) -> None:
+        """Update a dealt stage in a thread, once its gradients are at home. The host goes on."""
+        ways = [wait for row in self._rows.values() if (wait := row.visits.way_home()) is not None]
+
+        def update() -> None:
+            assert step.update_stage is not None, "a table with H needs update_stage"
+            come = time.perf_counter()
+            for wait in ways:
+                wait()
+            for one in planned.received_beside:
+                one.channel.receive(one.key)
+            if self._homes is not None:
+                self._homes.collect_stage(planned.action.stage)
+            begun = time.perf_counter()
+            step.update_stage(planned.action.stage, planned.action.step)
+            if step.timer is not None:
+                step.result.times.append(ActionTime(planned.action, come, time.perf_counter(), begun - come))
+
+        self._beside.begin(Resource.HOST, planned.action, update)
 
     def _flush(self) -> None:
-        """Wait until all messages have been sent."""
-        for future in self._to_send:
-            future.result()
-        self._to_send.clear()
+        """Wait until the threads are done, and all messages have been sent."""
+        self._beside.finish()
         for channel in self._channels:
             channel.flush()
 
@@ -359,7 +385,7 @@ class Executor:
             for stage in row.stages.values():
                 stage.reset()
             row.visits.reset()
-        self._to_send.clear()
+        self._beside.reset()
         for channel in self._channels:
             channel.reset()
 
@@ -399,5 +425,5 @@ def _not_measured(action: Action, device: torch.device) -> None:
 
 
 def _index(action: Action) -> int:
-    assert action.micro_batch is not None, f"{action} has no micro-batch"
-    return action.micro_batch
+    """The number of its micro-batch; -1 of an action that concerns a step."""
+    return -1 if action.micro_batch is None else action.micro_batch

@@ -13,7 +13,12 @@ LossAndNorm = Callable[[], torch.Tensor]
 """Waits until every process has sent its part; returns the loss and the norm, (2,) in float64 on the CPU."""
 
 
-def begin_loss_and_norm(loss: torch.Tensor | None, gradients: Iterable[torch.Tensor], world: World) -> LossAndNorm:
+def begin_loss_and_norm(
+    loss: torch.Tensor | None,
+    gradients: Iterable[torch.Tensor],
+    world: World,
+    squares: Sequence[torch.Tensor] = (),
+) -> LossAndNorm:
     """The loss and the 2-norm of the gradient of the whole model, by one message that is not waited for here.
 
     Every process must call it.
@@ -23,12 +28,13 @@ def begin_loss_and_norm(loss: torch.Tensor | None, gradients: Iterable[torch.Ten
         gradients: of this process, each of the model's in one process only; none where the norm is not needed. They are
             read here, and may change afterwards.
         world: of the pipeline.
+        squares: of other gradients of this process the sums of squares, as `sums_of_squares` gives them.
 
     Returns:
         Waits, and returns the same numbers in every process.
     """
     losses = [[] if loss is None else [loss]]
-    numbers = begin_losses_and_norms(losses, [sums_of_squares(gradients)], world)
+    numbers = begin_losses_and_norms(losses, [[*squares, *sums_of_squares(gradients)]], world)
     return lambda: numbers()[0]
 
 

@@ -5,7 +5,7 @@ stage makes their memory and updates them. Processes of one machine map the same
 use has one home, that of the lowest of them. Gradients have a home for each stage: two stages may add at the same time.
 
 A step has two meeting points of all processes: before it, after which no weight changes, and before its update, when
-all gradients are there.
+all gradients are there. Where stages are updated beside backwards, each waits for its own gradients instead.
 """
 
 from __future__ import annotations
@@ -137,9 +137,20 @@ class Homes:
             return
         self._is_collected = True
         self._world.barrier()
-        for (stage, name), parameter in self._own.items():
-            stages, home = self._stages_of[name], self._gradients[stage, name]
-            if stage != stages[0]:
+        for stage in {stage: None for stage, _ in self._own}:
+            self._give(stage)
+
+    def collect_stage(self, stage: int) -> None:
+        """The same for a stage that this process updates, once the gradients of it and of all later stages are at
+        home. In such a step every process collects each of its stages so."""
+        self._is_collected = True
+        self._give(stage)
+
+    def _give(self, stage: int) -> None:
+        """Give a stage's parameters their gradients; those of tied ones are added up in the lowest stage."""
+        for (owner, name), parameter in self._own.items():
+            stages, home = self._stages_of[name], self._gradients[owner, name]
+            if owner != stage or stage != stages[0]:
                 continue
             for other in stages[1:]:
                 more = self._gradients[other, name]

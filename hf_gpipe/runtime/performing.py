@@ -86,6 +86,8 @@ class Step:
     """Waits until gradients of visiting weights are on the host, of dealt stages those of all workers."""
     send_after: Callable[[Callable[[], None], Planned, Tensors], None]
     """(wait, action, message) -> None: sends an action's message once `wait` returns, beside the actions after it."""
+    update_beside: Callable[[Step, Planned], None]
+    """Updates a dealt stage once its gradients are on the host, beside the actions after it."""
     is_updating: bool = False
     """Whether `update` runs, whose errors are the caller's own."""
 
@@ -119,12 +121,14 @@ class Planned:
     """Those whose receive starts before the action."""
     received: tuple[Message, ...]
     """Its own messages."""
+    received_beside: tuple[Message, ...]
+    """Those of an action that waits for them beside the others."""
     sent: tuple[Message, ...]
     """The messages that its result is, unless the result is empty."""
     use: Use | None
     """The version of the weights that it reads or replaces; None of a reduction, and in a synchronous table."""
     is_last: bool
-    """Of an update: whether it is the process's last one. Of a B or W: whether its stage's G can begin in it."""
+    """Of U or H: whether it is the process's last one. Of a B or W: whether its stage's G can begin in it."""
     is_moving: bool
     """Whether forward and backward of its micro-batch are on different workers, where the stage is dealt."""
 
@@ -217,6 +221,12 @@ def _update(step: Step, planned: Planned, received: Tensors) -> Tensors:
     return {}
 
 
+def _await_host_updates(step: Step, planned: Planned) -> None:
+    step.update_beside(step, planned)
+    if planned.is_last:
+        step.complete()
+
+
 def _load(step: Step, planned: Planned, received: Tensors) -> Tensors:
     planned.visits.load(planned.action.stage)
     return {}
@@ -265,6 +275,7 @@ PERFORMED: dict[str, Performed] = {
     kinds.LOGITS_GRADIENT: Performed(_logits_gradient),
     kinds.REDUCE: Performed(_reduce, _await_gradients),
     kinds.UPDATE: Performed(_update, _await_update),
+    kinds.HOST_UPDATE: Performed(_update, _await_host_updates),
     kinds.LOAD: Performed(_load),
     kinds.DROP: Performed(_drop),
 }

@@ -44,9 +44,7 @@ def treats_elements_alone(optimizer: torch.optim.Optimizer, needed_by: str = "ze
     Raises:
         UserError: neither is known of its class.
     """
-    # A subclass may do something else in a step.
-    cls = type(optimizer)
-    name = f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
+    cls, name = type(optimizer), _name_of(optimizer)
     if name in _BY_ELEMENT:
         return True
     if name in _BY_PARAMETER:
@@ -57,6 +55,17 @@ def treats_elements_alone(optimizer: torch.optim.Optimizer, needed_by: str = "ze
         "update of a parameter depends on other parameters, which would not be updated with it: leave that setting "
         f"out, or use one of these classes: {known}"
     )
+
+
+def treats_parameters_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known of an optimizer that its update of a parameter does not depend on other parameters."""
+    return _name_of(optimizer) in _BY_ELEMENT | _BY_PARAMETER
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    # A subclass may do something else in a step.
+    cls = type(optimizer)
+    return f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
 
 
 class Shards:

@@ -26,9 +26,10 @@ from hf_gpipe.schedule.interleaved import interleaved_1f1b
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE, REDUCE, UPDATE
 from hf_gpipe.schedule.placement import Placement, replicas_of
 from hf_gpipe.schedule.recompute import Limits
-from hf_gpipe.schedule.round_robin import Deal, deal_of, round_robin_orders, with_updates
+from hf_gpipe.schedule.round_robin import Deal, deal_of, round_robin_orders
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.text_form import MOST_ACTIONS
+from hf_gpipe.schedule.updates import with_updates
 from hf_gpipe.schedule.validate import check_table
 from hf_gpipe.schedule.vocabulary import vocab_1f1b, vocab_forward_only, vocab_gpipe
 from hf_gpipe.schedule.zero_bubble import v_half, whole_backwards, zb_h1, zb_h2, zb_v

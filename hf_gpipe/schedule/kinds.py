@@ -13,6 +13,9 @@ For stage s and micro-batch m:
     G  sums the stage's gradients of a step over its replicas: a collective, which begins when all of them have reached
        it and runs while they go on. Only a stage with several replicas has a G, one on each of them for each step
     U  updates the stage's weights at the end of a step; one on each replica
+    H  does what U does for a dealt stage, beside the worker's other actions: its weights and gradients are on the host,
+       and it begins when the last D of the stage, and of those after it, has left the gradients there. So it needs no
+       norm of the whole gradient. A table has U or H
     L  loads the stage's weights from the host to the device, for a visit: a run of the stage's actions, up to D
     D  drops them again, where they have not changed. A stage has L and D only where its weights visit
     S  makes the logits of the stage's part of the vocabulary, where the head is divided over the stages (vocabulary
@@ -42,9 +45,11 @@ class Resource(StrEnum):
     """The device of the stage. Its worker starts the next action when this one has started."""
     COPY_IN = "copy in"
     """The device's engine for copies from the host. The action goes on beside the worker's next ones, as the following
-    two, and an action that needs it waits for it."""
+    three, and an action that needs it waits for it."""
     COPY_OUT = "copy out"
     """The device's engine for copies to the host."""
+    HOST = "host"
+    """The CPU and its memory. The worker goes on at once; the action itself waits for what it needs."""
     LINK = "link"
     """The worker's connection to its stage's replicas. Messages between stages travel beside it."""
 
@@ -238,6 +243,10 @@ REDUCE = add_kind(ActionKind(
 UPDATE = add_kind(ActionKind(
     "U", "update", (("update_seconds", 1),), "update", "#8e5ea2", "white",
     needs=(BACKWARD, WEIGHT, REDUCE), after_update=True, is_of_mini_batch=True, rule=_UPDATED,
+    reads_weights=False, changes_weights=True))
+HOST_UPDATE = add_kind(ActionKind(
+    "H", "update on the host", (("update_seconds", 1),), "update", "#b48fc0", resource=Resource.HOST,
+    needs=(BACKWARD, WEIGHT), is_of_mini_batch=True, rule=_UPDATED, part_of=UPDATE,
     reads_weights=False, changes_weights=True))
 DROP = add_kind(ActionKind(
     "D", "drop", colour="#b0a48f", resource=Resource.COPY_OUT,

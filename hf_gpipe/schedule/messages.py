@@ -29,6 +29,7 @@ from typing import NamedTuple
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.clock import way
+from hf_gpipe.schedule.kinds import Resource
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
 
@@ -61,7 +62,7 @@ def messages(schedule: Schedule) -> tuple[Message, ...]:
         return ()
     passed = [0] * len(schedule.actions)
     found = []
-    for process, action in _clock_order(schedule):
+    for process, action in clock_order(schedule):
         passed[process] += 1
         for consumer in schedule.consumers(action):
             receiver = schedule.worker_of(consumer)
@@ -169,12 +170,19 @@ def in_rows(schedule: Schedule, workers: AbstractSet[int]) -> list[tuple[int, Ac
     if len(workers) == 1:
         (worker,) = workers
         return [(worker, action) for action in schedule.actions[worker]]
-    order = [(worker, action) for worker, action in _clock_order(schedule) if worker in workers]
-    # What concerns the gradients of a step comes after the visits of all these workers.
-    return sorted(order, key=lambda one: one[1].kind.is_of_mini_batch and not one[1].kind.is_of_visit)
+    order = [(worker, action) for worker, action in clock_order(schedule) if worker in workers]
+    ends = {worker: schedule.actions[worker][-1] for worker in workers}
+
+    def is_late(worker: int, action: Action) -> bool:
+        # What concerns the gradients of a step comes after the visits of all these workers, as does what ends a row.
+        if action.kind.resource is Resource.HOST:
+            return action == ends[worker]
+        return action.kind.is_of_mini_batch and not action.kind.is_of_visit
+
+    return sorted(order, key=lambda one: is_late(*one))
 
 
-def _clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
+def clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
     """All actions as (process, action), in the order of their starts on the clock.
 
     An action starts after the one before it in its list, and after the end of its source, so both come before it. A U

@@ -21,9 +21,10 @@ from typing import TypeAlias
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, LOAD, RECOMPUTE, REDUCE, UPDATE
+from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, LOAD, RECOMPUTE
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.updates import with_updates
 
 Seconds: TypeAlias = float | Fraction
 
@@ -152,16 +153,6 @@ def dealt_table(
     deal = deal_of(forward, recompute, backward, size, -(-count // replicas), most_stages)
     orders = round_robin_orders(placement, count, deal)
     return Schedule(name, placement.num_stages, count, placement, tuple(map(tuple, with_updates(orders, placement))))
-
-
-def with_updates(orders: Sequence[Sequence[Action]], placement: Placement) -> list[list[Action]]:
-    """The order of each worker with G and U at its end: only then are the gradients of dealt stages complete."""
-    ends: list[list[Action]] = []
-    for worker in range(len(orders)):
-        own = placement.stages_of(worker)
-        ends.append([Action(REDUCE, stage) for stage in reversed(own) if placement.replicas[stage] > 1])
-        ends[-1] += [Action(UPDATE, stage) for stage in own]
-    return [[*order, *end] for order, end in zip(orders, ends, strict=True)]
 
 
 def round_robin_orders(placement: Placement, num_micro_batches: int, deal: Deal) -> list[list[Action]]:

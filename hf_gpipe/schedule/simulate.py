@@ -79,7 +79,12 @@ class Costs:
     @classmethod
     def of_kinds(cls, seconds: Mapping[ActionKind, Sequence[Seconds]]) -> Costs:
         """The costs of kinds whose actions compute, one sequence for each; messages take no time."""
-        named: dict[str, Any] = {kind.price[0][0]: value for kind, value in seconds.items() if kind.price}
+        named: dict[str, Any] = {}
+        for kind, value in seconds.items():
+            if kind.price:
+                # A stage has U or H.
+                earlier = named.get(kind.price[0][0], [0] * len(value))
+                named[kind.price[0][0]] = [one + other for one, other in zip(earlier, value, strict=True)]
         return cls(**named, others={kind: value for kind, value in seconds.items() if not kind.price})
 
 
@@ -208,7 +213,7 @@ def seconds_of_steps(schedule: Schedule, costs: Costs, num_steps: int) -> Second
 
 
 _Lane: TypeAlias = tuple[int, str | None, Resource]
-"""A resource of a device of a process; a link is the whole process's, whose device is None here."""
+"""A resource of a device of a process; a link and the host are the whole process's, whose device is None here."""
 
 
 class _Clock:
@@ -257,11 +262,11 @@ class _Clock:
 
         # Those of a synchronous table come last on every process: all reductions are known by then.
         updates_last = (placement.has_replicas or placement.is_dealt) and not schedule.is_asynchronous
-        order = sorted(self._order, key=lambda one: updates_last and one[1].kind.changes_weights)
+        order = sorted(self._order, key=lambda one: updates_last and _is_update_of_all(one[1].kind))
         for process, action in order:
             kind, lane = action.kind, _lane_of(placement, process, action)
             start = started[process]
-            if kind.changes_weights and placement.is_dealt:
+            if _is_update_of_all(kind) and placement.is_dealt:
                 # Other workers have added to the gradients of its stage.
                 all_end = all_end or max(span.end for span in spans)
                 start = max(start, all_end)
@@ -307,10 +312,16 @@ class _Clock:
         return self._transfer_seconds[min(action.stage, consumer.stage), lower, upper]
 
 
+def _is_update_of_all(kind: ActionKind) -> bool:
+    """Whether an update comes after everything else of a synchronous step; one on the host needs its own stage's."""
+    return kind.changes_weights and kind.resource is Resource.COMPUTE
+
+
 def _lane_of(placement: Placement, process: int, action: Action) -> _Lane:
     """The resource that an action occupies."""
     resource = action.kind.resource
-    return process, None if resource is Resource.LINK else placement.device_of(action.stage, process), resource
+    of_process = resource in (Resource.LINK, Resource.HOST)
+    return process, None if of_process else placement.device_of(action.stage, process), resource
 
 
 def _of_edges(

@@ -18,7 +18,18 @@ from hf_gpipe.schedule.actions import (
     head_consumers,
     head_sources,
 )
-from hf_gpipe.schedule.kinds import DROP, FORWARD, INPUT, LOAD, LOGITS, RECOMPUTE, ActionKind, Held, awaited_by
+from hf_gpipe.schedule.kinds import (
+    DROP,
+    FORWARD,
+    INPUT,
+    LOAD,
+    LOGITS,
+    RECOMPUTE,
+    ActionKind,
+    Held,
+    Resource,
+    awaited_by,
+)
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.text_form import read_text, write_text
 from hf_gpipe.schedule.visit import Visit, visits_of
@@ -158,27 +169,46 @@ class Schedule:
     def _far_sources(self) -> Mapping[Action, tuple[Action, ...]]:
         """Where stages are dealt, of actions on other workers than those before them on the stage: whose messages they
         receive beside those of their neighbours. A recomputation receives the inputs of its forward; the first backward
-        of a visit waits for the D of the visit before, which leaves the gradients of the stage's weights."""
+        of a visit waits for the D of the visit before, which leaves the gradients of the stage's weights. An update on
+        the host waits for the last D of its stage, and of those after it that no update before it in its row waits for:
+        a tied weight belongs to the lowest stage that uses it."""
         found: dict[Action, tuple[Action, ...]] = {}
         for action, worker in self._worker_of.items():
             if action.kind.receives is Held.INPUT and not action.kind.sends and action.stage:
                 forward = replace(action, kind=FORWARD)
                 if self._worker_of.get(forward, worker) != worker:
                     found[action] = (replace(forward, stage=action.stage - 1),)
-        of_stages: dict[tuple[int, tuple[int, ...]], list[tuple[int, int, Action, Action | None]]] = {}
+        for visits in self._backward_visits.values():
+            for (_, before, _, drop), (_, worker, backward, _) in pairwise(visits):
+                if before != worker and drop is not None:
+                    found[backward] = (*found.get(backward, ()), drop)
+        for row in self.actions:
+            missing = dict(self.last_drops)
+            for action in row:
+                if action.kind.resource is Resource.HOST:
+                    found[action] = tuple(missing.pop(one) for one in sorted(missing) if one >= action.stage)
+        return found
+
+    @cached_property
+    def _backward_visits(self) -> Mapping[tuple[int, tuple[int, ...]], list[tuple[int, int, Action, Action | None]]]:
+        """Of each dealt stage in each pipeline its visits with backwards, in their order: (first micro-batch, worker,
+        first backward, D)."""
+        found: dict[tuple[int, tuple[int, ...]], list[tuple[int, int, Action, Action | None]]] = {}
         for worker in range(len(self.actions)):
             crew = self.placement.crew_of(worker)
             for visit in self.visits(worker):
                 if backwards := [one for one in visit.actions if one.kind.completes_micro_batch]:
                     first = min(one.micro_batch or 0 for one in backwards)
-                    own = of_stages.setdefault((visit.load.stage, crew), [])
+                    own = found.setdefault((visit.load.stage, crew), [])
                     own.append((first, worker, backwards[0], visit.drop))
-        for visits in of_stages.values():
+        for visits in found.values():
             visits.sort(key=lambda one: one[:2])
-            for (_, before, _, drop), (_, worker, backward, _) in pairwise(visits):
-                if before != worker and drop is not None:
-                    found[backward] = (*found.get(backward, ()), drop)
         return found
+
+    @cached_property
+    def last_drops(self) -> Mapping[int, Action]:
+        """Of each dealt stage without replicas the D after which its gradients are complete, where there is one."""
+        return {stage: visits[-1][3] for (stage, _), visits in self._backward_visits.items() if visits[-1][3]}
 
     @cached_property
     def _far_consumers(self) -> Mapping[Action, tuple[Action, ...]]:
@@ -270,17 +300,21 @@ class Schedule:
 
     def worker_of(self, action: Action) -> int:
         """The worker in whose row the action of a micro-batch stands: it sends and receives the action's messages.
-        Where stages are dealt, that of an L or a D too."""
+        Where stages are dealt, that of an L, a D or an H too."""
         return self._worker_of[action]
 
     @cached_property
     def _worker_of(self) -> Mapping[Action, int]:
         rows, is_dealt = enumerate(self.actions), self.placement.is_dealt
+
+        def is_single(kind: ActionKind) -> bool:
+            return kind.is_of_visit or kind.resource is Resource.HOST
+
         return {
             action: worker
             for worker, row in rows
             for action in row
-            if action.micro_batch is not None or (is_dealt and action.kind.is_of_visit)
+            if action.micro_batch is not None or (is_dealt and is_single(action.kind))
         }
 
     def is_moving(self, action: Action) -> bool:

@@ -2,7 +2,7 @@
 
 GPipe with two stages and two micro-batches, recomputation on:
 
-    table: 8
+    table: 9
     schedule: gpipe
     num_stages: 2
     num_micro_batches: 2

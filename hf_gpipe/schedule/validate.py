@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import FORWARD, KINDS, LOAD, UPDATE, ActionKind, Held, needs_of
+from hf_gpipe.schedule.kinds import FORWARD, HOST_UPDATE, KINDS, LOAD, UPDATE, ActionKind, Held, Resource, needs_of
 from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.visits import wrong_visit
@@ -47,6 +47,7 @@ def check_table(schedule: Schedule) -> None:
     _check_complete(schedule, positions)
     if schedule.placement.is_dealt:
         _check_dealt(schedule)
+    _check_host_updates(schedule)
     _check_visits(schedule)
     _check_order_in_process(schedule, positions)
     _check_versions(schedule)
@@ -236,6 +237,8 @@ def _check_order_in_process(schedule: Schedule, positions: list[dict[Action, int
                         f"{action} comes before {needed}, which it needs, on process {process}; move it behind.",
                         process,
                     )
+            if action.kind.resource is Resource.HOST:
+                continue
             if action.kind.changes_weights:
                 first_update = first_update or action
             elif first_update is not None and not schedule.is_asynchronous:
@@ -263,6 +266,37 @@ def _check_visits(schedule: Schedule) -> None:
             _fail(schedule, f"{problem}; write L before and D after a run of a stage's actions.", process)
     if schedule.is_asynchronous and LOAD in schedule.kinds:
         _fail(schedule, "its weights change within the table, so they cannot visit; leave L and D out.", "steps")
+
+
+def _check_host_updates(schedule: Schedule) -> None:
+    """Updates on the host are of dealt stages without replicas. Each row ends with one, which waits for the others, and
+    no weight visits its owner's device afterwards."""
+    if HOST_UPDATE not in schedule.kinds:
+        return
+    placement = schedule.placement
+    for process, row in enumerate(schedule.actions):
+        first = next((action for action in row if action.kind == HOST_UPDATE), None)
+        if first is not None and (not placement.is_dealt or placement.has_replicas):
+            _fail(
+                schedule,
+                f"{first} on process {process}: H updates a stage that is dealt and has no replicas; write "
+                f"{replace(first, kind=UPDATE)} at the end.",
+                process,
+            )
+        updated: set[int] = set()
+        for action in row:
+            if action.kind == HOST_UPDATE:
+                updated.add(action.stage)
+            elif action.stage in updated:
+                update = Action(HOST_UPDATE, action.stage)
+                _fail(schedule, f"{action} comes after {update} on process {process}; move it before.", process)
+        if row[-1].kind != HOST_UPDATE:
+            _fail(
+                schedule,
+                f"the row of process {process} ends with {row[-1]}: where a table has H, no stage has U, and each row "
+                "ends with an H; move the last one there.",
+                process,
+            )
 
 
 def _check_dealt(schedule: Schedule) -> None:

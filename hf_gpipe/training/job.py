@@ -177,7 +177,8 @@ def _update_of(trainer: PipelineTrainer) -> Update | UpdateStage:
 
     def update_stage(stage: int, step: int, norm: torch.Tensor) -> None:
         with without_rate():
-            StageUpdates(trainer.pipe, optimizer, None, trainer.args.max_grad_norm)(stage, 0, norm)
+            updates = StageUpdates(trainer.pipe, optimizer, None, trainer.args.max_grad_norm, trainer.master_weights)
+            updates(stage, 0, norm)
 
     def update(loss: torch.Tensor, norm: torch.Tensor) -> None:
         with without_rate():

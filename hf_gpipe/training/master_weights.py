@@ -64,7 +64,7 @@ class MasterWeights:
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
         """Let every step of an optimizer of `copies` begin with the weights' gradients and end with new weights."""
-        optimizer.register_step_pre_hook(lambda *_: self._take_gradients())
+        optimizer.register_step_pre_hook(lambda stepping, *_: self._take_gradients(stepping))
         optimizer.register_step_post_hook(lambda *_: self._give_values())
 
     def shard(self, shards: Shards, optimizer: torch.optim.Optimizer) -> None:
@@ -92,10 +92,11 @@ class MasterWeights:
         """The parameters that have a copy; None: none has."""
         return tensor if self._shards is None else self._shards.own(name, tensor)
 
-    def _take_gradients(self) -> None:
-        owned = {
-            name: self._own(name, weight.grad) for name, weight in self._weights.items() if weight.grad is not None
-        }
+    def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        # A step may be of some parameters alone, while gradients of others come in another thread.
+        held = {copy for group in optimizer.param_groups for copy in group["params"]}
+        weights = {name: weight for name, weight in self._weights.items() if self.copies[name] in held}
+        owned = {name: self._own(name, weight.grad) for name, weight in weights.items() if weight.grad is not None}
         gradients = {name: gradient for name, gradient in owned.items() if gradient is not None}
         if self._on_host:
             gradients = on_cpu(gradients)

@@ -102,6 +102,24 @@ def updated_parameters(pipe: Pipeline, master_weights: MasterWeights | None) -> 
     return dict(pipe.named_parameters()) if master_weights is None else master_weights.copies
 
 
+def step_stage(pipe: Pipeline, optimizer: Optimizer, master_weights: MasterWeights | None, stage: int) -> None:
+    """Step an optimizer for the parameters of a stage alone, while gradients of others may come and go in another
+    thread.
+
+    The others are hidden behind parameters without gradient, so that every parameter keeps its place in its group.
+    """
+    updated, names = updated_parameters(pipe, master_weights), pipe.weights.names_of(stage)
+    own = {updated[name] for name in names if name in updated}
+    absent, groups = torch.nn.Parameter(torch.empty(0)), optimizer.param_groups
+    optimizer.param_groups = [
+        {**group, "params": [one if one in own else absent for one in group["params"]]} for group in groups
+    ]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+
+
 def check_optimizer(optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
     """Raise UserError unless an optimizer holds exactly those of this process's `parameters` that are trainable."""
     held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}

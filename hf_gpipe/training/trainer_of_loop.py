@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.pipeline import Pipeline
@@ -16,6 +17,7 @@ from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.loss_scaling import LossScaler
+from hf_gpipe.training.master_weights import MasterWeights
 
 
 class TrainerOfLoop(Protocol):
@@ -29,6 +31,8 @@ class TrainerOfLoop(Protocol):
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
     scaler: LossScaler | None
+    master_weights: MasterWeights | None
+    callback_handler: CallbackHandler
     num_trained_tokens: int
 
     def fire(self, event: str, **kwargs: Any) -> None: ...

@@ -11,13 +11,14 @@ import transformers
 
 from hf_gpipe.errors import NonFiniteError
 from hf_gpipe.runtime.gradient_norm import LossAndNorm
+from hf_gpipe.runtime.shards import treats_parameters_alone
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.logs import Logs
-from hf_gpipe.training.optim import learning_rate, takes_metric
+from hf_gpipe.training.optim import learning_rate, step_stage, takes_metric
 from hf_gpipe.training.slow_machines import SlowMachines
 from hf_gpipe.training.trainer_of_loop import TrainerOfLoop
-from hf_gpipe.training.windows import StageUpdates
+from hf_gpipe.training.windows import StageUpdates, callbacks_of_update
 
 logger = transformers.logging.get_logger(__name__)
 
@@ -49,8 +50,27 @@ class Updates:
 
     @property
     def wait(self) -> bool:
-        decides = self._trainer.scaler is not None or self._args.on_nonfinite_loss == "skip"
-        return self._clips or decides or self._world.num_processes == 1 or self._pipe.is_asynchronous
+        if self._needs_numbers or self._pipe.is_asynchronous:
+            return True
+        return self._world.num_processes == 1 and not self.are_beside
+
+    @property
+    def are_beside(self) -> bool:
+        """Whether dealt stages are updated beside backwards: where an update needs the gradients of its stage alone,
+        and nothing looks at those of all stages before it."""
+        optimizer = self._trainer.optimizer
+        return (
+            self._pipe.steps.can_update_beside
+            and not self._needs_numbers
+            and optimizer is not None
+            and treats_parameters_alone(optimizer)
+            and not any(callbacks_of_update(self._trainer.callback_handler.callbacks))
+        )
+
+    @property
+    def _needs_numbers(self) -> bool:
+        """Whether an update needs the loss or the norm."""
+        return self._clips or self._trainer.scaler is not None or self._args.on_nonfinite_loss == "skip"
 
     @property
     def _clips(self) -> bool:
@@ -98,7 +118,9 @@ class Updates:
         if self.wait:
             self._pipe.steps.train_on(group, times, partial(self._update, len(group)))
         else:
-            numbers = self._pipe.steps.train_ahead(group, times, partial(self._update, len(group)))
+            beside = self._update_stage if self.are_beside else None
+            update = partial(self._update, len(group), is_done=beside is not None)
+            numbers = self._pipe.steps.train_ahead(group, times, update, beside)
             self.read_late_numbers()
             self._late_numbers = step, numbers
         self._pipe.zero_grad()
@@ -107,14 +129,26 @@ class Updates:
         """The steps of a window under an asynchronous schedule, in which each stage updates by itself."""
         trainer = self._trainer
         assert trainer.optimizer is not None
-        updates = StageUpdates(self._pipe, trainer.optimizer, trainer.lr_scheduler, self._args.max_grad_norm)
+        optimizer, max_norm = trainer.optimizer, self._args.max_grad_norm
+        updates = StageUpdates(self._pipe, optimizer, trainer.lr_scheduler, max_norm, trainer.master_weights)
         numbers = self._pipe.train_window(window, updates, times).tolist()
         assert self._pipe.window is not None
         self._logs.add_window(self._pipe.window)
         self._window = [(loss, norm, updates.rate(step)) for step, (loss, norm) in enumerate(numbers)]
 
+    def _update_stage(self, stage: int) -> None:
+        """The update of a dealt stage, beside backwards."""
+        trainer = self._trainer
+        assert trainer.optimizer is not None
+        step_stage(self._pipe, trainer.optimizer, trainer.master_weights, stage)
+
     def _update(
-        self, num_mini_batches: int, loss: torch.Tensor | None = None, norm: torch.Tensor | None = None
+        self,
+        num_mini_batches: int,
+        loss: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        *,
+        is_done: bool = False,
     ) -> None:
         """The update in the table's U, once the gradients are complete: clip, step, schedule the rate.
 
@@ -122,6 +156,7 @@ class Updates:
             num_mini_batches: of the step.
             loss: of the whole step; None: it is not known yet, and no more is the norm.
             norm: of the whole gradient.
+            is_done: whether the stages are updated already.
         """
         optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
         assert optimizer is not None
@@ -131,7 +166,7 @@ class Updates:
         if loss is not None and norm is not None:
             is_applied = self._note(self._trainer.state.global_step + 1, float(loss), self._clipped(norm))
         self._trainer.fire("on_pre_optimizer_step")
-        if is_applied:
+        if is_applied and not is_done:
             optimizer.step()
         self._trainer.fire("on_optimizer_step")
         self.rate = learning_rate(optimizer)

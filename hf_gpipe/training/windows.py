@@ -21,7 +21,8 @@ from hf_gpipe.schedule import LONGEST_WINDOW
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.loss_scaling import LossScaler
-from hf_gpipe.training.optim import takes_metric
+from hf_gpipe.training.master_weights import MasterWeights
+from hf_gpipe.training.optim import step_stage, takes_metric
 
 Group = Sequence[Batch]
 """The mini-batches of a step."""
@@ -81,14 +82,20 @@ def check_asynchronous(
             f"{asked} and on_nonfinite_loss is skip: the loss of a step is known after most stages have updated; use "
             "stop or ignore, or a synchronous schedule, such as 1f1b"
         )
+    for callback, event in callbacks_of_update(callbacks):
+        raise UserError(
+            f"{asked} and the callback {type(callback).__name__} has {event}: each stage updates by itself, so "
+            "a step has no such moment; remove it, or use a synchronous schedule, such as 1f1b"
+        )
+    treats_elements_alone(optimizer, asked)
+
+
+def callbacks_of_update(callbacks: Sequence[TrainerCallback]) -> Iterator[tuple[TrainerCallback, str]]:
+    """The callbacks that are called in the middle of an update, each with the name of the event."""
     for callback in callbacks:
         for event in _EVENTS_OF_UPDATE:
             if getattr(type(callback), event) is not getattr(TrainerCallback, event):
-                raise UserError(
-                    f"{asked} and the callback {type(callback).__name__} has {event}: each stage updates by itself, so "
-                    "a step has no such moment; remove it, or use a synchronous schedule, such as 1f1b"
-                )
-    treats_elements_alone(optimizer, asked)
+                yield callback, event
 
 
 class StageUpdates:
@@ -101,12 +108,19 @@ class StageUpdates:
         optimizer: of the parameters of this process.
         scheduler: of its learning rate; None: it stays.
         max_norm: the largest norm of a stage's gradient that is not scaled down; None or 0: any.
+        master_weights: that the optimizer updates in place of the parameters; None: there are none.
     """
 
     def __init__(
-        self, pipe: Pipeline, optimizer: torch.optim.Optimizer, scheduler: Any, max_norm: float | None
+        self,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        max_norm: float | None,
+        master_weights: MasterWeights | None,
     ) -> None:
         self._pipe, self._optimizer, self._max_norm = pipe, optimizer, max_norm
+        self._master_weights = master_weights
         self._scheduler = None if scheduler is None or takes_metric(scheduler) else scheduler
         #: Of each step of the window, the settings of the optimizer's groups of parameters.
         self._settings: list[list[dict[str, Any]]] = []
@@ -120,7 +134,7 @@ class StageUpdates:
         if self._max_norm:
             self._pipe.clip_stage_grad_norm_(stage, self._max_norm, norm)
         _set(self._optimizer, self._settings[step])
-        self._step(stage)
+        step_stage(self._pipe, self._optimizer, self._master_weights, stage)
         if not is_first:
             _set(self._optimizer, now)
         elif self._scheduler is not None:
@@ -129,16 +143,6 @@ class StageUpdates:
     def rate(self, step: int) -> float:
         """The learning rate of a step of the window."""
         return float(self._settings[step][0]["lr"])
-
-    def _step(self, stage: int) -> None:
-        """Step the optimizer for the parameters of one stage: it leaves those without a gradient alone."""
-        own = set(self._pipe.models[stage].parameters.values())
-        others = [(p, p.grad) for p in self._pipe.parameters() if p not in own and p.grad is not None]
-        for parameter, _ in others:
-            parameter.grad = None
-        self._optimizer.step()
-        for parameter, gradient in others:
-            parameter.grad = gradient
 
 
 def _set(optimizer: torch.optim.Optimizer, settings: Sequence[dict[str, Any]]) -> None:

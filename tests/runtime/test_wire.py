@@ -27,7 +27,7 @@ from hf_gpipe.schedule.kinds import FORWARD, REDUCE, UPDATE
 from tests.gloo import run_gloo
 
 TABLE = Schedule.from_text(
-    "table: 8\nschedule: gpipe\nnum_stages: 2\nnum_micro_batches: 1\nplacement: 0 1\nprocess 0: 0F0 0B0 0U\n"
+    "table: 9\nschedule: gpipe\nnum_stages: 2\nnum_micro_batches: 1\nplacement: 0 1\nprocess 0: 0F0 0B0 0U\n"
     "process 1: 1F0 1B0 1U\n"
 )
 VALUES = [

@@ -1,0 +1,86 @@
+"""Where the updates of dealt stages stand: at the end of each row, or beside backwards, on the host.
+
+U stands at the end, for clipping and the decision to skip an update need the gradients of all stages. Where nothing
+needs them, H updates a stage as soon as its own gradients are complete (RoundPipe, arXiv 2604.27085, updates so too).
+No weight is read after its update: a D is the last of what reads the weights of its visit, and a stage's last D comes
+after the backwards of all its micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.kinds import HOST_UPDATE, REDUCE, UPDATE
+from hf_gpipe.schedule.messages import clock_order
+from hf_gpipe.schedule.placement import Placement
+from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.validate import check_table
+
+
+def with_updates(orders: Sequence[Sequence[Action]], placement: Placement) -> list[list[Action]]:
+    """The order of each worker with G and U at its end: only then are the gradients of dealt stages complete."""
+    ends: list[list[Action]] = []
+    for worker in range(len(orders)):
+        own = placement.stages_of(worker)
+        ends.append([Action(REDUCE, stage) for stage in reversed(own) if placement.replicas[stage] > 1])
+        ends[-1] += [Action(UPDATE, stage) for stage in own]
+    return [[*order, *end] for order, end in zip(orders, ends, strict=True)]
+
+
+def can_update_beside(schedule: Schedule) -> bool:
+    """Whether the stages of a table can be updated beside backwards: they are dealt, and have no replicas, whose
+    gradients are summed at the end."""
+    return schedule.placement.is_dealt and schedule.is_training and not schedule.placement.has_replicas
+
+
+@lru_cache(maxsize=64)
+def with_updates_beside(schedule: Schedule) -> Schedule:
+    """The same table with an H of each stage in place of its U.
+
+    H stands where the gradients are complete on a clock with equal stages, before the worker's next action. A worker's
+    last H is the last action of its row, where it waits for the updates before it.
+
+    Raises:
+        ScheduleError: `can_update_beside` is false.
+    """
+    if HOST_UPDATE in schedule.kinds:
+        return schedule
+    if not can_update_beside(schedule):
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: its updates stay at the end of a step; those of dealt stages without "
+            "replicas can be beside backwards."
+        )
+    placement = schedule.placement
+    without = replace(
+        schedule, actions=tuple(tuple(one for one in row if one.kind != UPDATE) for row in schedule.actions)
+    )
+    last = without.last_drops
+    waiting = [sorted(placement.stages_of(worker), reverse=True) for worker in range(len(schedule.actions))]
+    rows: list[list[Action]] = [[] for _ in waiting]
+    missing = {*last.values()}
+    for worker, action in clock_order(without):
+        # Not the last one of a worker.
+        while len(own := waiting[worker]) > 1 and not any(last[s] in missing for s in last if s >= own[0]):
+            rows[worker].append(Action(HOST_UPDATE, own.pop(0)))
+        rows[worker].append(action)
+        missing.discard(action)
+    for row, own in zip(rows, waiting, strict=True):
+        row += [Action(HOST_UPDATE, stage) for stage in own]
+    found = replace(schedule, actions=tuple(map(tuple, rows)))
+    check_table(found)
+    return found
+
+
+@lru_cache(maxsize=64)
+def with_updates_last(schedule: Schedule) -> Schedule:
+    """The same table with a U of each stage at the end, where it has H."""
+    if HOST_UPDATE not in schedule.kinds:
+        return schedule
+    orders = [[one for one in row if one.kind != HOST_UPDATE] for row in schedule.actions]
+    found = replace(schedule, actions=tuple(map(tuple, with_updates(orders, schedule.placement))))
+    check_table(found)
+    return found
