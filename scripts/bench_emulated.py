@@ -26,8 +26,9 @@ as where most of the time is attention.
 bound is that of equal stages with a quarter of the head each.
 
 "dealt" is K = 16 stages on 4 processes and M = 32, where all recompute: stages that are dealt (round_robin), with
-copies of a stage's weights that take as long as 4 of its forwards, in and out; and the same with a head that takes as
-long as four stages, dealt by a table for its cost, and interleaved.
+copies of a stage's weights that take as long as 4 of its forwards, in and out; the same with updates that take as long
+as 32 forwards of a stage, at the end of the step and beside backwards; and stages with a head that takes as long as
+four stages, dealt by a table for its cost, and interleaved.
 
 "memory" is about tables under a limit of memory (`bench/memory_limits.py`): the best one of named schedules, those that
 list scheduling finds with one stage a process and with two in a V, and the optimum with one, as it was published with
@@ -194,7 +195,10 @@ def dealt_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     plain = {"forward_seconds": pace.forward_seconds, "backward_seconds": pace.backward_seconds}
     on_last = {"forward_seconds": forward, "backward_seconds": backward}
     return [
-        Emulated(schedule="round_robin", **one, **plain, copy_seconds=(copies, copies)),
+        *(
+            Emulated(schedule="round_robin", **one, **plain, copy_seconds=(copies, copies), **updates)
+            for updates in ({}, {"update_seconds": 8 * copies}, {"update_seconds": 8 * copies, "updates_beside": True})
+        ),
         Emulated(schedule="round_robin, head", **one, **on_last, table_text=str(table)),
         Emulated(schedule="interleaved_1f1b", **one, **on_last),
     ]
@@ -243,6 +247,8 @@ def name_of(setting: Emulated) -> str:
     parts += [f"{setting.steps} steps"] * (setting.steps > 1) + [f"U of {setting.step_size}"] * (setting.step_size > 1)
     if isinstance(seconds := setting.reduce_seconds, float) and seconds:
         parts.append(f"G of {1000 * seconds:g} ms")
+    if setting.update_seconds:
+        parts.append(f"U of {1000 * setting.update_seconds:g} ms{' beside' * setting.updates_beside}")
     if setting.recompute != "none":
         parts.append(f"{setting.recompute} recomputed{' after the gradient' * setting.recomputes_late}")
     return ", ".join(parts)

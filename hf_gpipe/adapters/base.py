@@ -167,6 +167,14 @@ class Adapter(ABC):
             return self.reference.num_parameters(exclude_embeddings=exclude_embeddings)
         return sum(parameter.numel() for parameter in self.reference.parameters())
 
+    def parameters_of(self, stages: Sequence[range]) -> tuple[int, ...]:
+        """Of each stage, given by its layers, the number of its parameters; a tied one counts in the lowest stage."""
+        sizes: dict[str, tuple[int, int]] = {}
+        for name, parameter in self.reference.named_parameters(remove_duplicate=False):
+            owner, layer = self.ties.get(name, name), self.layer_of(name)
+            sizes[owner] = min(layer, sizes.get(owner, (layer, 0))[0]), parameter.numel()
+        return tuple(sum(size for layer, size in sizes.values() if layer in stage) for stage in stages)
+
     def layer_of(self, parameter: str) -> int:
         """Index of the layer that a parameter or buffer belongs to.
 

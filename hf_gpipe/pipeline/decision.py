@@ -169,6 +169,8 @@ class Decision:
         config.check_micro_batches(inputs.accumulation)
         partition = cut(len(adapter.layers), config.num_stages, config.partition)
         placement = config.placed(config.schedule) if table is None else table.placement
+        if table is None and config.placement is None and all(len(rank.devices) <= 1 for rank in world.ranks):
+            placement = placement.balanced(adapter.parameters_of(partition))
         placement = replace(placement, ranks_per_worker=config.tensor_parallel)
         if table is not None and placement.is_dealt and any(len(rank.devices) > 1 for rank in world.ranks):
             raise UserError(

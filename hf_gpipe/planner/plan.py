@@ -43,6 +43,7 @@ from hf_gpipe.schedule import (
     simulate,
 )
 from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT
+from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside, with_updates_last
 from hf_gpipe.schedule.visits import check_visits, with_visits
 from hf_gpipe.text import seconds_text, size_text
 
@@ -424,10 +425,14 @@ class Planner:
         share = self.inputs.state_share(self.costs(settings.num_micro_batches).dtype)
         return [share / (count if settings.zero else 1) for count in table.placement.replicas]
 
-    def table(self, settings: DecidedConfig) -> Schedule:
+    def table(self, settings: DecidedConfig, sizes: Sequence[int] | None = None) -> Schedule:
         """The table that a pipeline with these settings runs. Their partition is not read.
 
         That of an asynchronous schedule has a window of about `LONGEST_WINDOW` micro-batches.
+
+        Args:
+            settings: of the pipeline.
+            sizes: of each stage, by which the updates of dealt stages are shared out; None: stages are equal.
 
         Raises:
             ScheduleError: there is none, or the schedule is a table that was read and does not have these numbers.
@@ -442,6 +447,8 @@ class Planner:
             check_processes(self.memory_bytes, self.speeds, given.placement)
             return self._with_visits(given.of_first(num_micro_batches), settings)
         placement = settings.placed(name)
+        if sizes is not None and settings.placement is None:
+            placement = placement.balanced(sizes)
         check_processes(self.memory_bytes, self.speeds, placement)
         of_table = Recompute.parse(settings.recompute, num_stages).of_table
         if name not in ASYNCHRONOUS_SCHEDULES:
@@ -450,13 +457,18 @@ class Planner:
         steps = [num_micro_batches] * max(4, LONGEST_WINDOW // num_micro_batches)
         return build(name, num_stages, sum(steps), placement, of_table, steps=steps)
 
-    @staticmethod
-    def _with_visits(table: Schedule, settings: DecidedConfig) -> Schedule:
+    def _with_visits(self, table: Schedule, settings: DecidedConfig) -> Schedule:
         if not settings.offload_weights:
             return table
         table = with_visits(table)
         check_visits(table, are_trained=settings.offload_weights == "all")
-        return table
+        return self.with_updates(table)
+
+    def with_updates(self, table: Schedule) -> Schedule:
+        """The same table with updates where a run has them: of dealt stages beside backwards, if nothing needs the norm
+        of the whole gradient."""
+        is_beside = not self.inputs.needs_norm and self.inputs.updates == 1 and can_update_beside(table)
+        return with_updates_beside(table) if is_beside else with_updates_last(table)
 
     def host_size(self, num_processes: int) -> int:
         """How many of so many processes a machine has; all of them in a cluster of one level."""
@@ -494,9 +506,9 @@ class Planner:
             return other.plan(settings)
         costs, sums = self.costs(settings.num_micro_batches), self.sums(settings)
         cut(len(costs.layers), settings.num_stages, settings.partition)
-        table = self.table(settings)
-        placement = table.placement
         stages = self.stage_layers(settings)
+        table = self.table(settings, [sums.owned(stage.start, stage.stop).count for stage in stages])
+        placement = table.placement
         timeline = simulate(table, self.table_costs(settings, table))
         state_shares = self._state_shares(settings, table)
 

@@ -11,7 +11,7 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.pipeline import Visitors
-from hf_gpipe.schedule import DEALT, Schedule, check_table
+from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
 from hf_gpipe.schedule.round_robin import dealt_table
 
 _BREADTH_FIRST, _ROUND_ROBIN = "breadth_first", DEALT[0]
@@ -19,6 +19,10 @@ _BREADTH_FIRST, _ROUND_ROBIN = "breadth_first", DEALT[0]
 _STAGES, _MICRO_BATCHES = (1, 2), (1, 2, 4)
 #: The most stages of a slot; None: as many as take equal time.
 _SLOTS = None, 3, 2, 1
+#: Tables of each that are planned, until one fits: more rounds need less memory.
+_TRIES = 3
+#: Numbers of rounds; None: what is best where copies and updates take no time.
+_ROUNDS = None, 1, 2, 3, 4, 6, 8, 12, 16
 
 
 def open_visitors(planner: Planner) -> Sequence[Visitors]:
@@ -87,9 +91,10 @@ def _numbers_of_stages(planner: Planner, config: PipelineConfig, schedule: str, 
 def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
     """The better of a plan whose stages are dealt and the same with slots of its own seconds.
 
-    The builder takes all stages as equal. Where something was open, slots are made of the plan's seconds: a stage
-    whose forward is long has a slot of its own, and so has one with a long backward. Where a device has no room for
-    the weights of two such slots, they have fewer stages.
+    The builder takes all stages as equal, and copies and updates as free. Where something was open, slots are made of
+    the plan's seconds: a stage whose forward is long has a slot of its own, and so has one with a long backward. Fewer
+    rounds load weights less often, and leave more backwards beside which stages are updated. Where a device has no room
+    for the weights of two such slots, they have fewer stages.
     """
     settings, table = plan.settings, plan.timeline.schedule
     if asked.is_decided or table.name not in DEALT or len(table.placement.crew_of(0)) == 1:
@@ -97,12 +102,19 @@ def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
     costs = plan.planner.table_costs(settings, table)
     forward, again, backward = map(each_stage, (costs.forward_seconds, costs.recompute_seconds, costs.backward_seconds))
     best, tables = plan, set[Schedule]()
+
+    def seconds(made: Schedule) -> tuple[float, int]:
+        total = simulate(plan.planner.with_updates(made), costs).total_seconds
+        return float(total), sum(len(row) for row in made.actions)
+
+    most_rounds = table.num_micro_batches // len(table.placement.workers[0]) // len(table.placement.crew_of(0))
     for most in _SLOTS:
-        made = dealt_table(table.placement, table.num_micro_batches, forward, again, backward, TABLE_FILE, most)
-        if made not in tables:
+        given = table.placement, table.num_micro_batches, forward, again, backward, TABLE_FILE, most
+        every = {dealt_table(*given, rounds) for rounds in _ROUNDS if (rounds or 0) <= most_rounds}
+        for made in sorted(every - tables, key=seconds)[:_TRIES]:
             tables.add(made)
             check_table(made)
             best = min(best, with_table_file(plan, settings, made), key=attrgetter("sort_key"))
-        if best.fits:
-            break
+            if best.fits:
+                return best
     return best

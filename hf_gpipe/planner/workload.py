@@ -282,6 +282,8 @@ class PlanInputs:
         vocabulary: the number of tokens that the model knows, where any are generated.
         forwards: how often all forwards run before a step, beside those that the loss needs.
         updates: of a step, each from the same rows.
+        needs_norm: whether an update needs the loss or the norm of the whole gradient, as clipping does. Else dealt
+            stages are updated beside backwards.
         earlier_num_micro_batches: M of the run that goes on. It is kept where M is left open, because dropout depends
             on the micro-batch; None: a new run.
     """
@@ -301,6 +303,7 @@ class PlanInputs:
     vocabulary: int = 0
     forwards: int = 0
     updates: int = 1
+    needs_norm: bool = True
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, mini_batch: Workload) -> PlanInputs:
@@ -316,6 +319,7 @@ class PlanInputs:
             "adapters" if recipe.lora.is_on else "model",
             training.save_in_background != "never",
             training.memory_save_steps is not None,
+            needs_norm=bool(training.max_grad_norm) or training.fp16 or training.on_nonfinite_loss == "skip",
         )
         if recipe.data.kind != "prompts":
             return inputs

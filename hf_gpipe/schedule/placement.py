@@ -166,6 +166,25 @@ class Placement:
             )
         return cls(tuple(stage % num_workers for stage in range(num_stages)), is_dealt=True)
 
+    def balanced(self, sizes: Sequence[int]) -> Placement:
+        """The same where stages are dealt, with updates shared out by size: the largest stage first, always to the
+        worker of its pipeline that has least. Equal stages stay where `dealt` has them.
+
+        Args:
+            sizes: of each stage.
+        """
+        if not self.is_dealt:
+            return self
+        owners: list[list[int]] = [[] for _ in self.workers]
+        for crew in self.crews:
+            loads = dict.fromkeys(crew, (0, 0))
+            for stage in sorted(range(self.num_stages), key=lambda stage: -sizes[stage]):
+                worker = min(crew, key=lambda one: loads[one])
+                loads[worker] = loads[worker][0] + sizes[stage], loads[worker][1] + 1
+                owners[stage].append(worker)
+        others = self.chunks, self.ranks_per_worker, True, self.workers_per_rank
+        return Placement(owners, self.devices, *others)
+
     @classmethod
     def v_shaped(cls, num_stages: int, num_processes: int) -> Placement:
         """Stages in the shape of a V: process k of P has the stages k and 2P-1-k, so the last one has two neighbours.

@@ -73,6 +73,7 @@ def deal_of(
     workers: int,
     count: int,
     most_stages: int | None = None,
+    num_rounds: int | None = None,
 ) -> Deal:
     """The smallest slots of about equal time, and the number of rounds with which a step is shortest.
 
@@ -86,6 +87,7 @@ def deal_of(
         workers: among which the slots are dealt.
         count: number of micro-batches.
         most_stages: of a slot, for a device holds the weights of two; None: as many as take equal time.
+        num_rounds: None: that of the shortest step, where copies and updates take no time.
     """
     repeated = [one + other for one, other in zip(recompute, backward, strict=True)]
     together = [one + other for one, other in zip(forward, backward, strict=True)]
@@ -94,7 +96,7 @@ def deal_of(
     def length(rounds: int) -> int:
         return -(-rounds * len(slots) // workers) * -(-count // rounds)
 
-    return Deal(slots, min(range(1, max(1, count // workers) + 1), key=length))
+    return Deal(slots, num_rounds or min(range(1, max(1, count // workers) + 1), key=length))
 
 
 def _slots(
@@ -136,6 +138,7 @@ def dealt_table(
     backward: Sequence[Seconds],
     name: str = "round_robin",
     most_stages: int | None = None,
+    num_rounds: int | None = None,
 ) -> Schedule:
     """A table whose slots are made for stages of unequal cost; `check_table` has not seen it.
 
@@ -145,12 +148,13 @@ def dealt_table(
         forward, recompute, backward: seconds of a micro-batch on each stage.
         name: of the table.
         most_stages: of a slot; None: as many as take equal time.
+        num_rounds: as of `deal_of`.
 
     Raises:
         ScheduleError: the placement does not deal its stages.
     """
     size, replicas = len(placement.crew_of(0)), max(1, len(placement.crews))
-    deal = deal_of(forward, recompute, backward, size, -(-count // replicas), most_stages)
+    deal = deal_of(forward, recompute, backward, size, -(-count // replicas), most_stages, num_rounds)
     orders = round_robin_orders(placement, count, deal)
     return Schedule(name, placement.num_stages, count, placement, tuple(map(tuple, with_updates(orders, placement))))
 

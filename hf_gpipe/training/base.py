@@ -217,6 +217,7 @@ def _pipeline(
         packing=args.packs_rows,
         saves_in_background=args.save_in_background != "never",
         keeps_in_memory=args.memory_save_steps is not None,
+        needs_norm=bool(args.max_grad_norm) or args.fp16 or args.on_nonfinite_loss == "skip",
     )
     inputs = args.planned(inputs)
     # The layers of a chain are found by it.

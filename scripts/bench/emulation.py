@@ -34,7 +34,19 @@ from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, Costs, Schedule, build, seconds_of_steps
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.builders import placement_for
-from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, INPUT, LOAD, LOGITS, LOGITS_GRADIENT, RECOMPUTE, WEIGHT
+from hf_gpipe.schedule.kinds import (
+    BACKWARD,
+    DROP,
+    FORWARD,
+    HOST_UPDATE,
+    INPUT,
+    LOAD,
+    LOGITS,
+    LOGITS_GRADIENT,
+    RECOMPUTE,
+    WEIGHT,
+)
+from hf_gpipe.schedule.updates import with_updates_beside
 
 _FLOAT_BYTES = 4
 #: Layers of a stage with replicas, whose gradients are reduced one after another.
@@ -68,6 +80,8 @@ class Emulated:
             take.
         head_seconds: of S and T of one micro-batch in each stage, where the schedule divides the head.
         copy_seconds: of L and D of each stage, where its weights visit: bytes over the link's bytes a second.
+        update_seconds: of each stage's U or H.
+        updates_beside: whether dealt stages are updated beside backwards.
     """
 
     schedule: str
@@ -89,12 +103,14 @@ class Emulated:
     chunk_shares: Sequence[float] = (1.0,)
     head_seconds: tuple[float, float] = (0.0, 0.0)
     copy_seconds: tuple[float, float] = (0.0, 0.0)
+    update_seconds: float = 0.0
+    updates_beside: bool = False
 
     def table(self) -> Schedule:
         """The actions that run; a late recomputation is part of the backward."""
         table = self._early_table()
         if not self.recomputes_late:
-            return table
+            return with_updates_beside(table) if self.updates_beside else table
         actions = (tuple(one for one in own if one.kind != RECOMPUTE) for own in table.actions)
         return replace(table, actions=tuple(actions))
 
@@ -163,6 +179,7 @@ class Emulated:
             weight_seconds=weights,
             transfer_seconds=transfer,
             reduce_seconds=self.reduction_seconds(),
+            update_seconds=self.update_seconds,
             others=dict(zip(_OTHERS, (*self.head_seconds, *self.copy_seconds), strict=True)),
         )
         return float(seconds_of_steps(self.table(), costs, self.steps))
@@ -395,6 +412,8 @@ def _late_seconds(setting: Emulated, one: ActionTime) -> float:
     weight = setting.weight_seconds_of(one.action.stage)
     should = {FORWARD: forward, RECOMPUTE: forward, BACKWARD: backward, INPUT: backward - weight, WEIGHT: weight}
     should |= dict(zip(_OTHERS, setting.head_seconds, strict=False))
+    if one.action.kind.changes_weights:
+        return 0.0  # the last U of a process has the updates of all its stages
     if one.action.kind not in should:
         return one.end - one.start - one.waiting - one.sending
     share = setting.chunk_shares[one.action.micro_batch % len(setting.chunk_shares)]
@@ -430,6 +449,7 @@ class _Pipeline:
         self.world = world
         #: Of the step before, where several run one after another.
         self.earlier: Callable[[], torch.Tensor] | None = None
+        self.own, self.update_seconds = self.table.placement.stages_of(world.worker), setting.update_seconds
         count = setting.micro_batches
         inputs: dict[str, Any] = {}
         self.micro_batches = [MicroBatch(i, inputs, 0, 1, count) for i in range(count)]
@@ -438,6 +458,9 @@ class _Pipeline:
         def reduce(_: StepResult) -> None:
             if self.replicas is not None:
                 self.replicas.finish()
+            if self.update_seconds and HOST_UPDATE not in self.table.kinds:
+                # Gradients of all stages are complete.
+                self.world.barrier()
             if is_one_of_several:
                 # Loss and norm, which are read after the next step, as in a training.
                 earlier, self.earlier = self.earlier, self.world.begin_sum(torch.zeros(2))
@@ -450,5 +473,7 @@ class _Pipeline:
         if self.table.is_asynchronous:
             # Stages that wait have no weights: an update takes no time.
             times.extend(run(update_stage=lambda stage, step: None).times)
+        elif HOST_UPDATE in self.table.kinds:
+            times.extend(run(reduce=reduce, update_stage=lambda *_: wait(self.update_seconds)).times)
         else:
-            times.extend(run(reduce=reduce).times)
+            times.extend(run(reduce=reduce, update=lambda: wait(len(self.own) * self.update_seconds)).times)

@@ -13,7 +13,7 @@ F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
 W = WEIGHT
 
 GPIPE_2_2 = """\
-table: 8
+table: 9
 schedule: gpipe
 num_stages: 2
 num_micro_batches: 2
@@ -171,14 +171,14 @@ def test_text_round_trip_is_exact(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("table: 8\n", "", "^line 1: found 'schedule: gpipe', expected a line that starts with table:"),
+        ("table: 9\n", "", "^line 1: found 'schedule: gpipe', expected a line that starts with table:"),
         (
-            "table: 8",
             "table: 9",
-            "^line 1: .*version '9', and this version of hf_gpipe reads versions 1, 2, 3, 4, 5, 6, 7 and 8",
+            "table: 10",
+            "^line 1: .*version '10', and this version of hf_gpipe reads versions 1, 2, 3, 4, 5, 6, 7, 8 and 9",
         ),
-        ("table: 8", "table:", "^line 1: .*version ''"),
-        ("table: 8\n", "# mine\ntable: 1\n", "^line 1: found '# mine'"),
+        ("table: 9", "table:", "^line 1: .*version ''"),
+        ("table: 9\n", "# mine\ntable: 1\n", "^line 1: found '# mine'"),
         ("schedule: gpipe\n", "", "^line 2: found 'num_stages: 2', expected .* schedule:"),
         ("schedule: gpipe", "schedule:", "^line 2: schedule name ''"),
         ("num_stages", "num_stage", "^line 3: .*did you mean 'num_stages'"),
