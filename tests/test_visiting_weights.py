@@ -18,12 +18,12 @@ from torch.multiprocessing import ProcessRaisedException
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline
-from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.errors import ScheduleError, StageError, UserError
 from hf_gpipe.model import clone
 from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.planner.report import report
 from hf_gpipe.runtime import visits
-from hf_gpipe.schedule.kinds import LOAD
+from hf_gpipe.schedule.kinds import HOST_UPDATE, LOAD
 from hf_gpipe.schedule.visits import most_loaded
 from scripts.families import default_config
 from tests.gloo import run_gloo
@@ -450,6 +450,14 @@ def trainings(folder: str, name: str, num_processes: int = 1, **options: Any) ->
     made = trainer(root / name, model=copy.deepcopy(model), neftune_noise_alpha=5, **given)
     made.train()
     found["NEFTune"] = trained_weights(made)
+    # Without clipping dealt stages are updated beside backwards.
+    made = trainer(root / f"{name}-free", model=copy.deepcopy(model), **given, max_grad_norm=0)
+    made.train()
+    found["no clipping"] = trained_weights(made)
+    table = made.pipe.steps.executor._table
+    assert table is not None
+    assert (HOST_UPDATE in table.kinds) == (name == "dealt")
+    found["norms"] = [(logs["loss"], logs["grad_norm"]) for logs in made.state.log_history if "grad_norm" in logs]
     torch.manual_seed(0)
     chats = plain_model(test_dpo.config(), dtype=torch.float32), None, {"peft_config": adapters()}
     made = test_dpo.trained(root / f"{name}-dpo", *chats, **options | {"num_stages": 4, "max_steps": 2})[0]
@@ -486,12 +494,45 @@ def test_dealt_trainings_come_to_those_of_stages_that_stay(tmp_path: Path) -> No
             if isinstance(value, Result):
                 assert_same(Result(other.loss, value.gradients), other, tolerance=0)
                 assert value.loss == pytest.approx(other.loss, rel=1e-6 if name == "4 bits" else 1e-14)
+            elif name == "norms":
+                # The squares of stages are added up in another order.
+                assert len(value) == 4
+                assert [one for one, _ in value] == [one for one, _ in other]
+                assert [one for _, one in value] == pytest.approx([one for _, one in other], rel=1e-12)
+            elif name == "no clipping":
+                assert all(torch.equal(value[key], tensor) for key, tensor in other.items())
             else:
                 assert value.keys() == other.keys()
                 for key, tensor in value.items():
                     torch.testing.assert_close(tensor, other[key], rtol=0, atol=1e-6, msg=f"{name}: {key}")
     again = trainings(str(tmp_path), "stays", **stays)["NEFTune again"]
     assert all(torch.allclose(one, again[key], rtol=0, atol=1e-6) for key, one in expected["NEFTune"].items())
+
+
+def test_an_update_that_fails_beside_backwards() -> None:
+    """The step raises it, once the threads are done, and a pipeline of one process can run the next one."""
+    config = tiny_config("llama", tied=False)
+    batch, options = padded_batch(config), {"schedule": "round_robin", "offload_weights": "all"}
+    pipe = pipeline(plain_model(config), **options)
+    updated: list[int] = []
+
+    def update_stage(stage: int) -> None:
+        updated.append(stage)
+        if stage == fails_at:
+            raise KeyError("the cause")
+
+    fails_at = 2
+    with pytest.raises(StageError, match=r"^process 0, stage 2, action 2H, beside those after it: KeyError: 'the cau"):
+        pipe.train_ahead([batch], None, lambda: updated.append(-1), update_stage)
+    assert updated == [3, 2]
+    assert at_home(pipe)
+    pipe.zero_grad()
+    fails_at = -1
+    loss, norm = pipe.train_ahead([batch], None, lambda: updated.append(-1), update_stage)().tolist()
+    assert updated == [3, 2, 3, 2, 1, 0, -1]
+    expected = pipeline(plain_model(config))
+    assert loss == pytest.approx(float(expected.train_step(batch)), rel=1e-14)
+    assert norm == pytest.approx(float(expected.grad_norm()), rel=1e-14)
 
 
 def test_what_cannot_be_dealt() -> None:

@@ -19,6 +19,7 @@ from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.measure import profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.speeds import measure_speeds
+from hf_gpipe.planner.visiting import untried
 from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload, largest_micro_batch
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.facts import available_memory
@@ -225,7 +226,8 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
         entries = settings.recompute
         chosen.append(f"recompute {entries if isinstance(entries, str) else list(entries)}")
     if config.offload_weights != settings.offload_weights:
-        chosen.append(f"offload_weights {settings.offload_weights or 'null'}")
+        text = untried(settings.tensor_parallel)
+        chosen.append(f"offload_weights {settings.offload_weights or 'null'}{f' ({text})' * bool(text)}")
     if config.is_cut_by_cost:
         chosen.append(f"partition {list(settings.partition)} ({config.partition})")
     limit = plan.planner.memory_bytes

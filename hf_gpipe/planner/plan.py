@@ -147,7 +147,9 @@ class Plan:
     def machine_bytes(self) -> int:
         """Those of all processes of a machine, the most of any machine."""
         size = self.planner.host_size(len(self.processes))
-        return max(sum(self.hosted_bytes[start : start + size]) for start in range(0, len(self.processes), size))
+        hosted = [sum(self.hosted_bytes[start : start + size]) for start in range(0, len(self.processes), size)]
+        # Each rank of a worker has its own part.
+        return self.planner.tensor_parallel * max(hosted)
 
     @property
     def host_fullness(self) -> float:
@@ -471,7 +473,7 @@ class Planner:
         return with_updates_beside(table) if is_beside else with_updates_last(table)
 
     def host_size(self, num_processes: int) -> int:
-        """How many of so many processes a machine has; all of them in a cluster of one level."""
+        """How many of so many workers a machine has; all of them in a cluster of one level."""
         is_one = self.cluster is None or len(self.cluster.levels) == 1
         return num_processes if is_one or self.cluster is None else min(self.cluster.devices_in(1), num_processes)
 
@@ -488,7 +490,7 @@ class Planner:
             self.inputs,
             settings,
             network,
-            self.host_size(placement.num_processes),
+            self.host_size(placement.num_processes) * self.tensor_parallel,
         )
 
     def plan(self, settings: DecidedConfig) -> Plan:
@@ -593,7 +595,8 @@ def _table_costs(
     network: Network,
     host_size: int,
 ) -> Costs:
-    """The costs for the simulation of a table; `sums` are of the typical chunk, `of_chunks` of each."""
+    """The costs for the simulation of a table; `sums` are of the typical chunk, `of_chunks` of each. So many processes
+    of a machine copy and update at once."""
     visitors, is_dealt = settings.offload_weights, table.placement.is_dealt
 
     def update(number: int, stage: StageLayers, count: int) -> float:

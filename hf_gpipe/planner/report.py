@@ -28,6 +28,7 @@ from hf_gpipe.planner.saving import (
 )
 from hf_gpipe.planner.search import SearchResult
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
+from hf_gpipe.planner.visiting import untried
 from hf_gpipe.recipe import AUTO
 from hf_gpipe.schedule import DEALT, is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
@@ -197,6 +198,9 @@ def search_report(result: SearchResult) -> str:
     else:
         parts.append("none of them fits")
     parts += ["", "each way, and what limits it:", *_ways(result)]
+    sizes = {plan.settings.tensor_parallel for plan in (*result.fastest, *result.ways, result.leanest)}
+    if text := untried(max(sizes)):
+        parts.append(text)
     return "\n".join([*parts, "", "least memory:", header, leanest])
 
 

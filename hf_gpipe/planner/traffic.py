@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_gpipe.planner.plan import Plan, recompute_shares
 from hf_gpipe.planner.workload import sent_share
+from hf_gpipe.schedule import Schedule
 from hf_gpipe.text import bytes_text
 
 
@@ -40,6 +41,7 @@ def traffic(plan: Plan) -> Traffic:
     size, shares = plan.settings.tensor_parallel, recompute_shares(table)
     share = sent_share(plan.settings.boundary_dtype, plan.costs.dtype)
     besides = plan.planner.besides(plan.settings.num_micro_batches, plan.settings.num_stages)
+    messages = _messages(table)
     for stage in plan.stages:
         gradient_bytes = sums.held(stage.layers.start, stage.layers.stop).trainable_bytes
         for layer in layers[stage.layers.start : stage.layers.stop]:
@@ -48,17 +50,27 @@ def traffic(plan: Plan) -> Traffic:
             in_layers += 2 * (size - 1) * table.num_micro_batches * summed
         gradients += 2 * (placement.replicas[stage.number] - 1) * gradient_bytes
         if stage.number:
-            own, before = placement.workers[stage.number], placement.workers[stage.number - 1]
-            micro_batches = range(table.num_micro_batches)
-            num_messages = sum(own[m % len(own)] != before[m % len(before)] for m in micro_batches)
+            down, up = messages[stage.number]
             first = layers[stage.layers.start]
-            sent = first.input_bytes + first.gradient_input_bytes + besides[stage.number].input_bytes
-            boundaries += num_messages * share * sent
+            sent = down * (first.input_bytes + besides[stage.number].input_bytes) + up * first.gradient_input_bytes
+            boundaries += share * sent
     rows = plan.planner.rows * plan.planner.inputs.accumulation
     boundaries, in_layers = boundaries / table.num_steps, in_layers / table.num_steps
     whole = 2 * (size * placement.num_processes - 1) * plan.costs.total.trainable_bytes
     # Each rank of a worker sends its own part, or its own copy.
     return Traffic(size * gradients / rows, size * boundaries / rows, in_layers / rows, size * whole / rows)
+
+
+def _messages(table: Schedule) -> dict[int, tuple[int, int]]:
+    """For the boundary before each stage how many messages cross it between two workers: (down, up). Those of dealt
+    stages follow from the rows, for a recomputation on another worker than its forward receives the inputs too."""
+    counts = {stage: [0, 0] for stage in range(table.num_stages)}
+    for worker, row in enumerate(table.actions):
+        for action in row:
+            for other in table.consumers(action) if action.kind.sends else ():
+                if not other.kind.turn and table.worker_of(other) != worker:
+                    counts[max(action.stage, other.stage)][action.kind.takes_gradient] += 1
+    return {stage: (down, up) for stage, (down, up) in counts.items()}
 
 
 def is_mesh(plan: Plan) -> bool:

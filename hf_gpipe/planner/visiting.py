@@ -33,6 +33,16 @@ def open_visitors(planner: Planner) -> Sequence[Visitors]:
     return ("all",) if total.trainable_bytes > total.num_bytes / 2 else ("frozen", "all")
 
 
+def untried(tensor_parallel: int) -> str:
+    """A sentence where `open_visitors` leaves out what a run could do; else an empty one."""
+    if tensor_parallel == 1:
+        return ""
+    return (
+        "with tensor_parallel above 1, weights that visit are not tried, for a stage has the memory of several devices "
+        "already; set pipeline.offload_weights to plan them"
+    )
+
+
 def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int]) -> Iterator[PipelineConfig]:
     """The configurations that are worth a try, with K, M, replicas, schedule and recomputation decided.
 

@@ -34,7 +34,8 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
 
     A column is as long as the shortest action (reductions and updates aside) and shows the action that fills most of
     it: "F0" where it starts, "--" where it goes on, ".." where the stage is idle. Where this is wider than `width`
-    characters, a column is a single letter, the action's kind, and as much longer as needed.
+    characters, a column is a single letter, the action's kind, and as much longer as needed. Updates on the host are
+    shown where the device is idle.
     """
     busy = [span for span in timeline.spans if span.busy > 0]
     column_seconds = min((span.busy for span in busy if not span.action.kind.is_of_mini_batch), default=0)
@@ -50,7 +51,12 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
         column_seconds = timeline.total_seconds / num_columns
     lines = []
     for row, name in zip(placement.rows, names, strict=True):
-        columns = _columns([span for span in busy if _row(placement, span) == row], num_columns, column_seconds)
+        own = [span for span in busy if _row(placement, span) == row]
+        columns, on_host = (
+            _columns([span for span in own if _is_on_host(span) == is_on_host], num_columns, column_seconds)
+            for is_on_host in (False, True)
+        )
+        columns = [one or other for one, other in zip(columns, on_host, strict=True)]
         if labelled:
             text = " ".join(_cell(placement, columns, index, cell) for index in range(num_columns))
         else:
@@ -58,6 +64,10 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
         lines.append(name.ljust(margin) + text)
     lines.append(f"total {_seconds(timeline)}, bubble {float(timeline.bubble):.1%}")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _is_on_host(span: Span) -> bool:
+    return span.action.kind.resource is Resource.HOST
 
 
 def _label(placement: Placement, span: Span) -> str:
@@ -174,7 +184,10 @@ def _draw_panel(panel: Axes, timeline: Timeline, title: str) -> None:
             ]
             panel.broken_barh(
                 [_bar(span) for span in own],
-                (bottom, _BAR_HEIGHT),
+                # Below the actions beside which it runs.
+                (bottom + 0.75 * _BAR_HEIGHT, 0.25 * _BAR_HEIGHT)
+                if kind.resource is Resource.HOST
+                else (bottom, _BAR_HEIGHT),
                 facecolor=kind.colour,
                 edgecolor="white",
                 linewidth=0.4,
@@ -218,6 +231,8 @@ def _label_bars(panel: Axes, timeline: Timeline, points_per_second: float) -> No
     number = {where: row for row, where in enumerate(placement.rows)}
     rows: dict[tuple[int, str], list[Span]] = {}
     for span in timeline.spans:
+        if _is_on_host(span):
+            continue
         rows.setdefault((number[_row(placement, span)], span.action.kind), []).append(span)
     for (row, _), spans in rows.items():
         if median(_bar(span)[1] for span in spans) * points_per_second < max(

@@ -17,10 +17,12 @@ from hf_gpipe.planner.devices import LINKS, Host, read_host
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.report import overrides, report, search_report
 from hf_gpipe.planner.search import search
+from hf_gpipe.planner.traffic import traffic
 from hf_gpipe.planner.visiting import open_visitors, visiting_ways
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.schedule.kinds import LOAD
+from hf_gpipe.schedule.kinds import HOST_UPDATE, LOAD, RECOMPUTE
+from hf_gpipe.schedule.messages import messages
 from tests.planner.models import DEVICE, MIB, blocks, layer, model, planner, settings
 
 #: A byte in a second, by each way.
@@ -58,6 +60,37 @@ def test_what_the_host_of_dealt_stages_holds_and_does() -> None:
         with_host(planner(costs), SLOW).plan(dealt((1,) * 8, size, schedule="breadth_first")) for size in (1, 2)
     )
     assert sum(one.hosted_bytes) == sum(several.hosted_bytes) == 2 * 80 * MIB
+
+
+def test_updates_beside_backwards_owners_and_messages() -> None:
+    """Where nothing needs the norm; a step is shorter by most of them, and each is of the worker that has least."""
+    heavy = layer("embed", weights=3 * MIB, flops=100)
+    costs = model(heavy, *blocks(7).layers)
+    host = replace(SLOW, bytes_per_second=8.0 * MIB, process_bytes_per_second=4.0 * MIB)
+    plans = {}
+    for needs_norm in (True, False):
+        made = with_host(planner(costs, rows=4, optim="adamw_torch", needs_norm=needs_norm), host)
+        plans[needs_norm] = made.plan(dealt((1,) * 8, 2, num_micro_batches=4))
+    last, beside = (plans[one].timeline for one in (True, False))
+    assert HOST_UPDATE in beside.schedule.kinds
+    assert HOST_UPDATE not in last.schedule.kinds
+    assert beside.total_seconds < last.total_seconds
+    assert beside.schedule.placement == last.schedule.placement
+    sizes = [stage.owned_parameters for stage in plans[True].stages]
+    loads = [sum(sizes[stage] for stage in process.stages) for process in plans[True].processes]
+    assert max(loads) - min(loads) <= max(sizes[1:])
+    # What the table sends: a recomputation on another worker than its forward receives the inputs too.
+    table, plan = beside.schedule, plans[False]
+    every = [one for one in messages(table) if not one.source.kind.is_of_visit]
+    size = {stage.number: costs.layers[stage.layers.start] for stage in plan.stages}
+    expected = sum(
+        size[one.source.stage].gradient_input_bytes
+        if one.source.kind.takes_gradient
+        else size[one.source.stage + 1].input_bytes
+        for one in every
+    )
+    assert any(one.consumer.kind == RECOMPUTE for one in every)
+    assert traffic(plan).boundaries == expected / 4 > 0
 
 
 def test_a_machine_without_the_memory_does_not_fit() -> None:

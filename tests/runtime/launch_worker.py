@@ -17,9 +17,12 @@ import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import failures, launch
+from hf_gpipe.runtime.beside import Beside
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.world import World
+from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.kinds import DROP, Resource
 
 #: What a message may take where one is waited for in vain, or where work takes longer: a busy machine takes seconds.
 LIMIT_SECONDS, LONGER_SECONDS = 6, 8
@@ -45,6 +48,10 @@ def body(what: str, folder: Path) -> None:
             failures.note(error)
             time.sleep(LONGER_SECONDS)
             raise UserError("the cause, explained") from error
+        if what == "beside":
+            # In a thread, while the main thread waits in gloo for a process that waits for this one.
+            Beside(rank).begin(Resource.COPY_OUT, Action(DROP, 3), fail)
+            dist.recv(torch.ones(1), 0)
         if what in ("wait", "stuck", "watchdog"):
             time.sleep(600)
     if what == "unread" and rank == 0:
@@ -63,6 +70,10 @@ def body(what: str, folder: Path) -> None:
     if what == "late" and rank == 0:
         time.sleep(LONGER_SECONDS)
     job.leave()
+
+
+def fail() -> None:
+    raise KeyError("the cause")
 
 
 def never() -> Iterator[int]:

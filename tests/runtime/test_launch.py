@@ -58,6 +58,12 @@ def test_processes_join_one_job_and_wait_longer_than_for_a_message(what: str, tm
     [
         ("fault", 1, "error: process 1, testing: KeyError: 'the cause' (the traceback is in {error})"),
         ("user error", 2, "error: the key is wrong"),
+        (
+            "beside",
+            1,
+            "error: process 1, stage 3, action 3D, beside those after it: KeyError: 'the cause' (testing) (the "
+            "traceback is in {error})",
+        ),
         ("explained", 2, "error: the cause, explained"),
         (
             "killed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Costs, Placement, Schedule, build, check_table, draw_text, placement_for, simulate
-from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, LOAD, Held
+from hf_gpipe.schedule.kinds import BACKWARD, DROP, FORWARD, HOST_UPDATE, LOAD, Held
 from hf_gpipe.schedule.messages import messages
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
 from hf_gpipe.schedule.round_robin import deal_of, dealt_table
+from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
 from hf_gpipe.schedule.visits import most_loaded
 
 
@@ -56,12 +58,78 @@ def test_every_table_has_two_slots_of_weights_on_a_device(
     assert Schedule.from_text(str(table)) == table
     deal = deal_of(shares, shares, backward, num_workers, num_micro_batches)
     assert max(most_loaded(table)) <= 2 * max(len(slot.stages) for slot in deal.slots)
+    if replicas == 1:
+        check_updates_beside(table, shares, backward)
     # Each worker's backwards of a stage add to gradients that the visit before has left.
     timeline = simulate(table, Costs(shares, backward, others={LOAD: 1, DROP: 1}))
     work = sum(3 * one for one in shares) + sum(shares[: deal.together.start])
     assert timeline.total_seconds >= num_micro_batches * work / (num_workers * replicas)
     for stage in range(num_stages):
         assert most_of_equal_stages(table)[stage][Held.GRAPH] == 1
+
+
+def check_updates_beside(table: Schedule, shares: list[int], backward: list[int]) -> None:
+    """An update on the host begins when the gradients of its stage, and of those after it, are on the host."""
+    beside = with_updates_beside(table)
+    check_table(beside)
+    assert Schedule.from_text(str(beside)) == beside
+    assert with_updates_last(beside) == table
+    costs = Costs(shares, backward, update_seconds=7, others={LOAD: 1, DROP: 2})
+    timeline, last = simulate(beside, costs), simulate(table, costs)
+    assert last.total_seconds - 7 * table.num_stages <= timeline.total_seconds <= last.total_seconds
+    ends = {span.action: span.end for span in timeline.spans}
+    for process, row in enumerate(beside.actions):
+        own = [span for span in timeline.spans if span.process == process and span.action.kind == HOST_UPDATE]
+        assert sorted(span.action.stage for span in own) == list(table.placement.stages_of(process))
+        assert all(one.end <= other.start for one, other in pairwise(own))
+        assert row[-1].kind == HOST_UPDATE
+        for span in own:
+            assert span.start >= max(ends[d] for stage, d in beside.last_drops.items() if stage >= span.action.stage)
+
+
+def test_updates_hide_beside_backwards() -> None:
+    table = dealt(16, 32, 4)
+    costs = Costs(1, 2, update_seconds=16)
+    free, last, beside = (
+        simulate(*one).total_seconds
+        for one in ((table, Costs(1, 2)), (table, costs), (with_updates_beside(table), costs))
+    )
+    assert last - free == 4 * 16
+    # The lowest stages have no backwards after theirs.
+    assert beside - free <= 1.5 * 16
+    with pytest.raises(ScheduleError, match="its updates stay at the end of a step"):
+        with_updates_beside(dealt(4, 2, 2, replicas=2))
+    picture = draw_text(simulate(with_updates_beside(dealt(4, 2, 2)), Costs(1, 2, update_seconds=1))).splitlines()
+    assert picture[0].endswith("0R0 0B0 --- 0R1 0B1 --- 0H"), "2H is beside 0R0"
+
+
+@pytest.mark.parametrize(
+    ("word", "instead", "problem"),
+    [
+        ("2H 0R0", "0R0", "2U is missing from process 0; a training step"),
+        ("2H 0R0", "2U 0R0", "0R0 comes after 2U on process 0: updates come last"),
+        ("0D1 0H", "0H 0D1", "0D1 comes after 0H on process 0; move it before"),
+        ("2D 2H", "2H 2D", "2D comes after 2H on process 0; move it before"),
+        ("0B1 0D1 0H", "0B1 0H 0D1", "0D1 comes after 0H"),
+        ("1D1 1H", "1H 1D1", "1D1 comes after 1H on process 1"),
+    ],
+)
+def test_what_is_wrong_with_updates_on_the_host(word: str, instead: str, problem: str) -> None:
+    text = str(with_updates_beside(dealt(4, 2, 2)))
+    assert word in text
+    with pytest.raises(ScheduleError, match=problem):
+        check_table(Schedule.from_text(text.replace(word, instead, 1)))
+
+
+def test_updates_are_shared_out_by_size() -> None:
+    placement = placement_for("round_robin", 6, 3)
+    assert placement.balanced([1] * 6) == placement
+    assert str(placement.balanced([9, 1, 1, 1, 1, 8])) == "0 2 2 2 2 1"
+    assert str(placement.balanced([0] * 6)) == "0 1 2 0 1 2"
+    pairs = placement_for("round_robin", 3, 4, 2).balanced([5, 1, 3])
+    assert pairs.workers == ((0, 2), (1, 3), (1, 3))
+    plain = Placement.spread(4, 2)
+    assert plain.balanced([4, 3, 2, 1]) is plain
 
 
 def test_a_heavy_head_binds_no_worker() -> None:
