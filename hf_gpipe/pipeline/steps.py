@@ -206,18 +206,24 @@ class Steps:
         self.step -= len(steps)
         return times
 
-    def measure_on(self, batches: Sequence[Batch], update: Update | None = None) -> list[ActionTime]:
+    def measure_on(
+        self,
+        batches: Sequence[Batch],
+        update: Update | None = None,
+        update_stage: Callable[[int], None] | None = None,
+    ) -> list[ActionTime]:
         """Measure a training step that does not count: its gradients are dropped and `step` stays as it is.
 
         Args:
             batches: as for `train_on`.
             update: as for `train_step`; its effects stay.
+            update_stage: as for `train_ahead`.
 
         Returns:
             When each action ran on this process.
         """
         times: list[ActionTime] = []
-        self._train(batches, times, _waiting(update), waits=True)
+        self._train(batches, times, _waiting(update), waits=True, update_stage=update_stage)
         self.parameters.zero_grad()
         return times
 

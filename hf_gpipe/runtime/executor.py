@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -200,7 +201,8 @@ class Executor:
         except Exception as error:
             if step.is_updating:  # everything was sent and received
                 raise
-            self._reset()
+            with suppress(Exception):  # of what has failed already
+                self._reset()
             if isinstance(error, StageError):  # of a thread, which says where
                 raise
             where = f"stage {action.stage}, action {action}" if action is not None else "before the first action"

@@ -21,7 +21,7 @@ from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data.files import check_files, digest_of_files
 from hf_gpipe.data.teacher_file import TeacherCollator, TeacherFile, WithTeacher
 from hf_gpipe.errors import DataError, RecipeError
-from hf_gpipe.pipeline import Pipeline, PipelineRequest, Update, UpdateStage
+from hf_gpipe.pipeline import Pipeline, PipelineRequest
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import Recipe, load_saved, may_change
 from hf_gpipe.runtime.batches import share
@@ -39,12 +39,14 @@ from hf_gpipe.training.from_recipe import AnyCorpus, arguments_of, check_model, 
 from hf_gpipe.training.grpo import PipelineGRPOConfig, PipelineGRPOTrainer
 from hf_gpipe.training.held_out import accuracy
 from hf_gpipe.training.kto import PipelineKTOTrainer
+from hf_gpipe.training.optim import step_stage
 from hf_gpipe.training.pairs import PairArguments, PairTrainer
 from hf_gpipe.training.recipe_model import model_config, spec_of, teacher_of
 from hf_gpipe.training.reward import PipelineRewardTrainer
 from hf_gpipe.training.tasks import Task, task_of
 from hf_gpipe.training.timeline import measure_step
 from hf_gpipe.training.trainer import PipelineTrainer
+from hf_gpipe.training.updates import are_beside
 from hf_gpipe.training.windows import StageUpdates
 
 RECIPE_FILE, METRICS_FILE, TIMELINE_FILE = "recipe.yaml", "metrics.json", "timeline.png"
@@ -130,7 +132,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     job.note("measuring a step")
     batches = trainer.train_batches()
     batch = trainer.prepared(share([next(batches.epoch(0))] if batches is not None else None, world))
-    measured, predicted = measure_step(pipe, batch, update=_update_of(trainer))
+    measured, predicted = measure_step(pipe, batch, **_updates_of(trainer))
     if world.is_writer:
         cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
         metrics = json.dumps(_finite(report.to_dict() | {"cost": cost}), indent=2, ensure_ascii=False)
@@ -161,8 +163,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _update_of(trainer: PipelineTrainer) -> Update | UpdateStage:
-    """The trainer's update with a learning rate of 0: it takes as long as any and leaves the weights as they are."""
+def _updates_of(trainer: PipelineTrainer) -> dict[str, Any]:
+    """The trainer's updates, as arguments of `measure_step`, with a learning rate of 0: they take as long as any and
+    leave the weights as they are."""
     optimizer = trainer.optimizer
     assert optimizer is not None, "the trainer has trained"
 
@@ -185,7 +188,13 @@ def _update_of(trainer: PipelineTrainer) -> Update | UpdateStage:
             trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm, norm)
             optimizer.step()
 
-    return update_stage if trainer.pipe.is_asynchronous else update
+    def update_beside(stage: int) -> None:
+        with without_rate():
+            step_stage(trainer.pipe, optimizer, trainer.master_weights, stage)
+
+    if are_beside(trainer):
+        return {"update_beside": update_beside}
+    return {"update": update_stage if trainer.pipe.is_asynchronous else update}
 
 
 def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) -> None:

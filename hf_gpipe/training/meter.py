@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.memory import peak_memory_bytes
 from hf_gpipe.runtime.timing import ActionTime
+from hf_gpipe.schedule.kinds import Resource
 from hf_gpipe.training.loader import Batch
 
 #: Begins the name of the metric of each stage.
@@ -72,7 +73,10 @@ class Meter:
         peaks = {stage: peak_memory_bytes({where}) for stage, where in self._pipe.world.stage_devices.items()}
         mine = (time.perf_counter() - self._since, peaks)
         timed = [
-            (sum(action.end - action.start - action.waiting for action in times), times[-1].end - times[0].start)
+            (
+                sum(one.end - one.start - one.waiting for one in times if one.action.kind.resource is Resource.COMPUTE),
+                max(one.end for one in times) - min(one.start for one in times),
+            )
             for times in self._timed
         ]
         everyone = self._pipe.world.gather_objects((*mine, timed, self._pipe.stash_bytes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 from typing import cast
@@ -12,10 +13,15 @@ from hf_gpipe.runtime.batches import Batches
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import Costs, Span, Timeline, simulate
 from hf_gpipe.schedule.kinds import KINDS, Resource
+from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
 
 
 def measure_step(
-    pipe: Pipeline, batches: Batches, repeats: int = 5, update: Update | UpdateStage | None = None
+    pipe: Pipeline,
+    batches: Batches,
+    repeats: int = 5,
+    update: Update | UpdateStage | None = None,
+    update_beside: Callable[[int], None] | None = None,
 ) -> tuple[Timeline, Timeline]:
     """Run a training step some times and keep the one of median length.
 
@@ -28,12 +34,13 @@ def measure_step(
         repeats: how often it is measured, after a first time that warms up caches and connections.
         update: what U does, as of `Pipeline.train_step` or `Pipeline.train_window`; None: nothing. The wait for the
             slowest process before it is noted as waiting. The last U of a process updates all its stages.
+        update_beside: what H does, as `update_stage` of `Pipeline.train_ahead`; None: the table has U.
 
     Returns:
         The step measured, on a clock that starts when all processes are ready; and the step predicted: the same table,
         each action taking the median of what actions of its kind took on its stage, and messages no time.
     """
-    runs = [_measure(pipe, batches, update) for _ in range(repeats + 1)]
+    runs = [_measure(pipe, batches, update, update_beside) for _ in range(repeats + 1)]
     everyone, placement = pipe.world.gather_objects(runs[1:]), pipe.world.placement
     # The ranks of a worker run the same row.
     of_workers = [everyone[placement.ranks_of(worker)[0]] for worker in range(placement.num_processes)]
@@ -48,16 +55,22 @@ def measure_step(
     chosen = sorted(steps, key=lambda spans: max(span.end for span in spans))[repeats // 2]
     total, num_steps = 1 + max(span.action.micro_batch or 0 for span in chosen), _num_steps(pipe)
     schedule = pipe.schedule([total // num_steps] * num_steps if pipe.is_asynchronous else total)
+    schedule = with_updates_last(schedule) if update_beside is None else with_updates_beside(schedule)
     every_span = [span for spans in steps for span in spans]
     computing: dict[str, list[list[float]]] = {kind: [[] for _ in range(pipe.num_stages)] for kind in KINDS}
     for span in every_span:
-        if span.action.kind.resource is Resource.COMPUTE:
+        if span.action.kind.resource in (Resource.COMPUTE, Resource.HOST):
             computing[span.action.kind][span.action.stage].append(float(span.computing))
     costs = Costs.of_kinds({kind: [median(own) if own else 0.0 for own in computing[kind]] for kind in KINDS.values()})
     return Timeline.from_spans(schedule, chosen), simulate(schedule, costs)
 
 
-def _measure(pipe: Pipeline, batches: Batches, update: Update | UpdateStage | None) -> list[ActionTime]:
+def _measure(
+    pipe: Pipeline,
+    batches: Batches,
+    update: Update | UpdateStage | None,
+    update_beside: Callable[[int], None] | None,
+) -> list[ActionTime]:
     """The actions of this process in one step or window, in seconds since all processes were ready."""
     pipe.world.barrier()
     origin = time.perf_counter()
@@ -65,7 +78,7 @@ def _measure(pipe: Pipeline, batches: Batches, update: Update | UpdateStage | No
         of_stage = cast(UpdateStage, update) if update is not None else lambda stage, step, norm: None
         times = pipe.steps.measure_window([batches] * _num_steps(pipe), of_stage)
     else:
-        times = pipe.steps.measure_on(batches, cast(Update | None, update))
+        times = pipe.steps.measure_on(batches, cast(Update | None, update), update_beside)
     return [replace(t, start=t.start - origin, end=t.end - origin) for t in times]
 
 

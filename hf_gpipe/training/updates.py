@@ -23,6 +23,27 @@ from hf_gpipe.training.windows import StageUpdates, callbacks_of_update
 logger = transformers.logging.get_logger(__name__)
 
 
+def are_beside(trainer: TrainerOfLoop) -> bool:
+    """Whether dealt stages are updated beside backwards: where an update needs the gradients of its stage alone, and
+    nothing looks at those of all stages before it."""
+    return (
+        trainer.pipe.steps.can_update_beside
+        and not _needs_numbers(trainer)
+        and trainer.optimizer is not None
+        and treats_parameters_alone(trainer.optimizer)
+        and not any(callbacks_of_update(trainer.callback_handler.callbacks))
+    )
+
+
+def _needs_numbers(trainer: TrainerOfLoop) -> bool:
+    """Whether an update needs the loss or the norm."""
+    return _clips(trainer) or trainer.scaler is not None or trainer.args.on_nonfinite_loss == "skip"
+
+
+def _clips(trainer: TrainerOfLoop) -> bool:
+    return trainer.args.max_grad_norm is not None and trainer.args.max_grad_norm > 0
+
+
 class Updates:
     """Runs the steps of a training, one after the other; the state of the trainer has the number of the last one.
 
@@ -50,31 +71,13 @@ class Updates:
 
     @property
     def wait(self) -> bool:
-        if self._needs_numbers or self._pipe.is_asynchronous:
+        if _needs_numbers(self._trainer) or self._pipe.is_asynchronous:
             return True
-        return self._world.num_processes == 1 and not self.are_beside
-
-    @property
-    def are_beside(self) -> bool:
-        """Whether dealt stages are updated beside backwards: where an update needs the gradients of its stage alone,
-        and nothing looks at those of all stages before it."""
-        optimizer = self._trainer.optimizer
-        return (
-            self._pipe.steps.can_update_beside
-            and not self._needs_numbers
-            and optimizer is not None
-            and treats_parameters_alone(optimizer)
-            and not any(callbacks_of_update(self._trainer.callback_handler.callbacks))
-        )
-
-    @property
-    def _needs_numbers(self) -> bool:
-        """Whether an update needs the loss or the norm."""
-        return self._clips or self._trainer.scaler is not None or self._args.on_nonfinite_loss == "skip"
+        return self._world.num_processes == 1 and not are_beside(self._trainer)
 
     @property
     def _clips(self) -> bool:
-        return self._args.max_grad_norm is not None and self._args.max_grad_norm > 0
+        return _clips(self._trainer)
 
     def run(self, window: Sequence[Sequence[Batch]]) -> None:
         """One update from one or more mini-batches, or those of a window under an asynchronous schedule."""
@@ -118,7 +121,7 @@ class Updates:
         if self.wait:
             self._pipe.steps.train_on(group, times, partial(self._update, len(group)))
         else:
-            beside = self._update_stage if self.are_beside else None
+            beside = self._update_stage if are_beside(self._trainer) else None
             update = partial(self._update, len(group), is_done=beside is not None)
             numbers = self._pipe.steps.train_ahead(group, times, update, beside)
             self.read_late_numbers()
