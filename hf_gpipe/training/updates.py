@@ -28,6 +28,7 @@ def are_beside(trainer: TrainerOfLoop) -> bool:
     nothing looks at those of all stages before it."""
     return (
         trainer.pipe.steps.can_update_beside
+        and trainer.updates_per_step == 1
         and not _needs_numbers(trainer)
         and trainer.optimizer is not None
         and treats_parameters_alone(trainer.optimizer)
