@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import tomllib
+import types
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from hf_gpipe.__main__ import COMMANDS, main
+from hf_gpipe.commands.base import loading
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,3 +42,16 @@ def test_each_command_gets_its_arguments(name: str, capsys: pytest.CaptureFixtur
     assert main([name]) == 2
     module = "hf_gpipe.train" if name == "train" else f"hf_gpipe {name}"
     assert f"python -m {module} " in capsys.readouterr().out
+
+
+def test_a_command_imports_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless another program that has imported all calls it."""
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+    with loading():
+        assert gc.isenabled()
+    monkeypatch.delitem(sys.modules, "transformers")
+    before = gc.get_freeze_count()
+    with loading():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > before
