@@ -71,6 +71,8 @@ def prepare(folder: Path) -> None:
     train_tokenizer(WORDS * 20, 290, folder / "tokenizer", model="bpe", character_coverage=1.0, target_tags=())
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
     ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id")} | {"vocab_size": len(tokenizer)}
+    # AdamW makes much of rounding where a gradient is next to nothing, which other weights may have.
+    torch.manual_seed(0)
     pairs = MarianMTModel(tiny_config("marian", decoder_start_token_id=tokenizer.pad_token_id, **ids))
     causal = tiny_config("llama")
     causal.update(ids)
