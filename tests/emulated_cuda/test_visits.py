@@ -142,6 +142,34 @@ def test_dealt_stages_have_the_numbers_of_stages_that_stay() -> None:
         assert {buffer.memory.nbytes for buffer in buffers} == {max(visits.hosted_bytes.values())}
 
 
+@on_emulated_cuda()
+def test_dealt_stages_are_updated_beside_backwards() -> None:
+    """Once their gradients have left the devices, which the thread waits for."""
+
+    def weights(device: Any, *, is_beside: bool, **options: Any) -> Numbers:
+        pipe, losses = dealt(device, **options), []
+        batch = padded_batch(pipe.adapter.config)
+
+        def update(stage: int | None = None) -> None:
+            names = None if stage is None else pipe.weights.names_of(stage)
+            for name, parameter in pipe.named_parameters():
+                if parameter.grad is not None and (names is None or name in names):
+                    parameter.data -= 0.1 * parameter.grad
+
+        for _ in range(2):
+            if is_beside:
+                losses.append(float(pipe.train_ahead([batch], None, lambda: None, update)()[0]))
+            else:
+                losses.append(float(pipe.train_step(batch, update=lambda *_: update())))
+            pipe.zero_grad()
+        return losses, {name: p.detach().cpu().clone() for name, p in pipe.named_parameters()}
+
+    expected = weights("cuda:0", is_beside=False, schedule="breadth_first", offload_weights=None)
+    found = weights(["cuda:0", "cuda:1"], is_beside=True)
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert_near(found[1], expected[1], 0.0, "weight")
+
+
 @pytest.mark.parametrize("schedule", ["breadth_first", "round_robin"])
 @on_emulated_cuda(2)
 def test_trained_weights_in_two_processes(schedule: str) -> None:
