@@ -138,9 +138,9 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise UserError(f"{name}={value!r}: expected a whole number of at least {least}")
 
 
-def nearest(found: str, allowed: Iterable[str]) -> str:
+def nearest(given: str, allowed: Iterable[str]) -> str:
     """A hint for a misspelt name: "; did you mean 'x'?", or an empty string where nothing is near."""
-    close = difflib.get_close_matches(found, list(allowed), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

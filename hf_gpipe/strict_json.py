@@ -45,11 +45,11 @@ def read(path: Path, shape: Any = Any, *, error: type[UserError] = CheckpointErr
         UserError: of the class `error`: the file cannot be read, is no JSON, is beyond a limit, or has another shape.
     """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise error(f"{path} cannot be read: it is not a regular file")
-        if found.st_size > MOST_BYTES:
-            raise error(f"{path} cannot be read: it has {found.st_size} bytes, and at most {MOST_BYTES} are allowed")
+        if status.st_size > MOST_BYTES:
+            raise error(f"{path} cannot be read: it has {status.st_size} bytes, and at most {MOST_BYTES} are allowed")
         content = path.read_bytes()
     except (OSError, ValueError) as caught:
         raise error(f"{path} cannot be read: {caught}") from caught
@@ -96,17 +96,17 @@ def fit(value: Any, shape: Any, source: str, *, error: type[UserError] = Checkpo
         _adapter(shape).validate_python(value, strict=True)
     except ValidationError as caught:
         first = caught.errors(include_url=False, include_context=False)[0]
-        key, found = "", value
+        key, content = "", value
         for part in first["loc"]:  # the path to the value, and names of alternatives that were tried
-            if isinstance(found, Mapping) and part in found:
-                key, found = f"{key}.{part}".lstrip("."), found[part]
-            elif isinstance(found, list) and isinstance(part, int) and part < len(found):
-                key, found = f"{key}[{part}]", found[part]
+            if isinstance(content, Mapping) and part in content:
+                key, content = f"{key}.{part}".lstrip("."), content[part]
+            elif isinstance(content, list) and isinstance(part, int) and part < len(content):
+                key, content = f"{key}[{part}]", content[part]
         if first["type"] == "missing":
             place = f" in {key}" if key else ""
             raise error(f"{source} is damaged: {str(first['loc'][-1])!r} is missing{place}") from None
         allowed = re.sub(r"^Input should be ", "", first["msg"])
-        raise error(f"{source} is damaged: {key or 'it'} is {show(found)}, expected {allowed}") from None
+        raise error(f"{source} is damaged: {key or 'it'} is {show(content)}, expected {allowed}") from None
 
 
 @functools.cache
@@ -124,11 +124,11 @@ def is_deeper(value: Any, most: int = DEEPEST) -> bool:
     """Whether lists and mappings are nested in more levels than `most`."""
     level = [value]
     for _ in range(most):
-        inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        inside = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
         if not inside:
             return False
-        level = [inner for one in inside for inner in one]
-    return any(isinstance(one, dict | list) for one in level)
+        level = [inner for part in inside for inner in part]
+    return any(isinstance(part, dict | list) for part in level)
 
 
 def _short(caught: ValueError) -> str:

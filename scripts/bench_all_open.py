@@ -32,6 +32,7 @@ from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.choose import AUTO_SCHEDULES, allowed_plans, best_plan, micro_batch_counts
 from hf_gpipe.planner.devices import DEVICES
 from hf_gpipe.planner.meshes import with_mesh
+from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO, PipelineConfig
@@ -95,15 +96,14 @@ def models() -> dict[str, Model]:
     }
 
 
-def planner_of(model: Model, machine: Machine) -> Planner:
+def planner_for(model: Model, machine: Machine) -> Planner:
     device = DEVICES[machine.device]
-    memory = tuple(int(share * (device.memory_bytes or 0)) for share in machine.memory)
-    return Planner.of(
+    memory = tuple(f"{int(share * (device.memory_bytes or 0))} B" for share in machine.memory)
+    return planner_of(
         *(adapter_for(model.config), PlanInputs(model.workload), device),
+        PipelineConfig(1, memory=memory, speeds=machine.speeds),
         as_on_gpu=True,
-        memory_bytes=memory,
         cluster=None if machine.links is None else parse_cluster(machine.links),
-        speeds=machine.speeds,
     )
 
 
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model_name in options.models or models():
         for machine_name in options.machines:
             machine, model = MACHINES[machine_name], models()[model_name]
-            planner = planner_of(model, machine)
+            planner = planner_for(model, machine)
             free = PipelineConfig(num_processes=NUM_DEVICES).with_auto(NUM_DEVICES)
             chosen, plans = best_plan(planner, free), search(planner, machine, free)
             ratios = [chosen.step_seconds / plans[0].step_seconds]

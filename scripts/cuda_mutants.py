@@ -273,7 +273,7 @@ MUTANTS = (
     Mutant(
         "ties share a communicator over devices",
         TIES,
-        "(rank, found[rank][stage][0])",
+        "(rank, everyone[rank][stage][0])",
         '(rank, "cuda")',
         "processes number their communicators differently",
     ),

@@ -37,8 +37,9 @@ from hf_gpipe.commands.base import Parser, run_command
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import Recipe, load_recipe
-from hf_gpipe.training.from_recipe import arguments_of, loss_of
+from hf_gpipe.training.from_recipe import loss_of
 from hf_gpipe.training.recipe_model import model_config
+from hf_gpipe.training.recipe_trainer import arguments_of
 from hf_gpipe.training.tasks import task_of
 
 Batch = Mapping[str, torch.Tensor]

@@ -14,7 +14,8 @@ from hf_gpipe import Pipeline
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, simulate
 from hf_gpipe.schedule.kinds import UPDATE
-from hf_gpipe.schedule.list_scheduling import Work, best_listed
+from hf_gpipe.schedule.list_scheduling import best_listed
+from hf_gpipe.schedule.listing import Work
 from tests.gloo import run_gloo
 from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 

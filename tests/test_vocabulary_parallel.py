@@ -21,7 +21,7 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.planner.choose import best_plan
 from hf_gpipe.planner.devices import device
-from hf_gpipe.planner.plan import Planner
+from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import divided_head
@@ -256,7 +256,7 @@ def test_auto_divides_the_head_where_it_makes_the_last_stage_slow_or_full() -> N
         config = tiny_config("llama", tied=False)
         config.update({**sizes, "num_key_value_heads": 4, "vocab_size": vocabulary, "head_dim": 64})
         example = Workload(32, 256, 256, has_padding=False)
-        planner = Planner.of(adapter_for(config), PlanInputs(example=example, optim="adamw_torch"), device("a100-80"))
+        planner = planner_of(adapter_for(config), PlanInputs(example=example, optim="adamw_torch"), device("a100-80"))
         asked = PipelineConfig(num_stages=4, num_processes=4, num_micro_batches=16, recompute="none", partition="auto")
         plans = {name: best_plan(planner, replace(asked, schedule=name)) for name in ("1f1b", "vocab_1f1b", "auto")}
         chosen[vocabulary] = plans["auto"].settings.schedule in DIVIDED_HEAD

@@ -57,7 +57,7 @@ def check_keys(
         why_no_images: why it has none.
     """
     parameters = inspect.signature(model.forward).parameters
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     known = {"input_ids", "attention_mask", *_OWN, *target_keys, *image_keys}
     for name in batch:
         if name.startswith(_NOT_TEXT) and name not in image_keys:

@@ -101,7 +101,7 @@ class Chain(Adapter):
             )
         else:
             self._check_names([name for name, *_ in example])
-            inputs = tuple(one for one in example if one[0] not in self.loss_keys)
+            inputs = tuple(entry for entry in example if entry[0] not in self.loss_keys)
             with self._watched() as model:
                 self.layers = find_layers(model, partial(self._forward_without_memory, model, inputs))
         names = {p: name for name, p in reversed(list(self.reference.named_parameters(remove_duplicate=False)))}
@@ -169,8 +169,8 @@ class Chain(Adapter):
 
     def _observe(self, shapes: Shapes) -> Observed:
         with self._watched() as model:
-            found = observe(model, self.layers, partial(self._forward_without_memory, model, shapes))
-        return Observed(*map(_as_meta, (found.given, found.made, found.logits)))
+            seen = observe(model, self.layers, partial(self._forward_without_memory, model, shapes))
+        return Observed(*map(_as_meta, (seen.given, seen.made, seen.logits)))
 
     def _forward_without_memory(self, model: nn.Module, shapes: Shapes) -> Any:
         """The whole model's logits. Raises DataError where it cannot be run with inputs of these shapes."""
@@ -262,8 +262,8 @@ def is_chain(model: Any) -> bool:
 def image_classifier_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The class of a model whose configuration says that it classifies images; None: it is another model."""
     name = (config.architectures or [""])[0]
-    found: type[PreTrainedModel] | None = getattr(transformers, name) if name in _IMAGE_CLASSIFIERS else None
-    return found
+    model_class: type[PreTrainedModel] | None = getattr(transformers, name) if name in _IMAGE_CLASSIFIERS else None
+    return model_class
 
 
 def as_image_classifier(config: PreTrainedConfig, labels: Sequence[str]) -> dict[str, Any]:

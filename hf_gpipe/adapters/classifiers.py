@@ -77,8 +77,8 @@ def classifier_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 def classifier_of_family(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """AutoModelForSequenceClassification's class for a configuration's family; None: it has none."""
-    found: type[PreTrainedModel] | None = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    return found
+    model_class: type[PreTrainedModel] | None = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    return model_class
 
 
 def as_classifier(
@@ -150,13 +150,13 @@ def problem_of(config: PreTrainedConfig) -> str:
 def check_labels(labels: torch.Tensor, config: PreTrainedConfig) -> None:
     """Raise DataError where labels, on the CPU, do not fit the configuration's problem_type and num_labels."""
     count, problem = config.num_labels, problem_of(config)
-    found = f"labels have the shape {tuple(labels.shape)} and the type {labels.dtype}"
+    given = f"labels have the shape {tuple(labels.shape)} and the type {labels.dtype}"
     if problem != ONE_CLASS:
         if labels.numel() != len(labels) * count or not labels.is_floating_point():
-            raise DataError(f"{found}; for {problem} they are floats, {count} for each row (num_labels)")
+            raise DataError(f"{given}; for {problem} they are floats, {count} for each row (num_labels)")
     elif labels.dim() != 1 or labels.is_floating_point():
         raise DataError(
-            f"{found}; for {problem} they are integers (B,); for several classes of a row set problem_type to "
+            f"{given}; for {problem} they are integers (B,); for several classes of a row set problem_type to "
             "'multi_label_classification' in the model's configuration, for numbers to 'regression'"
         )
     else:

@@ -109,8 +109,8 @@ def packed_row(
     documents: Sequence[Tensors], model: PreTrainedModel, *, is_compiled: bool = False
 ) -> dict[str, torch.Tensor]:
     """Inputs of a model's forward: documents one after the other in one row; see `Adapter.packed`."""
-    row = {name: torch.cat([one[name] for one in documents])[None] for name in documents[0]}
-    lengths = [len(one["input_ids"]) for one in documents]
+    row = {name: torch.cat([document[name] for document in documents])[None] for name in documents[0]}
+    lengths = [len(document["input_ids"]) for document in documents]
     borders = [0, *accumulate(lengths)]
     if "labels" in row:
         # The last token of a document does not predict the first one of the next.

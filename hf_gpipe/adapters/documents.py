@@ -146,9 +146,10 @@ def mask_of_documents(documents: Documents, make_mask: MakeMask, options: Mappin
             whole[..., row : row + queries, column : column + keys] = mask
             row, column = row + queries, column + keys
         return whole
-    found = torch.full((), torch.nan, device=options["device"]).expand(shape).as_subclass(MaskOfDocuments)
-    found.lengths, found.query_lengths, found.skipped, found.masks = lengths, documents.query_lengths, skipped, masks
-    return found
+    result = torch.full((), torch.nan, device=options["device"]).expand(shape).as_subclass(MaskOfDocuments)
+    result.lengths, result.query_lengths, result.skipped = lengths, documents.query_lengths, skipped
+    result.masks = masks
+    return result
 
 
 def _by_document(attend: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,17 +61,21 @@ def as_embedder(config: PreTrainedConfig) -> dict[str, list[str]]:
 
     Raises UnsupportedModelError where its family has none that can be split.
     """
-    found = MODEL_MAPPING.get(type(config), None)
-    if config.is_encoder_decoder or not isinstance(found, type) or not is_embedder(found):
+    model_class = MODEL_MAPPING.get(type(config), None)
+    if config.is_encoder_decoder or not isinstance(model_class, type) or not is_embedder(model_class):
         raise UnsupportedModelError(
             f"{config.model_type} has no model of embeddings that can be split: it is no decoder-only model and no "
             "encoder; choose another family, such as bert, xlm-roberta or qwen3"
         )
-    return {"architectures": [found.__name__]}
+    return {"architectures": [model_class.__name__]}
 
 
 def embedder_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The class of a model whose configuration says that it has no head; None: it has one."""
     name = (config.architectures or [""])[0]
-    found = MODEL_MAPPING.get(type(config), None)
-    return found if isinstance(found, type) and is_embedder(found) and found.__name__ == name else None
+    model_class = MODEL_MAPPING.get(type(config), None)
+    return (
+        model_class
+        if isinstance(model_class, type) and is_embedder(model_class) and model_class.__name__ == name
+        else None
+    )

@@ -48,9 +48,14 @@ class EncoderDecoder(TextAdapter):
                 f"({self.config.model_type}) apart; use sdpa or eager"
             )
         if "decoder_input_ids" not in documents[0]:
-            documents = [{**one, "decoder_input_ids": self._shift_right(one["labels"][None])[0]} for one in documents]
-        row = {name: torch.cat([one[name] for one in documents])[None] for name in documents[0]}
-        source, target = ([len(one[name]) for one in documents] for name in ("input_ids", "decoder_input_ids"))
+            documents = [
+                {**document, "decoder_input_ids": self._shift_right(document["labels"][None])[0]}
+                for document in documents
+            ]
+        row = {name: torch.cat([document[name] for document in documents])[None] for name in documents[0]}
+        source, target = (
+            [len(document[name]) for document in documents] for name in ("input_ids", "decoder_input_ids")
+        )
         of_source, of_target = torch.ones_like(row["input_ids"]), torch.ones_like(row["decoder_input_ids"])
         masks = {
             "attention_mask": (of_source, Documents.of(source, model, is_compiled=is_compiled)),

@@ -130,11 +130,11 @@ def _described_tensor(tensor: Any, inputs: list[torch.Tensor]) -> _Output:
     if type(tensor) is not FakeTensor if is_fake else type(tensor) not in _ON_META or not tensor.is_meta:
         raise _UnlikeError
     _check(tensor)
-    for number, one in enumerate(inputs):
-        if tensor is one:
+    for number, known in enumerate(inputs):
+        if tensor is known:
             return number
     storage = tensor.untyped_storage()
-    storages = [one.untyped_storage()._cdata for one in inputs]
+    storages = [known.untyped_storage()._cdata for known in inputs]
     owner = storages.index(storage._cdata) if storage._cdata in storages else None
     shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
     output = _Made(shape, stride, offset, tensor.dtype, tensor.fake_device if is_fake else tensor.device, owner)

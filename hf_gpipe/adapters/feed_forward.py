@@ -51,7 +51,7 @@ def feed_forward_outputs(adapter: Adapter) -> dict[str, int]:
             f"depth_scaled_feed_forward: for the family {family!r} it is not known which weights to scale; leave it "
             f"out, or use one of {', '.join(OUTPUT_OF)}"
         )
-    found: dict[str, int] = {}
+    num_layers_of: dict[str, int] = {}
     for stack in adapter.stacks:
         for block in stack.blocks:
             names = [name for name, _ in adapter.reference.get_submodule(block).named_modules()]
@@ -61,8 +61,8 @@ def feed_forward_outputs(adapter: Adapter) -> dict[str, int]:
                     f"depth_scaled_feed_forward: {block} of this {family} model has {len(outputs)} modules called "
                     f"{OUTPUT_OF[family]}, and 1 is expected; leave it out"
                 )
-            found[f"{block}.{outputs[0]}"] = len(stack.blocks)
-    return found
+            num_layers_of[f"{block}.{outputs[0]}"] = len(stack.blocks)
+    return num_layers_of
 
 
 def divide_by_depth(stage: StageModel) -> None:

@@ -121,8 +121,8 @@ def check_config(config: PreTrainedConfig) -> None:
         ("use_prompt", "prompts that every block reads"),
     ):
         if value := getattr(text, name, 0):
-            found = "set" if value is True else "above 0"
-            raise UnsupportedModelError(f"{family}: {name} is {found}, and {what} cannot be on another stage")
+            how = "set" if value is True else "above 0"
+            raise UnsupportedModelError(f"{family}: {name} is {how}, and {what} cannot be on another stage")
 
 
 def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> None:
@@ -135,11 +135,11 @@ def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> No
         expected: the same model built from its configuration, on any device.
     """
     family = model.config.model_type
-    found, wanted = dict(model.named_modules()), dict(expected.named_modules())
-    for name in found.keys() ^ wanted.keys():
-        where = "not made by its configuration" if name in found else "in its configuration alone"
+    modules, wanted = dict(model.named_modules()), dict(expected.named_modules())
+    for name in modules.keys() ^ wanted.keys():
+        where = "not made by its configuration" if name in modules else "in its configuration alone"
         raise UserError(f"{family}: the model's module {name!r} is {where}, from which the stages are built")
-    for name, module in found.items():
+    for name, module in modules.items():
         what = f"{family}: the module {name or 'at the root'!r}"
         if type(module).__qualname__ != type(wanted[name]).__qualname__:
             kinds = type(module).__qualname__, type(wanted[name]).__qualname__
@@ -177,7 +177,7 @@ def check_classes(model: PreTrainedModel, layers: tuple[str, ...]) -> None:
     """
     family, root = model.config.model_type, type(model)
     for name, module in model.named_modules():
-        if any(name == one or name.startswith(f"{one}.") for one in layers):
+        if any(name == layer or name.startswith(f"{layer}.") for layer in layers):
             continue
         forward: Any = type(module).forward
         where = getattr(forward, "__globals__", {}).get("__name__", "")

@@ -115,8 +115,8 @@ class DeferredLogits(TorchFunctionMode):
         """The logits (1, N, V) of any N positions from the projection's output for them, (1, N, V)."""
         values = [projected]
 
-        def value(one: Any) -> Any:
-            return values[one.number] if isinstance(one, _Slot) else one
+        def value(argument: Any) -> Any:
+            return values[argument.number] if isinstance(argument, _Slot) else argument
 
         with self._autocast(projected.device):
             for operation in self._operations:
@@ -135,28 +135,28 @@ class DeferredLogits(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        before = sum(one._version for one in tensors)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        before = sum(tensor._version for tensor in tensors)
         result = func(*args, **kwargs)
-        others = [one for one in tensors if id(one) not in self._slots]
+        others = [tensor for tensor in tensors if id(tensor) not in self._slots]
         if len(others) == len(tensors):
             return result
         name = getattr(func, "__name__", str(func))
         if not isinstance(result, torch.Tensor):
-            if name == "__setitem__" or any(isinstance(one, torch.Tensor) for one in tree_leaves(result)):
+            if name == "__setitem__" or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
                 raise _NotByPositionError(f"it calls {name} on its logits")
             return result  # such as a type or a device
         if id(result) in self._slots:
-            if sum(one._version for one in tensors) != before:
+            if sum(tensor._version for tensor in tensors) != before:
                 raise _NotByPositionError(f"it changes its logits in place, by {name}")
             return result  # as `contiguous` does
         if "dropout" in name:
             raise _NotByPositionError(f"it calls {name} on its logits")
-        if any(one.requires_grad for one in others):
+        if any(other.requires_grad for other in others):
             raise _NotByPositionError("its logits depend on a trained tensor beside its projection")
 
-        def slot(one: Any) -> Any:
-            return self._slots.get(id(one), one) if isinstance(one, torch.Tensor) else one
+        def slot(argument: Any) -> Any:
+            return self._slots.get(id(argument), argument) if isinstance(argument, torch.Tensor) else argument
 
         self._operations.append(_Operation(func, *tree_map(slot, (args, kwargs))))
         self._note(result)
@@ -232,20 +232,20 @@ def find_projection(
     linear = [name for name in inside if type(model.get_submodule(name)).forward is nn.Linear.forward]
     if not linear:
         return FoundProjection((), f"its head is a {type(model.get_submodule(head)).__name__}, not a linear layer")
-    name = max(linear, key=lambda one: entered[one][0])
+    name = max(linear, key=lambda candidate: entered[candidate][0])
     deferred = DeferredLogits()
     try:
         Projection(model.get_submodule(name)).run(forward, deferred)
-        found = _in_parts(deferred)
+        in_parts = _in_parts(deferred)
     except (MemoryError, torch.OutOfMemoryError):
         raise  # of this process, which must not compute otherwise than the others
     except Exception as error:
         reason = str(error) if isinstance(error, _NotByPositionError) else f"{type(error).__name__}: {error}"
         return FoundProjection((), " ".join(reason.split())[:200])
     whole = logits.detach().flatten(0, -2)
-    if found.shape != whole.shape or found.dtype != whole.dtype:
+    if in_parts.shape != whole.shape or in_parts.dtype != whole.dtype:
         return FoundProjection((), "its logits made in parts have another shape or type")
-    difference = float((found - whole).abs().max()) / max(float(whole.abs().max()), 1e-30)
+    difference = float((in_parts - whole).abs().max()) / max(float(whole.abs().max()), 1e-30)
     if not difference <= _TOLERANCES.get(whole.dtype, _HALF_TOLERANCE):
         return FoundProjection((), f"its logits made in parts differ by {difference:.0e}")
     return FoundProjection((name,))

@@ -154,15 +154,15 @@ class ImageText(DecoderOnly):
         if stage.start or not self.reads(inputs):
             return inputs
         towers = [stage.model.get_submodule(name) for name in self.tower]
-        frozen = [not any(p.requires_grad for p in one.parameters()) for one in towers]
+        frozen = [not any(p.requires_grad for p in tower.parameters()) for tower in towers]
         if all(frozen):
             return {**inputs, _FEATURES: self._features(stage.model, inputs)}
         if not frozen[0]:
             return inputs
-        found: list[Any] = []
+        outputs: list[Any] = []
 
         def keep(_: nn.Module, args: Any, output: Any) -> None:
-            found.append(output)
+            outputs.append(output)
             raise _EnoughError
 
         handle = towers[0].register_forward_hook(keep)
@@ -172,7 +172,7 @@ class ImageText(DecoderOnly):
             pass
         finally:
             handle.remove()
-        return {**inputs, _OUTPUT: found[0]}
+        return {**inputs, _OUTPUT: outputs[0]}
 
     def _features(self, model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
         """The features of all image tokens (tokens, D), one after the other."""
@@ -189,8 +189,8 @@ class ImageText(DecoderOnly):
                 output = model.model.get_image_features(**given, return_dict=True)
         else:
             output = model.model.get_image_features(**given, return_dict=True)
-        found = output.pooler_output
-        features = torch.cat(tuple(found)) if isinstance(found, list | tuple) else found
+        pooled = output.pooler_output
+        features = torch.cat(tuple(pooled)) if isinstance(pooled, list | tuple) else pooled
         # The type of the embeddings, to which the model converts them.
         return features.reshape(-1, features.shape[-1]).to(self.dtype)
 
@@ -229,16 +229,18 @@ def example_batch(model: PreTrainedModel, num_images: Sequence[int]) -> dict[str
     config, text = model.config, model.config.get_text_config()
     entries = FORMS[config.model_type].example(config, num_images)
     token: int = config.image_token_id
-    pixels = {name: one.to(model.dtype) if one.is_floating_point() else one for name, one in entries.items()}
+    pixels = {
+        name: values.to(model.dtype) if values.is_floating_point() else values for name, values in entries.items()
+    }
     vocabulary = min(token, text.vocab_size) - 1
     rows = [torch.randint(3, vocabulary, (5 - row % 3,)) for row in range(len(num_images))]
     if sum(num_images):
         with torch.no_grad():
-            found = model.model.get_image_features(**pixels, return_dict=True).pooler_output
+            pooled = model.model.get_image_features(**pixels, return_dict=True).pooler_output
         # Of each image; in some models all images of a row are one tensor.
-        sizes = [one.shape[:-1].numel() for one in found] if isinstance(found, list | tuple) else []
+        sizes = [features.shape[:-1].numel() for features in pooled] if isinstance(pooled, list | tuple) else []
         if len(sizes) != sum(num_images):
-            sizes = [sum(sizes or [found.shape[:-1].numel()]) // sum(num_images)] * sum(num_images)
+            sizes = [sum(sizes or [pooled.shape[:-1].numel()]) // sum(num_images)] * sum(num_images)
         images = iter(sizes)
         for row, count in enumerate(num_images):
             for _ in range(count):

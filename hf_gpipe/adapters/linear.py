@@ -28,29 +28,29 @@ def hand_over(module: nn.Module, gradients: WeightGradients) -> None:
     These are `nn.Linear`, transformers' `Conv1D`, and modules such as experts and routers, whose matrices are
     parameters of their own. Subclasses with another forward, as for quantised weights, stay as they are.
     """
-    for one in module.modules():
-        forward = type(one).forward
-        if "forward" in vars(one):  # another one was put on the instance
+    for layer in module.modules():
+        forward = type(layer).forward
+        if "forward" in vars(layer):  # another one was put on the instance
             continue
-        if any(p is not None and p._backward_hooks for p in one._parameters.values()):
+        if any(p is not None and p._backward_hooks for p in layer._parameters.values()):
             continue  # autograd calls the hooks on gradients
         if forward is nn.Linear.forward:
             mixin: type = _Linear
         elif forward is Conv1D.forward:
             mixin = _Conv1D
-        elif _holds_matrices(one):
+        elif _holds_matrices(layer):
             mixin = _Matrices
         else:
             continue
-        one._weight_gradients = gradients  # type: ignore[assignment]
-        extend_class(one, mixin)
+        layer._weight_gradients = gradients  # type: ignore[assignment]
+        extend_class(layer, mixin)
 
 
 def _holds_matrices(module: nn.Module) -> bool:
     """Whether a module multiplies by matrices of its own: three-dimensional parameters, or nothing but matrices."""
     if type(module).__module__.startswith("torch.") or isinstance(module, nn.Linear | Conv1D | nn.Embedding):
         return False
-    sizes = {one.dim() for one in module._parameters.values() if one is not None}
+    sizes = {parameter.dim() for parameter in module._parameters.values() if parameter is not None}
     return 3 in sizes or (2 in sizes and not module._modules)
 
 
@@ -130,8 +130,8 @@ class _Products(TorchFunctionMode):
                     return _multiply(self._gradients, given, parameter, bias, is_transposed=is_transposed)
                 if parameter.dim() == 3 and matrix.shape == parameter.shape[1:]:
                     index = (matrix.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
-                    found = matrix.detach(), index
-                    return _multiply(self._gradients, given, parameter, bias, *found, is_transposed=is_transposed)
+                    factors = matrix.detach(), index
+                    return _multiply(self._gradients, given, parameter, bias, *factors, is_transposed=is_transposed)
         return func(*args, **kwargs)
 
     def _parameter_of(self, matrix: torch.Tensor) -> nn.Parameter | None:

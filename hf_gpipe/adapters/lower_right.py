@@ -64,7 +64,7 @@ class LowerRightMask(torch.Tensor):
         if func is scaled_dot_product_attention and isinstance(given[1].get("attn_mask"), LowerRightMask):
             return _attention(*args, **given[1])
         if func not in _OF_SHAPE:
-            given = tree_map(lambda one: one.written if isinstance(one, LowerRightMask) else one, given)
+            given = tree_map(lambda value: value.written if isinstance(value, LowerRightMask) else value, given)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*given[0], **given[1])
 
@@ -122,8 +122,8 @@ def taking_lower_right(attend: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         plain = all(options.get(name, values[0]) in values for name, values in _PLAIN.items())
         if plain and isinstance(attention_mask, LowerRightMask):
-            found = lower_right_attention(query, key, value, attention_mask, dropout, scaling)
-            return found.transpose(1, 2).contiguous(), None
+            output = lower_right_attention(query, key, value, attention_mask, dropout, scaling)
+            return output.transpose(1, 2).contiguous(), None
         return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
 
     return attention

@@ -47,8 +47,8 @@ class Observations:
     def _find(self, shapes: Shapes) -> Observed:
         known = self._known.setdefault(tuple((name, len(shape), dtype) for name, shape, dtype in shapes), [])
         sizes = [size for _, shape, _ in shapes for size in shape]
-        if (found := _read_off(known, sizes)) is not None:
-            return found
+        if (result := _read_off(known, sizes)) is not None:
+            return result
         self.count += 1
         observed = self._observe(shapes)
         if len(known) < _MOST_OBSERVATIONS:
@@ -81,14 +81,14 @@ class _Sizes:
 
 def _read_off(known: list[tuple[list[int], _Sizes]], sizes: list[int]) -> Observed | None:
     """The tensors that inputs of these sizes pass on; None where the observations do not tell."""
-    if len(known) < 3 or any(one.form != known[0][1].form for _, one in known):
+    if len(known) < 3 or any(observed.form != known[0][1].form for _, observed in known):
         return None
-    given = torch.tensor([[*one, 1] for one, _ in known], dtype=torch.float64)
+    given = torch.tensor([[*numbers, 1] for numbers, _ in known], dtype=torch.float64)
     point = torch.tensor([[*sizes, 1]], dtype=torch.float64)
     rank = int(torch.linalg.matrix_rank(given))
     if rank == len(known) or int(torch.linalg.matrix_rank(torch.cat([given, point]))) > rank:
         return None
-    values = torch.tensor([one.sizes for _, one in known], dtype=torch.float64)
+    values = torch.tensor([observed.sizes for _, observed in known], dtype=torch.float64)
     factors = torch.linalg.pinv(given) @ values
     at_point = point @ factors
     error = max(float((given @ factors - values).abs().max()), float((at_point - at_point.round()).abs().max()))

@@ -171,7 +171,7 @@ class _Followed(TorchDispatchMode):
             raise BrokenChainError(f"{self._is_no_chain}: its forward does not call {name!r}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for tensor in tensors:
             self._check_read(tensor, self._where)
         with torch._C.DisableTorchFunction():

@@ -58,8 +58,8 @@ def documents_of(batch: Batch, target_keys: Collection[str] = ()) -> list[Docume
     entries = _entries(batch, "input_ids", "attention_mask")
     pieces = _flattened_pieces(batch) if is_flattened(batch) else _row_pieces(batch)
     documents = [{name: tensor[row, start:stop] for name, tensor in entries.items()} for row, start, stop in pieces]
-    for one in documents:
-        one.setdefault("position_ids", torch.arange(len(one["input_ids"])))
+    for document in documents:
+        document.setdefault("position_ids", torch.arange(len(document["input_ids"])))
     return documents
 
 
@@ -108,14 +108,18 @@ def as_rows(batch: Batch) -> Batch:
     if not is_flattened(on_cpu):
         return batch
     documents = documents_of(on_cpu)
-    if all(torch.equal(one["position_ids"], torch.arange(len(one["position_ids"]))) for one in documents):
+    if all(
+        torch.equal(document["position_ids"], torch.arange(len(document["position_ids"]))) for document in documents
+    ):
         # The model's own.
-        documents = [{name: tensor for name, tensor in one.items() if name != "position_ids"} for one in documents]
+        documents = [
+            {name: tensor for name, tensor in document.items() if name != "position_ids"} for document in documents
+        ]
     rows = {
-        name: pad_sequence([one[name] for one in documents], True, IGNORED_LABEL if name == "labels" else 0)
+        name: pad_sequence([document[name] for document in documents], True, IGNORED_LABEL if name == "labels" else 0)
         for name in documents[0]
     }
-    lengths = torch.tensor([len(one["input_ids"]) for one in documents])
+    lengths = torch.tensor([len(document["input_ids"]) for document in documents])
     return rows | {"attention_mask": (torch.arange(rows["input_ids"].shape[1]) < lengths[:, None]).long()}
 
 
@@ -154,7 +158,7 @@ def packed_parts(batch: Batch, num_micro_batches: int, target_keys: Collection[s
         DataError: the mini-batch has no documents, or cannot be packed.
     """
     documents = documents_of(batch, target_keys)
-    lengths = [len(one["input_ids"]) + (len(one["labels"]) if target_keys else 0) for one in documents]
+    lengths = [len(document["input_ids"]) + (len(document["labels"]) if target_keys else 0) for document in documents]
     if not sum(lengths):
         raise DataError("a mini-batch needs at least one token; found none")
     return [[documents[index] for index in part] for part in balanced(lengths, num_micro_batches)]

@@ -59,7 +59,9 @@ class Patch:
 
     def _of(self, model: nn.Module, source: nn.Module) -> Any:
         own = model.get_submodule(self.layer)
-        modules = {id(one): own.get_submodule(name) for name, one in source.get_submodule(self.layer).named_modules()}
+        modules = {
+            id(module): own.get_submodule(name) for name, module in source.get_submodule(self.layer).named_modules()
+        }
         return _Rebinding(modules, f"{self.attribute} of the module {self.module!r}").of(self.value)
 
 
@@ -83,7 +85,9 @@ def find_patches(model: PreTrainedModel, expected: PreTrainedModel, layers: tupl
                 "it without; give the model before compile() and set torch_compile=True, so that stages compile blocks"
             )
         for attribute, value in _differing(module, wanted[name]):
-            layer = next((one for one in layers if name == one or name.startswith(f"{one}.")), None)
+            layer = next(
+                (candidate for candidate in layers if name == candidate or name.startswith(f"{candidate}.")), None
+            )
             if layer is None:
                 raise UserError(
                     f"{model.config.model_type}: {attribute} of the module {name or 'at the root'!r} was replaced by "
@@ -98,32 +102,32 @@ def find_patches(model: PreTrainedModel, expected: PreTrainedModel, layers: tupl
 
 def _differing(module: nn.Module, wanted: nn.Module) -> Iterator[tuple[str, Any]]:
     """Names and values of the functions of a module that the configuration does not make."""
-    names = {name for one in (module, wanted) for name, value in vars(one).items() if _is_function(value)}
+    names = {name for either in (module, wanted) for name, value in vars(either).items() if _is_function(value)}
     if hasattr(module, "_hf_hook"):  # of accelerate, which moves inputs to the module's device
         names -= {"forward"}
     for name in sorted(names):
         if name.startswith("_") and name != "_loss_function":
             continue
-        found, made = (vars(one).get(name) for one in (module, wanted))
-        if not _is_same(found, made, module, wanted):
-            yield name.removeprefix("_"), found
+        own, made = (vars(either).get(name) for either in (module, wanted))
+        if not _is_same(own, made, module, wanted):
+            yield name.removeprefix("_"), own
 
 
 def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, nn.Module | type)
 
 
-def _is_same(found: Any, made: Any, module: nn.Module, wanted: nn.Module) -> bool:
+def _is_same(own: Any, made: Any, module: nn.Module, wanted: nn.Module) -> bool:
     """Whether two functions, on two modules of the same name, do the same."""
-    if isinstance(found, MethodType) and isinstance(made, MethodType):
-        return found.__func__ is made.__func__ and (found.__self__ is module) == (made.__self__ is wanted)
-    if isinstance(found, FunctionType) and isinstance(made, FunctionType):
-        return found is made or found.__code__ is made.__code__
-    if isinstance(found, partial) and isinstance(made, partial):
-        is_same = _is_same(found.func, made.func, module, wanted)
-        return is_same and (found.args, found.keywords) == (made.args, made.keywords)
-    is_function = isinstance(found, FunctionType | MethodType | partial)
-    return found is made or (type(found) is type(made) and found is not None and not is_function)
+    if isinstance(own, MethodType) and isinstance(made, MethodType):
+        return own.__func__ is made.__func__ and (own.__self__ is module) == (made.__self__ is wanted)
+    if isinstance(own, FunctionType) and isinstance(made, FunctionType):
+        return own is made or own.__code__ is made.__code__
+    if isinstance(own, partial) and isinstance(made, partial):
+        is_same = _is_same(own.func, made.func, module, wanted)
+        return is_same and (own.args, own.keywords) == (made.args, made.keywords)
+    is_function = isinstance(own, FunctionType | MethodType | partial)
+    return own is made or (type(own) is type(made) and own is not None and not is_function)
 
 
 def _text(value: Any) -> str:
@@ -169,7 +173,7 @@ class _Rebinding:
         raise self._unsupported(f"a {type(value).__name__}, which cannot be taken to a stage")
 
     def _of_dict(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        return {key: self.of(one) for key, one in values.items()}
+        return {key: self.of(value) for key, value in values.items()}
 
     def _of_function(self, function: FunctionType) -> FunctionType:
         if id(function) in self._functions:
@@ -180,25 +184,25 @@ class _Rebinding:
             if isinstance(value, nn.Module | torch.Tensor):
                 raise self._unsupported(f"the global variable {name!r}, a {type(value).__name__}")
         cells = tuple(CellType() for _ in function.__closure__ or ())
-        found = FunctionType(
+        copied = FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, cells or None
         )
-        self._functions[id(function)] = found  # first: a function may refer to itself
-        found.__defaults__ = self.of(function.__defaults__)
-        found.__kwdefaults__ = self.of(function.__kwdefaults__)
-        found.__dict__.update(function.__dict__)
-        found.__qualname__, found.__module__, found.__doc__ = (
+        self._functions[id(function)] = copied  # first: a function may refer to itself
+        copied.__defaults__ = self.of(function.__defaults__)
+        copied.__kwdefaults__ = self.of(function.__kwdefaults__)
+        copied.__dict__.update(function.__dict__)
+        copied.__qualname__, copied.__module__, copied.__doc__ = (
             function.__qualname__,
             function.__module__,
             function.__doc__,
         )
         for cell, original in zip(cells, function.__closure__ or (), strict=True):
             cell.cell_contents = self.of(original.cell_contents)
-        return found
+        return copied
 
-    def _unsupported(self, found: str) -> UserError:
+    def _unsupported(self, what: str) -> UserError:
         return UserError(
-            f"{self._what} was replaced by a function that refers to {found}; a stage has copies of the modules of its "
+            f"{self._what} was replaced by a function that refers to {what}; a stage has copies of the modules of its "
             "layers, so give the function by types.MethodType(f, module), or let it refer to modules of the same layer "
             "and to numbers only"
         )

@@ -69,7 +69,7 @@ class PeftAdapter:
 
         # Layers of other stages are stubs. Of another stage's first block, whose table of positions this stage uses,
         # modules are there without weights. And PEFT puts no adapters into what is trained whole.
-        whole = tuple(f"{one.module}." for one in self.wrapped if one.tokens is None)
+        whole = tuple(f"{wrapped.module}." for wrapped in self.wrapped if wrapped.tokens is None)
         absent = [
             name
             for name, module in model.named_modules()
@@ -90,35 +90,35 @@ class PeftAdapter:
         elif not getattr(model, "peft_config", None):
             model.peft_config = {self.name: self.config}
         modules = dict(model.named_modules())
-        for one in self.wrapped:
-            if one.module in modules and next(modules[one.module].parameters(), None) is not None:
-                self._wrap(model, one)
+        for wrapped in self.wrapped:
+            if wrapped.module in modules and next(modules[wrapped.module].parameters(), None) is not None:
+                self._wrap(model, wrapped)
         cast_adapter_dtype(model, self.name)  # to float32, as get_peft_model does
         names = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in names.items():
             parameter.requires_grad_(name in self.trained)
         model.all_tied_weights_keys = {alias: source for alias, source in self.ties.items() if source in names}
 
-    def _wrap(self, model: PreTrainedModel, one: Wrapped) -> None:
+    def _wrap(self, model: PreTrainedModel, wrapped: Wrapped) -> None:
         from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
-        module = model.get_submodule(one.module)
-        source: Any = None if one.tied_to is None else model.get_submodule(one.tied_to)
+        module = model.get_submodule(wrapped.module)
+        source: Any = None if wrapped.tied_to is None else model.get_submodule(wrapped.tied_to)
         wrapper: Any
-        if one.tokens is None:
+        if wrapped.tokens is None:
             tied = None if source is None else source.modules_to_save[self.name]
             wrapper = ModulesToSaveWrapper(module, self.name, tied_module=tied)
         else:
             tied = None if source is None else source.token_adapter
-            wrapper = TrainableTokensWrapper(module, self.name, token_indices=list(one.tokens), tied_adapter=tied)
+            wrapper = TrainableTokensWrapper(module, self.name, token_indices=list(wrapped.tokens), tied_adapter=tied)
         wrapper.set_adapter(self.name)
-        model.set_submodule(one.module, wrapper)
+        model.set_submodule(wrapped.module, wrapper)
 
-    def projection(self, found: FoundProjection, model: PreTrainedModel) -> FoundProjection:
+    def projection(self, plain: FoundProjection, model: PreTrainedModel) -> FoundProjection:
         """Where the projection of the head is in `model`, the whole model with its adapters."""
         names: list[str] = []
-        for name in found.names:
-            wrapped = next((one.module for one in self.wrapped if f"{name}.".startswith(f"{one.module}.")), None)
+        for name in plain.names:
+            wrapped = next((entry.module for entry in self.wrapped if f"{name}.".startswith(f"{entry.module}.")), None)
             if wrapped is None:
                 names.append(name)
             else:
@@ -127,7 +127,7 @@ class PeftAdapter:
         modules = dict(model.named_modules())
         if not all(name in modules and type(modules[name]).forward is nn.Linear.forward for name in names):
             return FoundProjection((), "its head has PEFT adapters")
-        return FoundProjection(tuple(names), found.reason)
+        return FoundProjection(tuple(names), plain.reason)
 
     def reset(self, model: nn.Module, plant: Callable[[str], object]) -> None:
         """Initialise the weights of the adapter's layers again, from the weights where the configuration asks for it.
@@ -203,11 +203,11 @@ class PeftAdapter:
             own = module._buffers.keys() - module._non_persistent_buffers_set
             state |= {f"{path}.{name}": buffer for name in own if (buffer := module._buffers[name]) is not None}
         with _having_input_embeddings(model):
-            found = get_peft_model_state_dict(
+            tensors = get_peft_model_state_dict(
                 model, state_dict=state, adapter_name=self.name, save_embedding_layers=self.saves_embeddings
             )
         names = {id(tensor): name for name, tensor in state.items()}
-        return {f"base_model.model.{name}": names[id(tensor)] for name, tensor in found.items()}
+        return {f"base_model.model.{name}": names[id(tensor)] for name, tensor in tensors.items()}
 
     def tensors(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         """The adapter's tensors in a model or a stage of it, under the names of PEFT's saved format."""

@@ -78,7 +78,7 @@ def resolve_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = Tru
     if hasattr(known, "fan_in_fan_out"):
         resolved.fan_in_fan_out = known.fan_in_fan_out
     parameters = dict(whole.named_parameters(remove_duplicate=False))
-    trained = frozenset(one for one, parameter in parameters.items() if parameter.requires_grad)
+    trained = frozenset(path for path, parameter in parameters.items() if parameter.requires_grad)
     ties = _ties(adapter.ties, parameters)
     _check_trained(adapter, trained, ties)
     if getattr(known, "target_modules_to_tie", None):
@@ -104,7 +104,7 @@ def _why_not_held(config: Any) -> str:
     if not issubclass(tuner, BaseTuner):
         return "it puts modules around those of the model"
     for methods, reason in _OF_WHOLE_MODELS.items():
-        if any(getattr(tuner, one, None) is not getattr(BaseTuner, one, None) for one in methods):
+        if any(getattr(tuner, method, None) is not getattr(BaseTuner, method, None) for method in methods):
             return reason
     return ""
 
@@ -136,11 +136,11 @@ def _ties(ties: Mapping[str, str], parameters: Mapping[str, nn.Parameter]) -> di
         names.setdefault(parameter, []).append(name)
     # A module stands under its own name, whatever is wrapped around it.
     aliases = tuple(f"{alias.rpartition('.')[0]}." for alias in ties)
-    found: dict[str, str] = {}
+    tied: dict[str, str] = {}
     for same in names.values():
         source = next((name for name in same if not name.startswith(aliases)), same[0])
-        found |= {name: source for name in same if name != source}
-    return found
+        tied |= {name: source for name in same if name != source}
+    return tied
 
 
 def _check_start(adapter: Adapter, config: Any, whole: PreTrainedModel, ties: Mapping[str, str]) -> None:
@@ -173,17 +173,17 @@ def _wrapped(whole: PreTrainedModel, name: str) -> tuple[Wrapped, ...]:
     """The modules of a model with adapters that PEFT has wrapped whole; those that others are tied to come first."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    found: list[Wrapped] = []
+    wrapped: list[Wrapped] = []
     trained: dict[nn.Parameter, str] = {}
     wrappers: dict[str, Any] = {n: m for n, m in whole.named_modules() if isinstance(m, AuxiliaryTrainingWrapper)}
     adapters: dict[str, Any] = {path: wrapper._modules.get("token_adapter") for path, wrapper in wrappers.items()}
-    for path in sorted(wrappers, key=lambda one: getattr(adapters[one], "tied_adapter", None) is not None):
+    for path in sorted(wrappers, key=lambda module: getattr(adapters[module], "tied_adapter", None) is not None):
         wrapper, adapter = wrappers[path], adapters[path]
         tokens = None if adapter is None else tuple(adapter.token_indices[name])
         own = (wrapper.modules_to_save if adapter is None else adapter.trainable_tokens_delta).parameters()
         sources = {trained.setdefault(parameter, path) for parameter in own} - {path}
-        found.append(Wrapped(path, tokens, next(iter(sources), None)))
-    return tuple(found)
+        wrapped.append(Wrapped(path, tokens, next(iter(sources), None)))
+    return tuple(wrapped)
 
 
 def _saves_embeddings(adapter: Adapter, config: Any, whole: PreTrainedModel) -> bool:

@@ -161,9 +161,9 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
     lists = _block_lists(model, calls)
     expected = 2 if model.config.is_encoder_decoder else 1
     if len(lists) != expected:
-        found = ", ".join(lists) or "none"
+        names = ", ".join(lists) or "none"
         raise UnsupportedModelError(
-            f"{family}: expected {expected} list(s) of blocks that run in order, each block once; found {found}"
+            f"{family}: expected {expected} list(s) of blocks that run in order, each block once; found {names}"
         )
     lists.sort(key=lambda name: calls.entered[f"{name}.0"][0])
     units = _units(model, lists)
@@ -195,7 +195,11 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
         )
     embeddings = {name for units_before in before for name in units_before if calls.forms[name] is None}
     idle = tuple(name for name in units if name not in calls.entered)
-    inputs = {name: calls.inputs[name] for name in (*units, *(f"{one}.0" for one in lists)) if name in calls.inputs}
+    inputs = {
+        name: calls.inputs[name]
+        for name in (*units, *(f"{block_list}.0" for block_list in lists))
+        if name in calls.inputs
+    }
     encoded = getattr(calls.result, "encoder_last_hidden_state", None)
     constants = _constants(model, units, calls.result)
     if not has_logits or head is None:
@@ -302,11 +306,11 @@ def _length(model: PreTrainedModel, name: str) -> int:
 
 def _block_lists(model: PreTrainedModel, calls: _Calls) -> list[str]:
     """Names of the outermost module lists whose modules all ran once, one after the other."""
-    found: list[str] = []
+    lists: list[str] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue
-        if any(name.startswith(f"{outer}.") for outer in found):
+        if any(name.startswith(f"{outer}.") for outer in lists):
             continue
         entered = [calls.entered.get(f"{name}.{i}", []) for i in range(len(module))]
         left = [calls.left.get(f"{name}.{i}", []) for i in range(len(module))]
@@ -315,8 +319,8 @@ def _block_lists(model: PreTrainedModel, calls: _Calls) -> list[str]:
         # Modules of a list of alternatives or of branches do not run one after the other.
         spans = [(start[0], end[0]) for start, end in zip(entered, left, strict=True)]
         if all(earlier[1] < later[0] for earlier, later in pairwise(spans)):
-            found.append(name)
-    return found
+            lists.append(name)
+    return lists
 
 
 def _routers(model: PreTrainedModel, calls: _Calls, lists: list[str]) -> tuple[ObservedRouter, ...]:
@@ -326,7 +330,7 @@ def _routers(model: PreTrainedModel, calls: _Calls, lists: list[str]) -> tuple[O
     seen: dict[str, ObservedRouter] = {}
     for logits in calls.result.router_logits:
         name = next((n for n, tensors in calls.tensors.items() if any(t is logits for t in tensors)), "")
-        block_list = next((one for one in lists if name.startswith(f"{one}.")), None)
+        block_list = next((candidate for candidate in lists if name.startswith(f"{candidate}.")), None)
         weight = getattr(model.get_submodule(name), "weight", None)
         if block_list is None or weight is None or tuple(logits.shape) != (BATCH * SOURCE_LENGTH, weight.shape[0]):
             raise UnsupportedModelError(

@@ -139,11 +139,11 @@ class BySlices(TorchDispatchMode):
         slices = weight.split(_SLICE if weight.dim() == 1 else -(-_SLICE // weight.shape[-1]))
         whole: list[torch.Tensor | None] = []
         ends: list[int] = []
-        for one in slices:
-            parts = func(one, *args[1:], **kwargs)
+        for piece in slices:
+            parts = func(piece, *args[1:], **kwargs)
             if not whole:
                 # As many as for the first slice, for each of its weights or rows.
-                lengths = [0 if part is None else -(-len(part) * len(weight) // len(one)) for part in parts]
+                lengths = [0 if part is None else -(-len(part) * len(weight) // len(piece)) for part in parts]
                 whole = [
                     part if part is None else part.new_empty(n, *part.shape[1:])
                     for part, n in zip(parts, lengths, strict=True)
@@ -175,27 +175,29 @@ def find_quantisation(config: PreTrainedConfig, given: Any, dtype: torch.dtype) 
         return None
     asked = given if own is None else own
     try:
-        found = AutoQuantizationConfig.from_dict(dict(asked)) if isinstance(asked, dict) else asked
+        quantization = AutoQuantizationConfig.from_dict(dict(asked)) if isinstance(asked, dict) else asked
     except (ValueError, ImportError) as error:
         raise UnsupportedModelError(f"{config.model_type}: quantization_config: {error}") from error
-    if not isinstance(found, BitsAndBytesConfig):
+    if not isinstance(quantization, BitsAndBytesConfig):
         if own is not None:
-            method = getattr(found.quant_method, "value", found.quant_method)
+            method = getattr(quantization.quant_method, "value", quantization.quant_method)
             raise UnsupportedModelError(
                 f"{config.model_type}: the weights are quantised by {method}, and adapters are trained on those of "
                 "bitsandbytes alone; start from the unquantised checkpoint, with quantization_config"
             )
-        raise UserError(f"quantization_config is a {type(found).__name__}; give a transformers.BitsAndBytesConfig")
-    if not (found.load_in_4bit or found.load_in_8bit):
+        raise UserError(
+            f"quantization_config is a {type(quantization).__name__}; give a transformers.BitsAndBytesConfig"
+        )
+    if not (quantization.load_in_4bit or quantization.load_in_8bit):
         raise UserError("quantization_config has load_in_4bit and load_in_8bit false; set one of them to True")
     for name, reason in _REFUSED.items():
-        if getattr(found, name, False):
+        if getattr(quantization, name, False):
             raise UserError(f"quantization_config has {name}=True: {reason}; leave it out")
     if dtype not in _DTYPES:
-        names = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
+        names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
         raise UserError(f"dtype is {str(dtype).removeprefix('torch.')}; bitsandbytes quantises weights in {names}")
     need_bitsandbytes()
-    return Quantisation(found, is_done=own is not None)
+    return Quantisation(quantization, is_done=own is not None)
 
 
 def need_bitsandbytes() -> None:
@@ -248,8 +250,8 @@ def part_of_4bit(parameter: Any, cut: Cut, place: int) -> nn.Parameter:
     part.quant_state.nested, part.quant_state.state2, part.quant_state.offset = False, None, None
     if getattr(part, "module", None) is not None:
         part.module.quant_state = part.quant_state
-    found: nn.Parameter = part
-    return found
+    result: nn.Parameter = part
+    return result
 
 
 def size_of_quantised(parameter: torch.Tensor) -> tuple[int, int]:

@@ -89,9 +89,10 @@ class ChunkRouters:
 
     def joined(self, logits: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Logits (B t, experts) of the chunk, behind those of the chunks before it."""
-        of_rows = (one.unflatten(0, (self.num_rows, -1)) for one in logits)
+        of_rows = (logit.unflatten(0, (self.num_rows, -1)) for logit in logits)
         return tuple(
-            append(one, states, self.start).flatten(0, 1) for one, states in zip(of_rows, self.states, strict=True)
+            append(of_router, states, self.start).flatten(0, 1)
+            for of_router, states in zip(of_rows, self.states, strict=True)
         )
 
 
@@ -131,7 +132,7 @@ class RouterPort:
         """The auxiliary loss of the rows, (); an earlier chunk's is 0, and its backward takes its logits' gradient."""
         if self._has_whole_rows:
             return auxiliary_loss(model, output)
-        return torch.stack([one[:0].float().sum() for one in self.logits]).sum()
+        return torch.stack([logit[:0].float().sum() for logit in self.logits]).sum()
 
     @property
     def _has_whole_rows(self) -> bool:

@@ -326,8 +326,8 @@ class StageModel:
     @property
     def projection(self) -> nn.Linear:
         """The linear layer of the head that makes the logits."""
-        found: nn.Linear = self.model.get_submodule(self.adapter.projection.names[0])
-        return found
+        layer: nn.Linear = self.model.get_submodule(self.adapter.projection.names[0])
+        return layer
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a parameter or buffer, or of a tensor of its shape; without a division all of it."""

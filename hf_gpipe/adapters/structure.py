@@ -32,7 +32,7 @@ def unlike_default(config: PreTrainedConfig) -> list[str]:
 
 
 def _unlike(values: dict[str, Any], default: dict[str, Any], prefix: str) -> list[str]:
-    found: list[str] = []
+    names: list[str] = []
     for name, value in values.items():
         is_inert = name in _INERT or name.endswith(_TOKENS) or any(part in name for part in _INERT_PARTS)
         is_function = isinstance(value, str) and name.endswith(_FUNCTIONS)
@@ -40,10 +40,10 @@ def _unlike(values: dict[str, Any], default: dict[str, Any], prefix: str) -> lis
             continue
         other = default[name]
         if isinstance(value, dict) and isinstance(other, dict):
-            found += _unlike(value, other, f"{prefix}{name}.")
+            names += _unlike(value, other, f"{prefix}{name}.")
         elif _kind(value) != _kind(other):
-            found.append(prefix + name)
-    return found
+            names.append(prefix + name)
+    return names
 
 
 def _kind(value: Any) -> Any:
@@ -53,5 +53,5 @@ def _kind(value: Any) -> Any:
     if isinstance(value, int | float):
         return "0" if value == 0 else "a number"
     if isinstance(value, list | tuple):
-        return sorted({str(_kind(one)) for one in value})
+        return sorted({str(_kind(entry)) for entry in value})
     return type(value).__name__

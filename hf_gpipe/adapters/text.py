@@ -157,15 +157,15 @@ class TextAdapter(Adapter):
 
     @cached_property
     def num_positions(self) -> dict[StackName, int]:
-        found: dict[StackName, int] = {}
+        numbers: dict[StackName, int] = {}
         for layer in self.layers:
             for name in layer.modules if layer.kind == "embedding" else ():
                 for path, table in self.reference.get_submodule(name).named_modules(prefix=name):
                     if path in self._embedding_tables and is_position_table(path):
                         # In some tables the first rows are not positions.
                         first = getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1
-                        found[layer.stack] = table.num_embeddings - first
-        return found
+                        numbers[layer.stack] = table.num_embeddings - first
+        return numbers
 
     def ids_of(self, stack: StackName) -> str:
         """Name of the token ids that a stack reads."""
@@ -204,7 +204,7 @@ class TextAdapter(Adapter):
     def document_lengths(self, inputs: Inputs) -> dict[StackName, tuple[int, ...]]:
         masks = {stack.name: inputs.get(self.mask_of(stack.name)) for stack in self.stacks}
         documents = {stack: getattr(mask, "documents", None) for stack, mask in masks.items()}
-        return {stack: found.lengths for stack, found in documents.items() if found is not None}
+        return {stack: of_stack.lengths for stack, of_stack in documents.items() if of_stack is not None}
 
     @staticmethod
     def _used_columns(is_used: torch.Tensor) -> torch.Tensor:

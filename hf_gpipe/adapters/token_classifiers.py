@@ -59,8 +59,8 @@ def token_classifier_of(config: PreTrainedConfig) -> type[PreTrainedModel] | Non
     """The class of a model whose configuration says that it classifies tokens; None: it does not."""
     if (config.architectures or [""])[0] not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values():
         return None
-    found: type[PreTrainedModel] | None = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
-    return found
+    model_class: type[PreTrainedModel] | None = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    return model_class
 
 
 def check_token_classifier(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
@@ -79,14 +79,14 @@ def as_token_classifier(config: PreTrainedConfig, labels: Sequence[str]) -> dict
 
     Raises UnsupportedModelError where transformers has no such class of the family.
     """
-    found = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
-    if not isinstance(found, type):
+    model_class = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    if not isinstance(model_class, type):
         raise UnsupportedModelError(
             f"transformers has no model of the family {config.model_type} for AutoModelForTokenClassification; choose "
             "another family, such as llama or qwen3"
         )
     return {
-        "architectures": [found.__name__],
+        "architectures": [model_class.__name__],
         "id2label": dict(enumerate(labels)),
         "label2id": {name: number for number, name in enumerate(labels)},
     }

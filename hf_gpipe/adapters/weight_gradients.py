@@ -93,10 +93,10 @@ class WeightGradients:
         """A parameter's values as autocast converts them, once for all uses until `forget`."""
         if parameter.dtype == torch.float64:
             return parameter.detach()
-        found = self._converted.get(parameter)
-        if found is None or found.dtype != dtype:
-            found = self._converted[parameter] = parameter.detach().to(dtype)
-        return found
+        copied = self._converted.get(parameter)
+        if copied is None or copied.dtype != dtype:
+            copied = self._converted[parameter] = parameter.detach().to(dtype)
+        return copied
 
     def forget(self) -> None:
         """Drop the converted values: the parameters may change."""
@@ -151,8 +151,8 @@ class DuringSums(WeightGradients):
         self._saved[whole] = part.detach(), Regathered(gather, self._made)
 
     def saved(self, given: torch.Tensor) -> tuple[torch.Tensor, Whole]:
-        found: tuple[torch.Tensor, Whole] = self._saved.get(given, (given, _same))
-        return found
+        kept: tuple[torch.Tensor, Whole] = self._saved.get(given, (given, _same))
+        return kept
 
     def converted(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         return self._gradients.converted(parameter, dtype)
@@ -197,5 +197,5 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 def kept_bytes(products: Sequence[Product]) -> int:
     """Bytes of memory that products keep; layers with the same input share its memory."""
-    kept = (tensor.untyped_storage() for one in products for tensor in (one.left, one.right))
+    kept = (tensor.untyped_storage() for product in products for tensor in (product.left, product.right))
     return sum({storage._cdata: storage.nbytes() for storage in kept}.values())

@@ -180,15 +180,15 @@ def _mapped(path: str | os.PathLike[str], current: Mapping[str, torch.Tensor]) -
     """The tensors of a checkpoint under the names that it has, on the CPU, in place of `current`."""
     files = _fetch(path, current.__contains__)
     _check(Path(path), files, current.__contains__)
-    found: dict[str, torch.Tensor] = {}
+    mapped: dict[str, torch.Tensor] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in current.keys() & set(opened.keys())}
+            mapped |= {name: opened.get_tensor(name) for name in current.keys() & set(opened.keys())}
     for name, tensor in current.items():
-        if name not in found or found[name].shape != tensor.shape:
+        if name not in mapped or mapped[name].shape != tensor.shape:
             shape = f"{name} with the shape {tuple(tensor.shape)}"
             raise CheckpointError(f"the checkpoint {str(path)!r} does not fit the model: it has no {shape}")
-    return found
+    return mapped
 
 
 def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device, seed: int) -> None:
@@ -311,8 +311,8 @@ def saved_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Te
     """
     ignored = set(getattr(stage.model, "_keys_to_ignore_on_save", None) or ())
     tensors = {**stage.parameters, **stage.buffers}
-    found = {name: stage.whole(name, tensors[name].detach()) for name in owned if name not in ignored}
-    return {name: whole for name, whole in found.items() if stage.writes(name)}
+    whole_tensors = {name: stage.whole(name, tensors[name].detach()) for name in owned if name not in ignored}
+    return {name: whole for name, whole in whole_tensors.items() if stage.writes(name)}
 
 
 def in_hub_form(stage: StageModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -60,7 +60,7 @@ def _plan(options: argparse.Namespace) -> int:
     # JSON and a table are data, and are alone on the standard output.
     words = sys.stderr if options.json or options.table else sys.stdout
     if options.search:
-        outcome = search_all((one.planner, one.config) for one in (request, *request.divided(options)))
+        outcome = search_all((asked.planner, asked.config) for asked in (request, *request.divided(options)))
         best = outcome.fastest[0] if outcome.fastest else outcome.leanest
         if options.json:
             plans = {"fastest": [as_dict(plan) for plan in outcome.fastest], "leanest": as_dict(outcome.leanest)}

@@ -87,7 +87,7 @@ class PlanRequest:
         if options.memory is not None:
             config = replace(config, memory=limits if len(limits) > 1 else options.memory)
         elif others and config.memory is None:
-            config = replace(config, memory=tuple(f"{one.memory_bytes} B" for one in (device, *others)))
+            config = replace(config, memory=tuple(f"{limited.memory_bytes} B" for limited in (device, *others)))
         if config.speeds == "profile":
             config = replace(config, speeds=None)
             if not others:
@@ -264,8 +264,8 @@ def _devices(options: argparse.Namespace) -> list[Device]:
     devices = [_device(argparse.Namespace(**{**vars(options), "device": name})) for name in names]
     if options.profile:
         raise UserError("--profile measures the device of this machine, and --device names several: leave one out.")
-    slowest = min((one.link for one in devices), key=lambda link: link.bytes_per_second)
-    return [replace(one, name=f"devices ({', '.join(names)})", link=slowest) for one in devices]
+    slowest = min((device.link for device in devices), key=lambda link: link.bytes_per_second)
+    return [replace(device, name=f"devices ({', '.join(names)})", link=slowest) for device in devices]
 
 
 def _weakest_of_workers(devices: Sequence[Device], size: int) -> list[Device]:
@@ -273,7 +273,8 @@ def _weakest_of_workers(devices: Sequence[Device], size: int) -> list[Device]:
     workers = [devices[first : first + size] for first in range(0, len(devices), size)]
     return [
         replace(
-            min(own, key=lambda one: one.flops_for("bfloat16")), memory_bytes=min(one.memory_bytes or 0 for one in own)
+            min(own, key=lambda device: device.flops_for("bfloat16")),
+            memory_bytes=min(device.memory_bytes or 0 for device in own),
         )
         for own in workers
     ]
@@ -282,8 +283,8 @@ def _weakest_of_workers(devices: Sequence[Device], size: int) -> list[Device]:
 def _device(options: argparse.Namespace) -> Device:
     from hf_gpipe.planner.devices import read_host
 
-    found = _device_alone(options)
-    return replace(found, host=read_host(options.host_link, options.host_memory, options.host_bandwidth))
+    alone = _device_alone(options)
+    return replace(alone, host=read_host(options.host_link, options.host_memory, options.host_bandwidth))
 
 
 def _device_alone(options: argparse.Namespace) -> Device:
@@ -320,7 +321,7 @@ def _planner(
 ) -> Planner:
     """The planner of a recipe; `is_profiled` says to measure the layers; the rest is as in `PlanRequest`."""
     from hf_gpipe.planner.choose import micro_batch_counts
-    from hf_gpipe.planner.plan import Planner
+    from hf_gpipe.planner.of_model import planner_of
     from hf_gpipe.planner.speeds import rated_speeds
     from hf_gpipe.planner.workload import PlanInputs
     from hf_gpipe.training.from_recipe import loss_of, workload_of
@@ -332,12 +333,7 @@ def _planner(
     if config.tensor_parallel > 1:
         from hf_gpipe.model.tensor_parallel import check_division
 
-        check_division(
-            adapter,
-            config.tensor_parallel,
-            is_compiled=config.torch_compile,
-            divides_rows=config.sequence_parallel,
-        )
+        check_division(adapter, config.division, is_compiled=config.torch_compile)
     teacher, spec = None, teacher_of(recipe)
     if spec is not None:
         from hf_gpipe.model.teacher import open_teacher
@@ -347,18 +343,15 @@ def _planner(
     if table is not None:
         inputs = replace(inputs, tables={recipe.pipeline.schedule: table})
     try:
-        planner = Planner.of(
+        planner = planner_of(
             adapter,
             inputs,
             devices[0],
+            config,
             loss=loss_of(recipe).planned,
             as_on_gpu=True,
             profile_on=_here() if is_profiled else None,
-            memory_bytes=config.memory_bytes,
             cluster=cluster,
-            speeds=config.given_speeds,
-            tensor_parallel=config.tensor_parallel,
-            divides_rows=config.sequence_parallel,
             teacher=teacher,
         )
         # The layers run here for the first time, in the smallest micro-batch that will be planned.

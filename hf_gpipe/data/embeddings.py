@@ -38,8 +38,8 @@ def embedded_of(where: str, row: Mapping[str, Any], *, texts: int | None = None)
     names = sorted(given, key=lambda name: ["anchor", "positive"].index(name) if name in ("anchor", "positive") else 2)
     for name in names:
         if not isinstance(given[name], str) or not given[name].strip():
-            found = "empty" if isinstance(given[name], str) else f"a {type(given[name]).__name__}"
-            raise DataError(f"{where}: {name!r} is {found}; it must be text: leave the column out, or the row")
+            kind = "empty" if isinstance(given[name], str) else f"a {type(given[name]).__name__}"
+            raise DataError(f"{where}: {name!r} is {kind}; it must be text: leave the column out, or the row")
         check_characters(given[name], name, where)
     if len(names) < 2 or texts not in (None, len(names)):
         raise DataError(

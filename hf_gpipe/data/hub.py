@@ -118,9 +118,9 @@ def without_media(features: Any) -> Any:
         elif hasattr(feature, "decode") and type(feature).__name__ != "Json":
             feature.decode = False
 
-    found = features.copy()  # a deep one
-    visit(found)
-    return datasets.Features(dict(found))  # which finds out anew what to decode
+    kept = features.copy()  # a deep one
+    visit(kept)
+    return datasets.Features(dict(kept))  # which finds out anew what to decode
 
 
 class HubRows:
@@ -163,8 +163,8 @@ class HubRows:
             if row is None or isinstance(row, Mapping):
                 return row
             assert self._features is not None
-            found: dict[str, Any] = self._features.decode_example(row.to_pylist()[0])
-            return found
+            example: dict[str, Any] = self._features.decode_example(row.to_pylist()[0])
+            return example
         except Exception as error:  # the network, the file system and the file formats raise many classes
             raise DataError(
                 f"{self._where} cannot be read: {one_line(str(error) or type(error).__name__, 300)}"

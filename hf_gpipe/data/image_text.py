@@ -147,7 +147,7 @@ class ImageTextExamples:
                 f"{where} has {len(example['input_ids'])} tokens, and max_length={most} would cut its images off; "
                 "raise max_length, or give smaller images"
             )
-        return {n: one[:most] if n == "input_ids" or n in _OF_TOKENS else one for n, one in example.items()}
+        return {n: values[:most] if n == "input_ids" or n in _OF_TOKENS else values for n, values in example.items()}
 
 
 def image_text_corpus(data: DataSection, evaluated: Collection[str] = ("validation", "test")) -> Splits[Any]:
@@ -192,7 +192,7 @@ def image_text_corpus(data: DataSection, evaluated: Collection[str] = ("validati
 
 def _with_places(where: str, messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
     """Messages whose contents are lists, with places for so many images, as TRL makes them."""
-    found, has_places = [], False
+    placed, has_places = [], False
     for message in messages:
         content = message.get("content")
         if isinstance(content, str):
@@ -206,10 +206,10 @@ def _with_places(where: str, messages: Sequence[Mapping[str, Any]], count: int) 
                 f"{where} has a part of the type {unread.pop()!r} in its messages; parts are 'text' or 'image': leave "
                 "the others out"
             )
-        found.append({**message, "content": parts})
-    if (places := sum(part.get("type") == "image" for one in found for part in one["content"])) != count:
+        placed.append({**message, "content": parts})
+    if (places := sum(part.get("type") == "image" for turn in placed for part in turn["content"])) != count:
         raise DataError(f"{where} has {count} images, and its messages have places for {places}")
-    return found
+    return placed
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class ImageTextCollator:
         """Raise DataError where an entry is missing in some of the rows, or in some of those with images."""
         longest = max(len(row["input_ids"]) for row in rows)
         given = [{"attention_mask": [1] * len(row["input_ids"]), **row} for row in rows]
-        with_images = [row for row in given if any(isinstance(one, torch.Tensor) for one in row.values())]
+        with_images = [row for row in given if any(isinstance(value, torch.Tensor) for value in row.values())]
         batch = {}
         for name, filler in {"input_ids": self.pad_token_id, **_OF_TOKENS}.items():
             if _in_all(name, given):

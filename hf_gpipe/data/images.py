@@ -136,16 +136,16 @@ def _cut(rows: Any, numbers: Sequence[int], data: DataSection, own: Collection[s
         0.0 if "validation" in own else data.validation_fraction,
         0.0 if "test" in own else data.test_fraction,
     )
-    found: dict[str, list[int]] = {name: [] for name in SPLITS}
+    of_splits: dict[str, list[int]] = {name: [] for name in SPLITS}
     if not any(fractions):
-        return found | {"train": list(numbers)}
+        return of_splits | {"train": list(numbers)}
     files = rows.select_columns([data.image_field])
     for number in numbers:
         file = files[number][data.image_field] or {}
         path, content = Path(file.get("path") or ""), file.get("bytes")
         text = f"{path.parent.name}/{path.name}" if content is None else hashlib.blake2b(content).hexdigest()
-        found[split_of(text, *fractions)].append(number)
-    return found
+        of_splits[split_of(text, *fractions)].append(number)
+    return of_splits
 
 
 def augmentation_of(transforms: Mapping[str, Any]) -> Augment | None:
@@ -171,7 +171,7 @@ def augmentation_of(transforms: Mapping[str, Any]) -> Augment | None:
         try:
             made.append(getattr(v2, name)(**(values or {})))
         except (AttributeError, TypeError, ValueError) as error:
-            known = [one for one in dir(v2) if one[0].isupper()]
+            known = [kind for kind in dir(v2) if kind[0].isupper()]
             hint = nearest(name, known) if name not in known else f": {error}"
             raise UserError(f"data.augmentation: torchvision cannot make {name}({values}){hint}; correct it") from error
 

@@ -27,10 +27,10 @@ def stepwise_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     steps, labels = row.get("completions"), row.get("labels")
     if not isinstance(steps, list) or not steps or not isinstance(labels, list) or len(steps) != len(labels):
         raise DataError(f"{where}: 'completions' and 'labels' must be lists, with a label for each of the steps")
-    if wrong := [one for one in labels if not isinstance(one, bool | int) or one not in (0, 1)]:
+    if wrong := [label for label in labels if not isinstance(label, bool | int) or label not in (0, 1)]:
         raise DataError(f"{where}: 'labels' has {wrong[0]!r}; a label is true where the step is right, else false")
     texts = [text_in({"completions": step}, "completions", where) for step in steps]
-    return {"prompt": text_in(row, "prompt", where), "completions": texts, "labels": [int(one) for one in labels]}
+    return {"prompt": text_in(row, "prompt", where), "completions": texts, "labels": [int(label) for label in labels]}
 
 
 class StepExamples(EncodedConversations):

@@ -82,14 +82,14 @@ class TeacherFile:
             raise DataError(f"the teacher's file {path} cannot be read: {error}; write it again") from error
 
     def _check(self, vocabulary: int, temperature: float) -> None:
-        found = dict(self._file.metadata() or {})
+        metadata = dict(self._file.metadata() or {})
         for name, value in (("vocabulary", str(vocabulary)), ("temperature", repr(float(temperature)))):
-            if found.get(name) != value:
-                self._fail(f"its {name} is {found.get(name)!r}, and the student's loss needs {value!r}")
+            if metadata.get(name) != value:
+                self._fail(f"its {name} is {metadata.get(name)!r}, and the student's loss needs {value!r}")
         if (names := {*self._file.keys()}) != _TENSORS.keys():
             self._fail(f"it has the tensors {', '.join(sorted(names))}, and not {', '.join(sorted(_TENSORS))}")
         slices = {name: self._file.get_slice(name) for name in _TENSORS}
-        shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
+        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
         for name, (dtype, dimensions) in _TENSORS.items():
             if len(shapes[name]) != dimensions or slices[name][:0].dtype != dtype:
                 self._fail(f"{name!r} has the shape {shapes[name]} or another type than {dtype}")

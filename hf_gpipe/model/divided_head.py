@@ -31,8 +31,8 @@ def why_not_divided(adapter: Adapter, loss: Loss) -> str:
         "the model has an auxiliary loss of routers": bool(adapter.routers),
         "the loss reads more than the losses of tokens": loss.reads not in (Reads.TOKENS, Reads.ROWS),
     }
-    if found := next((what for what, is_so in others.items() if is_so), ""):
-        return found
+    if problem := next((what for what, is_so in others.items() if is_so), ""):
+        return problem
     if reason := whole_logits(adapter, loss):
         return f"training makes the logits whole ({reason})"
     is_linear = adapter.layers[-1].all_modules == adapter.projection.names
@@ -50,16 +50,8 @@ def check_divides_head(adapter: Adapter, loss: Loss, config: DecidedConfig, *, h
     """
     if reason := why_not_divided(adapter, loss):
         raise _cannot(config.schedule, reason)
-    others = {
-        "there is a teacher": has_teacher,
-        "tensor_parallel is above 1": config.tensor_parallel > 1,
-        "sequence_chunks is above 1": config.sequence_chunks > 1,
-        "boundary_dtype is given": config.boundary_dtype is not None,
-        "offload_weights is given": config.offload_weights is not None,
-    }
-    for what, is_so in others.items():
-        if is_so:
-            raise _cannot(config.schedule, what)
+    if what := "there is a teacher" if has_teacher else config.why_whole_head:
+        raise _cannot(config.schedule, what)
 
 
 def check_stages(schedule: str, partition: Sequence[range], placement: Placement) -> None:
@@ -111,7 +103,9 @@ def divide_head(heads: Mapping[int, StageModel], models: Mapping[int, StageModel
     size = len(heads[own[0]].projection.weight)
     names = heads[own[0]].parameters
     parts = () if ranks is None else tuple(name for name in names if name not in held)
-    cut = Cut(0, tuple(((size * one[0] // num_stages, size * (one[-1] + 1) // num_stages),) for one in stages_of))
+    cut = Cut(
+        0, tuple(((size * stages[0] // num_stages, size * (stages[-1] + 1) // num_stages),) for stages in stages_of)
+    )
     division = HeadDivision(cut, parts, tuple(heads[own[0]].buffers), ranks)
     for name in names:
         tensor = held.get(name)

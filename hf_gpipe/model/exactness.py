@@ -205,10 +205,10 @@ def compare(
         count = min(number or len(adapter.layers), len(adapter.layers))
         model.zero_grad()
         try:
-            found = split_step(model, adapter, batch, count, splits_backward=splits_backward)
+            step = split_step(model, adapter, batch, count, splits_backward=splits_backward)
         except StageError as error:
             raise UnsupportedModelError(f"{family}: a tiny clone in stages fails: {first_line(error)}") from error
-        differences[count] = found.difference(expected)
+        differences[count] = step.difference(expected)
     return Comparison(
         type(model).__name__, differences, len(expected.gradients), dtype, expected.dtype, adapter.padding_matters
     )

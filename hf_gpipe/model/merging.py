@@ -143,7 +143,7 @@ class _Merged:
     @classmethod
     def of(cls, adapter: Adapter, whole: Any) -> _Merged:
         """Make it of the merged model on the meta device. A tied tensor belongs to the lowest layer that has it."""
-        found, ignored = cls(adapter), set(getattr(whole, "_keys_to_ignore_on_save", None) or ())
+        merged, ignored = cls(adapter), set(getattr(whole, "_keys_to_ignore_on_save", None) or ())
         names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in whole.state_dict(keep_vars=True).items():
             if name not in ignored:
@@ -152,9 +152,9 @@ class _Merged:
             layer = min(map(adapter.layer_of, same))
             in_layer = [name for name in same if adapter.layer_of(name) == layer]
             source = next((name for name in in_layer if name not in adapter.ties), in_layer[0])
-            found.layer_of[source] = layer
-            found.bytes_of_layer[layer] = found.bytes_of_layer.get(layer, 0) + tensor.nbytes
-        return found
+            merged.layer_of[source] = layer
+            merged.bytes_of_layer[layer] = merged.bytes_of_layer.get(layer, 0) + tensor.nbytes
+        return merged
 
     def shards(self, most: int) -> list[range]:
         """The layers of each shard: as many as have `most` bytes together, and at least one."""
@@ -183,17 +183,17 @@ def _check_ties(adapter: Adapter, whole: nn.Module) -> None:
 
     assert adapter.peft is not None
     users: dict[nn.Parameter, list[str]] = {}
-    layers = {name: one for name, one in whole.named_modules() if isinstance(one, BaseTunerLayer)}
+    layers = {name: module for name, module in whole.named_modules() if isinstance(module, BaseTunerLayer)}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         users.setdefault(parameter, []).append(name)
-    together = {one.module for one in adapter.peft.wrapped if one.tied_to is not None}
-    together |= {one.tied_to for one in adapter.peft.wrapped if one.tied_to is not None}
+    together = {wrapped.module for wrapped in adapter.peft.wrapped if wrapped.tied_to is not None}
+    together |= {wrapped.tied_to for wrapped in adapter.peft.wrapped if wrapped.tied_to is not None}
     for name, layer in layers.items():
         base: Any = layer.get_base_layer()
         for weight in base.parameters(recurse=False):
             if len(same := users[weight]) > 1 and name.removesuffix(".token_adapter") not in together:
                 raise UnsupportedModelError(
                     f"{adapter.config.model_type}: {name!r} has adapters, and its weight is also "
-                    f"{next(one for one in same if not one.startswith(name))!r} (tie_word_embeddings): merged, they "
-                    "would change both uses; use the adapters as they are, with peft or `hf-gpipe generate`"
+                    f"{next(other for other in same if not other.startswith(name))!r} (tie_word_embeddings): merged, "
+                    "they would change both uses; use the adapters as they are, with peft or `hf-gpipe generate`"
                 )

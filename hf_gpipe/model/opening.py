@@ -185,7 +185,7 @@ def read_dtype(given: Any, what: str) -> torch.dtype | None:
         return None
     dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if dtype not in _DTYPES:
-        names = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
+        names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
         raise UserError(f"{what} is {given!r}; expected one of {names}, or 'auto' for the model's own")
     return dtype
 

@@ -45,7 +45,7 @@ def verify_packing(adapter: Adapter) -> None:
         with torch.no_grad():
             packed = stage(clone.packed(documents), {})["logits"]
             # Without position ids: where a model's own do not begin at 0, those of packed rows are not the rows' own.
-            rows = [{name: one[name][None] for name in ("input_ids", "labels")} for one in documents]
+            rows = [{name: document[name][None] for name in ("input_ids", "labels")} for document in documents]
             alone = [stage(clone.with_known_masks(clone.prepare(row)), {})["logits"] for row in rows]
         depends = _depends_on_others(stage, clone.packed(documents), documents)
     except Exception as error:
@@ -86,7 +86,7 @@ def _depends_on_others(stage: StageModel, packed: Batch, documents: Sequence[Bat
             handle.remove()
     last = [len(documents[-1][name]) for name in ("input_ids", "labels")]
     logits[:, -last[1] :].square().sum().backward()
-    return any(one.grad is not None and bool(one.grad[:, : -max(last)].any()) for one in embedded)
+    return any(tensor.grad is not None and bool(tensor.grad[:, : -max(last)].any()) for tensor in embedded)
 
 
 def _documents(model: PreTrainedModel, adapter: Adapter) -> list[Batch]:
@@ -94,5 +94,7 @@ def _documents(model: PreTrainedModel, adapter: Adapter) -> list[Batch]:
     ids = padded_batch(model, with_images=False)["input_ids"].flatten().repeat(PACKED_LENGTHS[0])
     sources = [ids[size : 2 * size] for size in PACKED_LENGTHS]
     if not adapter.target_keys:
-        return [{"input_ids": one, "position_ids": torch.arange(len(one)), "labels": one} for one in sources]
-    return [{"input_ids": one, "labels": other} for one, other in zip(sources, reversed(sources), strict=True)]
+        return [
+            {"input_ids": source, "position_ids": torch.arange(len(source)), "labels": source} for source in sources
+        ]
+    return [{"input_ids": source, "labels": other} for source, other in zip(sources, reversed(sources), strict=True)]

@@ -83,7 +83,7 @@ class ModelSpec:
 
         Raises CheckpointError where the files of a directory cannot be read.
         """
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         model, saved = values.pop("model"), values.pop("saved_adapters")
         if saved is not None:
             values |= {f"{name}, with adapters": value for name, value in _compared_source(saved).items()}

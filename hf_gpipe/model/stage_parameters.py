@@ -164,13 +164,13 @@ class StageParameters:
             of_stage: whose parameters alone count; None: those of all stages.
         """
         owner_stage, is_first = self.ties.owner_stage, self.world.is_in_first_replica
-        found: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         for name, parameter in self.named_parameters():
             stage, gradient = owner_stage[name], parameter.grad
             if of_stage in (None, stage) and gradient is not None and is_first(stage):
                 division = self.models[stage].division
-                found += [gradient] if division is None else division.counted(name, gradient)
-        return found
+                gradients += [gradient] if division is None else division.counted(name, gradient)
+        return gradients
 
     # ------------------------------------------------------------------ parts of parameters
 

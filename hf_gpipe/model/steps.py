@@ -95,8 +95,8 @@ def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoo
     model.zero_grad()
     causal = not model.config.is_encoder_decoder
     labels = [rows["labels"][:, 1:] if causal else rows["labels"] for rows in micro_batches]
-    num_tokens = torch.stack([(one != IGNORED_LABEL).sum() for one in labels]).sum()
-    num_rows = sum(len(one) for one in labels)
+    num_tokens = torch.stack([(label != IGNORED_LABEL).sum() for label in labels]).sum()
+    num_rows = sum(len(label) for label in labels)
     total = torch.zeros(())
     for rows in micro_batches:
         # Labels are needed only by an encoder-decoder that makes its decoder's inputs from them.
@@ -156,15 +156,15 @@ def split_step(
     cpu, models = torch.device("cpu"), stage_models(model, adapter, num_stages, ranks)
     loss_of = PLAIN if adapter.has_head else _OfHidden()
     stages = {
-        n: Stage(one, lambda boundary: dict.fromkeys(adapter.sources(boundary), True), loss_of)
-        for n, one in models.items()
+        n: Stage(own, lambda boundary: dict.fromkeys(adapter.sources(boundary), True), loss_of)
+        for n, own in models.items()
     }
     edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
     micro_batches = make_micro_batches(
         adapter, [batch], MICRO_BATCHES, 0, 0, packing=packing, sequence_chunks=chunks, loss=loss_of
     )
-    for one in models.values() if recomputes_blocks else ():
-        one.checkpoint_blocks()
+    for stage_model in models.values() if recomputes_blocks else ():
+        stage_model.checkpoint_blocks()
     table = build_schedule(
         "gpipe",
         num_stages,
@@ -177,8 +177,8 @@ def split_step(
         table = _with_weights_last(table)
     loss = Executor({0: Row(stages)}, edges).run(table, micro_batches).loss
     assert loss is not None
-    parts = {name: (one, p.grad) for one in models.values() for name, p in one.parameters.items() if p.grad is not None}
-    gradients = {name: one.whole(name, gradient) for name, (one, gradient) in parts.items()}
+    parts = {name: (own, p.grad) for own in models.values() for name, p in own.parameters.items() if p.grad is not None}
+    gradients = {name: own.whole(name, gradient) for name, (own, gradient) in parts.items()}
     return Step(float(loss), gradients, adapter.dtype)
 
 
@@ -197,7 +197,7 @@ def stage_models(
 def _with_weights_last(table: Schedule) -> Schedule:
     """The table of one process with I for B, and before the updates every W."""
     (row,) = table.actions
-    inputs = [replace(one, kind=INPUT) if one.kind == BACKWARD else one for one in row]
-    weights = [replace(one, kind=WEIGHT) for one in row if one.kind == BACKWARD]
-    end = next(place for place, one in enumerate(row) if one.kind == UPDATE)
+    inputs = [replace(action, kind=INPUT) if action.kind == BACKWARD else action for action in row]
+    weights = [replace(action, kind=WEIGHT) for action in row if action.kind == BACKWARD]
+    end = next(place for place, action in enumerate(row) if action.kind == UPDATE)
     return replace(table, actions=((*inputs[:end], *weights, *inputs[end:]),))

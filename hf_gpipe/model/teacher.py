@@ -18,7 +18,7 @@ from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.recipe import DecidedConfig, Division
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
@@ -50,7 +50,7 @@ class Teacher:
             if is_asked:
                 raise UserError(f"teacher: {name} is {getattr(config, name)}, which is not supported beside a teacher")
         if config.tensor_parallel > 1:
-            check_division(adapter, config.tensor_parallel)
+            check_division(adapter, Division(config.tensor_parallel))
         return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
 
     def stages(self, devices: Mapping[int, torch.device], ranks: Ranks | None) -> dict[int, StageTeacher]:
@@ -60,13 +60,13 @@ class Teacher:
             devices: of each of them.
             ranks: among which the layers are divided; None: they are whole.
         """
-        found = {}
+        stages = {}
         for number, device in devices.items():
             assert not isinstance(self.spec.model, PreTrainedConfig)
             model = assemble(self.adapter, self.partition[number], self.spec.model, device, ranks=ranks)
             model.model.eval()
-            found[number] = StageTeacher(model)
-        return found
+            stages[number] = StageTeacher(model)
+        return stages
 
     def carry_dtype(self, stage: int, name: str) -> torch.dtype:
         """The type of one of its tensors that a stage receives."""
@@ -89,15 +89,15 @@ def open_teacher(spec: ModelSpec, student: Adapter, device: torch.device) -> Ada
     if isinstance(spec.model, PreTrainedConfig):
         raise UserError("teacher: a configuration has no weights; give a model, or the path of one")
     adapter = open_model(spec, device)
-    for name, one in (("teacher", adapter), ("model", student)):
-        what = f"{name}: {type(one.reference).__name__}"
-        if type(one) is not DecoderOnly:
+    for name, model in (("teacher", adapter), ("model", student)):
+        what = f"{name}: {type(model.reference).__name__}"
+        if type(model) is not DecoderOnly:
             raise UserError(f"{what} cannot be distilled; both models must be decoder-only language models")
-        if not one.projection.names:
-            raise UserError(f"{what} makes its logits whole ({one.projection.reason}), and distillation in parts")
-        if one.padding_matters:
+        if not model.projection.names:
+            raise UserError(f"{what} makes its logits whole ({model.projection.reason}), and distillation in parts")
+        if model.padding_matters:
             raise UserError(f"{what} depends on the padding of rows, which two models would have to share")
-    sizes = [one.reference.get_output_embeddings().weight.shape[0] for one in (adapter, student)]
+    sizes = [model.reference.get_output_embeddings().weight.shape[0] for model in (adapter, student)]
     if sizes[0] != sizes[1]:
         raise UserError(
             f"teacher: it gives {sizes[0]} logits for a token, and the model {sizes[1]}; both must have the same "

@@ -17,6 +17,7 @@ from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError, o
 from hf_gpipe.model.clone import attention_of, exact_clone, padded_batch
 from hf_gpipe.model.exactness import compared_once
 from hf_gpipe.model.steps import Step, split_step
+from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.emulated_ranks import emulate
 
 _STAGES = 3
@@ -25,15 +26,9 @@ _STAGES = 3
 _TOLERANCE = 1e-6
 
 
-def check_division(adapter: Adapter, size: int, *, is_compiled: bool = False, divides_rows: bool = False) -> None:
-    """Raise UserError where the layers of a model, which may be compiled, cannot be divided among so many ranks.
-
-    Args:
-        adapter: the model's.
-        size: T.
-        is_compiled: whether the blocks are compiled.
-        divides_rows: whether each rank has a part of the positions between divided layers.
-    """
+def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = False) -> None:
+    """Raise UserError where the layers of a model, whose blocks may be compiled, cannot be divided so."""
+    size = division.num_ranks
     others = {
         "the model is no Hugging Face model that reads text": not isinstance(adapter, TextAdapter),
         "functions of its modules were replaced": bool(adapter.patches),
@@ -44,9 +39,9 @@ def check_division(adapter: Adapter, size: int, *, is_compiled: bool = False, di
                 f"tensor_parallel is {size} and {what}, which do not go together; leave tensor_parallel out"
             )
     assert isinstance(adapter, TextAdapter)
-    if divides_rows:
+    if division.divides_rows:
         _check_rows(adapter, size, is_compiled=is_compiled)
-    verify_division(adapter, size, divides_rows=divides_rows)
+    verify_division(adapter, size, divides_rows=division.divides_rows)
     for name, probability in dropout_of(adapter).items() if is_compiled else ():
         # What draws the masks (masks.py) breaks compiled code into pieces, and with some backends draws them twice.
         raise UserError(

@@ -42,7 +42,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     seed = TrainingSection.seed if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
     whole_rows, divides_head = world.worker_ranks(), decision.full_table.divides_head
-    ranks = None if whole_rows is None else replace(whole_rows, divides_rows=config.sequence_parallel)
+    ranks = None if whole_rows is None else replace(whole_rows, divides_rows=config.division.divides_rows)
     num_layers = len(adapter.layers)
     homes = Homes(world) if world.placement.is_dealt else None
     #: Of each of this process's workers the stages that it runs.
@@ -127,7 +127,7 @@ def _visits(
     if visitors is None:
         return {worker: VisitingWeights({}) for worker in run_by}
     visits = {worker: VisitingWeights(models, visitors, homes) for worker, models in run_by.items()}
-    if not any(decision.world.gather_objects(sum(sum(one.hosted_bytes.values()) for one in visits.values()))):
+    if not any(decision.world.gather_objects(sum(sum(visit.hosted_bytes.values()) for visit in visits.values()))):
         raise UserError(
             "offload_weights is frozen, and every weight is trained; use all, train adapters on the model "
             "(peft_config, or lora.r), freeze a part of it, or leave offload_weights out"

@@ -24,7 +24,7 @@ from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
-from hf_gpipe.recipe.pipeline import OF_EACH_PROCESS
+from hf_gpipe.recipe.pipeline_keys import OF_EACH_PROCESS
 from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.chunks import check_chunks
 from hf_gpipe.runtime.custom_loss import loss_of
@@ -154,12 +154,7 @@ class Decision:
                     f"tensor_parallel is {given.tensor_parallel}, and the loss reads a teacher's tokens from rows, "
                     "which do not go together; leave one of them out"
                 )
-            check_division(
-                adapter,
-                given.tensor_parallel,
-                is_compiled=given.torch_compile,
-                divides_rows=given.sequence_parallel,
-            )
+            check_division(adapter, given.division, is_compiled=given.torch_compile)
 
         # What the planner decides, and whether the machines can do it.
         planning = Planning(inputs, adapter, loss.planned, world, of_teacher)

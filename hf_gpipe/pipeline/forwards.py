@@ -129,7 +129,7 @@ class Forwards:
         with self._adapters_off(not with_adapters), self._in_evaluation():
             own = self._rows(micro_batches, StepOptions(is_of_tokens=True))
         length = rows["labels"].shape[1]
-        own = {index: F.pad(one, (0, length - one.shape[1])) for index, one in own.items()}
+        own = {index: F.pad(log_probs, (0, length - log_probs.shape[1])) for index, log_probs in own.items()}
         return gathered_rows(own if self.world.place == 0 else {}, micro_batches, self.world.all_reduce)
 
     @contextmanager
@@ -178,7 +178,7 @@ class Forwards:
             table = self.decision.schedule(len(micro_batches), name)
             outputs = self.executor.run(table, micro_batches, options).outputs
         outputs = outputs if self.world.place == 0 else {}  # the ranks of a worker have the same
-        return Evaluation.gathered(outputs, [one.num_rows for one in micro_batches], self.world)
+        return Evaluation.gathered(outputs, [micro_batch.num_rows for micro_batch in micro_batches], self.world)
 
     def generate(self, **inputs: Any) -> Any:
         """Generate token ids like the plain model's `generate`: by search or sampling, with a cache.
@@ -228,14 +228,14 @@ class Forwards:
         if last not in self.stages:
             return micro_batches
         rows = gathered_rows(own, micro_batches, partial(self.parameters.replicas.total, last))
-        dtype = next((one.dtype for one in own.values()), rows.dtype)
+        dtype = next((vectors.dtype for vectors in own.values()), rows.dtype)
         return with_comparison(micro_batches, rows.to(dtype), loss, self.stages[last].device)
 
     def _rows(self, micro_batches: list[MicroBatch], options: StepOptions) -> dict[int, torch.Tensor]:
         """The rows of each micro-batch as the loss reads them, (B, E), by its number, where this process has it."""
         table = self.decision.schedule(len(micro_batches), "forward_only")
         outputs = self.executor.run(table, micro_batches, options).outputs
-        return {index: one["rows"] for index, one in outputs.items()}
+        return {index: output["rows"] for index, output in outputs.items()}
 
     @contextmanager
     def keeping_random_state(self) -> Iterator[None]:

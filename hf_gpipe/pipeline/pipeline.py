@@ -288,7 +288,7 @@ class Pipeline:
 
 def _plan_inputs(given: PlanInputs | None, settings: dict[str, Any], *, packing: bool) -> PlanInputs:
     """The planner's inputs that were given whole, or among other settings, of which they are taken out."""
-    values = {one.name: settings.pop(one.name) for one in fields(PlanInputs) if one.name in settings}
+    values = {field.name: settings.pop(field.name) for field in fields(PlanInputs) if field.name in settings}
     if given is not None and values:
         raise UserError(f"plan_inputs and {', '.join(values)} are given; put all into plan_inputs")
     inputs = given or PlanInputs(**values)

@@ -311,7 +311,7 @@ class Steps:
                     f"num_micro_batches is 1 and num_stages is {num_stages}: one stage works at a time, and nothing "
                     f"overlaps; give num_micro_batches={4 * num_stages}, say, or 'auto' with an example of a mini-batch"
                 )
-        if not self._is_packing_verified and any(one.is_packed for one in micro_batches):
+        if not self._is_packing_verified and any(micro_batch.is_packed for micro_batch in micro_batches):
             verify_packing(self.adapter)
             if chunks_of(micro_batches) > 1:
                 self.decision.verify_chunks(packing=True)

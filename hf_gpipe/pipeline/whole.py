@@ -143,10 +143,10 @@ def refresh(model: PreTrainedModel) -> None:
     """
     placed: dict[str, nn.Parameter] = model._placed
     ties, own = model.all_tied_weights_keys, dict(model._weights.named_parameters())
-    found = dict(model.named_parameters(remove_duplicate=False))
-    if added := found.keys() - model._names:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if added := parameters.keys() - model._names:
         raise UserError(f"the model of the pipeline was given a new parameter {min(added)!r}; {_GIVE}")
-    for path, parameter in found.items():
+    for path, parameter in parameters.items():
         if path in placed and placed[path] is not parameter:
             raise UserError(f"{path} of the pipeline's model was replaced and would not be trained; {_GIVE}")
         tensor = own.get(ties.get(path, path))

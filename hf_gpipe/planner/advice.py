@@ -14,7 +14,7 @@ from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.limits import MemoryLimit, limit_text
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.recipe.pipeline import Visitors
+from hf_gpipe.recipe.pipeline_keys import Visitors
 from hf_gpipe.runtime import failures
 from hf_gpipe.text import seconds_text, size_text
 
@@ -41,8 +41,10 @@ def smallest_fix(plan: Plan) -> str:
                 return f"{fix}."
             break
         least = min(least, changed, key=lambda plan: plan.peak_bytes)
-    others = [f"where adapters alone are trained, {one}" for one in ["; ".join(_adapters_that_fit(plan))] if one]
-    others += [f"with weights in CPU memory, {one}" for one in _visits_that_fit(plan, limit)]
+    others = [
+        f"where adapters alone are trained, {change}" for change in ["; ".join(_adapters_that_fit(plan))] if change
+    ]
+    others += [f"with weights in CPU memory, {change}" for change in _visits_that_fit(plan, limit)]
     if not fix and plan.host_fullness > 1:
         fix = "use machines with more CPU memory, an optimizer with less state, or adapters with offload_weights=frozen"
     elif not fix:

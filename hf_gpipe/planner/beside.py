@@ -44,13 +44,13 @@ def besides(teacher: LayerSums | None, num_stages: int) -> Sequence[Beside]:
     if teacher is None:
         return [NOTHING] * num_stages
     layers = teacher.costs.layers
-    found = []
+    of_stages = []
     for own in cut(len(layers), num_stages, "count"):
         run, is_last = (own.start, own.stop), own.stop == len(layers)
         # The head's backward has the projection, and as many operations again for each of two gradients.
         of_head = teacher.seconds(own.stop - 1, own.stop, "none").backward / 3 if is_last else 0.0
         boundary = layers[-1 if is_last else own.stop].input_bytes
-        found.append(
+        of_stages.append(
             Beside(
                 held_bytes=teacher.held(*run).num_bytes + teacher.buffer_bytes(*run),
                 input_bytes=layers[own.start].input_bytes,
@@ -61,4 +61,4 @@ def besides(teacher: LayerSums | None, num_stages: int) -> Sequence[Beside]:
                 backward_seconds=of_head,
             )
         )
-    return found
+    return of_stages

@@ -30,9 +30,9 @@ def limit_of_step(plan: Plan) -> str:
     shorter = {what: float(simulate(table, less).total_seconds) / table.num_steps for what, less in without.items()}
     parts = [f"{seconds_text(rest)} without {what}" for what, rest in shorter.items() if rest < 0.98 * seconds]
     least = min(shorter, key=lambda what: shorter[what])
-    idle = 1 - sum(one.time.forward + one.time.recompute + one.time.backward for one in plan.processes) / (
-        len(plan.processes) * seconds
-    )
+    idle = 1 - sum(
+        process.time.forward + process.time.recompute + process.time.backward for process in plan.processes
+    ) / (len(plan.processes) * seconds)
     if shorter[least] < (1 - _LARGE) * seconds:
         cause = least
     elif idle > 2 * _LARGE:
@@ -42,7 +42,7 @@ def limit_of_step(plan: Plan) -> str:
     else:
         rate = EFFICIENCY * planner.device.flops_for(plan.costs.compute_dtype) / 1e12
         cause = f"the layers, whose products are taken to run at {rate:.3g} TFLOP/s"
-    return f"{cause}; devices compute {1 - idle:.0%} of a step{''.join(f', which is {one}' for one in parts[:1])}" + (
+    return f"{cause}; devices compute {1 - idle:.0%} of a step{''.join(f', which is {part}' for part in parts[:1])}" + (
         f" and {', '.join(parts[1:])}" if len(parts) > 1 else ""
     )
 

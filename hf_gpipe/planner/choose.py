@@ -243,8 +243,7 @@ def _schedules(config: PipelineConfig) -> Sequence[str]:
     """Those that a configuration allows."""
     if config.schedule != AUTO:
         return (config.schedule,)
-    has_others = config.cuts_rows or config.boundary_dtype is not None or config.tensor_parallel > 1
-    return [name for name in AUTO_SCHEDULES if name not in DIVIDED_HEAD or not has_others]
+    return [name for name in AUTO_SCHEDULES if name not in DIVIDED_HEAD or not config.why_whole_head]
 
 
 def _is_worth_a_try(planner: Planner, asked: PipelineConfig, config: PipelineConfig) -> bool:

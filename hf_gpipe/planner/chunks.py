@@ -45,8 +45,8 @@ def each_chunk(
     own = workload.in_chunks(chunks) if chunks.most > 1 else [workload]
     # A tracer reads off the chunks between these, where all are equally long.
     first = [*{0, len(own) - 1, len(own) // 2}]
-    found = {number: costs_of(own[number]) for number in [*first, *range(len(own))]}
-    return tuple(found[number] for number in range(len(own)))
+    costs = {number: costs_of(own[number]) for number in [*first, *range(len(own))]}
+    return tuple(costs[number] for number in range(len(own)))
 
 
 def taper_of(chunks: Sequence[LayerSums]) -> float:
@@ -54,8 +54,8 @@ def taper_of(chunks: Sequence[LayerSums]) -> float:
     count = len(chunks)
     blocks = [index for index, layer in enumerate(chunks[0].costs.layers) if layer.kind == "block"]
     first, last = (
-        sum(one.seconds(index, index + 1, "none").of_micro_batch() for index in blocks)
-        for one in (chunks[0], chunks[-1])
+        sum(chunk.seconds(index, index + 1, "none").of_micro_batch() for index in blocks)
+        for chunk in (chunks[0], chunks[-1])
     )
     # The middles of the first chunk and of the last take 1 + taper / 2k and 1 + taper (1 - 1 / 2k).
     ratio, middle = last / first, 1 / (2 * count)
@@ -65,16 +65,16 @@ def taper_of(chunks: Sequence[LayerSums]) -> float:
 def typical(chunks: Sequence[ModelCosts]) -> ModelCosts:
     """One chunk for all of a row: its bytes are those of the one that keeps most; its time is the mean."""
     # Of equally long ones the last, which attends to most.
-    most = max(reversed(chunks), key=lambda one: sum(layer.plain.saved_bytes for layer in one.layers))
+    most = max(reversed(chunks), key=lambda chunk: sum(layer.plain.saved_bytes for layer in chunk.layers))
     if len(chunks) == 1:
         return most
     layers = [
         replace(
             layer,
-            forward_flops=round(fmean(one.forward_flops for one in same)),
-            backward_flops=round(fmean(one.backward_flops for one in same)),
-            seconds=mean_seconds(one.seconds for one in same),
+            forward_flops=round(fmean(own.forward_flops for own in same)),
+            backward_flops=round(fmean(own.backward_flops for own in same)),
+            seconds=mean_seconds(own.seconds for own in same),
         )
-        for layer, *same in zip(most.layers, *(one.layers for one in chunks), strict=True)
+        for layer, *same in zip(most.layers, *(chunk.layers for chunk in chunks), strict=True)
     ]
-    return replace(most, layers=tuple(layers), stage_seconds=mean_seconds(one.stage_seconds for one in chunks))
+    return replace(most, layers=tuple(layers), stage_seconds=mean_seconds(chunk.stage_seconds for chunk in chunks))

@@ -12,7 +12,8 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.limits import limit_text, limits_of, speeds_of
 from hf_gpipe.planner.live_graphs import choose_recompute
 from hf_gpipe.planner.memory import StageLayers
-from hf_gpipe.planner.plan import Plan, Planner, inner_recompute, recompute_shares
+from hf_gpipe.planner.plan import Plan, Planner, inner_recompute
+from hf_gpipe.planner.table_costs import recompute_shares
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Placement
 
@@ -71,8 +72,8 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     num_micro_batches = settings.num_micro_batches
     costs = planner.costs(num_micro_batches)
     if strategy not in (*COST_STRATEGIES, AUTO):
-        found = cut(len(costs.layers), settings.num_stages, strategy, divides_head=settings.divides_head)
-        return tuple(map(len, found))
+        stages = cut(len(costs.layers), settings.num_stages, strategy, divides_head=settings.divides_head)
+        return tuple(map(len, stages))
     cut(len(costs.layers), settings.num_stages, divides_head=settings.divides_head)
     sums = planner.sums(settings)
     if strategy == "profile" and not costs.is_measured:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
@@ -17,6 +18,7 @@ from hf_gpipe.planner.limits import ALIKE, MemoryLimit, limit_text
 from hf_gpipe.planner.links import cluster_of, measure_machines, steady
 from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.measure import profile_layers, rated_machine, steady_memory, this_machine
+from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.speeds import measure_speeds
 from hf_gpipe.planner.visiting import untried
@@ -133,18 +135,15 @@ class Planning:
             step = 1 << max(free.bit_length() - 5, 0)
             this = replace(this, host=replace(this.host, memory_bytes=free // step * step))
         cluster = cluster_of(self.world, this.link)
-        return Planner.of(
+        return planner_of(
             self.adapter,
             self.inputs,
             this,
+            config,
             loss=self.loss,
             as_on_gpu=device.type == "cuda",
             measured=measured,
-            memory_bytes=config.memory_bytes,
             cluster=steady(cluster) if decides and cluster is not None else cluster,
-            speeds=config.given_speeds,
-            tensor_parallel=config.tensor_parallel,
-            divides_rows=config.sequence_parallel,
             teacher=self.teacher,
         )
 
@@ -178,7 +177,7 @@ class Planning:
         """The ranks of this process's worker, before any stage is placed; None: a process is a worker."""
         workers = Placement.spread(config.processes, config.processes)
         ranks = self.world.placed(replace(workers, ranks_per_worker=config.tensor_parallel)).worker_ranks()
-        return ranks and replace(ranks, divides_rows=config.sequence_parallel)
+        return ranks and replace(ranks, divides_rows=config.division.divides_rows)
 
     def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, Chunks], Sequence[ModelCosts]]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
@@ -203,6 +202,13 @@ class Planning:
         return found
 
 
+def _shown(value: Any) -> str:
+    """A value of a recipe, for a line of text."""
+    if value is None:
+        return "null"
+    return f"{value:g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
+
+
 def _why(plan: Plan, config: PipelineConfig) -> str:
     settings = plan.settings
     chosen = []
@@ -213,21 +219,13 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
             chosen.append(f"placement {settings.placement!r}")
         if settings.zero != config.zero:
             chosen.append(f"zero {settings.zero} (no stage has replicas)")
-    if config.schedule == AUTO:
-        is_made = settings.schedule == TABLE_FILE
-        chosen.append("a table made for this plan" if is_made else f"schedule {settings.schedule}")
-    if config.num_micro_batches == AUTO:
-        chosen.append(f"num_micro_batches {settings.num_micro_batches}")
-    if config.sequence_chunks != settings.sequence_chunks:
-        chosen.append(f"sequence_chunks {settings.sequence_chunks}")
-    if config.chunk_taper != settings.chunk_taper:
-        chosen.append(f"chunk_taper {settings.chunk_taper:g}")
-    if config.recompute == AUTO:
-        entries = settings.recompute
-        chosen.append(f"recompute {entries if isinstance(entries, str) else list(entries)}")
-    if config.offload_weights != settings.offload_weights:
-        text = untried(settings.tensor_parallel)
-        chosen.append(f"offload_weights {settings.offload_weights or 'null'}{f' ({text})' * bool(text)}")
+    for name in config.left_open:
+        value = getattr(settings, name)
+        if value == TABLE_FILE:
+            chosen.append("a table made for this plan")
+        elif name not in ("num_stages", "replicas", "partition"):
+            text = untried(settings.tensor_parallel) if name == "offload_weights" else ""
+            chosen.append(f"{name} {_shown(value)}{f' ({text})' * bool(text)}")
     if config.is_cut_by_cost:
         chosen.append(f"partition {list(settings.partition)} ({config.partition})")
     limit = plan.planner.memory_bytes

@@ -197,7 +197,8 @@ def like_gpu(name: str, memory_bytes: int, capability: tuple[int, int]) -> Devic
     words = name.lower()
     for known, entries in _KNOWN_AS.items():
         if re.search(rf"\b{known}\b", words):
-            sheet = min((DEVICES[one] for one in entries), key=lambda one: abs((one.memory_bytes or 0) - memory_bytes))
+            sheets = (DEVICES[entry] for entry in entries)
+            sheet = min(sheets, key=lambda sheet: abs((sheet.memory_bytes or 0) - memory_bytes))
             return replace(sheet, link=LINKS["pcie4"]) if "pcie" in words else sheet
     entry = _OF_CAPABILITY[max(known for known in _OF_CAPABILITY if known <= capability)]
     return replace(DEVICES[entry], link=LINKS["pcie4"])

@@ -52,8 +52,8 @@ def kernel_attention_backward(
     """The gradients of the queries, keys and values."""
     query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
     with torch.enable_grad():
-        found = _computed(query, key, value, is_causal)
-    of_query, of_key, of_value = torch.autograd.grad(found, (query, key, value), gradient)
+        result = _computed(query, key, value, is_causal)
+    of_query, of_key, of_value = torch.autograd.grad(result, (query, key, value), gradient)
     return of_query, of_key, of_value
 
 

@@ -43,11 +43,11 @@ def kept_for(*values: Any) -> dict[Hashable, Any]:
     identity = identity_of(*values)
     if identity is None:
         return {}
-    found = _kept.setdefault(identity, {})
+    traces = _kept.setdefault(identity, {})
     _kept.move_to_end(identity)
     while len(_kept) > _MOST_MODELS:
         _kept.popitem(last=False)
-    return found
+    return traces
 
 
 def identity_of(*values: Any) -> Hashable | None:
@@ -57,10 +57,10 @@ def identity_of(*values: Any) -> Hashable | None:
     if not all(isinstance(kernel, types.FunctionType) and _is_known(kernel) for own in kernels for _, kernel in own):
         return None
     try:
-        found = tuple(map(identity.of, values))
+        identities = tuple(map(identity.of, values))
     except _UnknownError:
         return None
-    return (*found, *identity.of_code(), *kernels, *_switches())
+    return (*identities, *identity.of_code(), *kernels, *_switches())
 
 
 class _Identity:
@@ -93,8 +93,8 @@ class _Identity:
             return cls, frozenset(map(self.of, value))
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
-        if callable(value) and not isinstance(value, nn.Module) and (found := self._of_function(value)) is not None:
-            return found
+        if callable(value) and not isinstance(value, nn.Module) and (identity := self._of_function(value)) is not None:
+            return identity
         if isinstance(value, nn.Module):
             self._classes[cls] = None
         return self._of_object(value)

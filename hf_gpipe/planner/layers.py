@@ -31,6 +31,7 @@ from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters,
 from hf_gpipe.planner.kept import kept_for
 from hf_gpipe.planner.tracing import StageTracer, Trace
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.loss import PLAIN, Loss, whole_logits
 
 Inputs = Mapping[str, torch.Tensor]
@@ -113,8 +114,7 @@ class LayerTracer:
         adapter: the model's.
         loss: of the micro-batch.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
-        num_ranks: T, among which the layers are divided.
-        divides_rows: whether each rank has a part of the positions between divided layers.
+        division: how the layers are divided.
 
     Attributes:
         layers: of the model.
@@ -129,11 +129,10 @@ class LayerTracer:
         *,
         loss: Loss = PLAIN,
         as_on_gpu: bool = False,
-        num_ranks: int = 1,
-        divides_rows: bool = False,
+        division: Division = Division(),
     ) -> None:
-        self.layers = ModelLayers(adapter, num_ranks)
-        self._divides_rows = divides_rows
+        self.layers = ModelLayers(adapter, division.num_ranks)
+        self._division = division
         self.run, self.representative_layer = to_run(self.layers)
         self.loss = loss
         self._as_on_gpu = as_on_gpu
@@ -142,9 +141,8 @@ class LayerTracer:
         self._stages: dict[tuple[int, int, bool], StageTracer] = {}
         #: Of these stages what was traced, for micro-batches of one shape apart from their rows, or their chunks.
         self._by_rows: dict[tuple[int, int, bool, Workload], ByRows[Any]] = {}
-        options = as_on_gpu, num_ranks, divides_rows
         #: What was traced on fake tensors, by this tracer or another one of this process for the same layers.
-        self._kept = kept_for(self.run.adapter, loss, *options)
+        self._kept = kept_for(self.run.adapter, loss, as_on_gpu, *division)
 
     def costs(self, workload: Workload) -> ModelCosts:
         """Return the costs of each layer for one micro-batch."""
@@ -285,14 +283,14 @@ class LayerTracer:
             of_stage = start, stop, recompute_blocks
 
             def compute(number: int) -> Numbers:
-                one = replace(workload, chunk=number - 1) if is_cut else replace(workload, rows=number)
-                asked = run, *args, *of_stage, one
+                shape = replace(workload, chunk=number - 1) if is_cut else replace(workload, rows=number)
+                asked = run, *args, *of_stage, shape
                 if asked not in self._kept:
                     stage = self._stage(*of_stage)
-                    found = run(stage, one.micro_batch(self.run.adapter), *args)
+                    result = run(stage, shape.micro_batch(self.run.adapter), *args)
                     if stage.is_real:  # it depends on values
-                        return found
-                    self._kept[asked] = found
+                        return result
+                    self._kept[asked] = result
                 numbers: Numbers = self._kept[asked]
                 return numbers
 
@@ -315,8 +313,7 @@ class LayerTracer:
                 loss=self.loss,
                 recompute_blocks=recompute_blocks,
                 as_on_gpu=self._as_on_gpu,
-                num_ranks=self.layers.num_ranks,
-                divides_rows=self._divides_rows,
+                division=self._division,
             )
         return self._stages[key]
 

@@ -27,7 +27,7 @@ def measure_machines(world: World) -> None:
     """Measure the links that follow machine by machine, before there is a plan. Every process calls it."""
     names = list(dict.fromkeys(world.hosts))
     following = pairwise([*names, names[0]] if len(names) > 2 else names)
-    measure(world, [(world.hosts.index(one), world.hosts.index(other)) for one, other in following])
+    measure(world, [(world.hosts.index(host), world.hosts.index(other)) for host, other in following])
 
 
 def measure(world: World, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
@@ -83,7 +83,7 @@ def pairs_to_measure(placement: Placement, hosts: Sequence[str]) -> list[tuple[i
     sending = {(worker, following) for _, worker, following in placement.edges if worker != following}
     for group in placement.groups:
         sending |= set(zip(group, (*group[1:], group[0]), strict=True))
-    sending = {(placement.ranks_of(one)[0], placement.ranks_of(other)[0]) for one, other in sending}
+    sending = {(placement.ranks_of(worker)[0], placement.ranks_of(other)[0]) for worker, other in sending}
     is_one = len(set(hosts)) == 1
     first: dict[frozenset[str], tuple[int, int]] = {}
     for pair in sorted(tuple(sorted(pair)) for pair in sending):
@@ -102,7 +102,7 @@ def measure_links(world: World, pairs: Sequence[tuple[int, int]]) -> list[Measur
         elif world.rank == second:
             _answer(world, first)
         world.barrier()
-    measured = {pair: value for one in world.gather_objects(mine) for pair, value in one.items()}
+    measured = {pair: value for own in world.gather_objects(mine) for pair, value in own.items()}
     return [MeasuredLink((world.hosts[pair[0]], world.hosts[pair[1]]), pair, *measured[pair]) for pair in pairs]
 
 

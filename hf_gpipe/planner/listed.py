@@ -20,7 +20,8 @@ from hf_gpipe.planner.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table
 from hf_gpipe.schedule.kinds import UPDATE, Held
-from hf_gpipe.schedule.list_scheduling import Work, best_listed
+from hf_gpipe.schedule.list_scheduling import best_listed
+from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.zero_bubble import whole_backwards
 
 #: Of the search for a table, in actions that are tried: a few seconds; and in tables of few micro-batches.
@@ -81,21 +82,21 @@ def _listed_plans(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomput
     own = [sum(work.held[stage] for stage in table.placement.stages_of(process)) for process in range(size)]
     if planner.memory_bytes is None:
         for most in sorted({min(n, count) for n in (size, 2 * size - 1, count)}):
-            rows = best_listed(table.placement, count, work, [most * one for one in own], effort=effort // 3).orders
+            rows = best_listed(table.placement, count, work, [most * held for held in own], effort=effort // 3).orders
             yield _planned(plan, settings, rows)
         return
-    rooms = [min(_room(plan, process), count * one) for process, one in enumerate(own)]
+    rooms = [min(_room(plan, process), count * held) for process, held in enumerate(own)]
     for _ in range(_MOST_TRIES):
         try:
             orders = best_listed(table.placement, count, work, rooms, effort=effort).orders
         except ScheduleError:  # there is no room for one micro-batch
             return
-        found = _planned(plan, settings, orders)
-        yield found
-        if found.fits:
+        planned = _planned(plan, settings, orders)
+        yield planned
+        if planned.fits:
             return
-        lacks = [min(0, _spare(found, process)) for process in range(size)]
-        rooms = [max(one, min(room + lack, _LESS * room)) for one, room, lack in zip(own, rooms, lacks, strict=True)]
+        lacks = [min(0, _spare(planned, process)) for process in range(size)]
+        rooms = [max(held, min(room + lack, _LESS * room)) for held, room, lack in zip(own, rooms, lacks, strict=True)]
 
 
 def _work(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomputes: bool) -> Work:
@@ -104,7 +105,7 @@ def _work(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomputes: bool
     received, graph, deferred = (
         [sum(own[held].values()) for own in amounts] for held in (Held.INPUT, Held.GRAPH, Held.DEFERRED)
     )
-    held = [one + other for one, other in zip(received, graph, strict=True)]
+    held = [of_input + of_graph for of_input, of_graph in zip(received, graph, strict=True)]
     return Work(
         each_stage(costs.forward_seconds),
         each_stage(costs.input_seconds),

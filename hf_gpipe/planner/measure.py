@@ -31,6 +31,7 @@ from hf_gpipe.planner.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.tracing import context_of
 from hf_gpipe.planner.tracker import Tracker
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.facts import DeviceFacts
 from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.micro_batch import MicroBatch, on_devices
@@ -121,9 +122,9 @@ def block_seconds(
 
 
 def _tracer(adapter: Adapter, loss: Loss, device: torch.device, ranks: Ranks | None) -> LayerTracer:
-    size, divides_rows = (1, False) if ranks is None else (ranks.size, ranks.divides_rows)
+    division = Division() if ranks is None else Division(ranks.size, ranks.divides_rows)
     as_on_gpu = device.type == "cuda"
-    return LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, num_ranks=size, divides_rows=divides_rows)
+    return LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=division)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from hf_gpipe.planner.beside import NOTHING, Beside
 from hf_gpipe.planner.costs import InnerRecompute
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.recipe.pipeline import Visitors
+from hf_gpipe.recipe.pipeline_keys import Visitors
 from hf_gpipe.schedule import Placement, Schedule, Timeline, num_stashes
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import Amounts, most_of_equal_stages, occupancy

@@ -5,31 +5,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from operator import attrgetter
+from functools import cached_property
 
-import torch
-
-from hf_gpipe.adapters import Adapter
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.before import NOTHING_BEFORE, Before, generation_seconds
 from hf_gpipe.planner.beside import Beside, besides
-from hf_gpipe.planner.chunks import each_chunk, taper_of, typical
-from hf_gpipe.planner.costs import InnerRecompute, ModelCosts, Seconds
+from hf_gpipe.planner.chunks import taper_of, typical
+from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.devices import Device
-from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.limits import MemoryLimit, check_processes, limit_of, speeds_of
-from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory, hosted_bytes
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.times import TimeEstimate, time_of
-from hf_gpipe.planner.workload import Chunks, PlanInputs, largest_micro_batch, sent_share
+from hf_gpipe.planner.workload import Chunks, PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import DecidedConfig
-from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
@@ -42,7 +36,6 @@ from hf_gpipe.schedule import (
     recompute_under,
     simulate,
 )
-from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT
 from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside, with_updates_last
 from hf_gpipe.schedule.visits import check_visits, with_visits
 from hf_gpipe.text import seconds_text, size_text
@@ -249,89 +242,6 @@ class Planner:
         self._sums: dict[tuple[int, Chunks, int], tuple[LayerSums, Sequence[LayerSums]]] = {}
         self._of_teacher: dict[int, LayerSums] = {}
 
-    @classmethod
-    def of(
-        cls,
-        adapter: Adapter,
-        inputs: PlanInputs,
-        device: Device,
-        *,
-        loss: Loss = PLAIN,
-        as_on_gpu: bool = False,
-        measured: Mapping[tuple[int, Chunks], Sequence[ModelCosts]] | None = None,
-        profile_on: torch.device | None = None,
-        memory_bytes: MemoryLimit = None,
-        cluster: Cluster | None = None,
-        speeds: Sequence[float] | None = None,
-        tensor_parallel: int = 1,
-        divides_rows: bool = False,
-        teacher: Adapter | None = None,
-    ) -> Planner:
-        """Make the planner of a model that has its adapter.
-
-        Args:
-            adapter: the model's.
-            inputs: the mini-batch and the optimizer.
-            device: what a process computes on.
-            loss: of the micro-batch.
-            as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
-            measured: costs with seconds, by the rows of the micro-batch and how they are cut.
-            profile_on: where to measure the other layers' seconds; None: they are estimated.
-            memory_bytes: the most that a process may use, or one number for each process.
-            cluster: the links between the processes.
-            speeds: of each process, relative to the device.
-            tensor_parallel: T, among which layers are divided.
-            divides_rows: whether each of them has a part of the positions between divided layers.
-            teacher: the adapter of a teacher, whose seconds are estimated; None: there is none.
-
-        Raises:
-            UserError: there is no mini-batch, or the optimizer's state has no known size; layers cannot be divided so,
-                or are to be measured in this process alone and divided.
-        """
-        if tensor_parallel > 1 and profile_on is not None:
-            raise UserError(
-                f"tensor_parallel is {tensor_parallel}, and the seconds of divided layers cannot be measured in one "
-                "process; leave --profile out"
-            )
-        mini_batch = inputs.mini_batch(adapter)
-        tracer = cache(
-            lambda: LayerTracer(
-                adapter, loss=loss, as_on_gpu=as_on_gpu, num_ranks=tensor_parallel, divides_rows=divides_rows
-            )
-        )
-
-        def costs_of(rows: int, chunks: Chunks) -> Sequence[ModelCosts]:
-            if measured is not None and (rows, chunks) in measured:
-                return measured[rows, chunks]
-            workload = mini_batch.of_rows(rows)
-            if profile_on is not None:
-                return each_chunk(workload, chunks, partial(profile_layers, adapter, device=profile_on, loss=loss))
-            return each_chunk(workload, chunks, tracer().costs)
-
-        of_teacher = None
-        if teacher is not None:
-            beside = cache(lambda: LayerTracer(teacher, as_on_gpu=as_on_gpu, num_ranks=tensor_parallel))
-
-            def of_teacher(rows: int) -> ModelCosts:
-                return beside().costs(mini_batch.of_rows(rows))
-
-        vocabulary = adapter.config.get_text_config().vocab_size if inputs.new_tokens else 0
-        inputs = replace(inputs, example=mini_batch, vocabulary=vocabulary)
-        planner = cls(
-            *(costs_of, inputs, device, memory_bytes, cluster, speeds, tensor_parallel),
-            teacher=of_teacher,
-        )
-        # Layers in 8 bits keep the device's memory.
-        planner.can_visit &= adapter.quantisation is None or not adapter.quantisation.config.load_in_8bit
-        # The last stage must be in one place for such a loss, and so must what a BatchNorm counts.
-        planner.can_deal = teacher is None and not loss.compares_units and not mini_batch.entries
-        planner.num_forwards = inputs.forwards + loss.num_forwards(has_reference=adapter.peft is not None)
-        if inputs.new_tokens:
-            planner.of_tokens = lambda rows, tokens: tracer().costs(
-                replace(mini_batch, rows=rows, source_tokens=tokens, target_tokens=tokens)
-            )
-        return planner
-
     def within(self, memory_bytes: MemoryLimit) -> Planner:
         """The same planner with another limit; what it has computed is shared."""
         other = copy.copy(self)
@@ -482,7 +392,7 @@ class Planner:
         sums, placement = self._sums_of(settings), table.placement
         network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
         speeds = speeds_of(self.speeds, placement)
-        return _table_costs(
+        return costs_of_table(
             *sums,
             self.stage_layers(settings),
             table,
@@ -572,89 +482,8 @@ def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:
     return ["block" if stage in blocks else "none" for stage in range(settings.num_stages)]
 
 
-def recompute_shares(table: Schedule) -> list[float]:
-    """For each stage the share of the micro-batches whose forward a table repeats."""
-    return [table.num_recomputations(stage) / table.num_micro_batches for stage in range(table.num_stages)]
-
-
 def _entries(settings: DecidedConfig) -> tuple[str | int, ...]:
     """One entry per stage of what it recomputes."""
     if isinstance(settings.recompute, str):
         return (settings.recompute,) * settings.num_stages
     return settings.recompute
-
-
-def _table_costs(
-    sums: LayerSums,
-    of_chunks: Sequence[LayerSums],
-    stages: Sequence[StageLayers],
-    table: Schedule,
-    speeds: Sequence[float],
-    inputs: PlanInputs,
-    settings: DecidedConfig,
-    network: Network,
-    host_size: int,
-) -> Costs:
-    """The costs for the simulation of a table; `sums` are of the typical chunk, `of_chunks` of each. So many processes
-    of a machine copy and update at once."""
-    visitors, is_dealt = settings.offload_weights, table.placement.is_dealt
-
-    def update(number: int, stage: StageLayers, count: int) -> float:
-        seconds = sums.update_seconds(stage.start, stage.stop, inputs, visitors, host_size) / speeds[number]
-        if not settings.zero or count == 1:
-            return seconds
-        # Each replica updates a part, and sends it to the others: half of what a reduction takes.
-        values = sums.owned(stage.start, stage.stop).trainable_bytes
-        return seconds / count + network.reduce_seconds(number, values) / 2
-
-    def each(
-        seconds_of: Callable[[Seconds, float, float, float], float],
-        of_teacher: Callable[[Beside], float] = lambda _: 0.0,
-    ) -> list[float | Sequence[float]]:
-        """For each stage the seconds of an action: of one chunk after the other, where rows are cut."""
-        found: list[float | Sequence[float]] = []
-        for stage, speed, share in zip(stages, speeds, recompute_shares(table), strict=True):
-            run, beside = (stage.start, stage.stop), of_teacher(stage.beside)
-            values = []
-            for one in of_chunks:
-                weights, hidden = one.weight_seconds(*run), one.hidden_seconds(*run)
-                values.append((seconds_of(one.seconds(*run, stage.inner), share, weights, hidden) + beside) / speed)
-            found.append(values if len(values) > 1 else values[0])
-        return found
-
-    hosted = [sums.hosted(stage.start, stage.stop, visitors, is_dealt=is_dealt) for stage in stages]
-    share = sent_share(settings.boundary_dtype, sums.costs.dtype)
-    boundaries = [
-        share * (sums.costs.layers[stage.start].input_bytes + stage.beside.input_bytes) for stage in stages[1:]
-    ]
-    others: dict[str, list[float]] = {
-        LOAD: [sums.copy_seconds(own.num_bytes, host_size) for own in hosted],
-        DROP: [sums.copy_seconds(own.trainable_bytes, host_size) for own in hosted],
-    }
-    head_transfer = 0.0
-    if (part := sums.part) is not None:
-        others[LOGITS] = [part.logits_seconds / speed for speed in speeds]
-        others[LOGITS_GRADIENT] = [part.gradient_seconds / speed for speed in speeds]
-        # The last stage's link carries the hidden states to every other stage.
-        slowest = max(network.transfer_seconds([part.hidden_bytes] * len(boundaries)).values(), default=0.0)
-        head_transfer = len(boundaries) * slowest
-    return Costs(
-        forward_seconds=each(lambda own, share, *_: own.first_forward(share), attrgetter("forward_seconds")),
-        recompute_seconds=each(lambda own, *_: own.forward),
-        backward_seconds=each(lambda own, *_: own.backward, attrgetter("backward_seconds")),
-        # Products that W computes later hide nothing of I.
-        input_seconds=each(
-            lambda own, _, weights, hidden: own.backward - weights + hidden, attrgetter("backward_seconds")
-        ),
-        weight_seconds=each(lambda _, __, weights, ___: weights),
-        update_seconds=[
-            update(number, *stage) for number, stage in enumerate(zip(stages, table.placement.replicas, strict=True))
-        ],
-        transfer_seconds=network.transfer_seconds(boundaries),
-        reduce_seconds=[
-            network.reduce_seconds(number, sums.held(stage.start, stage.stop).trainable_bytes)
-            for number, stage in enumerate(stages)
-        ],
-        head_transfer_seconds=head_transfer,
-        others=others,
-    )

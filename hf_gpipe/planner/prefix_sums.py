@@ -28,7 +28,7 @@ from hf_gpipe.planner.costs import (
 )
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs
-from hf_gpipe.recipe.pipeline import Visitors
+from hf_gpipe.recipe.pipeline_keys import Visitors
 
 #: Share of a device's peak rate that matrix products of a transformer reach, where nothing was measured.
 EFFICIENCY = 0.5

@@ -46,7 +46,7 @@ def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Leve
     if planning.inputs.example is None:
         return [], assumed
     plan = planning.planner(config, decides=True).plan(config)
-    return [one.memory.total for one in plan.processes for _ in range(config.tensor_parallel)], assumed
+    return [process.memory.total for process in plan.processes for _ in range(config.tensor_parallel)], assumed
 
 
 def memory_problems(ranks: Sequence[RankFacts], peaks: Sequence[int]) -> list[str]:
@@ -60,25 +60,25 @@ def memory_problems(ranks: Sequence[RankFacts], peaks: Sequence[int]) -> list[st
         "end what else runs there, use more or smaller stages, recompute more, or set pipeline.memory to what there is "
         "for each process"
     )
-    found = []
+    problems = []
     of_host: dict[str, list[int]] = {}
     for rank, (facts, need) in enumerate(zip(ranks, peaks, strict=True)):
         there = sum(device.free_bytes for device in facts.devices)
         if not facts.devices[0].is_gpu:
             of_host.setdefault(facts.host, []).append(rank)
         elif need > there:
-            found.append(
+            problems.append(
                 f"machine {facts.host}: process {rank} needs {size_text(need)} by the plan and its GPU has "
                 f"{size_text(there)} free; {advice}"
             )
     for host, own in of_host.items():
         need, there = sum(peaks[rank] for rank in own), min(ranks[rank].devices[0].free_bytes for rank in own)
         if need > there:
-            found.append(
+            problems.append(
                 f"machine {host}: its processes ({', '.join(map(str, own))}) need {size_text(need)} by the plan and "
                 f"{size_text(there)} are free; {advice}"
             )
-    return found
+    return problems
 
 
 def _line(link: MeasuredLink, assumed: Level) -> str:

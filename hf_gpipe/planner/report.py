@@ -29,7 +29,7 @@ from hf_gpipe.planner.saving import (
 from hf_gpipe.planner.search import SearchResult
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.planner.visiting import untried
-from hf_gpipe.recipe import AUTO
+from hf_gpipe.recipe import AUTO, PipelineConfig, keys_of
 from hf_gpipe.schedule import DEALT, is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
 from hf_gpipe.text import bytes_text, count_text, seconds_text, size_text, table_text
@@ -86,7 +86,7 @@ def report(plan: Plan) -> str:
     ]
     if costs.whole_logits:
         lines.append(("logits", f"made whole: {costs.whole_logits}"))
-    held = [round(one.held_bytes) for one in planner.besides(settings.num_micro_batches, settings.num_stages)]
+    held = [round(beside.held_bytes) for beside in planner.besides(settings.num_micro_batches, settings.num_stages)]
     if any(held):
         text = f"{size_text(sum(held))} of weights in the same stages, at most {size_text(max(held))} in one"
         lines.append(("teacher", f"{text}; it runs in F"))
@@ -229,31 +229,21 @@ def overrides(plan: Plan) -> str:
     if not isinstance(recompute, str) or (is_made and recompute == "stage"):
         # What differs from stage to stage is what a table in a file has, or the planner chooses again under its limit.
         recompute = "stage" if is_table_file(settings.schedule) and not is_made else AUTO
-    values = {
-        "num_stages": settings.num_stages,
-        "num_micro_batches": settings.num_micro_batches,
-        "schedule": _schedule_asked(plan) if is_made else settings.schedule,
-        "recompute": recompute,
-        "partition": "[" + ",".join(map(str, settings.partition)) + "]",
-        "num_processes": settings.num_processes,
-    }
-    if settings.tensor_parallel > 1:
-        values["tensor_parallel"] = settings.tensor_parallel
-        if settings.sequence_parallel:
-            values["sequence_parallel"] = True
-    if settings.cuts_rows:
-        values["sequence_chunks"] = settings.sequence_chunks
-        if settings.chunk_taper:
-            values["chunk_taper"] = settings.chunk_taper
-    if settings.replicas != 1:
-        values["replicas"] = str(_listed(settings.replicas)).replace(" ", "")
-    values["zero"] = settings.zero
-    if settings.offload_weights is not None:
-        values["offload_weights"] = settings.offload_weights
-    if settings.placement is not None:
-        # It has spaces.
-        values["placement"] = shlex.quote(settings.placement)
-    return " ".join(f"pipeline.{key}={value}" for key, value in values.items())
+    values = settings.of_plan | {"recompute": recompute}
+    if is_made:
+        values["schedule"] = _schedule_asked(plan)
+    keys = keys_of(PipelineConfig)
+    shown = {name: value for name, value in values.items() if name in _ALWAYS_GIVEN or value != keys[name].default}
+    return " ".join(f"pipeline.{name}={_argument(value)}" for name, value in shown.items())
+
+
+#: Of the others a plan as arguments has those that differ from their default.
+_ALWAYS_GIVEN = ("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "num_processes", "zero")
+
+
+def _argument(value: Any) -> str:
+    """A value for a shell and for YAML."""
+    return shlex.quote(value) if isinstance(value, str) else str(_listed(value)).replace(" ", "")
 
 
 def _schedule_asked(plan: Plan) -> str:
@@ -261,8 +251,8 @@ def _schedule_asked(plan: Plan) -> str:
     return DEALT[0] if plan.timeline.schedule.placement.is_dealt else AUTO
 
 
-def _listed(replicas: int | Sequence[int]) -> int | list[int]:
-    return replicas if isinstance(replicas, int) else list(replicas)
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -322,22 +312,9 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    names = (
-        *("num_stages", "replicas", "placement", "num_micro_batches", "sequence_chunks", "chunk_taper"),
-        *(
-            "tensor_parallel",
-            "sequence_parallel",
-            "schedule",
-            "recompute",
-            "partition",
-            "num_processes",
-            "offload_weights",
-        ),
-    )
     inputs = plan.planner.inputs
-    names_of_inputs = ("fp32_master_weights", "offload_optimizer")
-    optimizer = {"optimizer": inputs.optim} | {name: getattr(inputs, name) for name in names_of_inputs}
-    return {name: getattr(plan.settings, name) for name in names} | optimizer
+    of_inputs = {name: getattr(inputs, name) for name in ("fp32_master_weights", "offload_optimizer")}
+    return plan.settings.of_plan | {"optimizer": inputs.optim} | of_inputs
 
 
 def _table(plan: Plan) -> str:
@@ -410,7 +387,9 @@ def _types(plan: Plan) -> str:
 
 
 def _each_process(planner: Planner) -> str:
-    speeds = "" if planner.speeds is None else f", relative speeds {', '.join(f'{one:g}' for one in planner.speeds)}"
+    speeds = (
+        "" if planner.speeds is None else f", relative speeds {', '.join(f'{speed:g}' for speed in planner.speeds)}"
+    )
     limit = planner.memory_bytes
     memory = "memory not known" if limit is None else limit_text(limit) + " each" * isinstance(limit, int)
     return f"{memory}{speeds}"

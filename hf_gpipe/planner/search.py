@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -49,14 +49,14 @@ def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
             errors.append(error)
     if not results:
         raise errors[0]
-    fastest = sorted((plan for one in results for plan in one.fastest), key=_speed)
-    stay = [[plan for plan in one.fastest if plan.settings.offload_weights is None] for one in results]
+    fastest = sorted((plan for result in results for plan in result.fastest), key=_speed)
+    stay = [[plan for plan in result.fastest if plan.settings.offload_weights is None] for result in results]
     least = min((plan.settings.tensor_parallel for own in stay for plan in own), default=None)
     is_first = not errors and bool(stay[0])
-    leanest = min((one.leanest for one in results), key=_leanness)
-    ways = _best_of_each(plan for one in results for plan in one.ways)
+    leanest = min((result.leanest for result in results), key=_leanness)
+    ways = tuple(_first_of_each(way_of, (plan for result in results for plan in result.ways)))
     return SearchResult(
-        tuple(fastest), leanest, sum(one.num_tried for one in results), None if is_first else least, ways
+        tuple(fastest), leanest, sum(result.num_tried for result in results), None if is_first else least, ways
     )
 
 
@@ -70,37 +70,31 @@ def search(planner: Planner, config: PipelineConfig) -> SearchResult:
     """
     free = config.with_auto(config.processes)
     plans = allowed_plans(planner, free)
-    meshes: dict[object, Plan] = {}
-    for plan in sorted(plans, key=attrgetter("sort_key")):
-        meshes.setdefault(_mesh_of(plan), plan)
     asked = [] if config.is_mesh_open else [config]
-    stay = [plan for plan in meshes.values() if plan.settings.offload_weights is None]
+    stay = [plan for plan in _first_of_each(_mesh_of, plans) if plan.settings.offload_weights is None]
     for each in (*asked, *_lean(planner, stay)):
         try:
             plans += allowed_plans(planner, each)
         except UserError:
             continue
-    best: dict[object, Plan] = {}
-    for plan in sorted(plans, key=attrgetter("sort_key")):
-        if plan.fits:
-            best.setdefault(_mesh_of(plan), plan)
-    fastest = sorted(best.values(), key=_speed)
-    ways = tuple(with_table(plan, free) for plan in _best_of_each(plans))
-    if fastest:
-        fastest = sorted({id(plan): plan for plan in (*ways, *fastest) if plan.fits}.values(), key=_speed)
-        first: dict[object, Plan] = {}
-        for plan in fastest:
-            first.setdefault(_mesh_of(plan), plan)
-        fastest = list(first.values())
-    return SearchResult(tuple(fastest), min(plans, key=_leanness), len(plans), ways=ways)
+    ways = tuple(with_table(plan, free) for plan in _first_of_each(way_of, plans))
+    fitting = _first_of_each(_mesh_of, (plan for plan in plans if plan.fits))
+    if fitting:
+        made = [plan for plan in ways if plan.fits]
+        fitting = _first_of_each(_mesh_of, [*made, *fitting], _speed)
+    return SearchResult(tuple(fitting), min(plans, key=_leanness), len(plans), ways=ways)
 
 
-def _best_of_each(plans: Iterable[Plan]) -> tuple[Plan, ...]:
-    """The best plan of each way in which weights stay or visit, the best first."""
-    best: dict[str, Plan] = {}
-    for plan in sorted(plans, key=attrgetter("sort_key")):
-        best.setdefault(way_of(plan), plan)
-    return tuple(best.values())
+def _first_of_each(
+    kind: Callable[[Plan], object],
+    plans: Iterable[Plan],
+    key: Callable[[Plan], tuple[float, ...]] = attrgetter("sort_key"),
+) -> list[Plan]:
+    """The first plan of each kind, in the order of a key: by default the best first."""
+    first: dict[object, Plan] = {}
+    for plan in sorted(plans, key=key):
+        first.setdefault(kind(plan), plan)
+    return list(first.values())
 
 
 def _speed(plan: Plan) -> tuple[float, float]:

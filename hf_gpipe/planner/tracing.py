@@ -28,6 +28,7 @@ from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner.costs import NO_SUMS, SumBeside, SumsOverRanks
 from hf_gpipe.planner.gpu_attention import AttentionOfAGpu
 from hf_gpipe.planner.tracker import Phase, Tracker
+from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
@@ -100,8 +101,8 @@ class TracedRanks:
         beside: the sums that have had products in between.
     """
 
-    def __init__(self, size: int, *, divides_rows: bool = False) -> None:
-        self.size, self.place, self.divides_rows = size, 0, divides_rows
+    def __init__(self, division: Division) -> None:
+        self.size, self.place, self.divides_rows = division.num_ranks, 0, division.divides_rows
         self._sums = NO_SUMS
         self.phase: Phase | None = None
         self.beside: list[SumBeside] = []
@@ -160,8 +161,7 @@ class StageTracer:
         recompute_blocks: whether each block is recomputed in the backward.
         as_on_gpu: count attention as a GPU's kernels do it.
         is_real: whether to run on real tensors at once.
-        num_ranks: T, among which the layers are divided.
-        divides_rows: whether each of them has a part of the positions between divided layers.
+        division: how the layers are divided.
     """
 
     def __init__(
@@ -174,10 +174,9 @@ class StageTracer:
         recompute_blocks: bool = False,
         as_on_gpu: bool = False,
         is_real: bool = False,
-        num_ranks: int = 1,
-        divides_rows: bool = False,
+        division: Division = Division(),
     ) -> None:
-        self._ranks = TracedRanks(num_ranks, divides_rows=divides_rows) if num_ranks > 1 else None
+        self._ranks = TracedRanks(division) if division.num_ranks > 1 else None
         self._adapter, self._layers, self._recompute_blocks = adapter, layers, recompute_blocks
         self._wants_gradient, self._loss = wants_gradient, loss
         self._as_on_gpu, self._is_real = as_on_gpu, is_real

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_gpipe.planner.plan import Plan, recompute_shares
+from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.table_costs import recompute_shares
 from hf_gpipe.planner.workload import sent_share
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.text import bytes_text
@@ -39,7 +40,7 @@ def traffic(plan: Plan) -> Traffic:
     sums, placement = plan.planner.sums(plan.settings), table.placement
     gradients = boundaries = in_layers = 0.0
     size, shares = plan.settings.tensor_parallel, recompute_shares(table)
-    share = sent_share(plan.settings.boundary_dtype, plan.costs.dtype)
+    share = sent_share(plan.settings, plan.costs.dtype)
     besides = plan.planner.besides(plan.settings.num_micro_batches, plan.settings.num_stages)
     messages = _messages(table)
     for stage in plan.stages:

@@ -10,7 +10,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.recipe.pipeline import Visitors
+from hf_gpipe.recipe.pipeline_keys import Visitors
 from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
 from hf_gpipe.schedule.round_robin import dealt_table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from hf_gpipe.adapters.observations import Shapes
 from hf_gpipe.adapters.packing import is_flattened, packed_parts
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe, TrainingSection
+from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, PipelineConfig, Recipe, TrainingSection
 from hf_gpipe.recipe.data import PAIRED_KINDS
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.micro_batch import MicroBatch, in_chunks
@@ -41,9 +41,10 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one weight."""
 
 
-def sent_share(boundary_dtype: str | None, dtype: str) -> float:
+def sent_share(config: PipelineConfig, dtype: str) -> float:
     """Bytes of a message per byte of what crosses a boundary, where hidden states have the type of the weights."""
-    return 1.0 if boundary_dtype is None else ITEM_BYTES[boundary_dtype] / ITEM_BYTES[dtype]
+    sent = config.boundary_dtype
+    return 1.0 if sent is None else ITEM_BYTES[sent] / ITEM_BYTES[dtype]
 
 
 # The adapters know nothing of processes.
@@ -308,22 +309,26 @@ class PlanInputs:
     @classmethod
     def of_recipe(cls, recipe: Recipe, mini_batch: Workload) -> PlanInputs:
         """A recipe's own, with the shape of its longest mini-batch."""
+        saved: Literal["model", "adapters"] = "adapters" if recipe.lora.is_on else "model"
         training = recipe.training
-        inputs = cls(
-            mini_batch,
-            training.optim,
-            training.fp32_master_weights,
-            training.offload_optimizer,
-            training.gradient_accumulation_steps,
-            training.packing,
-            "adapters" if recipe.lora.is_on else "model",
-            training.save_in_background != "never",
-            training.memory_save_steps is not None,
-            needs_norm=bool(training.max_grad_norm) or training.fp16 or training.on_nonfinite_loss == "skip",
-        )
+        inputs = cls.of_training(training, example=mini_batch, packing=training.packing, saved=saved)
         if recipe.data.kind != "prompts":
             return inputs
         return inputs.of_rollouts(recipe.grpo.max_completion_length, recipe.grpo.num_iterations)
+
+    @classmethod
+    def of_training(cls, given: Any, **others: Any) -> PlanInputs:
+        """What the section `training` of a recipe, or the arguments of a trainer, say by the same names."""
+        return cls(
+            optim=str(getattr(given.optim, "value", given.optim)),
+            fp32_master_weights=given.fp32_master_weights,
+            offload_optimizer=given.offload_optimizer,
+            accumulation=given.gradient_accumulation_steps,
+            saves_in_background=given.save_in_background != "never",
+            keeps_in_memory=given.memory_save_steps is not None,
+            needs_norm=bool(given.max_grad_norm) or given.fp16 or given.on_nonfinite_loss == "skip",
+            **others,
+        )
 
     def of_rollouts(self, new_tokens: int, updates: int) -> PlanInputs:
         """The same where each step generates so many tokens of each row, and has so many updates from them."""

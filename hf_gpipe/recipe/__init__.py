@@ -21,7 +21,8 @@ from hf_gpipe.recipe.fields import (
 )
 from hf_gpipe.recipe.help import recipe_help, section_help
 from hf_gpipe.recipe.losses import PreferencesSection
-from hf_gpipe.recipe.pipeline import AUTO, DecidedConfig, PipelineConfig, RecomputeChoice
+from hf_gpipe.recipe.pipeline import DecidedConfig, PipelineConfig
+from hf_gpipe.recipe.pipeline_keys import AUTO, Division, RecomputeChoice
 from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
 from hf_gpipe.recipe.training import TrainingSection
@@ -32,6 +33,7 @@ __all__ = [
     "SEQUENCE_KINDS",
     "DataSection",
     "DecidedConfig",
+    "Division",
     "EvaluationSection",
     "LoraSection",
     "ModelSection",

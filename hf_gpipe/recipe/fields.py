@@ -160,6 +160,11 @@ class Recipe:
     training: TrainingSection
     evaluation: Annotated[EvaluationSection, MAY_CHANGE] = field(default_factory=EvaluationSection)
 
+    @property
+    def of_loss(self) -> Any:
+        """The section with the options of the loss, where the kind of data has a loss of its own; else None."""
+        return getattr(self, "grpo" if self.data.kind == "prompts" else self.data.kind, None)
+
     def to_yaml(self) -> str:
         """The resolved recipe as YAML, with the defaults of the keys that its kind of data uses.
 

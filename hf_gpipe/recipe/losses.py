@@ -145,7 +145,7 @@ class EmbeddingsSection:
     """Of triplet, by how much the negative shall be further away."""
 
     distance: Annotated[Literal["euclidean", "cosine"], EMBEDDINGS] = "euclidean"
-    """Of triplet, the distance of two embeddings."""
+    """Of triplet, the distance of two embeddings: euclidean or cosine."""
 
     matryoshka_dims: Annotated[list[Count] | None, EMBEDDINGS] = None
     """Sizes to which embeddings can be cut, such as [768, 256, 64]: the loss is the sum over them; null: the whole."""
@@ -196,7 +196,7 @@ class GRPOSection:
     their sum by the longest completion."""
 
     scale_rewards: Annotated[Literal["group", "batch", "none"], PROMPTS] = "group"
-    """By whose standard deviation advantages are divided."""
+    """By whose standard deviation advantages are divided: group, batch or none."""
 
     disable_dropout: Annotated[bool, PROMPTS] = False
     """Whether the model has no dropout in training."""

@@ -160,12 +160,17 @@ def section(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
 @functools.cache
 def keys_of(cls: type) -> dict[str, Key]:
     """The fields of a section by name."""
+    # Pydantic gives the help to the class that declares a field alone.
+    bases = [base for base in reversed(cls.__mro__) if hasattr(base, "__pydantic_fields__")]
+    texts = {
+        name: info.description for base in bases for name, info in base.__pydantic_fields__.items() if info.description
+    }
     keys = {}
     for name, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]  # pydantic's, of any section
         is_required = info.is_required()
         kinds = next((mark.names for mark in info.metadata if isinstance(mark, Kinds)), None)
         default = None if is_required else info.get_default(call_default_factory=True)
-        text = " ".join((info.description or "").split())
+        text = " ".join(texts.get(name, "").split())
         keys[name] = Key(name, text, default, is_required, kinds, MAY_CHANGE in info.metadata, cls)
     return keys
 

@@ -77,14 +77,14 @@ def _compare(whole: torch.Tensor, parts: list[torch.Tensor], size: int, dtype: t
     """Whether the values say anything. Raises UserError where the whole is not the sum of the parts."""
     eps = max(torch.finfo(dtype).eps, torch.finfo(whole.dtype).eps if whole.is_floating_point() else 0.0)
     # Both in float64: the sum shall round less than what it is compared with.
-    found, *values = torch.stack([whole, *parts]).double().tolist()
-    scale = max(abs(found), sum(map(abs, values)))
+    of_all, *values = torch.stack([whole, *parts]).double().tolist()
+    scale = max(abs(of_all), sum(map(abs, values)))
     if not math.isfinite(scale) or scale == 0:
         return False
-    if abs(found - math.fsum(values)) > max(_TOLERANCE, eps**0.5) * scale:
+    if abs(of_all - math.fsum(values)) > max(_TOLERANCE, eps**0.5) * scale:
         rows = "row" if size == 1 else f"{size} rows"
         raise UserError(
-            f"compute_loss_func gave {found:.6g} for several rows at once, and its values for each {rows} of them add "
+            f"compute_loss_func gave {of_all:.6g} for several rows at once, and its values for each {rows} of them add "
             f"up to {math.fsum(values):.6g}. It is called for each micro-batch, and the results are added up; so it "
             "must be a sum over tokens or rows, such as cross_entropy(..., reduction='sum') / num_items_in_batch; "
             "where neighbouring rows belong together, give LogitsLoss(function, rows_per_unit=...) in its place"

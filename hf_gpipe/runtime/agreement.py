@@ -68,7 +68,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, PreTrainedConfig):
         text = value.to_json_string(use_diff=False)
     elif isinstance(value, Mapping):
-        text = f"{{{', '.join(f'{key!r}: {text_of(one)}' for key, one in value.items())}}}"
+        text = f"{{{', '.join(f'{key!r}: {text_of(entry)}' for key, entry in value.items())}}}"
     elif isinstance(value, set | frozenset):
         text = f"{{{', '.join(sorted(map(text_of, value)))}}}"
     elif isinstance(value, torch.Tensor):
@@ -85,18 +85,18 @@ def text_of(value: Any) -> str:
 def model_in_memory(model: torch.nn.Module | PreTrainedConfig) -> dict[str, Any]:
     """The compared facts of a model or a configuration in memory: each value of its configuration, and its weights."""
     config = model.config if isinstance(model, PreTrainedModel) else model
-    found: dict[str, Any] = {"the model's class": type(model)}
+    facts: dict[str, Any] = {"the model's class": type(model)}
     if isinstance(config, PreTrainedConfig):
         # A name with an underscore says where the configuration comes from.
-        found |= {f"the model's config.{n}": value for n, value in config.to_dict().items() if not n.startswith("_")}
+        facts |= {f"the model's config.{n}": value for n, value in config.to_dict().items() if not n.startswith("_")}
     else:
-        found["the model's modules"] = model
+        facts["the model's modules"] = model
     if isinstance(model, torch.nn.Module):
         tensors = dict(model.named_parameters())
-        shapes = {name: (tuple(one.shape), one.dtype, one.requires_grad) for name, one in tensors.items()}
-        found["the shapes of the model's weights"] = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
-        found["the digest of the model's weights"] = _digest_of_tensors(tensors)
-    return found
+        shapes = {name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()}
+        facts["the shapes of the model's weights"] = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+        facts["the digest of the model's weights"] = _digest_of_tensors(tensors)
+    return facts
 
 
 def _digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:

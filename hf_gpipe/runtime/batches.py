@@ -37,15 +37,15 @@ def pack(batches: Batches) -> torch.Tensor:
 def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The entries of a mini-batch, labels among them. Raises DataError for one that is not a tensor."""
     # Numbers that collators without padding add for flash attention. They follow from the lengths of the documents.
-    found = {name: value for name, value in batch.items() if name not in ("max_length_q", "max_length_k")}
-    for name, value in found.items():
+    kept = {name: value for name, value in batch.items() if name not in ("max_length_q", "max_length_k")}
+    for name, value in kept.items():
         if not isinstance(value, torch.Tensor):
             raise DataError(f"mini-batch entry {name!r} is a {type(value).__name__}; only tensors can be trained on")
-    shifted = found.get("shift_labels")
-    if "labels" not in found and shifted is not None and shifted.dim() == 2:
+    shifted = kept.get("shift_labels")
+    if "labels" not in kept and shifted is not None and shifted.dim() == 2:
         # The labels that these are the shifted ones of; the first has no position before it.
-        found["labels"] = F.pad(shifted[:, :-1], (1, 0), value=IGNORED_LABEL)
-    return found
+        kept["labels"] = F.pad(shifted[:, :-1], (1, 0), value=IGNORED_LABEL)
+    return kept
 
 
 def unpack(data: torch.Tensor) -> list[dict[str, torch.Tensor]]:

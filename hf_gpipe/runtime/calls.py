@@ -63,8 +63,8 @@ class _Calls:
         while waited_for:
             other = waited_for[0]
             if self._store.check([self._key(other)]):
-                if (found := self._store.get(self._key(other)).decode()) != name:
-                    raise UserError(_alone(rank, name, f"process {other} called {found}"))
+                if (called := self._store.get(self._key(other)).decode()) != name:
+                    raise UserError(_alone(rank, name, f"process {other} called {called}"))
                 waited_for.pop(0)
             elif self._store.check([f"hf_gpipe/calls/ended/{other}"]):
                 raise UserError(_alone(rank, name, f"process {other} has ended without that call"))

@@ -28,24 +28,21 @@ class Channel(ABC):
     def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         """Send without waiting. Raises an error if the tensors have not `shapes`, which the receiver expects."""
 
-    @abstractmethod
-    def expect(self, key: Key, shapes: Shapes) -> None:
+    def expect(self, key: Key, shapes: Shapes) -> None:  # noqa: B027  # inside of a process there is nothing to do
         """Announce the next message, so that it can arrive while this process computes."""
 
     @abstractmethod
     def receive(self, key: Key) -> dict[str, torch.Tensor]:
         """Wait for a message that was announced."""
 
-    @abstractmethod
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027  # inside of a process there is nothing to do
         """Wait until all messages have been sent."""
 
     @abstractmethod
     def reset(self) -> None:
         """End unfinished messages after a failed step."""
 
-    @abstractmethod
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  # inside of a process there is nothing to do
         """Raise an error if no message can be sent or received any more, after a failed step."""
 
 
@@ -64,20 +61,11 @@ class LocalChannel(Channel):
         check_shapes(tensors, shapes)
         self._messages[key] = {name: tensor.to(self._target) for name, tensor in tensors.items()}
 
-    def expect(self, key: Key, shapes: Shapes) -> None:
-        pass
-
     def receive(self, key: Key) -> dict[str, torch.Tensor]:
         return self._messages.pop(key)
 
-    def flush(self) -> None:
-        pass
-
     def reset(self) -> None:
         self._messages.clear()
-
-    def check(self) -> None:
-        pass
 
 
 class DeviceChannel(Channel):
@@ -103,9 +91,6 @@ class DeviceChannel(Channel):
             tensor.record_stream(leaving)
         self._messages[key] = copies, arriving.record_event()
 
-    def expect(self, key: Key, shapes: Shapes) -> None:
-        pass
-
     def receive(self, key: Key) -> dict[str, torch.Tensor]:
         copies, arrived = self._messages.pop(key)
         stream = torch.cuda.current_stream(self._target)
@@ -114,14 +99,8 @@ class DeviceChannel(Channel):
             copy.record_stream(stream)
         return copies
 
-    def flush(self) -> None:
-        pass
-
     def reset(self) -> None:
         self._messages.clear()
-
-    def check(self) -> None:
-        pass
 
 
 class RemoteChannel(Channel):
@@ -249,6 +228,6 @@ def narrowed(dtype: torch.dtype, sent: torch.dtype | None) -> torch.dtype:
 
 def check_shapes(tensors: Tensors, shapes: Shapes) -> None:
     """Raise an error if a message has not the shapes that its receiver expects."""
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != dict(shapes):
-        raise HfGpipeError(f"the tensors to send have the shapes {found}; the next stage expects {dict(shapes)}")
+    sent = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if sent != dict(shapes):
+        raise HfGpipeError(f"the tensors to send have the shapes {sent}; the next stage expects {dict(shapes)}")

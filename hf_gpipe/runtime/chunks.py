@@ -59,7 +59,7 @@ def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) ->
 
 def num_chunks(inputs: Sequence[Inputs], most: int) -> int:
     """How many chunks the rows of all micro-batches of a step can be cut into: at most one for each token."""
-    return most if most == 1 else min(most, *(one["input_ids"].shape[1] for one in inputs))
+    return most if most == 1 else min(most, *(own["input_ids"].shape[1] for own in inputs))
 
 
 def borders_of(length: int, count: int, taper: float) -> list[int]:

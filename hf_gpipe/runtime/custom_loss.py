@@ -82,8 +82,8 @@ class LogitsLoss(Loss):
         # Some functions change the labels in place.
         value = self.function(CausalLMOutput(logits=logits), labels.clone(), num_items_in_batch=torch.tensor(num_units))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise UserError(f"compute_loss_func returned {found}; it must return the loss, a tensor with one number")
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UserError(f"compute_loss_func returned {shape}; it must return the loss, a tensor with one number")
         return value.reshape(())
 
 

@@ -84,7 +84,7 @@ class _DeviceRequest:
         if any(name.startswith("cuda") for name in names):
             # Reading properties opens no context, which would take memory on each device.
             properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-            gpus = tuple(str(one.uuid) for one in properties)
+            gpus = tuple(str(gpu.uuid) for gpu in properties)
         for name in names:
             number = torch.device(name).index
             if name.startswith("cuda:") and number >= len(gpus):
@@ -158,8 +158,8 @@ def _check_kinds(assigned: Sequence[Sequence[str]]) -> None:
     """Raise UserError where processes compute on different kinds of devices: no message can go between those."""
     kinds = {torch.device(name).type: rank for rank, names in enumerate(assigned) for name in names}
     if len(assigned) > 1 and len(kinds) > 1:
-        found = " and ".join(f"process {rank} on {kind}" for kind, rank in sorted(kinds.items()))
+        processes = " and ".join(f"process {rank} on {kind}" for kind, rank in sorted(kinds.items()))
         raise UserError(
-            f"{found}: the processes of a pipeline exchange tensors over one kind of network, so all compute on one "
-            "kind of device; use device: cpu, give every process a GPU, or put all stages into one process"
+            f"{processes}: the processes of a pipeline exchange tensors over one kind of network, so all compute on "
+            "one kind of device; use device: cpu, give every process a GPU, or put all stages into one process"
         )

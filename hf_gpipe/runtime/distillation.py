@@ -85,7 +85,7 @@ class DistillationLoss(TokenLoss):
 
     @property
     def planned(self) -> TokenLoss:
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return _Planned(**values | {"metrics": None})
 
     def beside_teacher(

@@ -41,7 +41,7 @@ class _Turns:
         with self._changed:
             self._running[place] = not is_done
             others = [(place + step) % self.size for step in range(1, self.size + 1)]
-            self._turn = next((one for one in others if self._running[one]), place)
+            self._turn = next((other for other in others if self._running[other]), place)
             self._changed.notify_all()
 
     def fail(self) -> None:

@@ -48,8 +48,8 @@ class Evaluation:
             world: of the pipeline.
         """
         kept = [outputs[index] for index in sorted(outputs)]
-        parts = [one[name] for name in _NAMES for one in kept]
-        auxiliary = [one["auxiliary_loss"] for one in kept if "auxiliary_loss" in one]
+        parts = [kept_outputs[name] for name in _NAMES for kept_outputs in kept]
+        auxiliary = [kept_outputs["auxiliary_loss"] for kept_outputs in kept if "auxiliary_loss" in kept_outputs]
         values = read([*parts, *auxiliary])
         # Rows of other processes' micro-batches stay 0 here.
         is_own = torch.cat([torch.full((count,), index in outputs) for index, count in enumerate(row_counts)])

@@ -112,13 +112,13 @@ class RankFacts:
         if is_alone:
             return facts
         versions["the hash of hf_gpipe's files"] = _digest_of_package()
-        found = addresses()
-        outside = tuple(name for name, address in found.items() if not is_loopback(address))
+        of_interfaces = addresses()
+        outside = tuple(name for name, address in of_interfaces.items() if not is_loopback(address))
         try:
-            address = gloo_address(found)
+            address = gloo_address(of_interfaces)
         except UserError as error:
             return replace(facts, interfaces=outside, problem=str(error))
-        interface = next((name for name, own in found.items() if own == address), "")
+        interface = next((name for name, own in of_interfaces.items() if own == address), "")
         nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
         return replace(facts, address=address, interface=interface, interfaces=outside, nccl=nccl)
 

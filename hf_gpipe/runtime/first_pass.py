@@ -32,13 +32,13 @@ def gathered_rows(
         total: sums a tensor on the CPU over the replicas, each of which calls this function.
     """
     # A replica may have no micro-batch, and not know E.
-    widths = [one.shape[1] for one in own.values()]
+    widths = [vectors.shape[1] for vectors in own.values()]
     width, number = total(torch.tensor([float(sum(widths)), float(len(widths))])).tolist()
     parts = [
-        own[one.index].double().cpu()
-        if one.index in own
-        else torch.zeros(one.num_rows, int(width / number), dtype=torch.float64)
-        for one in micro_batches
+        own[micro_batch.index].double().cpu()
+        if micro_batch.index in own
+        else torch.zeros(micro_batch.num_rows, int(width / number), dtype=torch.float64)
+        for micro_batch in micro_batches
     ]
     return total(torch.cat(parts))
 
@@ -54,19 +54,19 @@ def with_comparison(
         loss: compares the units of each mini-batch; in evaluation, without gradients, only their values are added.
         device: where they are compared.
     """
-    parts = iter(rows.split([one.num_rows for one in micro_batches]))
+    parts = iter(rows.split([micro_batch.num_rows for micro_batch in micro_batches]))
     compared = []
-    for _, group in groupby(micro_batches, key=lambda one: one.mini_batch):
+    for _, group in groupby(micro_batches, key=lambda micro_batch: micro_batch.mini_batch):
         members = list(group)
         leaf = torch.cat([next(parts) for _ in members]).to(device).requires_grad_(torch.is_grad_enabled())
-        labels = torch.cat([one.inputs["labels"] for one in members]).to(device)
+        labels = torch.cat([member.inputs["labels"] for member in members]).to(device)
         losses = loss.of_mini_batch(members[0].mini_batch, is_training=torch.is_grad_enabled()).compare(leaf, labels)
         gradients = torch.autograd.grad(losses.sum(), leaf)[0] if leaf.requires_grad else torch.zeros_like(leaf)
-        counts = [one.num_rows for one in members]
+        counts = [member.num_rows for member in members]
         of_units = losses.detach().repeat_interleave(loss.rows_per_unit)
-        for one, gradient, value in zip(
+        for micro_batch, gradient, value in zip(
             members, gradients.cpu().split(counts), of_units.cpu().split(counts), strict=True
         ):
-            inputs = {**one.inputs, ROW_GRADIENTS: gradient, UNIT_LOSSES: value}
-            compared.append(replace(one, inputs=inputs))
+            inputs = {**micro_batch.inputs, ROW_GRADIENTS: gradient, UNIT_LOSSES: value}
+            compared.append(replace(micro_batch, inputs=inputs))
     return compared

@@ -163,8 +163,8 @@ class Generator:
             tokens = self._generated(part_of(shared, own, num_parts)).cpu()
         everyone = self._world.gather_objects(tokens)
         firsts = [self._world.peer(workers[0]) for workers in parts]
-        found = [part for rank in firsts if (part := everyone[rank]) is not None]
-        return joined(found, lambda name: self._setting(shared, name)).to(self.device)
+        of_pipelines = [part for rank in firsts if (part := everyone[rank]) is not None]
+        return joined(of_pipelines, lambda name: self._setting(shared, name)).to(self.device)
 
     def _generated(self, shared: Mapping[str, Any], streamer: Any = None) -> Any:
         """The result of `generate` for some rows, in every process of their pipeline."""
@@ -368,8 +368,8 @@ class Generator:
         if not isinstance(arguments.get("input_ids"), torch.Tensor):
             given = ", ".join(sorted(arguments)) or "nothing"
             raise UserError(f"generate() needs input_ids, a tensor of (B, T); it was given {given}")
-        if found := sorted(arguments.keys() & set(self._adapter.image_keys)):
-            raise UserError(f"generate({found[0]}): a pipeline generates from text alone; save the model for others")
+        if images := sorted(arguments.keys() & set(self._adapter.image_keys)):
+            raise UserError(f"generate({images[0]}): a pipeline generates from text alone; save the model for others")
         known = {
             *inspect.signature(GenerationMixin.generate).parameters,
             *inspect.signature(self._model.forward).parameters,

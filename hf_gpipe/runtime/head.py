@@ -80,8 +80,8 @@ def deferred_token_losses(
     linear = deferred.projection
     hidden = deferred.take_hidden().flatten(0, -2)
     # One after the other: evaluation has a second loss only where labels are smoothed.
-    chunks = [_Chunks(deferred, targets, one, read) for one in losses]
-    return [one.token_losses(hidden, linear.weight, linear.bias) for one in chunks]
+    chunks = [_Chunks(deferred, targets, loss, read) for loss in losses]
+    return [chunk.token_losses(hidden, linear.weight, linear.bias) for chunk in chunks]
 
 
 class _DeferredLoss(torch.autograd.Function):
@@ -235,12 +235,14 @@ class _Chunks:
     ) -> list[torch.Tensor | None]:
         """Add the loss to `value`; returns its derivatives by the losses of tokens (B, T) and the hidden states."""
         losses = self.token_losses(hidden, weight, bias) if Reads.TOKENS in self._loss.reads else None
-        leaves = [None if one is None else one.detach().requires_grad_() for one in (losses, self._read.hidden)]
+        leaves = [
+            None if tensor is None else tensor.detach().requires_grad_() for tensor in (losses, self._read.hidden)
+        ]
         with self._without_autocast, torch.enable_grad():
             loss = self._loss.total(replace(self._read, token_losses=leaves[0], hidden=leaves[1]))
         value += loss.detach()
-        found = iter(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None], allow_unused=True))
-        return [None if leaf is None else next(found) for leaf in leaves]
+        gradients = iter(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None], allow_unused=True))
+        return [None if leaf is None else next(gradients) for leaf in leaves]
 
     def _loss_of(
         self, projected: torch.Tensor, rows: slice, factor: torch.Tensor | None

@@ -201,10 +201,12 @@ class Loss:
         losses, name = self.of_units(read), type(self).__name__
         shape = (len(read.inputs["labels"]) // self.rows_per_unit,)
         if not isinstance(losses, torch.Tensor) or losses.shape != shape:
-            found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
-            raise UserError(f"the function of a {name} gave {found}; it must give a tensor {shape}, one loss per unit")
+            given = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise UserError(f"the function of a {name} gave {given}; it must give a tensor {shape}, one loss per unit")
         if not self.is_checked and losses.requires_grad and len(losses) > 1:
-            tensors = [one for one in vars(read).values() if isinstance(one, torch.Tensor) and one.requires_grad]
+            tensors = [
+                value for value in vars(read).values() if isinstance(value, torch.Tensor) and value.requires_grad
+            ]
             check_independent(losses, tensors, self.rows_per_unit, name)
             vars(self)["is_checked"] = True  # its class may be frozen
         return losses

@@ -141,7 +141,7 @@ def split_rows(
 def _cut(batch: Batch, sizes: list[int], lengths: Batch) -> list[dict[str, torch.Tensor]]:
     """Parts of so many rows, one after the other. A part of whose rows none has an entry lacks it."""
     pieces = {
-        name: tensor.split([int(one.sum()) for one in lengths[name].split(sizes)] if name in lengths else sizes)
+        name: tensor.split([int(part.sum()) for part in lengths[name].split(sizes)] if name in lengths else sizes)
         for name, tensor in batch.items()
     }
     return [{n: parts[i] for n, parts in pieces.items() if len(parts[i])} for i in range(len(sizes))]
@@ -149,14 +149,14 @@ def _cut(batch: Batch, sizes: list[int], lengths: Batch) -> list[dict[str, torch
 
 def _in_order(batch: Batch, order: torch.Tensor, lengths: Batch) -> tuple[dict[str, torch.Tensor], Batch]:
     """The rows of a mini-batch in another order, and their lengths."""
-    found = {}
+    sorted_rows = {}
     for name, tensor in batch.items():
         if name in lengths:
             rows = tensor.split(lengths[name].tolist())
-            found[name] = torch.cat([rows[row] for row in order.tolist()])
+            sorted_rows[name] = torch.cat([rows[row] for row in order.tolist()])
         else:
-            found[name] = tensor[order.to(tensor.device)]
-    return found, {name: one[order] for name, one in lengths.items()}
+            sorted_rows[name] = tensor[order.to(tensor.device)]
+    return sorted_rows, {name: own[order] for name, own in lengths.items()}
 
 
 def _num_units(batch: Batch, rows_per_unit: int, lengths: Batch) -> int:
@@ -288,36 +288,38 @@ def make_micro_batches(
                 if length_bucketing
                 else split_rows(numbered, num_micro_batches, loss.rows_per_unit, lengths)
             )
-            row_seeds += [tuple(mix(seed, step, key("row"), row) for row in one.pop(_NUMBER).tolist()) for one in rows]
-            inputs += [adapter.with_known_masks(adapter.prepare(one)) for one in rows]
+            row_seeds += [
+                tuple(mix(seed, step, key("row"), row) for row in part.pop(_NUMBER).tolist()) for part in rows
+            ]
+            inputs += [adapter.with_known_masks(adapter.prepare(part)) for part in rows]
         num_rows += len(batch["labels"])
         owners += [number] * (len(inputs) - len(owners))
-    for one in inputs:
-        loss.check_inputs(adapter, one)
-    targets = [adapter.targets(one) for one in inputs]
+    for own in inputs:
+        loss.check_inputs(adapter, own)
+    targets = [adapter.targets(own) for own in inputs]
     num_units, num_tokens = (
-        max(1, sum(int(count(one).sum()) for one in targets)) for count in (loss.row_units, loss.row_tokens)
+        max(1, sum(int(count(target).sum()) for target in targets)) for count in (loss.row_units, loss.row_tokens)
     )
     whole = [
         MicroBatch(
-            first + i, one, mix(seed, step, i), num_units, len(inputs), (step, owner), of_rows, num_tokens=num_tokens
+            first + i, own, mix(seed, step, i), num_units, len(inputs), (step, owner), of_rows, num_tokens=num_tokens
         )
-        for i, (one, owner, of_rows) in enumerate(zip(inputs, owners, row_seeds, strict=True))
+        for i, (own, owner, of_rows) in enumerate(zip(inputs, owners, row_seeds, strict=True))
     ]
     chunks = num_chunks(inputs, sequence_chunks)
     if chunks == 1:
         return whole
-    of_chunks = (chunk for one in whole for chunk in in_chunks(one, chunks, adapter, chunk_taper))
+    of_chunks = (chunk for micro_batch in whole for chunk in in_chunks(micro_batch, chunks, adapter, chunk_taper))
     return [replace(chunk, index=first + number) for number, chunk in enumerate(of_chunks)]
 
 
 def _check_whole(adapter: Adapter, batch: Batch, *, packing: bool, is_cut: bool) -> None:
     """Raise UserError where rows with images would be packed, or cut into chunks."""
-    if (packing or is_cut) and (found := sorted(batch.keys() & set(adapter.image_keys))):
+    if (packing or is_cut) and (images := sorted(batch.keys() & set(adapter.image_keys))):
         option = "packing" if packing else "sequence_chunks"
         raise UserError(
-            f"the batch has {found[0]!r}, and {option} is for rows of text alone, whose tokens can be moved apart from "
-            f"their images; leave {option} out"
+            f"the batch has {images[0]!r}, and {option} is for rows of text alone, whose tokens can be moved apart "
+            f"from their images; leave {option} out"
         )
 
 
@@ -352,8 +354,12 @@ def on_devices(
     """
     on_host = micro_batches
     if any(device.type == "cuda" for device in devices):
-        on_host = [_changed(one, lambda tensor: tensor.contiguous().pin_memory()) for one in micro_batches]
-    return {device: {one.index: _on_device(one, device) for one in on_host} for device in devices}
+        on_host = [
+            _changed(micro_batch, lambda tensor: tensor.contiguous().pin_memory()) for micro_batch in micro_batches
+        ]
+    return {
+        device: {micro_batch.index: _on_device(micro_batch, device) for micro_batch in on_host} for device in devices
+    }
 
 
 def _on_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:

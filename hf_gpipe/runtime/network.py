@@ -65,7 +65,7 @@ def is_loopback(address: str) -> bool:
     return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def gloo_address(found: Mapping[str, str]) -> str:
+def gloo_address(interfaces: Mapping[str, str]) -> str:
     """The address at which gloo listens, as ProcessGroupGloo::createDefaultDevice chooses it.
 
     Args:
@@ -76,9 +76,11 @@ def gloo_address(found: Mapping[str, str]) -> str:
     """
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         name = names.split(",")[0]
-        if found and name not in found:
-            raise UserError(f"GLOO_SOCKET_IFNAME is {names!r}; the interfaces with an address are {', '.join(found)}")
-        return found.get(name, "")
+        if interfaces and name not in interfaces:
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME is {names!r}; the interfaces with an address are {', '.join(interfaces)}"
+            )
+        return interfaces.get(name, "")
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind) as tried:
@@ -101,14 +103,14 @@ def stay_on_loopback() -> None:
 
 def addresses() -> dict[str, str]:
     """The IPv4 address of each network interface that has one; on Linux only."""
-    found: dict[str, str] = {}
+    by_interface: dict[str, str] = {}
     if not sys.platform.startswith("linux"):
-        return found
+        return by_interface
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has none
                 answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                by_interface[name] = socket.inet_ntoa(answer[20:24])
+    return by_interface

@@ -64,10 +64,10 @@ def check(
     try:
         everyone = exchange(store, rank, size, facts, limit, prefix)
         _agree(store, rank, complaints(everyone) if rank == 0 else [], limit, f"{prefix}/compared")
-        if len({one.host for one in everyone}) > 1:
-            found = unreached(facts, everyone) if facts.port else []
-            told = _gathered(store, rank, size, found, limit, f"{prefix}/reached")
-            problems = [problem for one in told for problem in _lines(one)]
+        if len({process.host for process in everyone}) > 1:
+            own = unreached(facts, everyone) if facts.port else []
+            told = _gathered(store, rank, size, own, limit, f"{prefix}/reached")
+            problems = [problem for lines in told for problem in _lines(lines)]
             _agree(store, rank, problems, limit, f"{prefix}/checked")
         return everyone
     finally:
@@ -88,22 +88,24 @@ def complaints(everyone: Sequence[RankFacts]) -> list[str]:
     Args:
         everyone: the facts of each process, in order of rank.
     """
-    found = []
+    lines = []
     for name in everyone[0].versions:
-        if differing := _differing([(one.host, one.versions.get(name, "")) for one in everyone]):
-            found.append(f"{name} is {differing}; install the same on all machines")
-    if different := disagreements([(one.host, one.settings) for one in everyone]):
-        found += [*different, "give all processes the same recipe and the same arguments"]
-    hosts = {one.host: one for one in everyone}
+        if differing := _differing([(process.host, process.versions.get(name, "")) for process in everyone]):
+            lines.append(f"{name} is {differing}; install the same on all machines")
+    if different := disagreements([(process.host, process.settings) for process in everyone]):
+        lines += [*different, "give all processes the same recipe and the same arguments"]
+    hosts = {process.host: process for process in everyone}
     boots: dict[str, set[str]] = {}
-    for one in everyone:
-        boots.setdefault(one.host, set()).add(one.boot)
+    for process in everyone:
+        boots.setdefault(process.host, set()).add(process.boot)
     for host, own in boots.items():
         if len(own) > 1:
-            found.append(f"{len(own)} machines have the name {host}; give each its own (hostnamectl set-hostname NAME)")
+            lines.append(f"{len(own)} machines have the name {host}; give each its own (hostnamectl set-hostname NAME)")
     if len(hosts) > 1:
-        found += [_network_problem(one) for one in hosts.values() if one.problem or is_loopback(one.address)]
-    return found
+        lines += [
+            _network_problem(process) for process in hosts.values() if process.problem or is_loopback(process.address)
+        ]
+    return lines
 
 
 def disagreements(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
@@ -115,7 +117,7 @@ def disagreements(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str
     has_several_hosts = len({host for host, _ in everyone}) > 1
     names = dict.fromkeys(name for _, settings in everyone for name in settings)
     keys = [name for name in names if len({settings.get(name) for _, settings in everyone}) > 1]
-    found = []
+    lines = []
     for name in keys[:_MOST_KEYS]:
         ranks: dict[str, list[int]] = {}
         for rank, (_, settings) in enumerate(everyone):
@@ -125,19 +127,19 @@ def disagreements(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[str
             where = f"{'process' if len(own) == 1 else 'processes'} {listed([str(rank) for rank in own], _MOST_RANKS)}"
             hosts = " and ".join(dict.fromkeys(everyone[rank][0] for rank in own))
             parts.append(f"{value} on {hosts} ({where})" if has_several_hosts else f"{value} in {where}")
-        found.append(f"{name} is {', '.join(parts)}")
+        lines.append(f"{name} is {', '.join(parts)}")
     if keys[_MOST_KEYS:]:
-        found.append(f"also different: {listed(keys[_MOST_KEYS:])}")
-    return found
+        lines.append(f"also different: {listed(keys[_MOST_KEYS:])}")
+    return lines
 
 
-def _network_problem(one: RankFacts) -> str:
-    if one.problem:
-        return f"machine {one.host}: {one.problem}"
-    names = " or ".join(f"GLOO_SOCKET_IFNAME={name}" for name in one.interfaces) or "GLOO_SOCKET_IFNAME"
+def _network_problem(process: RankFacts) -> str:
+    if process.problem:
+        return f"machine {process.host}: {process.problem}"
+    names = " or ".join(f"GLOO_SOCKET_IFNAME={name}" for name in process.interfaces) or "GLOO_SOCKET_IFNAME"
     return (
-        f"machine {one.host}: its name resolves to {one.address or 'no address'}, where no other machine reaches gloo; "
-        f"set {names} there (with GPUs also NCCL_SOCKET_IFNAME), or correct its /etc/hosts"
+        f"machine {process.host}: its name resolves to {process.address or 'no address'}, where no other machine "
+        f"reaches gloo; set {names} there (with GPUs also NCCL_SOCKET_IFNAME), or correct its /etc/hosts"
     )
 
 
@@ -155,29 +157,31 @@ def _differing(values: Sequence[tuple[str, str]]) -> str:
 def machines(everyone: Sequence[RankFacts]) -> list[str]:
     """A line about each of several machines: its processes, and the addresses and interfaces of gloo and NCCL."""
     lines: list[str] = []
-    if not everyone or not everyone[0].address or len({one.host for one in everyone}) == 1:
+    if not everyone or not everyone[0].address or len({process.host for process in everyone}) == 1:
         return lines
-    for one in {facts.host: facts for facts in everyone}.values():
-        ranks = ", ".join(str(rank) for rank, facts in enumerate(everyone) if facts.host == one.host)
-        lines.append(f"{one.host}: processes {ranks}; gloo at {_at(one)}; NCCL by {one.nccl or 'its own choice'}")
+    for process in {facts.host: facts for facts in everyone}.values():
+        ranks = ", ".join(str(rank) for rank, facts in enumerate(everyone) if facts.host == process.host)
+        lines.append(
+            f"{process.host}: processes {ranks}; gloo at {_at(process)}; NCCL by {process.nccl or 'its own choice'}"
+        )
     return lines
 
 
 def unreached(mine: RankFacts, everyone: Sequence[RankFacts]) -> list[str]:
     """Which of the other machines the first process of this one cannot reach, one sentence each."""
-    found = []
+    problems = []
     for other in everyone:
         if not other.port or other.host == mine.host:
             continue
         try:
             socket.create_connection((other.address, other.port), REACH_SECONDS, (mine.address, 0)).close()
         except OSError as error:
-            found.append(
+            problems.append(
                 f"machine {mine.host}, at {_at(mine)}, cannot reach machine {other.host} at {_at(other)}: "
                 f"{error.strerror or error}; allow all TCP ports between the machines (gloo and NCCL take any that are "
                 "free), or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to interfaces of one network"
             )
-    return found
+    return problems
 
 
 def _at(facts: RankFacts) -> str:
@@ -186,13 +190,13 @@ def _at(facts: RankFacts) -> str:
 
 def _gathered(store: dist.Store, rank: int, size: int, value: object, limit: timedelta, prefix: str) -> list[bytes]:
     """The JSON of a value of every process, in order of rank."""
-    keys = [f"{prefix}/{one}" for one in range(size)]
+    keys = [f"{prefix}/{number}" for number in range(size)]
     store.set(keys[rank], json.dumps(value))
     begin = time.monotonic()
     try:
         store.wait(keys, limit)
     except dist.DistError:
-        missing = [str(one) for one, key in enumerate(keys) if not store.check([key])]
+        missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
         if time.monotonic() - begin < 0.9 * limit.total_seconds():
             raise  # the store is gone: a process has failed, and its message is the cause
         raise UserError(
@@ -203,10 +207,10 @@ def _gathered(store: dist.Store, rank: int, size: int, value: object, limit: tim
     return list(store.multi_get(keys))
 
 
-def _agree(store: dist.Store, rank: int, found: Sequence[str], limit: timedelta, key: str) -> None:
+def _agree(store: dist.Store, rank: int, problems: Sequence[str], limit: timedelta, key: str) -> None:
     """Raise the complaints of the main process on every process, if there are any."""
     if rank == 0:
-        store.set(key, json.dumps(list(found)))
+        store.set(key, json.dumps(list(problems)))
     store.wait([key], limit)
     if told := _lines(store.get(key)):
         raise UserError("; ".join(told))

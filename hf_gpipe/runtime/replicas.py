@@ -55,7 +55,9 @@ class _Sum:
         incomplete: Collection[torch.nn.Parameter] | None = None,
     ) -> None:
         self._buckets, self._group = buckets, group
-        self._number: dict[torch.Tensor, int] = {one: number for number, bucket in enumerate(buckets) for one in bucket}
+        self._number: dict[torch.Tensor, int] = {
+            parameter: number for number, bucket in enumerate(buckets) for parameter in bucket
+        }
         #: Of each bucket how many gradients are not complete.
         self._missing = [sum(incomplete is None or p in incomplete for p in bucket) for bucket in buckets]
         self._started: list[_Bucket] = []
@@ -154,7 +156,7 @@ class Replicas:
 
     def _share_statistics(self) -> None:
         """Connect the SyncBatchNorms of replicas. They have groups of their own, for gradients travel beside them."""
-        models = [one.adapter.reference for one in self._models.values()]
+        models = [model.adapter.reference for model in self._models.values()]
         if not any(is_synchronised(layer) for layer in models[0].modules()):
             return
         for workers in self._world.placement.groups:
@@ -176,7 +178,10 @@ class Replicas:
         for stage in shared:
             count = placement.replicas[stage]
             rows = {
-                tuple((one.kind, one.stage, (one.micro_batch or 0) // count) for one in schedule.actions[worker])
+                tuple(
+                    (action.kind, action.stage, (action.micro_batch or 0) // count)
+                    for action in schedule.actions[worker]
+                )
                 for worker in placement.workers[stage]
             }
             if num_micro_batches % count or len(set(placement.replicas)) > 1 or len(rows) > 1:
@@ -254,9 +259,9 @@ class Replicas:
 def _gathered(group: dist.ProcessGroup, count: int, tensor: torch.Tensor) -> list[torch.Tensor]:
     """A tensor of each replica, in their order."""
     tensor = tensor.contiguous()
-    found = [torch.empty_like(tensor) for _ in range(count)]
-    dist.all_gather(found, tensor, group=group)
-    return found
+    copies = [torch.empty_like(tensor) for _ in range(count)]
+    dist.all_gather(copies, tensor, group=group)
+    return copies
 
 
 def in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

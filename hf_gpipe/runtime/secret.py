@@ -80,11 +80,11 @@ class SignedStore(dist.Store):
     def get(self, key: str) -> bytes:
         """The value of a key, which is waited for. Raises UserError where it is not signed by the run's secret."""
         try:
-            found = bytes.fromhex(self._store.get(key).decode())
+            content = bytes.fromhex(self._store.get(key).decode())
         except ValueError:
-            found = b""
-        value = found[_DIGEST_BYTES:]
-        if not hmac.compare_digest(found[:_DIGEST_BYTES], self._signature(key, value)):
+            content = b""
+        value = content[_DIGEST_BYTES:]
+        if not hmac.compare_digest(content[:_DIGEST_BYTES], self._signature(key, value)):
             raise UserError(
                 f"the store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} has a value that was "
                 f"not written with this run's secret ({key}): a process of the run has another {SECRET_VARIABLE} or "

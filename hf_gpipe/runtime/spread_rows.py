@@ -24,9 +24,9 @@ _OF_ALL_ROWS = (
 
 def pipelines(placement: Placement) -> tuple[tuple[int, ...], ...]:
     """The workers of each pipeline; number i runs the stages as replica i."""
-    found = [tuple(dict.fromkeys(own[i] for own in placement.workers)) for i in range(min(placement.replicas))]
-    are_apart = len({worker for one in found for worker in one}) == sum(map(len, found))
-    return tuple(found if are_apart else found[:1])
+    every = [tuple(dict.fromkeys(own[i] for own in placement.workers)) for i in range(min(placement.replicas))]
+    are_apart = len({worker for workers in every for worker in workers}) == sum(map(len, every))
+    return tuple(every if are_apart else every[:1])
 
 
 def number_of_parts(arguments: Mapping[str, Any], setting: Callable[[str], Any], most: int) -> int:

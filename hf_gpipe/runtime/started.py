@@ -27,10 +27,10 @@ def note_launcher() -> None:
         return
     if has_group():
         dist = sys.modules["torch.distributed"]
-        found = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+        values = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     else:
-        found = of_srun(os.environ)
-    for name, value in found.items():
+        values = of_srun(os.environ)
+    for name, value in values.items():
         os.environ.setdefault(name, value)
 
 

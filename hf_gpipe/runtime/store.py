@@ -65,12 +65,12 @@ def count_in_store(host: str, port: int, key: str, seconds: float) -> int:
             machine cannot be reached.
         OSError: the store is not there.
     """
-    found: list[int] = []
+    counts: list[int] = []
 
     def ask() -> None:
         with suppress(RuntimeError):
             store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
-            found.append(store.add(key, 1))
+            counts.append(store.add(key, 1))
 
     thread = threading.Thread(target=ask, name="hf_gpipe-count", daemon=True)
     thread.start()
@@ -82,11 +82,11 @@ def count_in_store(host: str, port: int, key: str, seconds: float) -> int:
             socket.create_connection((host, port), timeout=seconds).close()
         except OSError:
             thread.join(_LOOK_SECONDS)
-            if not found:
+            if not counts:
                 raise
         thread.join(_LOOK_SECONDS)
-    if found:
-        return found[0]
+    if counts:
+        return counts[0]
     if thread.is_alive():
         raise TimeoutError(f"the store at {host}:{port} does not answer")
     raise ConnectionError(f"there is no store at {host}:{port}")

@@ -72,12 +72,12 @@ class Ties:
             stage: (str(model.device), {name: _rows_of(model, name) for name in model.parameters})
             for stage, model in models.items()
         }
-        found = world.gather_objects(mine)
+        everyone = world.gather_objects(mine)
         replicas = [world.replicas_of(stage) for stage in range(world.placement.num_stages)]
         holders: dict[str, list[int]] = {}
         runs: dict[str, dict[int, tuple[int, int]]] = {}
         for stage, own in enumerate(replicas):
-            for name, run in found[own[0]][stage][1].items():
+            for name, run in everyone[own[0]][stage][1].items():
                 holders.setdefault(name, []).append(stage)
                 if run is not None:
                     runs.setdefault(name, {})[stage] = run
@@ -98,7 +98,7 @@ class Ties:
             self.names.add(name)
             # NCCL has a communicator for each group and device. With one device of a process in a group, all its
             # members number the communicators alike.
-            places = tuple((rank, found[rank][stage][0]) for rank, stage in sorted(lowest.items()))
+            places = tuple((rank, everyone[rank][stage][0]) for rank, stage in sorted(lowest.items()))
             if places not in groups:
                 ranks = [rank for rank, _ in places]
                 groups[places] = world.new_group(ranks, torch.device(places[0][1]))
@@ -109,7 +109,7 @@ class Ties:
                 division = models[stage].division
                 of_all: tuple[tuple[int, int], ...] = ()
                 if of_stages and isinstance(division, HeadDivision):
-                    of_all = tuple(one for (one,) in division.cut.parts)
+                    of_all = tuple(part for (part,) in division.cut.parts)
                 self._ties.append(_Tie(parameter, owners, groups[places], of_all, own_run))
 
     def begin(self) -> None:

@@ -75,8 +75,8 @@ class TokenMetrics:
 def means(sums: Iterable[Sums]) -> dict[str, float]:
     """The means over mini-batches of the sums of all processes: `entropy` and `mean_token_accuracy`."""
     total: dict[tuple[int, int], Any] = {}
-    for one in sums:
-        for name, values in one.items():
+    for own in sums:
+        for name, values in own.items():
             total[name] = [a + b for a, b in zip(total.get(name, (0.0, 0.0, 0.0)), values, strict=True)]
     if not total:
         return {}

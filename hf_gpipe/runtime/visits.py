@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.pipeline import Visitors
+from hf_gpipe.recipe.pipeline_keys import Visitors
 from hf_gpipe.runtime.homes import Homes
 
 #: Each weight of a buffer begins at a multiple of it, as memory that CUDA hands out.

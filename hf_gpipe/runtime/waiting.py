@@ -72,5 +72,5 @@ def _tell(
         if done.all():
             return
         if time.monotonic() > deadline:
-            late = ", ".join(str(dist.get_global_rank(group, int(one))) for one in (done == 0).nonzero())
+            late = ", ".join(str(dist.get_global_rank(group, int(place))) for place in (done == 0).nonzero())
             raise RuntimeError(f"waited {limits * limit:g} seconds in vain for the work of process {late}")

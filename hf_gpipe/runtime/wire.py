@@ -132,7 +132,7 @@ def _written(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
             return ["enum", name, value.letter]
         if isinstance(value, Enum):
             return ["enum", name, value.value]
-        return ["object", name, [_written(getattr(value, one), tensors) for one in _fields(kind)]]
+        return ["object", name, [_written(getattr(value, name_of_field), tensors) for name_of_field in _fields(kind)]]
     if isinstance(value, torch.Tensor | np.ndarray):
         return _written_tensor(value, tensors)
     if isinstance(value, np.generic):
@@ -142,7 +142,7 @@ def _written(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     for name, sequence in _SEQUENCES.items():
         # A list of a subclass becomes a list; a named tuple that is not known has a meaning beside its values.
         if isinstance(value, sequence) and not hasattr(value, "_fields"):
-            return [name, [_written(one, tensors) for one in value]]
+            return [name, [_written(entry, tensors) for entry in value]]
     if isinstance(value, Path):
         return ["path", str(value)]
     if isinstance(value, torch.dtype):
@@ -177,9 +177,9 @@ def _read(value: Any, tensors: Mapping[str, torch.Tensor], level: int) -> Any:
         raise MessageError(f"it has {str(value)[:80]!r} in place of a value")
     word, *rest = value
     reader, kinds = _READERS[word]
-    if len(rest) != len(kinds) or not all(isinstance(one, kind) for one, kind in zip(rest, kinds, strict=True)):
+    if len(rest) != len(kinds) or not all(isinstance(entry, kind) for entry, kind in zip(rest, kinds, strict=True)):
         raise MessageError(f"it has a malformed {word}")
-    return reader(rest, lambda one: _read(one, tensors, level + 1), tensors)
+    return reader(rest, lambda entry: _read(entry, tensors, level + 1), tensors)
 
 
 #: Makes the value of the rest of an array, of a function that reads a value within it, and of the tensors.
@@ -191,12 +191,12 @@ def _sequence_reader(sequence: Callable[[Any], Any]) -> _Reader:
 
 
 def _read_dict(rest: list[Any], read: Callable[[Any], Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    found = {}
+    entries = {}
     for pair in rest[0]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise MessageError("it has a malformed entry of a dict")
-        found[read(pair[0])] = read(pair[1])
-    return found
+        entries[read(pair[0])] = read(pair[1])
+    return entries
 
 
 def _read_enum(rest: list[Any], read: Callable[[Any], Any], tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -224,10 +224,10 @@ def _read_object(rest: list[Any], read: Callable[[Any], Any], tensors: Mapping[s
 
 
 def _read_dtype(rest: list[Any], read: Callable[[Any], Any], tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
-    found = getattr(torch, rest[0], None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, rest[0], None)
+    if not isinstance(dtype, torch.dtype):
         raise MessageError(f"torch has no type {rest[0][:80]!r}")
-    return found
+    return dtype
 
 
 #: By the first word of an array: what makes its value, and the types of the rest.
@@ -253,7 +253,7 @@ def _known(name: str) -> type:
 @functools.cache
 def _fields(cls: type) -> dict[str, TypeAdapter[Any] | None]:
     """The fields of a class, and what checks the value of each; None where the class checks it itself."""
-    names = [one.name for one in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else list(cls._fields)  # type: ignore[attr-defined]
+    names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else list(cls._fields)  # type: ignore[attr-defined]
     if hasattr(cls, "__pydantic_fields__"):
         return dict.fromkeys(names)
     hints = get_type_hints(cls)

@@ -104,7 +104,7 @@ class World:
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices of this process, in order."""
-        return tuple(torch.device(one.name) for one in self.ranks[self.rank].devices) or (_CPU,)
+        return tuple(torch.device(device.name) for device in self.ranks[self.rank].devices) or (_CPU,)
 
     @property
     def device(self) -> torch.device:
@@ -126,7 +126,7 @@ class World:
         Raises:
             UserError: a process has more devices than stages, or several and shares its stages with other ranks.
         """
-        if placement.ranks_per_worker > 1 and (several := [one for one in self.ranks if len(one.devices) > 1]):
+        if placement.ranks_per_worker > 1 and (several := [other for other in self.ranks if len(other.devices) > 1]):
             raise UserError(
                 f"tensor_parallel is {placement.ranks_per_worker} and a process has several devices "
                 f"({', '.join(device.name for device in several[0].devices)}); give each process one device, and start "
@@ -137,7 +137,7 @@ class World:
         names: dict[tuple[int, int], str] = {}
         for worker in range(placement.num_processes):
             stages, (rank, *_) = placement.stages_of(worker), placement.ranks_of(worker)
-            given = [one.name for one in self.ranks[rank].devices] or [str(_CPU)]
+            given = [device.name for device in self.ranks[rank].devices] or [str(_CPU)]
             if len(given) > len(stages):
                 raise UserError(
                     f"process {rank} has {len(given)} devices for {len(stages)} stages: {', '.join(given)}; name at "

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, WEIGHT
-from hf_gpipe.schedule.list_scheduling import Work, best_listed
+from hf_gpipe.schedule.list_scheduling import best_listed
+from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
 

@@ -18,7 +18,7 @@ from transformers.utils import is_bitsandbytes_available
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
-from hf_gpipe.recipe.pipeline import PLANNED
+from hf_gpipe.recipe.pipeline_keys import PLANNED
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.world import World
 from hf_gpipe.training.supported import (
@@ -44,9 +44,9 @@ def argument(default: Any, text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": text, **metadata})
 
 
-def _key(section: type, name: str) -> Any:
-    """A field that is also a key of a recipe, with its default."""
-    return argument(getattr(section, name), keys_of(section)[name].text)
+def key_of(section: type, name: str) -> Any:
+    """A field that is also a key of a recipe, with its default and its help."""
+    return argument(getattr(section, name), keys_of(section)[name].text.replace("null:", "None:"))
 
 
 def _decided(name: str, section: type = PipelineConfig, **metadata: Any) -> Any:
@@ -69,25 +69,25 @@ class PipelineTrainingArguments(TrainingArguments):
         UserError: an argument, or a setting of `accelerate launch`, that a pipeline does not support.
     """
 
-    num_stages: int | str = _key(PipelineConfig, "num_stages")
+    num_stages: int | str = key_of(PipelineConfig, "num_stages")
     num_micro_batches: int | str = _decided("num_micro_batches")
     schedule: str = _decided("schedule")
     recompute: str = _decided("recompute")
     partition: list[int] | str = _decided("partition")
-    memory: str | None = _key(PipelineConfig, "memory")
+    memory: str | None = key_of(PipelineConfig, "memory")
     replicas: int | list[int] | str = _decided("replicas")
     zero: int = _decided("zero")
     tensor_parallel: int = _decided("tensor_parallel")
     sequence_parallel: bool = _decided("sequence_parallel")
     sequence_chunks: int | str = _decided("sequence_chunks")
     chunk_taper: float | str = _decided("chunk_taper")
-    offload_weights: str | None = _key(PipelineConfig, "offload_weights")
-    boundary_dtype: str | None = _key(PipelineConfig, "boundary_dtype")
-    timeline_steps: int | None = _key(TrainingSection, "timeline_steps")
-    slow_machine_steps: int | None = _key(TrainingSection, "slow_machine_steps")
-    logit_clipping: float | None = _key(TrainingSection, "logit_clipping")
-    fp32_master_weights: bool = _key(TrainingSection, "fp32_master_weights")
-    offload_optimizer: bool = _key(TrainingSection, "offload_optimizer")
+    offload_weights: str | None = key_of(PipelineConfig, "offload_weights")
+    boundary_dtype: str | None = key_of(PipelineConfig, "boundary_dtype")
+    timeline_steps: int | None = key_of(TrainingSection, "timeline_steps")
+    slow_machine_steps: int | None = key_of(TrainingSection, "slow_machine_steps")
+    logit_clipping: float | None = key_of(TrainingSection, "logit_clipping")
+    fp32_master_weights: bool = key_of(TrainingSection, "fp32_master_weights")
+    offload_optimizer: bool = key_of(TrainingSection, "offload_optimizer")
     batch_tokens: int | None = argument(
         TrainingSection.batch_tokens,
         "Target tokens of a training mini-batch, about, in place of per_device_train_batch_size rows; None: rows.",
@@ -104,9 +104,9 @@ class PipelineTrainingArguments(TrainingArguments):
         "With enable_jit_checkpoint: how long after SIGTERM or SIGINT a training may take to end its step "
         "and save, before it ends without.",
     )
-    save_in_background: str = _key(TrainingSection, "save_in_background")
-    memory_save_steps: int | None = _key(TrainingSection, "memory_save_steps")
-    on_nonfinite_loss: str = _key(TrainingSection, "on_nonfinite_loss")
+    save_in_background: str = key_of(TrainingSection, "save_in_background")
+    memory_save_steps: int | None = key_of(TrainingSection, "memory_save_steps")
+    on_nonfinite_loss: str = key_of(TrainingSection, "on_nonfinite_loss")
     # The default is the library's, and one with that of recipes.
     ddp_timeout: int = argument(int(PipelineConfig.timeout_seconds), keys_of(PipelineConfig)["timeout_seconds"].text)
     predict_with_generate: bool = argument(False, "Whether evaluation and prediction generate, for metrics of texts.")
@@ -214,19 +214,13 @@ class PipelineTrainingArguments(TrainingArguments):
     @property
     def config(self) -> PipelineConfig:
         """The pipeline that these arguments ask for."""
-        same_name = (
-            *("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "memory", "replicas", "zero"),
-            *("tensor_parallel", "sequence_chunks", "chunk_taper", "offload_weights", "boundary_dtype"),
-            *("torch_compile", "sequence_parallel"),
-        )
-        given = {name: getattr(self, name) for name in same_name}
+        given = {name: getattr(self, name) for name in PIPELINE_ARGUMENTS}
+        given["device"] = "cpu" if self.device.type == "cpu" else "auto"
         if self.is_checkpointing and given["recompute"] is None:
             given["recompute"] = PLANNED["recompute"]  # the planner could choose none
-        return PipelineConfig(
-            **{name: value for name, value in given.items() if value is not None},
-            device="cpu" if self.device.type == "cpu" else "auto",
-            torch_compile_backend=self.torch_compile_backend if self.torch_compile else None,
-        )
+        if not self.torch_compile:
+            given["torch_compile_backend"] = None
+        return PipelineConfig(**{name: value for name, value in given.items() if value is not None})
 
     def planned(self, inputs: PlanInputs) -> PlanInputs:
         """The planner's inputs with what a step does beside its table."""
@@ -314,6 +308,12 @@ class PipelineTrainingArguments(TrainingArguments):
                 yield
         if not is_first:
             yield
+
+
+#: The keys of `PipelineConfig` that are arguments too.
+PIPELINE_ARGUMENTS = tuple(
+    name for name in keys_of(PipelineConfig) if name in PipelineTrainingArguments.__dataclass_fields__
+)
 
 
 def choose(name: str, value: str, allowed: tuple[str, ...]) -> None:

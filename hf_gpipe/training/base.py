@@ -209,22 +209,12 @@ def _pipeline(
     assert model is not None
     spec, config = ModelSpec.of(model, autocast=args.autocast, **options), args.config
     world = world or world_for(config)
-    inputs = PlanInputs(
-        optim=str(getattr(args.optim, "value", args.optim)),
-        fp32_master_weights=args.fp32_master_weights,
-        offload_optimizer=args.offload_optimizer,
-        accumulation=args.gradient_accumulation_steps,
-        packing=args.packs_rows,
-        saves_in_background=args.save_in_background != "never",
-        keeps_in_memory=args.memory_save_steps is not None,
-        needs_norm=bool(args.max_grad_norm) or args.fp16 or args.on_nonfinite_loss == "skip",
-    )
-    inputs = args.planned(inputs)
+    inputs = args.planned(PlanInputs.of_training(args, packing=args.packs_rows))
     # The layers of a chain are found by it.
     if chain_of(spec) is not None or not config.settled(can_plan=inputs.has_known_optimizer).is_decided:
-        found: list[Any] = []
-        world.from_reader(lambda: found.append(example()), takes_long=True)
-        inputs = replace(inputs, example=found[0] if found else None)
+        examples: list[Any] = []
+        world.from_reader(lambda: examples.append(example()), takes_long=True)
+        inputs = replace(inputs, example=examples[0] if examples else None)
     if config.num_micro_batches in (None, AUTO):
         before = world.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
         inputs = replace(inputs, earlier_num_micro_batches=before)

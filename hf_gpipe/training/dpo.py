@@ -10,8 +10,9 @@ import torch
 from hf_gpipe.data.preferences import PreferenceCollator, PreferenceExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.recipe import PreferencesSection
 from hf_gpipe.runtime.loss import LogProbs
-from hf_gpipe.training.arguments import argument
+from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.preference_loss import PreferenceLoss
 from hf_gpipe.training.reference import ReferenceArguments, ReferenceTrainer
@@ -28,19 +29,11 @@ class PipelineDPOConfig(ReferenceArguments):
         UserError: an argument that a pipeline does not support.
     """
 
-    loss_type: str = argument(
-        "sigmoid",
-        "sigmoid, robust, hinge, ipo, sigmoid_norm, nca_pair, bco_pair, sppo_hard, apo_zero or apo_down; without a "
-        "reference cpo, simpo or orpo.",
-    )
-    label_smoothing: float = argument(
-        0.0, "Probability that the two answers of a pair are exchanged; sigmoid, robust, cpo and simpo."
-    )
-    simpo_gamma: float | None = argument(None, "The margin that simpo wants between the two answers; None: 0.5.")
-    cpo_alpha: float | None = argument(
-        None, "Weight of the cross-entropy of the chosen answers, for cpo and simpo; None: 1 and 0."
-    )
-    reference_free: bool = argument(False, "Whether the reference is left out.")
+    loss_type: str = key_of(PreferencesSection, "loss_type")
+    label_smoothing: float = key_of(PreferencesSection, "label_smoothing")
+    simpo_gamma: float | None = key_of(PreferencesSection, "simpo_gamma")
+    cpo_alpha: float | None = key_of(PreferencesSection, "cpo_alpha")
+    reference_free: bool = key_of(PreferencesSection, "reference_free")
     precompute_ref_batch_size: int | None = argument(
         None, "Pairs of a mini-batch of that pass; None: those of training or evaluation."
     )
@@ -62,14 +55,7 @@ class PipelineDPOConfig(ReferenceArguments):
 
     def make_loss(self) -> PreferenceLoss:
         """The loss that these arguments ask for."""
-        return PreferenceLoss(
-            self.beta,
-            self.loss_type,
-            self.label_smoothing,
-            reference_free=self.reference_free,
-            simpo_gamma=self.simpo_gamma,
-            cpo_alpha=self.cpo_alpha,
-        )
+        return PreferenceLoss.of(self)
 
 
 class PipelineDPOTrainer(ReferenceTrainer):

@@ -12,7 +12,8 @@ from hf_gpipe.adapters.embedders import as_embedder
 from hf_gpipe.data.embeddings import EmbeddingCollator, EmbeddingExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
-from hf_gpipe.training.arguments import argument
+from hf_gpipe.recipe.losses import EmbeddingsSection
+from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.embedding_loss import EmbeddingLoss
 from hf_gpipe.training.pairs import PairArguments, PairTrainer, as_class
 
@@ -32,15 +33,15 @@ class PipelineEmbeddingConfig(PairArguments):
     """
 
     max_length: int | None = argument(512, "Tokens of a text at most; None: any number.")
-    disable_dropout: bool = argument(False, "Whether the model has no dropout in training.")
-    loss_type: str = argument("multiple_negatives", "multiple_negatives, triplet, or cosine, which needs scores.")
-    pooling: str = argument("mean", "How hidden states become an embedding: mean, cls or lasttoken.")
-    texts: int | None = argument(None, "Texts of an example; None: 2, or 3 of a triplet.")
-    scale: float = argument(20.0, "Of multiple_negatives, the factor of cosines: the inverse of a temperature.")
-    margin: float = argument(5.0, "Of triplet, by how much the negative shall be further away.")
-    distance: str = argument("euclidean", "Of triplet: euclidean or cosine.")
-    matryoshka_dims: list[int] | None = argument(None, "Sizes to which embeddings can be cut; None: the whole alone.")
-    matryoshka_weights: list[float] | None = argument(None, "Factors of the losses of these sizes; None: 1 each.")
+    disable_dropout: bool = key_of(EmbeddingsSection, "disable_dropout")
+    loss_type: str = key_of(EmbeddingsSection, "loss_type")
+    pooling: str = key_of(EmbeddingsSection, "pooling")
+    texts: int | None = key_of(EmbeddingsSection, "texts")
+    scale: float = key_of(EmbeddingsSection, "scale")
+    margin: float = key_of(EmbeddingsSection, "margin")
+    distance: str = key_of(EmbeddingsSection, "distance")
+    matryoshka_dims: list[int] | None = key_of(EmbeddingsSection, "matryoshka_dims")
+    matryoshka_weights: list[float] | None = key_of(EmbeddingsSection, "matryoshka_weights")
 
     def make_loss(self) -> EmbeddingLoss:
         """The loss that these arguments ask for."""

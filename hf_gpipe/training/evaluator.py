@@ -133,10 +133,10 @@ class Evaluator:
 
     def _arrays(self, columns: _Columns) -> tuple[Any, ...]:
         """Predictions, labels, inputs and losses of all rows, in one array each or as lists of mini-batches."""
-        others: list[Any] = [one or None for one in (columns.labels, columns.inputs, columns.row_losses)]
+        others: list[Any] = [column or None for column in (columns.labels, columns.inputs, columns.row_losses)]
         if not self.args.eval_do_concat_batches:
             return columns.predictions, *others
-        return concatenated(columns.predictions, columns.fill), *(one and concatenated(one) for one in others)
+        return concatenated(columns.predictions, columns.fill), *(other and concatenated(other) for other in others)
 
     def _from_last(self, value: Any) -> Any:
         """The value of the last stage's leader, in every process."""

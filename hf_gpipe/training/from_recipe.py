@@ -1,4 +1,4 @@
-"""From a recipe to the checks of its model, its tokenizer, its loss and the trainer's arguments."""
+"""From a recipe to the checks of its model, its tokenizer and its loss."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.image_text import FORMS, UNREAD, images_of_row
@@ -29,11 +26,10 @@ from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe
 from hf_gpipe.recipe.data import OF_TEXT
 from hf_gpipe.runtime.distillation import DistillationLoss
 from hf_gpipe.runtime.loss import Loss, TokenLoss
-from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.embedding_loss import EmbeddingLoss
 from hf_gpipe.training.grpo_loss import GRPOLoss
 from hf_gpipe.training.kto_loss import KTOLoss
-from hf_gpipe.training.preference_loss import PreferenceLoss
+from hf_gpipe.training.preference_loss import NotingLoss, PreferenceLoss
 from hf_gpipe.training.recipe_model import model_config, spec_of
 from hf_gpipe.training.reward_loss import RewardLoss
 
@@ -163,97 +159,28 @@ def workload_of(recipe: Recipe, config: PreTrainedConfig) -> Workload:
     return Workload.of_entries(entries).of_rows(recipe.training.batch_size)
 
 
+#: The losses of kinds of data that have one of their own.
+_LOSSES: dict[str, type[NotingLoss]] = {
+    "preferences": PreferenceLoss,
+    "kto": KTOLoss,
+    "rewards": RewardLoss,
+    "embeddings": EmbeddingLoss,
+    "prompts": GRPOLoss,
+}
+
+
 def loss_of(recipe: Recipe) -> Loss:
     """The loss of training."""
-    if recipe.data.kind == "rewards":
-        return RewardLoss(recipe.rewards.center_rewards_coefficient)
-    if recipe.data.kind == "embeddings":
-        return EmbeddingLoss.of(recipe.embeddings)
-    if recipe.data.kind == "prompts":
-        return GRPOLoss.of(recipe.grpo)
-    if recipe.data.kind == "kto":
-        kto = recipe.kto
-        return KTOLoss(kto.beta, kto.loss_type, kto.desirable_weight, kto.undesirable_weight)
-    if recipe.data.kind != "preferences":
-        distilled, training = recipe.distillation, recipe.training
-        of_tokens = training.label_smoothing_factor, training.logit_clipping
-        if distilled.teacher is None and distilled.top_k_file is None:
-            return TokenLoss(*of_tokens)
-        values: dict[str, Any] = {
-            name: getattr(distilled, name) for name in ("beta", "temperature", "cross_entropy_share")
-        }
-        values["from_rows"] = distilled.top_k_file is not None
-        return DistillationLoss(*of_tokens, **values)
-    given = recipe.preferences
-    others = {name: getattr(given, name) for name in ("reference_free", "simpo_gamma", "cpo_alpha")}
-    return PreferenceLoss(given.beta, given.loss_type, given.label_smoothing, **others)
+    if (own := _LOSSES.get(recipe.data.kind)) is not None:
+        return own.of(recipe.of_loss)
+    distilled, training = recipe.distillation, recipe.training
+    of_tokens = training.label_smoothing_factor, training.logit_clipping
+    if distilled.teacher is None and distilled.top_k_file is None:
+        return TokenLoss(*of_tokens)
+    values = {name: getattr(distilled, name) for name in ("beta", "temperature", "cross_entropy_share")}
+    return DistillationLoss(*of_tokens, **values, from_rows=distilled.top_k_file is not None)
 
 
 def sorts_rows(recipe: Recipe) -> bool:
     """Whether rows of similar length share a mini-batch; images are all alike."""
     return recipe.training.length_bucketing and recipe.data.kind in OF_TEXT.names
-
-
-def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
-    """The trainer's arguments, for a `Pipeline` that the recipe has made: its own settings need not be repeated."""
-    training, pipeline = recipe.training, recipe.pipeline
-    same_name = (
-        *("output_dir", "seed", "num_train_epochs", "gradient_accumulation_steps", "learning_rate"),
-        *("lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-        *("bf16", "fp16", "fp32_master_weights", "offload_optimizer", "on_nonfinite_loss"),
-        *("timeline_steps", "slow_machine_steps"),
-        *("max_grad_norm", "logging_steps", "save_total_limit", "save_in_background", "memory_save_steps"),
-        *("load_best_model_at_end", "run_name", "push_to_hub", "hub_model_id", "hub_private_repo"),
-    )
-    made_as: type[PipelineTrainingArguments] = PipelineTrainingArguments
-    others: dict[str, Any] = {}
-    if recipe.data.kind == "preferences":
-        from hf_gpipe.training.dpo import PipelineDPOConfig  # the planner's command needs no trainer
-
-        made_as, others = PipelineDPOConfig, {**vars(recipe.preferences), "max_length": recipe.data.max_length}
-    if recipe.data.kind == "kto":
-        from hf_gpipe.training.kto import PipelineKTOConfig
-
-        made_as, others = PipelineKTOConfig, {**vars(recipe.kto), "max_length": recipe.data.max_length}
-    if recipe.data.kind == "rewards":
-        from hf_gpipe.training.reward import PipelineRewardConfig
-
-        made_as, others = PipelineRewardConfig, {**vars(recipe.rewards), "max_length": recipe.data.max_length}
-    if recipe.data.kind == "embeddings":
-        from hf_gpipe.training.embeddings import PipelineEmbeddingConfig
-
-        made_as, others = PipelineEmbeddingConfig, {**vars(recipe.embeddings), "max_length": recipe.data.max_length}
-    if recipe.data.kind == "prompts":
-        from hf_gpipe.training.grpo_config import PipelineGRPOConfig
-
-        values = {name: value for name, value in vars(recipe.grpo).items() if name != "reward"}
-        made_as, others = PipelineGRPOConfig, {**values, "max_length": recipe.data.max_length}
-    order = "group_by_length" if sorts_rows(recipe) else "random"
-    if recipe.data.kind == "kto":  # so that each mini-batch is that of the reference's pass
-        order = "sequential"
-    if training.lr_scheduler_type == "warmup_stable_decay":
-        others |= {"lr_scheduler_kwargs": {"num_decay_steps": training.decay_steps}}
-    return made_as(
-        **others,
-        **{name: getattr(training, name) for name in same_name},
-        max_steps=training.max_steps or -1,
-        per_device_train_batch_size=training.batch_size,
-        per_device_eval_batch_size=training.batch_size,
-        batch_tokens=training.batch_tokens,
-        # A stream draws its pairs by temperature itself.
-        sampling_temperature=1.0 if recipe.data.streaming else recipe.data.temperature,
-        train_sampling_strategy=order,
-        logging_first_step=True,
-        eval_strategy="steps" if training.eval_steps else "no",
-        eval_steps=training.eval_steps,
-        save_strategy="steps" if training.save_steps else "no",
-        save_steps=training.save_steps or 500,
-        include_for_metrics=["loss"],
-        report_to=training.report_to or "none",
-        disable_tqdm=False,
-        use_cpu=pipeline.device == "cpu",
-        ddp_timeout=int(pipeline.timeout_seconds),
-        enable_jit_checkpoint=True,
-        stop_seconds=training.stop_seconds,
-        remove_unused_columns=False,
-    )

@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.arguments import PIPELINE_ARGUMENTS, PipelineTrainingArguments
 
 Values = Callable[[Pipeline], tuple[Any, ...]]
 """A Pipeline -> the values of an argument that agree with it; the first one is shown in messages."""
@@ -52,9 +52,7 @@ def _recomputes(pipe: Pipeline) -> tuple[Any, ...]:
 
 #: The arguments that a given Pipeline decides. tests/training/test_given.py has all others, with none left out.
 COMPARED: dict[str, Values] = {
-    **{name: _field(name) for name in ("num_stages", "num_micro_batches", "schedule", "recompute", "replicas")},
-    **{name: _field(name) for name in ("zero", "tensor_parallel", "sequence_chunks", "chunk_taper", "offload_weights")},
-    **{name: _field(name) for name in ("boundary_dtype", "torch_compile", "sequence_parallel")},
+    **{name: _field(name) for name in PIPELINE_ARGUMENTS},
     "partition": _partition,
     "memory": lambda pipe: (pipe.config.memory_bytes,),
     "torch_compile_backend": _backend,

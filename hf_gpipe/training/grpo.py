@@ -331,7 +331,7 @@ class PipelineGRPOTrainer(PairTrainer):
     ) -> None:
         lengths = torch.tensor([*map(len, completions)], dtype=torch.float64)
         is_clipped = [completion[-1] != end for completion in completions]
-        found = {
+        metrics = {
             "reward": float(groups.nanmean()),
             "reward_std": float(deviations(groups.view(1, -1))),
             "frac_reward_zero_std": float((deviations(groups).abs() <= 1e-8).double().mean()),
@@ -343,14 +343,14 @@ class PipelineGRPOTrainer(PairTrainer):
         for name, own in zip(self._rewards.names, rewards.unbind(dim=1), strict=True):
             has_several = int((~own.isnan()).sum()) > 1
             std = float(deviations(own[None])) if has_several else math.nan
-            found |= {f"rewards/{name}/mean": float(own.nanmean()), f"rewards/{name}/std": std}
-        self._noted[is_training].append(found)
+            metrics |= {f"rewards/{name}/mean": float(own.nanmean()), f"rewards/{name}/std": std}
+        self._noted[is_training].append(metrics)
 
     def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
         metrics = super()._metrics_of_loss(is_training=is_training)
         noted, self._noted[is_training] = self._noted[is_training], []
-        for name in dict.fromkeys(name for one in noted for name in one):
-            values = [value for one in noted if not math.isnan(value := one[name])]
+        for name in dict.fromkeys(name for step_metrics in noted for name in step_metrics):
+            values = [value for step_metrics in noted if not math.isnan(value := step_metrics[name])]
             if values:  # there is none without any reward
                 metrics[name] = sum(values) / len(values)
         return metrics

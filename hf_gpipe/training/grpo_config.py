@@ -8,7 +8,8 @@ from typing import Any
 
 from hf_gpipe.errors import UserError, check_count, check_number
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.training.arguments import argument
+from hf_gpipe.recipe.losses import GRPOSection
+from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.grpo_loss import AGGREGATIONS, SCALES, GRPOLoss
 from hf_gpipe.training.pairs import PairArguments
 from hf_gpipe.training.rollout_server import RolloutServer
@@ -26,20 +27,20 @@ class PipelineGRPOConfig(PairArguments):
 
     learning_rate: float = argument(1e-6, "Peak learning rate.")
     max_length: int | None = argument(None, "Tokens of a prompt at most; None: any number.")
-    disable_dropout: bool = argument(False, "Whether the model has no dropout in training.")
-    num_generations: int = argument(8, "Completions of each prompt.")
-    max_completion_length: int = argument(512, "Tokens of a completion at most.")
-    temperature: float = argument(1.0, "Of sampling; the loss divides the logits by it too.")
+    disable_dropout: bool = key_of(GRPOSection, "disable_dropout")
+    num_generations: int = key_of(GRPOSection, "num_generations")
+    max_completion_length: int = key_of(GRPOSection, "max_completion_length")
+    temperature: float = key_of(GRPOSection, "temperature")
     top_p: float = argument(1.0, "Share of the probability that is sampled from.")
     top_k: int = argument(0, "Number of tokens that are sampled from; 0: all.")
-    beta: float = argument(0.0, "Weight of the divergence from the model without its new PEFT adapters.")
-    num_iterations: int = argument(1, "Updates from the same completions; a step of the trainer has as many.")
-    epsilon: float = argument(0.2, "Lower bound of the ratio of probabilities, 1 - epsilon.")
-    epsilon_high: float | None = argument(None, "Upper bound, 1 + epsilon_high; None: epsilon.")
+    beta: float = argument(GRPOSection.beta, "Weight of the divergence from the model without its new PEFT adapters.")
+    num_iterations: int = key_of(GRPOSection, "num_iterations")
+    epsilon: float = key_of(GRPOSection, "epsilon")
+    epsilon_high: float | None = key_of(GRPOSection, "epsilon_high")
     delta: float | None = argument(None, "Largest ratio of the term that is not clipped; None: any.")
     importance_sampling_level: str = argument("token", "token, or sequence (GSPO).")
-    loss_type: str = argument("dapo", "grpo, bnpo, dr_grpo or dapo.")
-    scale_rewards: str = argument("group", "By whose standard deviation advantages are divided: group, batch or none.")
+    loss_type: str = key_of(GRPOSection, "loss_type")
+    scale_rewards: str = key_of(GRPOSection, "scale_rewards")
     num_generations_eval: int | None = argument(None, "Completions of each prompt in evaluation; None: as in training.")
     reward_weights: list[float] | None = argument(None, "Factors of the reward functions; None: 1 each.")
     multi_objective_aggregation: str = argument(

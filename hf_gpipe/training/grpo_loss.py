@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -48,7 +47,7 @@ def advantages_of_each(rewards: torch.Tensor, weights: torch.Tensor, num_generat
 
     They are the weighted sums, normalised over the whole batch (GDPO, arXiv 2601.05242).
     """
-    own = torch.stack([advantages_of(one, num_generations) for one in rewards.unbind(dim=1)], dim=1)
+    own = torch.stack([advantages_of(reward, num_generations) for reward in rewards.unbind(dim=1)], dim=1)
     total = summed(own.masked_fill(rewards.isnan(), math.nan), weights)
     return ((total - total.nanmean()) / (deviations(total[None])[0] + 1e-4)).nan_to_num(nan=0.0)
 
@@ -127,13 +126,6 @@ class GRPOLoss(PairLoss):
                 check_number(name, value, is_above=name in ("delta", "temperature"))
         check_count("max_completion_length", self.max_completion_length, 1)
 
-    @classmethod
-    def of(cls, options: Any) -> GRPOLoss:
-        """The loss that the arguments of a trainer, or the section of a recipe, ask for by these names."""
-        names = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "temperature")
-        values = {name: getattr(options, name) for name in names if hasattr(options, name)}
-        return cls(options.beta, options.loss_type, options.max_completion_length, **values)
-
     @property
     def of_tokens(self) -> TokenLoss:
         return TemperedLoss(temperature=self.temperature)
@@ -149,10 +141,10 @@ class GRPOLoss(PairLoss):
             ("old_logps", shape, False),
             ("ref_token_logps", shape, bool(self.beta)),
         ):
-            found = tuple(batch[name].shape) if name in batch else None
-            if is_needed if found is None else found != expected:
+            given = tuple(batch[name].shape) if name in batch else None
+            if is_needed if given is None else given != expected:
                 raise DataError(
-                    f"the entry {name!r} of a mini-batch is {found and list(found)}: the loss reads {list(expected)} "
+                    f"the entry {name!r} of a mini-batch is {given and list(given)}: the loss reads {list(expected)} "
                     f"beside labels of {list(shape)}; Pipeline.token_log_probs gives log-probabilities of tokens"
                 )
         return batch
@@ -185,9 +177,12 @@ class GRPOLoss(PairLoss):
         is_high = (unclipped > 1 + high) & (advantages > 0)
         noted = (divergence, is_low, is_high, is_low | is_high)
         # Means over all tokens: the sums of rows, and their tokens in place of the number of units.
-        values, counts = [(one * mask).sum(dim=1) for one in noted], [mask.sum(dim=1)] * len(noted)
+        values, counts = (
+            [(column * mask).sum(dim=1) for column in noted],
+            [mask.sum(dim=1)] * len(noted),
+        )
         if self.importance_sampling_level == "sequence":  # a ratio of each row
-            values[1:] = [one[:, 0].to(mask) for one in noted[1:]]
+            values[1:] = [column[:, 0].to(mask) for column in noted[1:]]
             counts[1:] = [torch.ones_like(counts[0])] * 3
         self._note(*values, counts=counts)
         sums = (losses * mask).sum(dim=1)

@@ -196,8 +196,8 @@ def evaluate_judged(
 ) -> HeldOutReport:
     """The mean log-probabilities of answers that are wanted and of the others; rows are of `KTOExamples`."""
     _, batches = _mini_batches(pipe, make_rows, KTOCollator(0, has_mismatches=False), batch_size, max_rows)
-    found = [(log_probs, batch["desirable"]) for log_probs, batch in _log_probs(pipe, batches)]
-    log_probs, is_wanted = (torch.cat(parts) for parts in zip(*found, strict=True))
+    judged = [(log_probs, batch["desirable"]) for log_probs, batch in _log_probs(pipe, batches)]
+    log_probs, is_wanted = (torch.cat(parts) for parts in zip(*judged, strict=True))
     kinds = {"chosen": log_probs[is_wanted], "rejected": log_probs[~is_wanted]}
     means = {f"logps_{name}": float(own.mean()) for name, own in kinds.items() if len(own)}
     words = ", ".join(f"{name.removeprefix('logps_')} {mean:.2f}" for name, mean in means.items())
@@ -222,11 +222,11 @@ def evaluate_rewards(
     for predicted in predict(pipe, batches, with_logits=True):
         if predicted.logits is not None:  # in the last stage's leader
             scores.append(predicted.logits.reshape(-1, 2).astype(np.float64))
-    found: list[float] = []
+    results: list[float] = []
     if scores:
         chosen, rejected = np.concatenate(scores).T
-        found = [float((chosen > rejected).mean()), float((chosen - rejected).mean())]
-    share, margin = pipe.world.broadcast_value(found, pipe.world.leader_of(pipe.num_stages - 1))
+        results = [float((chosen > rejected).mean()), float((chosen - rejected).mean())]
+    share, margin = pipe.world.broadcast_value(results, pipe.world.leader_of(pipe.num_stages - 1))
     values = {"num_pairs": num_pairs, "accuracy": share, "margin": margin}
     words = f"the chosen answer has the larger reward in {share:.1%}; mean difference {margin:.3f}"
     return HeldOutReport("rewards", values, ("preferences", f"{num_pairs} pairs"), words)
@@ -245,15 +245,15 @@ def evaluate_embeddings(
     assert isinstance(loss, EmbeddingLoss)
     # The mask leaves padding out, so any token serves as padding.
     _, batches = _mini_batches(pipe, make_rows, EmbeddingCollator(0, loss.texts), batch_size, max_rows)
-    found, scores = [], []
+    vectors, scores = [], []
     texts: list[tuple[int, ...]] = []
     with pipe.ties.holding_values():
         for (batch,) in shared_stream(None if batches is None else ([batch] for batch in batches), pipe.world):
-            found.append(F.normalize(pipe.embed(batch), dim=1))
+            vectors.append(F.normalize(pipe.embed(batch), dim=1))
             scores.append(batch["labels"][:: loss.texts])
             positives = zip(*(batch[name][1 :: loss.texts] for name in ("input_ids", "attention_mask")), strict=True)
             texts += [tuple(ids[mask.bool()].tolist()) for ids, mask in positives]
-    anchor, positive, *_ = torch.cat(found).view(-1, loss.texts, found[0].shape[1]).unbind(dim=1)
+    anchor, positive, *_ = torch.cat(vectors).view(-1, loss.texts, vectors[0].shape[1]).unbind(dim=1)
     score, number = torch.cat(scores).double(), len(anchor)
     values: dict[str, float] = {"num_examples": number}
     if loss.loss_type == "cosine":
@@ -301,19 +301,19 @@ def evaluate_completions(
     end = world.from_reader(lambda: None if tokenizer is None else tokenizer.eos_token_id)
     number, batches = _mini_batches(pipe, make, PromptCollator(end or 0), batch_size, max_rows)
     rewards: list[float] = []
-    for (batch,) in shared_stream(None if batches is None else ([one] for one in batches), world):
+    for (batch,) in shared_stream(None if batches is None else ([own] for own in batches), world):
         ids = batch["input_ids"]
         options = NEUTRAL | {"max_new_tokens": max_completion_length, "do_sample": False, "eos_token_id": end}
         options |= {"input_ids": ids, "attention_mask": batch["attention_mask"], "pad_token_id": end or 0}
-        found = pipe.generate(**options)
+        tokens = pipe.generate(**options)
 
-        def of_batch(batch: Batch = batch, found: torch.Tensor = found[:, ids.shape[1] :]) -> list[float]:
+        def of_batch(batch: Batch = batch, completions: torch.Tensor = tokens[:, ids.shape[1] :]) -> list[float]:
             assert tokenizer is not None, "the reader has the tokenizer"
             answers = [made[0].rows[row]["answer"] for row in batch["row"].tolist()]
-            return checked_by(reward)(tokenizer.batch_decode(found, skip_special_tokens=True), answers)
+            return checked_by(reward)(tokenizer.batch_decode(completions, skip_special_tokens=True), answers)
 
         rewards += world.from_reader(of_batch)
-    mean, share = sum(rewards) / number, sum(one == 1 for one in rewards) / number
+    mean, share = sum(rewards) / number, sum(value == 1 for value in rewards) / number
     values = {"num_prompts": number, "reward": mean, "share_right": share}
     return HeldOutReport("prompts", values, ("prompts", f"{number} prompts"), f"reward {mean:.3f}, right {share:.1%}")
 

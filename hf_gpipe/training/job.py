@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -19,7 +19,6 @@ from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.save import make_directory, writing
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data.files import check_files, digest_of_files
-from hf_gpipe.data.teacher_file import TeacherCollator, TeacherFile, WithTeacher
 from hf_gpipe.errors import DataError, RecipeError
 from hf_gpipe.pipeline import Pipeline, PipelineRequest
 from hf_gpipe.planner.workload import PlanInputs
@@ -30,19 +29,11 @@ from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training import summary
-from hf_gpipe.training.checkable import checked_by
 from hf_gpipe.training.cost import CostMeter
-from hf_gpipe.training.dpo import PipelineDPOTrainer
-from hf_gpipe.training.embeddings import PipelineEmbeddingTrainer
-from hf_gpipe.training.evaluate_translation import PerCharacter, without_logits
-from hf_gpipe.training.from_recipe import AnyCorpus, arguments_of, check_model, loss_of, sorts_rows, workload_of
-from hf_gpipe.training.grpo import PipelineGRPOConfig, PipelineGRPOTrainer
-from hf_gpipe.training.held_out import accuracy
-from hf_gpipe.training.kto import PipelineKTOTrainer
+from hf_gpipe.training.from_recipe import check_model, loss_of, sorts_rows, workload_of
 from hf_gpipe.training.optim import step_stage
-from hf_gpipe.training.pairs import PairArguments, PairTrainer
 from hf_gpipe.training.recipe_model import model_config, spec_of, teacher_of
-from hf_gpipe.training.reward import PipelineRewardTrainer
+from hf_gpipe.training.recipe_trainer import Prepared, trainer_of
 from hf_gpipe.training.tasks import Task, task_of
 from hf_gpipe.training.timeline import measure_step
 from hf_gpipe.training.trainer import PipelineTrainer
@@ -55,22 +46,6 @@ TRANSLATIONS_FILE = "translations.jsonl"
 TRACE_FILE, BREAKDOWN_FILE = "trace.json", "breakdown.json"
 #: The copy of a table that the recipe names, which the recipe beside it names in its place.
 TABLE_FILE = "schedule.txt"
-
-
-_PAIR_TRAINERS: dict[str, type[PairTrainer]] = {
-    "preferences": PipelineDPOTrainer,
-    "kto": PipelineKTOTrainer,
-    "rewards": PipelineRewardTrainer,
-    "embeddings": PipelineEmbeddingTrainer,
-}
-
-
-class _Prepared(NamedTuple):
-    """Everything that the reader makes before the model."""
-
-    corpus: AnyCorpus
-    tokenizer: Any
-    config: PreTrainedConfig
 
 
 def run(recipe: Recipe, job: Job) -> None:
@@ -110,7 +85,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     pipe = _pipeline(recipe, config, checkpoint, world)
     if not pipe.adapter.labels_rows:
         pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
-    trainer = _trainer(recipe, task, pipe, prepared)
+    trainer = trainer_of(recipe, task, pipe, prepared)
     corpus_text = world.from_reader(lambda: "" if prepared is None else task.size(recipe.data, prepared.corpus))
     say(summary.start_text(recipe, pipe, corpus_text, checkpoint))
     again = " with training.resume=auto" if recipe.training.resume == "never" else ""
@@ -206,9 +181,9 @@ def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) 
 
 def _prepared(
     recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, world: World
-) -> tuple[PreTrainedConfig, _Prepared | None]:
+) -> tuple[PreTrainedConfig, Prepared | None]:
     """The model's configuration, and in the reader everything that it has prepared."""
-    mine: list[_Prepared] = []
+    mine: list[Prepared] = []
 
     def prepare() -> dict[str, Any]:
         mine.append(_prepare(recipe, task, output_dir, checkpoint))
@@ -221,14 +196,14 @@ def _prepared(
     return type(model_config(recipe, None)).from_dict(values), None
 
 
-def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None) -> _Prepared:
+def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None) -> Prepared:
     if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
         _check_same_run(recipe, load_saved(output_dir / RECIPE_FILE), checkpoint)
     corpus = task.corpus(recipe)
     tokenizer = task.processor(recipe, corpus, checkpoint)
     # The configuration has the ids of a tokenizer, of which an image processor has none.
     ids = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
-    return _Prepared(corpus, tokenizer, model_config(recipe, ids))
+    return Prepared(corpus, tokenizer, model_config(recipe, ids))
 
 
 def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[Path]:
@@ -310,58 +285,3 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, checkpoint: Path | None,
     loss, by_length = loss_of(recipe), sorts_rows(recipe)
     request = PipelineRequest(spec, recipe.pipeline, inputs, training.seed, loss, by_length, teacher_of(recipe))
     return Pipeline.of(request, world)
-
-
-def _trainer(recipe: Recipe, task: Task, pipe: Pipeline, prepared: _Prepared | None) -> PipelineTrainer:
-    args = arguments_of(recipe)
-    decoder_only = not pipe.adapter.config.is_encoder_decoder
-
-    datasets: dict[str, Any] = {}
-
-    def tokenize() -> int | None:
-        """Make the datasets in the reader; the number of characters of the validation's references, if any."""
-        assert prepared is not None, "the reader has prepared the data"
-        corpus, tokenizer = prepared.corpus, prepared.tokenizer
-        file = teacher_file(recipe, pipe)
-
-        def rows(split: Any) -> Any:
-            found = task.rows(recipe.data, split, tokenizer, decoder_only=decoder_only)
-            return found if file is None else WithTeacher(found, file)
-
-        datasets["train_dataset"] = rows(corpus.train)
-        if not recipe.training.eval_steps:
-            return None
-        datasets["eval_dataset"] = rows(corpus.validation)
-        if task.num_characters is None:
-            return None
-        return task.num_characters(recipe.data, corpus.validation, tokenizer, decoder_only=decoder_only)
-
-    # The process of the last stage computes the metric.
-    characters = pipe.world.from_reader(tokenize, takes_long=True)
-    metrics: dict[str, Any] = {}
-    if characters is not None:
-        metrics = {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
-    if isinstance(args, PipelineGRPOConfig):
-        tokenizer, reward = None if prepared is None else prepared.tokenizer, checked_by(recipe.grpo.reward)
-        return PipelineGRPOTrainer(pipe, reward, args=args, processing_class=tokenizer, **datasets)
-    if isinstance(args, PairArguments):
-        tokenizer = None if prepared is None else prepared.tokenizer
-        return _PAIR_TRAINERS[recipe.data.kind](pipe, args=args, processing_class=tokenizer, **datasets)
-    if pipe.adapter.is_classifier:
-        metrics = {"compute_metrics": accuracy}
-    if prepared is None:
-        return PipelineTrainer(pipe, args, **metrics)
-    tokenizer = prepared.tokenizer
-    collator = task.collator(tokenizer, pipe)
-    if recipe.distillation.top_k_file is not None:
-        collator = TeacherCollator(collator)
-    return PipelineTrainer(pipe, args, collator, processing_class=tokenizer, **datasets, **metrics)
-
-
-def teacher_file(recipe: Recipe, pipe: Pipeline) -> TeacherFile | None:
-    """The file in place of a teacher, checked; None: there is none. Raises DataError."""
-    given = recipe.distillation
-    if given.top_k_file is None:
-        return None
-    vocabulary = pipe.adapter.reference.get_output_embeddings().weight.shape[0]
-    return TeacherFile(given.top_k_file, vocabulary=vocabulary, temperature=given.temperature)

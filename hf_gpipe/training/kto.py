@@ -9,8 +9,9 @@ import torch
 from hf_gpipe.data.kto import KTOCollator, KTOExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.recipe.losses import KTOSection
 from hf_gpipe.runtime.loss import LogProbs
-from hf_gpipe.training.arguments import argument
+from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.kto_loss import KTOLoss, mismatched_of, rows_of
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.reference import ReferenceArguments, ReferenceTrainer
@@ -26,9 +27,9 @@ class PipelineKTOConfig(ReferenceArguments):
         UserError: an argument that a pipeline does not support.
     """
 
-    loss_type: str = argument("kto", "kto, or apo_zero_unpaired.")
-    desirable_weight: float = argument(1.0, "Factor of the loss of each answer that is wanted.")
-    undesirable_weight: float = argument(1.0, "Factor of the loss of each other answer.")
+    loss_type: str = key_of(KTOSection, "loss_type")
+    desirable_weight: float = key_of(KTOSection, "desirable_weight")
+    undesirable_weight: float = key_of(KTOSection, "undesirable_weight")
     train_sampling_strategy: str = argument("sequential", "sequential, random or group_by_length.")
 
     def check(self) -> None:
@@ -42,7 +43,7 @@ class PipelineKTOConfig(ReferenceArguments):
 
     def make_loss(self) -> KTOLoss:
         """The loss that these arguments ask for."""
-        return KTOLoss(self.beta, self.loss_type, self.desirable_weight, self.undesirable_weight)
+        return KTOLoss.of(self)
 
 
 class PipelineKTOTrainer(ReferenceTrainer):

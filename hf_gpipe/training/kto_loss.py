@@ -72,13 +72,13 @@ class KTOLoss(NotingLoss):
         needed = {"desirable", *([f"{_MISMATCHED}labels"] if self.reads_mismatches else [])}
         if missing := needed - batch.keys():
             raise DataError(f"the batch has no {min(missing)!r}, which KTO reads; use KTOCollator")
-        found, desirable = super().with_passes(rows_of(batch), model, reference), batch["desirable"]
+        passed, desirable = super().with_passes(rows_of(batch), model, reference), batch["desirable"]
         z = torch.zeros((), dtype=torch.float64)
         if self.reads_mismatches:
             rows = mismatched_of(batch)
             before = batch["ref_KL_logps"].cpu() if "ref_KL_logps" in batch else reference(rows)
             z = (model(rows) - before).mean().clamp(min=0)
-        return {**found, "desirable": desirable, "kl": z.expand(len(desirable))}
+        return {**passed, "desirable": desirable, "kl": z.expand(len(desirable))}
 
     def of_units(self, read: LossInputs) -> torch.Tensor:
         """The loss of each row, (B,); the inputs have "ref_logps", "desirable" and "kl", (B,) each."""

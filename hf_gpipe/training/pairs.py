@@ -27,8 +27,9 @@ from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import PreferencesSection
 from hf_gpipe.runtime.device_choice import world_for
-from hf_gpipe.training.arguments import PipelineTrainingArguments, argument
+from hf_gpipe.training.arguments import PipelineTrainingArguments, argument, key_of
 from hf_gpipe.training.base import join_with, pipeline_of
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.pools import has_index
@@ -46,7 +47,7 @@ class PairArguments(PipelineTrainingArguments, ABC):
 
     logging_steps: float = argument(10, "Updates between two lines of metrics.")
     max_length: int | None = argument(1024, "Tokens of a prompt with its answer at most; None: any number.")
-    disable_dropout: bool = argument(True, "Whether the model has no dropout in training.")
+    disable_dropout: bool = key_of(PreferencesSection, "disable_dropout")
 
     def check(self) -> None:
         """Raise UserError for a value that a pipeline does not support."""
@@ -206,8 +207,8 @@ class PairTrainer(PipelineTrainer, ABC):
     def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
         """The means over the units since the last call, of all processes. Every process calls it."""
         sums, counts = self.world.all_reduce(self._loss_of_pairs.take(is_training=is_training)).tolist()
-        found = zip(self._loss_of_pairs.metrics, sums, counts, strict=True)
-        return {name: value / count for name, value, count in found if count}
+        metrics = zip(self._loss_of_pairs.metrics, sums, counts, strict=True)
+        return {name: value / count for name, value, count in metrics if count}
 
 
 def as_class(

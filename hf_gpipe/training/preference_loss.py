@@ -7,8 +7,8 @@ reference, the model before its training. CPO, SimPO and ORPO need none. Names a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.nn import functional as F
@@ -40,6 +40,12 @@ class NotingLoss(Loss):
     #: In training and in evaluation: the sums of the metrics, and the number of values of each.
     _sums: dict[bool, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @classmethod
+    def of(cls, options: Any) -> Self:
+        """The loss that the arguments of a trainer, or the section of a recipe, ask for by the names of its fields."""
+        names = [own.name for own in fields(cls) if own.init and hasattr(options, own.name)]
+        return cls(**{name: getattr(options, name) for name in names})
+
     def _note(self, *metrics: torch.Tensor, counts: torch.Tensor | Sequence[torch.Tensor] | None = None) -> None:
         """Add the metrics of units, (U,) each, to the sums; nothing is read from the device.
 
@@ -47,7 +53,7 @@ class NotingLoss(Loss):
             metrics: the values.
             counts: over how many values they are sums in each unit, (U,), of all metrics or of each; None: one.
         """
-        values = torch.stack([one.detach().double() for one in metrics])
+        values = torch.stack([metric.detach().double() for metric in metrics])
         over = torch.ones((), device=values.device) if counts is None else counts
         over = over if isinstance(over, torch.Tensor) else torch.stack(list(over))
         is_training = torch.is_grad_enabled()
@@ -168,7 +174,7 @@ class PreferenceLoss(PairLoss):
         """The loss of pairs (B / 2,) without the cross-entropy, from their log-ratios or log-probabilities."""
         margin, smoothing = chosen - rejected, self.label_smoothing
         if self.loss_type == "orpo":
-            odds = [one - torch.log(-torch.expm1(one)) for one in (chosen, rejected)]
+            odds = [log_probs - torch.log(-torch.expm1(log_probs)) for log_probs in (chosen, rejected)]
             return -self.beta * F.logsigmoid(odds[0] - odds[1])
         if self.loss_type == "ipo":
             return (margin - 1 / (2 * self.beta)) ** 2

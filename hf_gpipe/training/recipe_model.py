@@ -95,9 +95,9 @@ def _config_overrides_of(recipe: Recipe, config: PreTrainedConfig) -> dict[str, 
         return given | as_token_classifier(config, ["wrong", "right"])
     if recipe.data.kind not in CLASSIFIER_KINDS:
         return given
-    found = _classifier_fields(recipe, config)
-    inner = {name: given[name] | found[name] for name in config.sub_configs if name in given and name in found}
-    return given | found | inner
+    fields = _classifier_fields(recipe, config)
+    inner = {name: given[name] | fields[name] for name in config.sub_configs if name in given and name in fields}
+    return given | fields | inner
 
 
 def _config_of_language_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:

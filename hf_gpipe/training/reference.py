@@ -17,10 +17,11 @@ from torch.utils.data import Dataset
 from hf_gpipe.data.progress import progress
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.recipe import PreferencesSection
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.loss import LogProbs
 from hf_gpipe.schedule import is_table_file
-from hf_gpipe.training.arguments import argument
+from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.pairs import PairArguments, PairTrainer, each
 
@@ -35,9 +36,9 @@ class ReferenceArguments(PairArguments, ABC):
 
     loss_type: str = ""
     learning_rate: float = argument(1e-6, "Peak learning rate.")
-    beta: float = argument(0.1, "How far the model may go from the reference; larger: less far.")
+    beta: float = key_of(PreferencesSection, "beta")
     precompute_ref_log_probs: bool = argument(
-        False,
+        PreferencesSection.precompute_ref_log_probs,
         "Whether the reference's log-probabilities are computed once, before the training. They are in any "
         "case, unless the model gets new PEFT adapters.",
     )
@@ -120,7 +121,7 @@ class ReferenceTrainer(PairTrainer, ABC):
             batches = MiniBatches(dataset, self.data_collator, self._batch_size_of_reference(batch_size))
             num_batches = len(batches)
             source = ([batch] for batch in batches)
-        found, has_new_adapters = [], reference is self.pipe and reference.has_new_adapters
+        of_batches, has_new_adapters = [], reference is self.pipe and reference.has_new_adapters
 
         def log_probs(rows: Batch) -> torch.Tensor:
             return reference.log_probs(rows, with_adapters=not has_new_adapters)
@@ -130,8 +131,8 @@ class ReferenceTrainer(PairTrainer, ABC):
             if self.world.is_reader:
                 stream = progress(stream, "reference log-probabilities", "mini-batches", num_batches)
             for (batch,) in stream:
-                found.append(self._log_probs_of(log_probs, batch))
-        return _WithReference(dataset, torch.cat(found), self._of_reference) if self.world.is_reader else None
+                of_batches.append(self._log_probs_of(log_probs, batch))
+        return _WithReference(dataset, torch.cat(of_batches), self._of_reference) if self.world.is_reader else None
 
     def _completed(self, dataset: Any) -> Any:
         if not self._precomputes:

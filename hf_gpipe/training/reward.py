@@ -11,7 +11,8 @@ from hf_gpipe.adapters.classifiers import as_classifier, classifier_of
 from hf_gpipe.data.rewards import RewardCollator, RewardExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
-from hf_gpipe.training.arguments import argument
+from hf_gpipe.recipe.losses import RewardsSection
+from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.pairs import PairArguments, PairTrainer, as_class
 from hf_gpipe.training.reward_loss import RewardLoss
 
@@ -28,13 +29,11 @@ class PipelineRewardConfig(PairArguments):
     """
 
     learning_rate: float = argument(1e-4, "Peak learning rate.")
-    center_rewards_coefficient: float | None = argument(
-        None, "Factor of the square of the sum of a pair's rewards, which is added to the loss; None: 0."
-    )
+    center_rewards_coefficient: float | None = key_of(RewardsSection, "center_rewards_coefficient")
 
     def make_loss(self) -> RewardLoss:
         """The loss that these arguments ask for."""
-        return RewardLoss(self.center_rewards_coefficient)
+        return RewardLoss.of(self)
 
 
 class PipelineRewardTrainer(PairTrainer):
@@ -78,7 +77,7 @@ class PipelineRewardTrainer(PairTrainer):
                 "num_labels=1, or the path of one or of a language model"
             )
         head = f"{adapter.layers[-1].name}."
-        if adapter.may_lack_head and adapter.peft and not any(one.startswith(head) for one in adapter.peft.trained):
+        if adapter.may_lack_head and adapter.peft and not any(name.startswith(head) for name in adapter.peft.trained):
             raise UserError(
                 f"peft_config: the head {head[:-1]!r} is new, and these adapters would not train it; set "
                 "task_type='SEQ_CLS'"

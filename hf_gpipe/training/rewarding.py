@@ -85,10 +85,10 @@ class _RewardModel:
         if isinstance(model, str):
             try:
                 path, options = model, {"num_labels": 1, "output_loading_info": True}
-                model, found = AutoModelForSequenceClassification.from_pretrained(path, **options)
+                model, report = AutoModelForSequenceClassification.from_pretrained(path, **options)
             except (OSError, ValueError, RuntimeError) as error:
                 raise UserError(f"reward_funcs: {model!r} cannot be read as a model of rewards: {error}") from error
-            if missing := sorted(found["missing_keys"]):
+            if missing := sorted(report["missing_keys"]):
                 raise UserError(
                     f"reward_funcs: {path!r} has no weights of {missing[0]}, so its rewards would be random; give a "
                     "model that was trained to give rewards"
@@ -134,16 +134,16 @@ def _values_of(function: RewardFunction, arguments: Mapping[str, Any]) -> torch.
     """The rewards that a function gives (N,), NaN for None. Raises UserError where it gives others, or fails."""
     name, count = _name_of(function), len(arguments["completions"])
     try:
-        found = function(**arguments)
+        returned = function(**arguments)
     except Exception as error:
         raise UserError(f"the reward function {name} failed: {type(error).__name__}: {error}") from error
     expected = f"expected {count} finite numbers or None, one for each completion"
     try:
-        given = [*found]
+        given = [*returned]
         values = torch.tensor([math.nan if value is None else _number(value) for value in given])
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UserError(
-            f"the reward function {name} gave {reprlib.repr(found)}, a {type(found).__name__}; {expected}"
+            f"the reward function {name} gave {reprlib.repr(returned)}, a {type(returned).__name__}; {expected}"
         ) from None
     if len(values) != count:
         raise UserError(f"the reward function {name} gave {len(values)} rewards; {expected}")

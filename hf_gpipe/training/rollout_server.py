@@ -156,12 +156,12 @@ class RolloutServer:
             **({} if end is None else {"stop_token_ids": [end]}),
             **({"logprobs": 1} if has_log_probs else {}),
         }
-        found = self._json("POST", path, asked, _Completions)
-        choices = {choice["index"]: choice for choice in found["choices"]}
-        if len(found["choices"]) != num_completions or choices.keys() != set(range(num_completions)):
+        answer = self._json("POST", path, asked, _Completions)
+        choices = {choice["index"]: choice for choice in answer["choices"]}
+        if len(answer["choices"]) != num_completions or choices.keys() != set(range(num_completions)):
             raise self._error(
                 path,
-                f"it gave {len(found['choices'])} completions with the indices {sorted(choices)[:8]}; expected "
+                f"it gave {len(answer['choices'])} completions with the indices {sorted(choices)[:8]}; expected "
                 f"{num_completions}, each index once",
             )
         in_order = [choices[index] for index in range(num_completions)]
@@ -192,7 +192,7 @@ class RolloutServer:
         if self.model is not None:
             return self.model
         path = "/v1/models"
-        names = [one["id"] for one in self._json("GET", path, None, _Models)["data"]]
+        names = [entry["id"] for entry in self._json("GET", path, None, _Models)["data"]]
         if len(names) != 1:
             raise self._error(path, f"it lists {', '.join(names) or 'no model'}; name one by rollout_server_model")
         return names[0]
@@ -291,9 +291,9 @@ def _at_most(seconds: float, connected: socket.socket) -> Iterator[None]:
 def _filled(value: Any, values: Mapping[str, str]) -> Any:
     """A body of a request with the words that stand for others."""
     if isinstance(value, Mapping):
-        return {name: _filled(one, values) for name, one in value.items()}
+        return {name: _filled(part, values) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_filled(one, values) for one in value]
+        return [_filled(part, values) for part in value]
     if isinstance(value, str):
         for word, meant in values.items():
             value = value.replace(word, meant)

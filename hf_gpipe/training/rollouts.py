@@ -38,29 +38,29 @@ class Rollouts(NamedTuple):
                     f"completion {number} has {len(tokens)} tokens, {reprlib.repr(tokens)}; expected 1 to "
                     f"{max_tokens}, with the one that ends it, each below {vocabulary}"
                 )
-        for number, (tokens, found) in enumerate(zip(self.completions, self.log_probs or (), strict=False)):
-            if len(found) != len(tokens) or not all(map(math.isfinite, found)):
+        for number, (tokens, log_probs) in enumerate(zip(self.completions, self.log_probs or (), strict=False)):
+            if len(log_probs) != len(tokens) or not all(map(math.isfinite, log_probs)):
                 return (
-                    f"completion {number} has {len(tokens)} tokens and the log-probabilities {reprlib.repr(found)}; "
-                    "expected a finite one of each token"
+                    f"completion {number} has {len(tokens)} tokens and the log-probabilities {reprlib.repr(log_probs)}"
+                    "; expected a finite one of each token"
                 )
         return ""
 
     def until(self, end: int | None) -> Rollouts:
         """The same, each up to its first `end`, with it."""
-        cuts = [one.index(end) + 1 if end in one else len(one) for one in self.completions]
-        completions = [one[:cut] for one, cut in zip(self.completions, cuts, strict=True)]
+        cuts = [completion.index(end) + 1 if end in completion else len(completion) for completion in self.completions]
+        completions = [completion[:cut] for completion, cut in zip(self.completions, cuts, strict=True)]
         log_probs = self.log_probs
         if log_probs is not None:
-            log_probs = [one[:cut] for one, cut in zip(log_probs, cuts, strict=True)]
+            log_probs = [own[:cut] for own, cut in zip(log_probs, cuts, strict=True)]
         return Rollouts(completions, log_probs, self.columns)
 
     def at_positions(self, shape: Sequence[int], prompt_lengths: Sequence[int]) -> torch.Tensor:
         """The log-probabilities (N, T) at the position before each token, 0 elsewhere, in float64."""
-        found = torch.zeros(tuple(shape), dtype=torch.float64)
-        for row, length, own in zip(found, prompt_lengths, self.log_probs or (), strict=True):
+        values = torch.zeros(tuple(shape), dtype=torch.float64)
+        for row, length, own in zip(values, prompt_lengths, self.log_probs or (), strict=True):
             row[length - 1 : length - 1 + len(own)] = torch.tensor([*map(float, own)], dtype=torch.float64)
-        return found
+        return values
 
 
 def rollouts_of(
@@ -90,8 +90,8 @@ def rollouts_of(
         raise UserError(f"rollout_func failed: {type(error).__name__}: {error}") from error
     names = ("prompt_ids", "completion_ids", "logprobs")
     if not isinstance(given, Mapping) or set(names) - given.keys():
-        found = [*given] if isinstance(given, Mapping) else reprlib.repr(given)
-        raise UserError(f"rollout_func gave {found}; expected a dict with {', '.join(names)}")
+        keys = [*given] if isinstance(given, Mapping) else reprlib.repr(given)
+        raise UserError(f"rollout_func gave {keys}; expected a dict with {', '.join(names)}")
     made = {name: given[name] for name in names}
     shape = dict[str, list[list[int]]]
     strict_json.fit({name: made[name] for name in names[:2]}, shape, "rollout_func's dict", error=UserError)

@@ -200,7 +200,7 @@ def _evaluated(recipe: Recipe) -> set[str]:
 
 
 def _prompts(data: DataSection, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> Any:
-    return PromptExamples([one.row for one in split], tokenizer, max_length=data.max_length)
+    return PromptExamples([prompt.row for prompt in split], tokenizer, max_length=data.max_length)
 
 
 def _complete(recipe: Recipe, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> Report:
@@ -217,6 +217,18 @@ def _labelled(recipe: Recipe) -> ChatCorpus:
     data = recipe.data
     read = partial(labelled_of, labels=data.labels, text_field=data.text_field, label_field=data.label_field)
     return _chats(recipe, "texts", read)
+
+
+def _of_answers(measure: Evaluate, examples: Any, read: Read, evaluating: str, items: str, sized: str = "") -> Task:
+    """A task whose examples are made of rows by their class and cut to a length; `sized` is the word for their size."""
+    return _of_sequences(
+        measure,
+        lambda data, split, tokenizer: examples(split, tokenizer, max_length=data.max_length),
+        evaluating=evaluating,
+        items=items,
+        read=lambda recipe: _chats(recipe, items, read),
+        size=_of_length(sized or items),
+    )
 
 
 TASKS: dict[str, Task] = {
@@ -257,29 +269,13 @@ TASKS: dict[str, Task] = {
         read=lambda recipe: _chats(recipe, "conversations"),
         size=_of_length("conversations"),
     ),
-    "preferences": _of_sequences(
-        evaluate_preferences,
-        lambda data, split, tokenizer: PreferenceExamples(split, tokenizer, max_length=data.max_length),
-        evaluating="comparing the answers",
-        items="preferences",
-        read=lambda recipe: _chats(recipe, "preferences", preference_of),
-        size=_of_length("pairs of answers"),
+    "preferences": _of_answers(
+        *(evaluate_preferences, PreferenceExamples, preference_of),
+        *("comparing the answers", "preferences", "pairs of answers"),
     ),
-    "kto": _of_sequences(
-        evaluate_judged,
-        lambda data, split, tokenizer: KTOExamples(split, tokenizer, max_length=data.max_length),
-        evaluating="comparing the answers",
-        items="answers",
-        read=lambda recipe: _chats(recipe, "answers", judged_of),
-        size=_of_length("answers"),
-    ),
-    "rewards": _of_sequences(
-        evaluate_rewards,
-        lambda data, split, tokenizer: RewardExamples(split, tokenizer, max_length=data.max_length),
-        evaluating="scoring the answers",
-        items="preferences",
-        read=lambda recipe: _chats(recipe, "preferences", compared_of),
-        size=_of_length("pairs of answers"),
+    "kto": _of_answers(evaluate_judged, KTOExamples, judged_of, "comparing the answers", "answers"),
+    "rewards": _of_answers(
+        *(evaluate_rewards, RewardExamples, compared_of), *("scoring the answers", "preferences", "pairs of answers")
     ),
     "embeddings": _of_sequences(
         evaluate_embeddings,

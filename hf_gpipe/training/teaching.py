@@ -35,8 +35,8 @@ def top_k_of(
     """
 
     def most_likely(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = torch.log_softmax(logits.float() / temperature, dim=-1).topk(k)
-        return found.indices, found.values
+        top = torch.log_softmax(logits.float() / temperature, dim=-1).topk(k)
+        return top.indices, top.values
 
     numbers = range(len(rows))
     parts = [numbers[start : start + batch_size] for start in range(0, len(rows), batch_size)]

@@ -20,13 +20,11 @@ import transformers
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
-    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     enable_full_determinism,
     set_seed,
-    trainer_pt_utils,
 )
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
@@ -35,7 +33,6 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
-from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.opening import chain_of
 from hf_gpipe.model.spec import ModelSpec
@@ -44,7 +41,7 @@ from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import loss_of_function
-from hf_gpipe.runtime.loss import Loss, Reads
+from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
@@ -66,16 +63,16 @@ from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import LABEL_COLUMNS, Batch, MiniBatches
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.loop import TrainingLoop
-from hf_gpipe.training.model_card import write_model_card
 from hf_gpipe.training.optim import check_optimizer, make_optimizer, make_scheduler, shard_optimizer, updated_parameters
 from hf_gpipe.training.pools import has_index
 from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.steps import TrainingLength, data_facts, data_seed
 from hf_gpipe.training.surface import check_assignment, check_class, missing, own_attributes
+from hf_gpipe.training.trainer_interface import TrainerInterface
 from hf_gpipe.training.windows import check_asynchronous
 
 
-class PipelineTrainer:
+class PipelineTrainer(TrainerInterface):
     """Trains a model by pipeline parallelism, with the interface of transformers' Trainer.
 
     Under torchrun, `accelerate launch` or `python -m hf_gpipe.train` every process makes the same trainer and calls the
@@ -109,11 +106,6 @@ class PipelineTrainer:
 
     #: Columns of rows that the collator reads beside those of the model.
     _collated_columns: tuple[str, ...] = ()
-
-    #: No other engine is used, which scripts ask for.
-    deepspeed = None
-    is_deepspeed_enabled = is_fsdp_enabled = False
-    is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
 
     def __init__(
         self,
@@ -562,73 +554,7 @@ class PipelineTrainer:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         return [] if tokenizer is None else [tokenizer.save_pretrained]
 
-    # ------------------------------------------------------------------ attributes and small methods, as of Trainer
-
-    @property
-    def _output_dir(self) -> Path:
-        return Path(self.args.output_dir)
-
-    @property
-    def label_names(self) -> list[str]:
-        """The entries of a mini-batch that the loss is computed against."""
-        return ["labels"]
-
-    @property
-    def compute_loss_func(self) -> Callable[..., Any] | None:
-        """The function of logits that is the loss; None: the loss reads something else."""
-        return getattr(self.pipe.loss, "function", None) if Reads.LOGITS in self.pipe.loss.reads else None
-
-    @property
-    def hub_model_id(self) -> str | None:
-        """The repository on the Hub; None before it is made."""
-        return self.uploads.repo_id
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this is the main process."""
-        return self.world.is_reporter
-
-    def get_total_train_batch_size(self, args: PipelineTrainingArguments) -> int:
-        """Rows of one update. Raises UserError with `batch_tokens`, where it varies."""
-        if args.batch_tokens is not None:
-            raise UserError("get_total_train_batch_size: with batch_tokens the rows of an update vary")
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps
-
-    def get_learning_rates(self) -> list[float]:
-        """The learning rate of each group of parameters. Raises UserError before there is an optimizer."""
-        return [group["lr"] for group in self._made_optimizer().param_groups]
-
-    def get_optimizer_group(self, param: torch.nn.Parameter | None = None) -> Any:
-        """The optimizer's group that holds a parameter; without one, the parameters of each group."""
-        groups = self._made_optimizer().param_groups
-        if param is None:
-            return [group["params"] for group in groups]
-        for group in groups:
-            if any(parameter is param for parameter in group["params"]):
-                return group
-        raise UserError("get_optimizer_group: no group of this process's optimizer holds this parameter")
-
-    def _made_optimizer(self) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            raise UserError("there is no optimizer yet: train makes it, or create_optimizer")
-        return self.optimizer
-
-    # Trainer's own, which read nothing of a trainer that is not here.
-    get_optimizer_cls_and_kwargs = staticmethod(Trainer.get_optimizer_cls_and_kwargs)
-    get_decay_parameter_names = Trainer.get_decay_parameter_names
-    get_num_trainable_parameters = Trainer.get_num_trainable_parameters
-    is_local_process_zero = Trainer.is_local_process_zero
-    add_callback, pop_callback = Trainer.add_callback, Trainer.pop_callback
-    remove_callback = Trainer.remove_callback
-    log_metrics, metrics_format = Trainer.log_metrics, staticmethod(trainer_pt_utils.metrics_format)
-
     # ------------------------------------------------------------------ the data
-
-    def num_examples(self, dataloader: Any) -> int:
-        """Rows of a loader's dataset; where it has no length, about as many as the mini-batches have."""
-        dataset: Any = getattr(dataloader, "dataset", None)
-        if hasattr(dataset, "__len__"):
-            return len(dataset)
-        return len(dataloader) * self.args.per_device_train_batch_size
 
     def get_train_dataloader(self) -> MiniBatches:
         """The mini-batches of the training; iterated over, those of the first epoch.
@@ -703,44 +629,6 @@ class PipelineTrainer:
             length_column=self.args.length_column_name,
             workers=options if options["num_workers"] else None,
         )
-
-    # ------------------------------------------------------------------ files about the training
-
-    def create_model_card(self, *entries: Any, **named_entries: Any) -> None:
-        """Draft the model card, README.md in `args.output_dir`; the main process does.
-
-        The arguments, such as `language`, `tags` and `dataset`, are those of transformers' `Trainer.create_model_card`.
-
-        Raises UserError where the directory cannot be made.
-        """
-        card = inspect.signature(Trainer.create_model_card).bind(self, *entries, **named_entries).arguments
-        if self.is_world_process_zero():
-            make_directory(self._output_dir)
-            write_model_card(self, self._output_dir / "README.md", **{k: v for k, v in card.items() if k != "self"})
-
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write metrics into `{split}_results.json` of `args.output_dir`; the main process does.
-
-        Args:
-            split: "train", "eval", "test" or "all".
-            metrics: what `train`, `evaluate` or `predict` gave.
-            combined: whether they are also added to all_results.json.
-
-        Raises:
-            UserError: the directory cannot be made.
-        """
-        if self.is_world_process_zero():
-            make_directory(self._output_dir)
-        trainer_pt_utils.save_metrics(self, split, metrics, combined)
-
-    def save_state(self) -> None:
-        """Write the state of the training, with its log, into `args.output_dir`; the main process does.
-
-        Raises UserError where the directory cannot be made.
-        """
-        if self.is_world_process_zero():
-            make_directory(self._output_dir)
-        trainer_pt_utils.save_state(self)
 
     # ------------------------------------------------------------------ the Hub
 

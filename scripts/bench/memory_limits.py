@@ -17,7 +17,8 @@ from bench.emulation import Emulated
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, Timeline, build, check_table, placement_for, simulate
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT
-from hf_gpipe.schedule.list_scheduling import Work, best_listed
+from hf_gpipe.schedule.list_scheduling import best_listed
+from hf_gpipe.schedule.listing import Work
 
 GRAPH, RECEIVED, DEFERRED = 16, 1, 10
 #: By head, K and graphs, the seconds of the shortest table of M = 2 K micro-batches.

@@ -23,7 +23,8 @@ from hf_gpipe.planner.chunks import each_chunk
 from hf_gpipe.planner.costs import ModelCosts, mean_costs
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.measure import profile_layers
-from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.of_model import planner_of
+from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.loss import PLAIN, Loss
@@ -174,11 +175,10 @@ def planned(measured: Sequence[Sequence[ModelCosts]], case: Case, device: Device
     if measured:
         of_chunks = [mean_costs(same) for same in zip(*measured, strict=True)]
         known[case.workload.rows, Chunks(case.sequence_chunks)] = of_chunks
-    planner = Planner.of(
-        *(case.adapter(), case.inputs, device),
+    planner = planner_of(
+        *(case.adapter(), case.inputs, device, case.settings),
         loss=case.loss.planned,
         measured=known,
-        tensor_parallel=case.num_ranks,
         **options,
     )
     return planner.plan(case.settings)

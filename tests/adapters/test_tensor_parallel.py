@@ -29,6 +29,7 @@ from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.model.tensor_parallel import check_division, divided_steps, verify_division
 from hf_gpipe.planner.layers import ModelLayers
+from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.emulated_ranks import EmulatedRanks, emulate
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.token_metrics import TokenMetrics
@@ -112,13 +113,13 @@ def test_where_positions_cannot_be_divided_is_an_error() -> None:
     peft = pytest.importorskip("peft")
     config = CONFIG_MAPPING["opt"](num_hidden_layers=2)
     with pytest.raises(UnsupportedModelError, match="opt: sequence_parallel fails on a tiny clone"):
-        check_division(adapter_of(config), 2, divides_rows=True)
+        check_division(adapter_of(config), Division(2, divides_rows=True))
     of_lora = adapter_of(LlamaConfig(num_hidden_layers=2))
     resolve_peft(of_lora, "default", peft.LoraConfig(target_modules=["q_proj"]))
     moe = CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=2)
     for adapter, message in ((of_lora, "peft_config adds adapters"), (adapter_of(moe), "the model has experts")):
         with pytest.raises(UserError, match=f"^sequence_parallel is true and {message}"):
-            check_division(adapter, 2, divides_rows=True)
+            check_division(adapter, Division(2, divides_rows=True))
 
 
 def test_weights_get_their_gradients_while_that_of_the_input_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +212,12 @@ def test_adapters_and_quantised_weights_that_cannot_be_divided_are_errors() -> N
         adapter = adapter_of(config)
         resolve_peft(adapter, "default", given)
         with pytest.raises(UserError, match=rf"^tensor_parallel is 2 and .*{message}"):
-            check_division(adapter, 2)
+            check_division(adapter, Division(2))
     small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
     for kind, message in (("int8", "8 bits"), ("nf4", r"'model.layers.0.self_attn.o_proj' has 64 inputs.* 64 at a")):
         adapter = adapter_for(small, torch.float32, quantization_config=quantisation(kind))
         with pytest.raises(UserError, match=rf"^tensor_parallel is 2 and .*{message}"):
-            check_division(adapter, 2)
+            check_division(adapter, Division(2))
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("nf4", 4), ("fp4+", 1)])
@@ -296,12 +297,12 @@ def test_compiled_blocks_with_dropout_are_refused() -> None:
     peft = pytest.importorskip("peft")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     of_model, of_lora = adapter_of(LlamaConfig(**sizes, attention_dropout=0.1)), adapter_of(LlamaConfig(**sizes))
-    check_division(of_lora, 2, is_compiled=True)
+    check_division(of_lora, Division(2), is_compiled=True)
     resolve_peft(of_lora, "default", peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.3))
     for adapter, message in ((of_model, "attention_dropout is 0.1"), (of_lora, "lora_dropout is 0.3")):
-        check_division(adapter, 2)
+        check_division(adapter, Division(2))
         with pytest.raises(UserError, match=f"^tensor_parallel is 2, torch_compile is true and {message}"):
-            check_division(adapter, 2, is_compiled=True)
+            check_division(adapter, Division(2), is_compiled=True)
 
 
 SIX_AND_TWO = Heads.of(6, 2, 3)

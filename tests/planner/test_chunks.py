@@ -17,6 +17,7 @@ from hf_gpipe.planner.choose import best_plan
 from hf_gpipe.planner.chunks import chunk_counts, each_chunk, taper_of, ways_to_cut
 from hf_gpipe.planner.costs import ModelCosts, Seconds
 from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload
@@ -79,7 +80,7 @@ def test_with_its_taper_every_chunk_takes_as_long() -> None:
 
 def test_later_chunks_are_shorter_where_memory_allows() -> None:
     row = Workload(1, 4096, 4096, has_padding=False)
-    within = Planner.of(long_llama(), PlanInputs(row, "sgd"), DEVICE, as_on_gpu=True)
+    within = planner_of(long_llama(), PlanInputs(row, "sgd"), DEVICE, as_on_gpu=True)
     config = PipelineConfig(2, 1, "1f1b", "stage", (3, 3), num_processes=2, sequence_chunks=8)
     even, tapered = (best_plan(within, replace(config, chunk_taper=taper)) for taper in (0.0, "auto"))
     assert tapered.settings.chunk_taper > 1

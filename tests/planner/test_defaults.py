@@ -22,7 +22,7 @@ from hf_gpipe.planner.links import steady
 from hf_gpipe.planner.measure import rated_machine, steady_memory
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig, TrainingSection
-from hf_gpipe.recipe.pipeline import PLANNED
+from hf_gpipe.recipe.pipeline_keys import PLANNED
 from hf_gpipe.runtime.facts import DeviceFacts
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import arguments

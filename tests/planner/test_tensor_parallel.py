@@ -16,6 +16,7 @@ from hf_gpipe.planner.devices import DEVICES
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import Division
 from tests.planner.models import planner, settings
 
 WIDTH, ROWS, TOKENS, VOCABULARY = 64, 3, 16, 101
@@ -26,7 +27,7 @@ def costs(size: int, divides_rows: bool = False) -> ModelCosts:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
     adapter = adapter_for(config, torch.float32, "sdpa")
-    tracer = LayerTracer(adapter, as_on_gpu=True, num_ranks=size, divides_rows=divides_rows)
+    tracer = LayerTracer(adapter, as_on_gpu=True, division=Division(size, divides_rows))
     return tracer.costs(Workload(ROWS, TOKENS, TOKENS, has_padding=False))
 
 

@@ -14,6 +14,7 @@ from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.bound import limit_of_step, way_of
 from hf_gpipe.planner.choose import best_plan
 from hf_gpipe.planner.devices import LINKS, Host, read_host
+from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.report import overrides, report, search_report
 from hf_gpipe.planner.search import search
@@ -152,7 +153,7 @@ def test_which_weights_may_visit() -> None:
     assert best_plan(made, config).settings.offload_weights == "all"
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     rows = Workload(4, 1, 1, has_padding=False, entries=(("x", (8,), "float32"), ("labels", (), "int64")))
-    assert open_visitors(Planner.of(Chain(module, rows.shapes), PlanInputs(rows), DEVICE, as_on_gpu=True)) == ("all",)
+    assert open_visitors(planner_of(Chain(module, rows.shapes), PlanInputs(rows), DEVICE, as_on_gpu=True)) == ("all",)
     # Each of two replicas has two processes.
     config = PipelineConfig(num_stages="auto", schedule="auto", replicas=2, num_processes=4, offload_weights="frozen")
     assert {way.num_stages for way in visiting_ways(planner(blocks(9)), config.settled(can_plan=True), [4])} == {8}

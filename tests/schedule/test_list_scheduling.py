@@ -8,7 +8,8 @@ import pytest
 
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table, simulate
 from hf_gpipe.schedule.kinds import UPDATE, Held
-from hf_gpipe.schedule.list_scheduling import Work, best_listed
+from hf_gpipe.schedule.list_scheduling import best_listed
+from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.occupancy import occupancy
 
 #: A graph takes 16, of which a received input is 1, and what W needs 10.

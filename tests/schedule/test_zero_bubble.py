@@ -24,7 +24,8 @@ from hf_gpipe.schedule import (
     simulate,
 )
 from hf_gpipe.schedule.kinds import Held
-from hf_gpipe.schedule.list_scheduling import Work, best_listed
+from hf_gpipe.schedule.list_scheduling import best_listed
+from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.occupancy import most_of_equal_stages, occupancy
 
 ONE = Fraction(1)

@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.training import hub
-from hf_gpipe.training.from_recipe import arguments_of
+from hf_gpipe.training.recipe_trainer import arguments_of
 from tests.training.toy import Recorder, trainer
 
 

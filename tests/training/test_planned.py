@@ -11,7 +11,7 @@ from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
-from hf_gpipe.recipe.pipeline import PLANNED
+from hf_gpipe.recipe.pipeline_keys import PLANNED
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import checkpoints, job
 from hf_gpipe.training.longest import longest_mini_batch

@@ -84,11 +84,11 @@ class _Adapted:
         layers: dict[str, Any] = {n: m for n, m in whole.named_modules() if isinstance(m, BaseTunerLayer)}
         #: Of a module of the plain model where it is now.
         self._places: dict[str, tuple[str, ...]] = {name: (f"{name}.base_layer",) for name in layers}
-        for one in peft.wrapped:
-            copies = (f"{one.module}.original_module", f"{one.module}.modules_to_save.{peft.name}")
-            if one.tokens is None:
-                self._places[one.module] = copies
-            elif one.module in plain.tables or one.module in plain.heads:
+        for wrapped in peft.wrapped:
+            copies = (f"{wrapped.module}.original_module", f"{wrapped.module}.modules_to_save.{peft.name}")
+            if wrapped.tokens is None:
+                self._places[wrapped.module] = copies
+            elif wrapped.module in plain.tables or wrapped.module in plain.heads:
                 raise self._error("trainable_token_indices, the rows of a table that is divided")
         self.plan = replace(
             plain,
@@ -137,7 +137,9 @@ class _Adapted:
                 plan.cuts[f"{first}.weight"] = replace(cut, dim=1)
                 return
             plan.columns.add(second := f"{name}.lora_B.{own}")
-            added = {f"{second}.{one}": replace(cut, dim=0) for one, _ in layer.lora_B[own].named_parameters()}
+            added = {
+                f"{second}.{parameter}": replace(cut, dim=0) for parameter, _ in layer.lora_B[own].named_parameters()
+            }
             plan.cuts |= added
             if cut.is_shared:
                 plan.shared |= added.keys()

@@ -100,8 +100,8 @@ class Cut:
 
     def part(self, whole: torch.Tensor, place: int) -> torch.Tensor:
         """A rank's part of a whole tensor; a view where it is one run."""
-        found = [whole.narrow(self.dim, start, stop - start) for start, stop in self.parts[place]]
-        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+        pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.parts[place]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def counts(self, place: int) -> tuple[bool, ...]:
         """Of each run of a rank's part, whether it is counted, and not one before it that is the same."""

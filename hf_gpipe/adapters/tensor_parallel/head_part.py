@@ -75,7 +75,7 @@ class HeadRows:
 def replace_tensor(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
     """Put a parameter or a buffer in the place of another one, wherever a model has that."""
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for path, found in list(every):
-        if found is old:
+    for path, held in list(every):
+        if held is old:
             parent, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent), leaf, new)

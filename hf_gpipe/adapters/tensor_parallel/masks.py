@@ -52,7 +52,7 @@ class WholeMasks(TorchFunctionMode):
         shape, width = list(input.shape), input.shape[dim] // units[place]
         shape[dim] = width * sum(units)
         mask = F.dropout(torch.ones(shape, dtype=input.dtype, device=input.device), p)
-        return input * mask.split([width * one for one in units], dim)[place]
+        return input * mask.split([width * unit for unit in units], dim)[place]
 
 
 def dropout_of(adapter: Adapter) -> dict[str, float]:
@@ -63,10 +63,10 @@ def dropout_of(adapter: Adapter) -> dict[str, float]:
 
 def masks_of(config: Any) -> dict[str, float]:
     """The probabilities of dropout above 0 in a configuration and those in it, by their paths."""
-    found: dict[str, float] = {}
+    masks: dict[str, float] = {}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            found |= {f"{name}.{path}": probability for path, probability in masks_of(value).items()}
+            masks |= {f"{name}.{path}": probability for path, probability in masks_of(value).items()}
         elif "drop" in name and isinstance(value, float) and value:
-            found[name] = value
-    return found
+            masks[name] = value
+    return masks

@@ -113,7 +113,7 @@ class SplitPlan:
                 plan.cuts[f"{name}.weight"] = Cut.of_packs(1, [heads.queries])
         for name in plan.attributes:
             of_heads = {f"{name}.{own}" for own, _ in model.get_submodule(name).named_parameters()} - plan.cuts.keys()
-            plan.shared |= {one for one in of_heads if one.rpartition(".")[0] not in plan.rows}
+            plan.shared |= {path for path in of_heads if path.rpartition(".")[0] not in plan.rows}
         plan.shared |= {name for name, cut in plan.cuts.items() if cut.is_shared}
         plan._check_covered(model, blocks)
         plan._divide_vocabulary(adapter)
@@ -183,7 +183,7 @@ class SplitPlan:
         num_queries, num_pairs = heads.queries[-1][1], heads.pairs[-1][1]
         if kind == "query, key and value":
             width = length // (num_queries + 2 * num_pairs)
-            return [scaled(one, width) for one in (heads.queries, heads.pairs, heads.pairs)]
+            return [scaled(cuts, width) for cuts in (heads.queries, heads.pairs, heads.pairs)]
         if kind == "key or value":
             return [scaled(heads.pairs, length // num_pairs)]
         return [scaled(heads.queries, length // num_queries)]
@@ -249,7 +249,9 @@ class SplitPlan:
         model, ties = adapter.reference, adapter.ties
         modules = dict(model.named_modules(remove_duplicate=False))
         weights = {name: ties.get(f"{name}.weight", f"{name}.weight") for name in modules}
-        divided = {next(weights[name] for name, one in modules.items() if one is model.get_input_embeddings())}
+        divided = {
+            next(weights[name] for name, candidate in modules.items() if candidate is model.get_input_embeddings())
+        }
         # Adapters may have put a copy beside the head.
         heads = {re.sub(r"\.(original_module|modules_to_save\.[^.]+)", "", name) for name in adapter.projection.names}
         if len(heads) == 1 and not adapter.is_classifier:

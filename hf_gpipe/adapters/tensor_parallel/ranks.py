@@ -91,7 +91,7 @@ class ProcessRanks:
         padded[: len(leading)] = leading
         result = torch.empty(self.size * longest, *leading.shape[1:], dtype=part.dtype, device=self.device)
         dist.all_gather(list(result.split(longest)), padded, group=self.group)
-        of_ranks = [one[:length] for one, length in zip(result.split(longest), lengths, strict=True)]
+        of_ranks = [values[:length] for values, length in zip(result.split(longest), lengths, strict=True)]
         return torch.cat(of_ranks).movedim(0, dim).contiguous().to(part.device)
 
     def _begun(self, tensor: torch.Tensor, op: Any) -> Callable[[], torch.Tensor]:

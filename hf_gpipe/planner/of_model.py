@@ -1,0 +1,95 @@
+"""The planner of a model that has its adapter: its layers are traced, or measured, for each size of micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.errors import UserError
+from hf_gpipe.partition.cluster import Cluster
+from hf_gpipe.planner.chunks import each_chunk
+from hf_gpipe.planner.costs import ModelCosts
+from hf_gpipe.planner.devices import Device
+from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.planner.measure import profile_layers
+from hf_gpipe.planner.plan import Planner
+from hf_gpipe.planner.workload import Chunks, PlanInputs
+from hf_gpipe.recipe import Division, PipelineConfig
+from hf_gpipe.runtime.loss import PLAIN, Loss
+
+
+def planner_of(
+    adapter: Adapter,
+    inputs: PlanInputs,
+    device: Device,
+    config: PipelineConfig | None = None,
+    *,
+    loss: Loss = PLAIN,
+    as_on_gpu: bool = False,
+    measured: Mapping[tuple[int, Chunks], Sequence[ModelCosts]] | None = None,
+    profile_on: torch.device | None = None,
+    cluster: Cluster | None = None,
+    teacher: Adapter | None = None,
+) -> Planner:
+    """Make the planner of a model that has its adapter.
+
+    Args:
+        adapter: the model's.
+        inputs: the mini-batch and the optimizer.
+        device: what a process computes on.
+        config: its limits of memory, its speeds, and how layers are divided, are those of the planner. None: the
+            memory of the device is the limit, all processes are as fast, and layers are whole.
+        loss: of the micro-batch.
+        as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
+        measured: costs with seconds, by the rows of the micro-batch and how they are cut.
+        profile_on: where to measure the other layers' seconds; None: they are estimated.
+        cluster: the links between the processes.
+        teacher: the adapter of a teacher, whose seconds are estimated; None: there is none.
+
+    Raises:
+        UserError: there is no mini-batch, or the optimizer's state has no known size; layers cannot be divided so,
+            or are to be measured in this process alone and divided.
+    """
+    config = config or PipelineConfig(1)
+    size = config.tensor_parallel
+    if size > 1 and profile_on is not None:
+        raise UserError(
+            f"tensor_parallel is {size}, and the seconds of divided layers cannot be measured in one process; leave "
+            "--profile out"
+        )
+    mini_batch = inputs.mini_batch(adapter)
+    tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=config.division))
+
+    def costs_of(rows: int, chunks: Chunks) -> Sequence[ModelCosts]:
+        if measured is not None and (rows, chunks) in measured:
+            return measured[rows, chunks]
+        workload = mini_batch.of_rows(rows)
+        if profile_on is not None:
+            return each_chunk(workload, chunks, partial(profile_layers, adapter, device=profile_on, loss=loss))
+        return each_chunk(workload, chunks, tracer().costs)
+
+    of_teacher = None
+    if teacher is not None:
+        beside = cache(lambda: LayerTracer(teacher, as_on_gpu=as_on_gpu, division=Division(size)))
+
+        def of_teacher(rows: int) -> ModelCosts:
+            return beside().costs(mini_batch.of_rows(rows))
+
+    vocabulary = adapter.config.get_text_config().vocab_size if inputs.new_tokens else 0
+    inputs = replace(inputs, example=mini_batch, vocabulary=vocabulary)
+    limits = config.memory_bytes, cluster, config.given_speeds
+    planner = Planner(costs_of, inputs, device, *limits, size, teacher=of_teacher)
+    # Layers in 8 bits keep the device's memory.
+    planner.can_visit &= adapter.quantisation is None or not adapter.quantisation.config.load_in_8bit
+    # The last stage must be in one place for such a loss, and so must what a BatchNorm counts.
+    planner.can_deal = teacher is None and not loss.compares_units and not mini_batch.entries
+    planner.num_forwards = inputs.forwards + loss.num_forwards(has_reference=adapter.peft is not None)
+    if inputs.new_tokens:
+        planner.of_tokens = lambda rows, tokens: tracer().costs(
+            replace(mini_batch, rows=rows, source_tokens=tokens, target_tokens=tokens)
+        )
+    return planner

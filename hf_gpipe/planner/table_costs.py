@@ -1,0 +1,97 @@
+"""The seconds of the actions and messages of a table, by the costs of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+from hf_gpipe.planner.beside import Beside
+from hf_gpipe.planner.costs import Seconds
+from hf_gpipe.planner.memory import StageLayers
+from hf_gpipe.planner.network import Network
+from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.workload import PlanInputs, sent_share
+from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.schedule import Costs, Schedule
+from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT
+
+
+def recompute_shares(table: Schedule) -> list[float]:
+    """For each stage the share of the micro-batches whose forward a table repeats."""
+    return [table.num_recomputations(stage) / table.num_micro_batches for stage in range(table.num_stages)]
+
+
+def costs_of_table(
+    sums: LayerSums,
+    of_chunks: Sequence[LayerSums],
+    stages: Sequence[StageLayers],
+    table: Schedule,
+    speeds: Sequence[float],
+    inputs: PlanInputs,
+    settings: DecidedConfig,
+    network: Network,
+    host_size: int,
+) -> Costs:
+    """The costs for the simulation of a table; `sums` are of the typical chunk, `of_chunks` of each. So many processes
+    of a machine copy and update at once."""
+    visitors, is_dealt = settings.offload_weights, table.placement.is_dealt
+
+    def update(number: int, stage: StageLayers, count: int) -> float:
+        seconds = sums.update_seconds(stage.start, stage.stop, inputs, visitors, host_size) / speeds[number]
+        if not settings.zero or count == 1:
+            return seconds
+        # Each replica updates a part, and sends it to the others: half of what a reduction takes.
+        values = sums.owned(stage.start, stage.stop).trainable_bytes
+        return seconds / count + network.reduce_seconds(number, values) / 2
+
+    def each(
+        seconds_of: Callable[[Seconds, float, float, float], float],
+        of_teacher: Callable[[Beside], float] = lambda _: 0.0,
+    ) -> list[float | Sequence[float]]:
+        """For each stage the seconds of an action: of one chunk after the other, where rows are cut."""
+        of_stages: list[float | Sequence[float]] = []
+        for stage, speed, share in zip(stages, speeds, recompute_shares(table), strict=True):
+            run, beside = (stage.start, stage.stop), of_teacher(stage.beside)
+            values = []
+            for chunk in of_chunks:
+                weights, hidden = chunk.weight_seconds(*run), chunk.hidden_seconds(*run)
+                values.append((seconds_of(chunk.seconds(*run, stage.inner), share, weights, hidden) + beside) / speed)
+            of_stages.append(values if len(values) > 1 else values[0])
+        return of_stages
+
+    hosted = [sums.hosted(stage.start, stage.stop, visitors, is_dealt=is_dealt) for stage in stages]
+    share = sent_share(settings, sums.costs.dtype)
+    boundaries = [
+        share * (sums.costs.layers[stage.start].input_bytes + stage.beside.input_bytes) for stage in stages[1:]
+    ]
+    others: dict[str, list[float]] = {
+        LOAD: [sums.copy_seconds(own.num_bytes, host_size) for own in hosted],
+        DROP: [sums.copy_seconds(own.trainable_bytes, host_size) for own in hosted],
+    }
+    head_transfer = 0.0
+    if (part := sums.part) is not None:
+        others[LOGITS] = [part.logits_seconds / speed for speed in speeds]
+        others[LOGITS_GRADIENT] = [part.gradient_seconds / speed for speed in speeds]
+        # The last stage's link carries the hidden states to every other stage.
+        slowest = max(network.transfer_seconds([part.hidden_bytes] * len(boundaries)).values(), default=0.0)
+        head_transfer = len(boundaries) * slowest
+    return Costs(
+        forward_seconds=each(lambda own, share, *_: own.first_forward(share), attrgetter("forward_seconds")),
+        recompute_seconds=each(lambda own, *_: own.forward),
+        backward_seconds=each(lambda own, *_: own.backward, attrgetter("backward_seconds")),
+        # Products that W computes later hide nothing of I.
+        input_seconds=each(
+            lambda own, _, weights, hidden: own.backward - weights + hidden, attrgetter("backward_seconds")
+        ),
+        weight_seconds=each(lambda _, __, weights, ___: weights),
+        update_seconds=[
+            update(number, *stage) for number, stage in enumerate(zip(stages, table.placement.replicas, strict=True))
+        ],
+        transfer_seconds=network.transfer_seconds(boundaries),
+        reduce_seconds=[
+            network.reduce_seconds(number, sums.held(stage.start, stage.stop).trainable_bytes)
+            for number, stage in enumerate(stages)
+        ],
+        head_transfer_seconds=head_transfer,
+        others=others,
+    )
