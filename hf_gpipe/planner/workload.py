@@ -318,7 +318,7 @@ class PlanInputs:
 
     @classmethod
     def of_training(cls, given: Any, **others: Any) -> PlanInputs:
-        """What the section `training` of a recipe, or the arguments of a trainer, say by the same names."""
+        """The inputs that the section `training` of a recipe, or a trainer's arguments, have by the same names."""
         return cls(
             optim=str(getattr(given.optim, "value", given.optim)),
             fp32_master_weights=given.fp32_master_weights,

@@ -275,7 +275,7 @@ class PipelineConfig(PipelineKeys):
 
     @property
     def why_whole_head(self) -> str:
-        """What a schedule that divides the head does not go with; empty: nothing."""
+        """The reason why no schedule can divide the head; empty: there is none."""
         others = {
             "tensor_parallel is above 1": self.tensor_parallel > 1,
             "sequence_chunks is above 1": self.cuts_rows,
