@@ -195,7 +195,8 @@ class _Chunks:
             value: (); the loss is added to it.
 
         Returns:
-            The gradients; None for a weight's that was added to its `.grad` already.
+            The gradients; for a weight's that was added to its `.grad` already None, or zeros where autograd is to call
+            hooks.
         """
         factor = self._of_tokens.units(self._targets).to(outer.dtype).mul_(outer)
         of_read = None
@@ -208,9 +209,9 @@ class _Chunks:
                 return None, None, None, of_read
             factor *= of_losses.flatten()
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        # Hooks need to be called by autograd; replicas have some in a step's last backward.
-        has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
-        of_weight = torch.zeros_like(weight) if wanted[1] and (has_hooks or not weight.is_leaf) else None
+        # Hooks on the gradient need all of it.
+        is_needed = weight._backward_hooks or not weight.is_leaf
+        of_weight = torch.zeros_like(weight) if wanted[1] and is_needed else None
         of_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
         with self._without_autocast:
             matrix = weight.to(self._autocast_dtype or hidden.dtype)
@@ -228,6 +229,10 @@ class _Chunks:
                     Product(cast(nn.Parameter, weight), gradient, inputs).add()
                 if of_bias is not None:
                     of_bias += gradient.sum(0)
+        if of_weight is None and wanted[1] and weight._post_accumulate_grad_hooks:
+            # Autograd calls these when it adds a gradient; replicas have some in a step's last backward. What it adds
+            # takes no memory, and changes no value: x + -0.0 is x.
+            of_weight = weight.new_tensor(-0.0).expand_as(weight)
         return of_hidden, of_weight, of_bias, of_read
 
     def _through_units(

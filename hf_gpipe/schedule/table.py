@@ -6,6 +6,7 @@ A table is plain data. The same object is validated, simulated, drawn and execut
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -251,7 +252,8 @@ class Schedule:
 
     def visits(self, process: int) -> tuple[Visit, ...]:
         """The visits of weights in the row of a worker."""
-        return tuple(dict.fromkeys(self._visit_of[process].values()))
+        # By identity: a visit's hash is that of all its actions.
+        return tuple({id(visit): visit for visit in self._visit_of[process].values()}.values())
 
     @cached_property
     def _visit_of(self) -> tuple[Mapping[Action, Visit], ...]:
@@ -296,7 +298,11 @@ class Schedule:
 
     def num_recomputations(self, stage: int) -> int:
         """How many micro-batches a stage recomputes, on all its replicas together."""
-        return sum(a.stage == stage and a.kind == RECOMPUTE for row in self.actions for a in row)
+        return self._num_recomputations[stage]
+
+    @cached_property
+    def _num_recomputations(self) -> Counter[int]:
+        return Counter(action.stage for row in self.actions for action in row if action.kind == RECOMPUTE)
 
     def worker_of(self, action: Action) -> int:
         """The worker in whose row the action of a micro-batch stands: it sends and receives the action's messages.
