@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.runtime.versions import Versions
 from hf_gpipe.schedule import Action, num_stashes
 from hf_gpipe.schedule.kinds import UPDATE
 from tests.gloo import run_gloo
@@ -311,3 +312,22 @@ def test_a_failed_window_leaves_the_newest_weights_and_no_stash() -> None:
         assert newest >= 1
         assert all(torch.all(p == newest) for p in model.parameters.values())
     pipe.train_window(batches, lambda stage, step, norm: None)
+
+
+def test_a_stash_that_nothing_reads_any_more_takes_the_next_copy() -> None:
+    """The memory where the weights were before the window was idle, one copy of a stage's weights."""
+    weight = torch.nn.Parameter(torch.zeros(4))
+    home, memory = weight.data_ptr(), set[int]()
+    versions = Versions([weight])
+    versions.begin()
+    for step in range(6):
+        with versions.updating(keeps=True), torch.no_grad():
+            weight += 1
+        memory.add(weight.data_ptr())
+        with versions.reading(step, is_last=True):
+            assert torch.equal(weight, torch.full((4,), float(step)))
+            memory.add(weight.data_ptr())
+    assert len(memory) == 2
+    versions.end()
+    assert weight.data_ptr() == home
+    assert torch.equal(weight, torch.full((4,), 6.0))

@@ -3,7 +3,8 @@
 Parameters stay the same objects, so gradients, optimizer state and hooks know nothing of versions: what changes is the
 memory that a parameter's values lie in. Before an update overwrites values that are still to be read, the parameter
 gets a copy of them, and the old memory becomes the stash. Autograd graphs that keep views of it stay right, and those
-that keep the parameter itself find the stash in it while their backward runs.
+that keep the parameter itself find the stash in it while their backward runs. The memory of a stash that nothing reads
+any more takes the next copy.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Versions:
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         self._stashed: dict[int, Values] = {}
+        self._free: list[Values] = []
         self._home: Values | None = None
         self._newest = 0
         self.most_bytes = 0
@@ -47,6 +49,7 @@ class Versions:
                 parameter.data = values.copy_(parameter.data)
         self._home = None
         self._stashed.clear()
+        self._free.clear()
 
     @contextmanager
     def reading(self, version: int, *, is_last: bool) -> Iterator[None]:
@@ -65,7 +68,7 @@ class Versions:
         finally:
             self._replace(newest)
             if is_last:
-                del self._stashed[version]
+                self._free.append(self._stashed.pop(version))
 
     @contextmanager
     def updating(self, *, keeps: bool) -> Iterator[None]:
@@ -75,12 +78,18 @@ class Versions:
             keeps: whether the version that it replaces is still to be read, so that it is stashed.
         """
         if keeps:
-            self._stashed[self._newest] = self._replace([p.detach().clone() for p in self._parameters])
+            self._stashed[self._newest] = self._replace(self._copies())
             self.most_bytes = max(self.most_bytes, sum(map(_bytes, self._stashed.values())))
         # Graphs that are alive have their own version in memory that nothing writes to; autograd cannot know that.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
             yield
         self._newest += 1
+
+    @torch.no_grad()
+    def _copies(self) -> Values:
+        if not self._free:
+            return [p.detach().clone() for p in self._parameters]
+        return [copy.copy_(p) for copy, p in zip(self._free.pop(), self._parameters, strict=True)]
 
     def _replace(self, values: Values) -> Values:
         """Give the parameters other values; returns those that they had."""

@@ -253,7 +253,9 @@ def test_hooks_on_the_weight_are_called_once() -> None:
     linear.weight.grad = None
     linear.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
     assert torch.equal(backward(), once)
-    assert torch.equal(backward(), twice)  # the same sums as without hooks, and no gradient beside the one that is there
+    assert torch.equal(
+        backward(), twice
+    )  # the same sums as without hooks, and no gradient beside the one that is there
     assert [torch.equal(one, other) for one, other in zip(seen, (once, twice), strict=True)] == [True, True]
 
 
