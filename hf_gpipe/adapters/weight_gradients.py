@@ -8,7 +8,7 @@ tensor of the weight's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -97,6 +97,11 @@ class WeightGradients:
         if copied is None or copied.dtype != dtype:
             copied = self._converted[parameter] = parameter.detach().to(dtype)
         return copied
+
+    @property
+    def all_converted(self) -> Collection[torch.Tensor]:
+        """All these values."""
+        return self._converted.values()
 
     def forget(self) -> None:
         """Drop the converted values: the parameters may change."""

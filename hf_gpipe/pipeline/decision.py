@@ -36,6 +36,7 @@ from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
 from hf_gpipe.schedule.kinds import LOAD
+from hf_gpipe.schedule.offload import with_offloads
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.visits import check_visits, with_visits
 
@@ -237,6 +238,7 @@ class Decision:
             name, num_stages = name or self.config.schedule, self.config.num_stages
             limits = self.recompute.of_table
             table = build(name, num_stages, total, self.world.placement, limits, steps=steps, chunks=chunks)
+            table = with_offloads(table, self.recompute.host_stages)
         return with_visits(table) if self.config.offload_weights else table
 
     def plan(self, batch: Batch | None = None) -> Plan:

@@ -1,4 +1,4 @@
-"""The limit of a plan: the step again as if updates, copies of weights or messages took no time."""
+"""The limit of a plan: the step again as if updates, copies or messages took no time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.prefix_sums import EFFICIENCY
 from hf_gpipe.schedule import simulate
-from hf_gpipe.schedule.kinds import DROP, LOAD
+from hf_gpipe.schedule.kinds import DROP, LOAD, OFFLOAD, PREFETCH
 from hf_gpipe.text import seconds_text
 
 #: What takes less of a step than this does not limit it, if something else does.
@@ -19,11 +19,12 @@ def limit_of_step(plan: Plan) -> str:
     """One sentence: what a step would be shorter without; of none, the devices' rate or their waiting."""
     planner, settings, table = plan.planner, plan.settings, plan.timeline.schedule
     costs = planner.table_costs(settings, table)
-    copies: dict[str, Any] = {**(costs.others or {}), LOAD: 0.0, DROP: 0.0}
+    others: dict[str, Any] = {**(costs.others or {})}
     is_on_host = settings.offload_weights == "all" or planner.inputs.offload_optimizer
     without = {
         "the update in CPU memory" if is_on_host else "the update": replace(costs, update_seconds=0.0),
-        "copies of weights": replace(costs, others=copies),
+        "copies of weights": replace(costs, others=others | {LOAD: 0.0, DROP: 0.0}),
+        "copies of graphs": replace(costs, others=others | {OFFLOAD: 0.0, PREFETCH: 0.0}),
         "messages and reductions": replace(costs, transfer_seconds=0.0, reduce_seconds=0.0, head_transfer_seconds=0.0),
     }
     seconds = plan.table_seconds

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError
-from hf_gpipe.partition import COST_STRATEGIES, by_cost
+from hf_gpipe.partition import COST_STRATEGIES, by_cost, stages_of
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.limits import limit_text, limits_of, speeds_of
+from hf_gpipe.planner.limits import limit_of, limit_text, limits_of, speeds_of
 from hf_gpipe.planner.live_graphs import choose_recompute
 from hf_gpipe.planner.memory import StageLayers
-from hf_gpipe.planner.plan import Plan, Planner, inner_recompute
+from hf_gpipe.planner.plan import Plan, Planner, entries_of, inner_recompute
 from hf_gpipe.planner.table_costs import recompute_shares
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Placement
@@ -24,6 +25,7 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
     They depend on each other: a split is balanced for what is recomputed, and what is recomputed is what the split
     leaves no room for. If nothing need be recomputed, this and the leanest recomputation are split for, and
     the better split is taken. Otherwise the leanest recomputation is split for first, and then twice what was chosen.
+    Where memory is short, graphs that wait on the host are tried too.
     """
     is_auto = config.recompute == AUTO
     num_stages, _ = config.mesh
@@ -35,22 +37,64 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
         plan = planner.plan(replace(settings, partition=choose_partition(planner, settings, config.partition)))
         if plan.fits:
             lean = choose_partition(planner, replace(settings, recompute="stage"), config.partition)
-            is_same = lean == plan.settings.partition
-            return plan if is_same else _better(planner.plan(replace(settings, partition=lean)), plan)
+            if lean == plan.settings.partition:
+                return plan
+            other = planner.plan(replace(settings, partition=lean))
+            return _better(other, plan, *([] if other.fits else _on_host(planner, settings, config.partition)))
     except PartitionError:
         pass
+    plans = []
     settings = replace(settings, recompute="stage")
     settings = replace(settings, partition=choose_partition(planner, settings, config.partition))
-    plans = []
     for _ in range(2):
         settings = replace(settings, recompute=choose_recompute(planner, settings))
         plans.append(planner.plan(settings))
+        plans += _partly_on_host(plans[-1])
         if config.is_cut_by_cost:
             try:
                 settings = replace(settings, partition=choose_partition(planner, settings, config.partition))
             except PartitionError:
                 break
-    return _better(*plans)
+    return _better(*plans, *_on_host(planner, settings, config.partition))
+
+
+def _on_host(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> Iterator[Plan]:
+    """The plan whose graphs all wait on the host, where their link is fast enough and a split of them fits."""
+    settings = replace(settings, recompute="host")
+    if _carries(planner, settings, 0, planner.num_layers - settings.divides_head):
+        with suppress(PartitionError):
+            yield planner.plan(replace(settings, partition=choose_partition(planner, settings, strategy)))
+
+
+def _partly_on_host(plan: Plan) -> Iterator[Plan]:
+    """The plan whose graphs wait on the host, in place of recomputation, on those stages whose link is fast enough, and
+    whose process has room for what travels."""
+    planner, settings, entries = plan.planner, plan.settings, entries_of(plan.settings)
+    hosts = {
+        number
+        for number, start, stop in stages_of(settings.partition)
+        if entries[number] != "none" and _carries(planner, settings, start, stop)
+    }
+    while hosts:
+        chosen = tuple("host" if number in hosts else entry for number, entry in enumerate(entries))
+        found = planner.plan(replace(settings, recompute=chosen))
+        yield found
+        limits = [limit_of(planner.memory_bytes, process.number) for process in found.processes]
+        full = [own for own, most in zip(found.processes, limits, strict=True) if most and own.memory.total > most]
+        if hosts.isdisjoint(crowded := {stage for process in full for stage in process.stages}):
+            return
+        hosts -= crowded
+
+
+def _carries(planner: Planner, settings: DecidedConfig, start: int, stop: int) -> bool:
+    """Whether a graph of these layers travels to the host, or back, while a micro-batch computes. On a CPU none does,
+    nor beside weights that visit."""
+    if not planner.device.is_asynchronous or settings.offload_weights:
+        return False
+    sums = planner.sums(settings)
+    seconds, num_bytes = sums.seconds(start, stop, "none"), sums.graphs["none"].kept_bytes(start, stop)
+    travels = sums.copy_seconds(num_bytes, planner.host_size(settings.num_processes), ways=2)
+    return travels < seconds.forward + seconds.backward
 
 
 def _better(*plans: Plan) -> Plan:

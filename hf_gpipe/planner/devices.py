@@ -61,7 +61,7 @@ class Host:
         devices_per_link: how many devices share such a link, as behind one PCIe switch.
         bytes_per_second: of its memory, for all of its processes together.
         process_bytes_per_second: the most that one process gets of it.
-        memory_bytes: what weights that visit and all that belongs to them may use of it; None: not known.
+        memory_bytes: what weights that visit, all that belongs to them, and graphs may use of it; None: not known.
     """
 
     link: Level = LINKS["pcie4"]
@@ -70,10 +70,11 @@ class Host:
     process_bytes_per_second: float = 2e10
     memory_bytes: int | None = None
 
-    def copy_rate(self, num_devices: int) -> float:
-        """Bytes a second between the memory and one of so many devices, all of which copy at once."""
+    def copy_rate(self, num_devices: int, ways: int = 1) -> float:
+        """Bytes a second between the memory and one of so many devices, all of which copy at once, each in one or both
+        of the two directions."""
         shared = self.link.bytes_per_second / min(self.devices_per_link, num_devices)
-        return min(shared, self.bytes_per_second / num_devices)
+        return min(shared, self.bytes_per_second / (num_devices * ways))
 
     def process_rate(self, num_processes: int) -> float:
         """Bytes a second of the memory for one of so many processes, all of which read and write at once."""

@@ -156,6 +156,18 @@ def hosted_bytes(
     return sizes
 
 
+def graph_bytes(sums: LayerSums, stage: StageLayers) -> float:
+    """The bytes that a graph of a stage keeps: those that travel where it waits on the host."""
+    return sums.graphs[stage.inner].kept_bytes(stage.start, stage.stop)
+
+
+def away_bytes(sums: LayerSums, stages: Sequence[StageLayers], timeline: Timeline, process: int) -> int:
+    """The most bytes in the memory of a worker's host of graphs that wait there. A CPU is its own host."""
+    own = timeline.schedule.placement.stages_run_by(process) if sums.device.is_asynchronous else ()
+    amounts = {stage: {Held.AWAY: {"away": graph_bytes(sums, stages[stage])}} for stage in own}
+    return round(max((level.get("away", 0.0) for _, level in occupancy(timeline, amounts, process)), default=0.0))
+
+
 def stage_amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float, visiting_bytes: int) -> Amounts:
     """The bytes that each thing held by a stage adds to the items of the estimate."""
     layers, run, beside = sums.costs.layers, (stage.start, stage.stop), stage.beside
@@ -163,9 +175,12 @@ def stage_amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float, vi
     graph, backward = graphs.kept_bytes(*run), graphs.backward_peak_bytes(*run)
     head = layers[stage.stop - 1]
     logits = head.graph(stage.inner).saved_bytes if head.kind == "head" else 0
+    of_graph = {"activations": graph - logits, "logits": logits}
     return {
         Held.INPUT: {"boundaries": _received_bytes(sums, stage) + beside.kept_bytes},
-        Held.GRAPH: {"activations": graph - logits, "logits": logits},
+        Held.GRAPH: of_graph,
+        # A CPU is its own host.
+        Held.AWAY: {} if sums.device.is_asynchronous else of_graph,
         # From the start of its backward on a gradient is working memory of that.
         Held.GRADIENT: {"early_gradients": _gradient_bytes(sums, stage)},
         Held.DEFERRED: {"activations": sums.deferred_bytes(*run)},

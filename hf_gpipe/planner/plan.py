@@ -17,7 +17,7 @@ from hf_gpipe.planner.chunks import taper_of, typical
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.limits import MemoryLimit, check_processes, limit_of, speeds_of
-from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, estimate_memory, hosted_bytes
+from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, away_bytes, estimate_memory, hosted_bytes
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.table_costs import costs_of_table
@@ -35,6 +35,7 @@ from hf_gpipe.schedule import (
     build,
     recompute_under,
     simulate,
+    with_offloads,
 )
 from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside, with_updates_last
 from hf_gpipe.schedule.visits import check_visits, with_visits
@@ -51,7 +52,7 @@ class StagePlan:
         layers: numbers of its layers.
         first_layer, last_layer: names of the two ends.
         num_parameters: that it holds, ties of other stages included.
-        recompute: what it recomputes: "none", "block", "stage", or its most stored graphs.
+        recompute: what it recomputes: "none", "block", "stage", or its most stored graphs; or "host".
         memory: what it would hold as its process's only stage.
         busy_seconds: how long its actions take in a step.
         owned_parameters: num_parameters without copies of other stages' ties.
@@ -129,12 +130,13 @@ class Plan:
 
     @cached_property
     def hosted_bytes(self) -> list[int]:
-        """For each process the bytes in the memory of its host that belong to weights which visit; 0 without."""
+        """For each process the bytes in the memory of its host of weights that visit, and of graphs that wait there."""
         planner, settings = self.planner, self.settings
         share = planner.inputs.state_share(self.costs.dtype)
         placement = self.timeline.schedule.placement
         sums, stages = planner.sums(settings), planner.stage_layers(settings)
-        return hosted_bytes(sums, stages, placement, settings.offload_weights, share)
+        of_weights = hosted_bytes(sums, stages, placement, settings.offload_weights, share)
+        return [own + away_bytes(sums, stages, self.timeline, process) for process, own in enumerate(of_weights)]
 
     @property
     def machine_bytes(self) -> int:
@@ -362,12 +364,13 @@ class Planner:
         if sizes is not None and settings.placement is None:
             placement = placement.balanced(sizes)
         check_processes(self.memory_bytes, self.speeds, placement)
-        of_table = Recompute.parse(settings.recompute, num_stages).of_table
+        recompute = Recompute.parse(settings.recompute, num_stages)
         if name not in ASYNCHRONOUS_SCHEDULES:
-            table = build(name, num_stages, num_micro_batches, placement, of_table, chunks=self.chunks.most)
-            return self._with_visits(table, settings)
+            table = build(name, num_stages, num_micro_batches, placement, recompute.of_table, chunks=self.chunks.most)
+            return self._with_visits(with_offloads(table, recompute.host_stages), settings)
         steps = [num_micro_batches] * max(4, LONGEST_WINDOW // num_micro_batches)
-        return build(name, num_stages, sum(steps), placement, of_table, steps=steps)
+        table = build(name, num_stages, sum(steps), placement, recompute.of_table, steps=steps)
+        return with_offloads(table, recompute.host_stages)
 
     def _with_visits(self, table: Schedule, settings: DecidedConfig) -> Schedule:
         if not settings.offload_weights:
@@ -433,7 +436,7 @@ class Planner:
             run = placement.stages_run_by(number)
             processes.append(ProcessPlan(number, own, memory(number, run), time_of(timeline, number)))
         plans = []
-        for number, (stage, entry) in enumerate(zip(stages, _entries(settings), strict=True)):
+        for number, (stage, entry) in enumerate(zip(stages, entries_of(settings), strict=True)):
             # Of several replicas the first, which has most micro-batches.
             process = processes[placement.workers[number][0]]
             is_alone = len(process.stages) == 1
@@ -482,7 +485,7 @@ def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:
     return ["block" if stage in blocks else "none" for stage in range(settings.num_stages)]
 
 
-def _entries(settings: DecidedConfig) -> tuple[str | int, ...]:
+def entries_of(settings: DecidedConfig) -> tuple[str | int, ...]:
     """One entry per stage of what it recomputes."""
     if isinstance(settings.recompute, str):
         return (settings.recompute,) * settings.num_stages

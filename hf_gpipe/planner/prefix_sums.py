@@ -155,11 +155,11 @@ class LayerSums:
             trained.trainable_bytes,
         )
 
-    def copy_seconds(self, num_bytes: int, num_devices: int = 1) -> float:
-        """Seconds in which so many bytes of weights come from the host, whose devices are so many. A CPU reads and
-        writes them in its memory."""
+    def copy_seconds(self, num_bytes: float, num_devices: int = 1, ways: int = 1) -> float:
+        """Seconds in which so many bytes come from the host, whose devices are so many; of 2 ways, as many go there at
+        once. A CPU reads and writes them in its memory."""
         device = self.device
-        rate = device.host.copy_rate(num_devices) if device.is_asynchronous else device.bytes_per_second / 2
+        rate = device.host.copy_rate(num_devices, ways) if device.is_asynchronous else device.bytes_per_second / 2
         return num_bytes / rate
 
     def owned(self, start: int, stop: int) -> Parameters:

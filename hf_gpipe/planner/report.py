@@ -20,6 +20,7 @@ from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, Planner, StagePlan
 from hf_gpipe.planner.saving import (
     copy_bytes,
+    hosted_words,
     kept_bytes,
     offload_text,
     offloaded_bytes,
@@ -95,7 +96,7 @@ def report(plan: Plan) -> str:
         ("step", _step(plan)),
         ("before", _before(plan)),
         ("memory", memory_why(plan)),
-        ("visits", visits_text(plan)),
+        ("host", visits_text(plan)),
         ("optimizer", offload_text(plan)),
         ("saving", saving_text(plan)),
         ("time", time_why(plan)),
@@ -147,7 +148,7 @@ def verdict(plan: Plan) -> str:
     needs = f"process {process.number} needs {size_text(plan.peak_bytes)}{f' of {size_text(limit)}' if limit else ''}"
     if plan.host_fullness > 1:
         host = plan.planner.device.host.memory_bytes or 0
-        needs += f", and weights that visit need {size_text(plan.machine_bytes)} of {size_text(host)} of CPU memory"
+        needs += f", and {hosted_words(plan)} need {size_text(plan.machine_bytes)} of {size_text(host)} of CPU memory"
     return f"fits: {needs}" if plan.fits else f"does not fit: {needs}; {smallest_fix(plan)}"
 
 

@@ -95,11 +95,16 @@ def offload_text(plan: Plan) -> str:
 
 
 def visits_text(plan: Plan) -> str:
-    """The CPU memory that weights take which visit their devices, as a line of the report; empty without."""
-    if plan.settings.offload_weights is None:
+    """The CPU memory of weights that visit their devices, or of graphs, as a line of the report; empty without."""
+    if not any(plan.hosted_bytes):
         return ""
     beside = ", gradients and the optimizer's state" if plan.settings.offload_weights == "all" else ""
-    return f"weights that visit{beside} are in CPU memory: {_sum_text(plan.hosted_bytes)}"
+    return f"{hosted_words(plan)}{beside} are in CPU memory: {_sum_text(plan.hosted_bytes)}"
+
+
+def hosted_words(plan: Plan) -> str:
+    """Words for what is in the CPU memory of a plan."""
+    return "activations" if plan.settings.offload_weights is None else "weights that visit"
 
 
 def _sum_text(sizes: Sequence[int]) -> str:

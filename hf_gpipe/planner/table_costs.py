@@ -7,13 +7,13 @@ from operator import attrgetter
 
 from hf_gpipe.planner.beside import Beside
 from hf_gpipe.planner.costs import Seconds
-from hf_gpipe.planner.memory import StageLayers
+from hf_gpipe.planner.memory import StageLayers, graph_bytes
 from hf_gpipe.planner.network import Network
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import PlanInputs, sent_share
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule import Costs, Schedule
-from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT
+from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT, OFFLOAD, PREFETCH
 
 
 def recompute_shares(table: Schedule) -> list[float]:
@@ -61,12 +61,15 @@ def costs_of_table(
 
     hosted = [sums.hosted(stage.start, stage.stop, visitors, is_dealt=is_dealt) for stage in stages]
     share = sent_share(settings, sums.costs.dtype)
+    graphs = [sums.copy_seconds(graph_bytes(sums, stage), host_size, ways=2) for stage in stages]
     boundaries = [
         share * (sums.costs.layers[stage.start].input_bytes + stage.beside.input_bytes) for stage in stages[1:]
     ]
     others: dict[str, list[float]] = {
         LOAD: [sums.copy_seconds(own.num_bytes, host_size) for own in hosted],
         DROP: [sums.copy_seconds(own.trainable_bytes, host_size) for own in hosted],
+        OFFLOAD: graphs,
+        PREFETCH: graphs,
     }
     head_transfer = 0.0
     if (part := sums.part) is not None:

@@ -107,6 +107,12 @@ class PipelineConfig(PipelineKeys):
                 f"offload_weights is auto and schedule is {self.schedule}, a table; give the weights that visit under "
                 "it, or leave offload_weights out."
             )
+        if "host" in (self.recompute or ()) and self.offload_weights not in (None, AUTO):
+            raise UserError(
+                f"recompute is {self.recompute if isinstance(self.recompute, str) else list(self.recompute)} and "
+                f"offload_weights {self.offload_weights}: graphs on the host keep weights on the device; let recompute "
+                "be stage, or leave offload_weights out."
+            )
         if self.schedule in DEALT and self.offload_weights not in ("all", AUTO):
             raise UserError(
                 f"schedule is {self.schedule} and offload_weights {self.offload_weights or 'null'}: its stages are "

@@ -26,7 +26,7 @@ Visitors = Literal["frozen", "all"]
 PLANNED = {"num_micro_batches": 1, "schedule": "gpipe", "recompute": "stage", "partition": "count"}
 
 RecomputeChoice: TypeAlias = str | tuple[str | int, ...]
-"""A decided `recompute`: "none", "block" or "stage", or for each stage one of these or the most graphs to keep."""
+"""A decided `recompute`: one of MODES, or for each stage one of these or the most graphs to keep."""
 
 
 class Division(NamedTuple):
@@ -41,7 +41,7 @@ class Division(NamedTuple):
     divides_rows: bool = False
 
 
-MODES = ("none", "block", "stage")
+MODES = ("none", "block", "stage", "host")
 Entries = tuple[Annotated[str, OneOf(MODES)] | Count, ...]
 Listed = BeforeValidator(lambda value: tuple(value) if isinstance(value, list | range) else value)
 
@@ -76,9 +76,9 @@ class PipelineKeys:
 
     recompute: Annotated[Annotated[str, OneOf((*MODES, AUTO))] | Entries, OR_NULL, Listed] = None  # type: ignore[assignment]
     """The activations that are recomputed in backward, not kept. none: nothing; block: the inside of each block; stage:
-    all but the stage's input; auto: for each stage as little as `memory` allows. Or a list with one entry per stage, in
-    which a number is the most autograd graphs that the stage keeps alive. null: auto, or stage where nothing can be
-    planned."""
+    all but the stage's input; host: nothing, and they are in CPU memory between forward and backward; auto: for each
+    stage as little as `memory` allows. Or a list with one entry per stage, in which a number is the most autograd
+    graphs that the stage keeps alive. null: auto, or stage where nothing can be planned."""
 
     partition: Annotated[Annotated[str, OneOf(PARTITIONS)] | tuple[Count, ...], OR_NULL, Listed] = None  # type: ignore[assignment]
     """How layers are divided among stages. count: equal numbers, give or take one; parameters, flops, profile: minimise

@@ -25,6 +25,7 @@ from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.micro_batch import PLAIN_STEP, MicroBatch, StepOptions, on_devices
+from hf_gpipe.runtime.offload import HostCopies
 from hf_gpipe.runtime.performing import (
     Message,
     Planned,
@@ -92,6 +93,7 @@ class Executor:
         self._replicas, self._homes = replicas, homes
         self._every_stage = [stage for row in rows.values() for stage in row.stages.values()]
         self._devices = {stage.device for stage in self._every_stage}
+        self._copies = {device: HostCopies(device) for device in self._devices}
         self._table: Schedule | None = None
         self._planned: list[Planned] = []
         #: Of each stage, while the table is asynchronous.
@@ -297,6 +299,7 @@ class Executor:
                 index=_index(action),
                 stage=stage,
                 visits=row.visits,
+                copies=self._copies[stage.device],
                 device=stage.device,
                 run=run if use is None or not action.kind.reads_weights else reading(run),
                 wait=wait,
@@ -383,6 +386,8 @@ class Executor:
         """Drop the micro-batches and messages of a failed step, so that the next one does not get them."""
         for versions in self._versions.values():
             versions.end()
+        for copies in self._copies.values():
+            copies.reset()
         for row in self._rows.values():
             for stage in row.stages.values():
                 stage.reset()

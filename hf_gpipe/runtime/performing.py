@@ -15,6 +15,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.channel import Channel, Shapes
 from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
+from hf_gpipe.runtime.offload import HostCopies
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime, Timer
@@ -114,6 +115,8 @@ class Planned:
     stage: Stage
     visits: VisitingWeights
     """Of the weights of the worker's stages, in a table with L and D."""
+    copies: HostCopies
+    """Of what graphs save on the stage's device, in a table with O and P."""
     device: torch.device
     run: Run
     wait: Callable[[Step, Planned], None] | None
@@ -136,8 +139,9 @@ class Planned:
 def _forward(step: Step, planned: Planned, received: Tensors) -> Tensors:
     context = Context(step.shares[planned.device][planned.index], received, step.options)
     if step.schedule.is_training:
-        keep_graph = step.schedule.keeps_graph(planned.action.stage, planned.index)
-        message = planned.stage.forward(context, keep_graph=keep_graph)
+        where = planned.action.stage, planned.index
+        keep_graph, is_offloaded = step.schedule.keeps_graph(*where), step.schedule.is_offloaded(*where)
+        message = planned.stage.forward(context, keep_graph=keep_graph, is_offloaded=is_offloaded)
         if planned.is_moving:
             planned.stage.give(planned.index)
         return message
@@ -243,6 +247,16 @@ def _drop(step: Step, planned: Planned, received: Tensors) -> Tensors:
     return {}
 
 
+def _offload(step: Step, planned: Planned, received: Tensors) -> Tensors:
+    planned.copies.leave(planned.stage.saved(planned.index))
+    return {}
+
+
+def _prefetch(step: Step, planned: Planned, received: Tensors) -> Tensors:
+    planned.copies.come(planned.stage.saved(planned.index))
+    return {}
+
+
 def visiting(run: Run) -> Run:
     """The same in a visit of the stage's weights, in a table with L and D."""
 
@@ -278,6 +292,8 @@ PERFORMED: dict[str, Performed] = {
     kinds.HOST_UPDATE: Performed(_update, _await_host_updates),
     kinds.LOAD: Performed(_load),
     kinds.DROP: Performed(_drop),
+    kinds.OFFLOAD: Performed(_offload),
+    kinds.PREFETCH: Performed(_prefetch),
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.schedule.recompute import Limits
 
-RECOMPUTE_MODES = ("none", "block", "stage")
+RECOMPUTE_MODES = ("none", "block", "stage", "host")
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,12 @@ class Recompute:
     Attributes:
         of_table: argument of `hf_gpipe.schedule.build`. Only the recomputation of a whole stage is an action.
         block_stages: stages whose blocks are recomputed inside B, by transformers' own checkpointing.
+        host_stages: those that recompute nothing, for what their graphs save goes to the host (`with_offloads`).
     """
 
     of_table: str | Limits
     block_stages: frozenset[int]
+    host_stages: frozenset[int]
 
     @classmethod
     def parse(cls, value: str | Sequence[str | int], num_stages: int) -> Recompute:
@@ -32,14 +34,18 @@ class Recompute:
         """
         if isinstance(value, str):
             _check(value)
-            every_stage = range(num_stages) if value == "block" else ()
-            return cls("stage" if value == "stage" else "none", frozenset(every_stage))
-        if len(value) != num_stages:
+            entries: Sequence[str | int] = [value] * num_stages
+            of_table: str | Limits = "stage" if value == "stage" else "none"
+        elif len(value) != num_stages:
             raise UserError(
                 f"recompute={list(value)}: {len(value)} entries for num_stages={num_stages}; give one per stage"
             )
-        limits = tuple(_limit(entry) for entry in value)
-        return cls(limits, frozenset(stage for stage, entry in enumerate(value) if entry == "block"))
+        else:
+            entries, of_table = value, tuple(_limit(entry) for entry in value)
+        block_stages, host_stages = (
+            frozenset(stage for stage, entry in enumerate(entries) if entry == mode) for mode in ("block", "host")
+        )
+        return cls(of_table, block_stages, host_stages)
 
 
 def _limit(entry: str | int) -> int | None:

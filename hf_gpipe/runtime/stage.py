@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
 from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
+from hf_gpipe.runtime.offload import SavedTensors
 from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
 
 Tensors = dict[str, torch.Tensor]
@@ -51,6 +52,8 @@ class _Live:
     graph: _Graph | None = None
     loss: torch.Tensor | None = None
     """The result of F on the last stage."""
+    saved: SavedTensors | None = None
+    """Of a graph that goes to the host."""
 
 
 class Stage:
@@ -98,7 +101,7 @@ class Stage:
     def device(self) -> torch.device:
         return self.model.device
 
-    def forward(self, context: Context, *, keep_graph: bool) -> Tensors:
+    def forward(self, context: Context, *, keep_graph: bool, is_offloaded: bool = False) -> Tensors:
         """F of a training table: run the stage; returns the tensors for the next stage, on the last stage the loss.
 
         The value of the loss is complete after B.
@@ -106,15 +109,19 @@ class Stage:
         Args:
             context: the micro-batch's record.
             keep_graph: whether backward follows without a recomputation.
+            is_offloaded: whether what the graph saves then goes to the host, by `saved`.
         """
         context, of_teacher = self._beside_teacher(context)
         if not keep_graph:
             context = self._computed_once(context)
-        with torch.set_grad_enabled(keep_graph):
+        saved = SavedTensors(self.device) if is_offloaded else None
+        with torch.set_grad_enabled(keep_graph), nullcontext() if saved is None else saved.hooks():
             inputs, outputs = self._run(context)
+        if saved is not None:
+            saved.keep(self._held(context))
         graph = self._graph(inputs, outputs) if keep_graph else None
         results = {name: tensor.detach() for name, tensor in outputs.items()}
-        self._live[context.micro_batch.index] = _Live(context, graph, results.get("loss"))
+        self._live[context.micro_batch.index] = _Live(context, graph, results.get("loss"), saved)
         self._hand_to_head(context, results)
         return results | of_teacher
 
@@ -125,6 +132,24 @@ class Stage:
         return (
             context if inputs is micro_batch.inputs else replace(context, micro_batch=micro_batch.with_inputs(inputs))
         )
+
+    def _held(self, context: Context) -> list[torch.Tensor]:
+        """The tensors that are on the device anyway while a graph is away."""
+        model, held = self.model.model, [*context.carry.values(), *context.micro_batch.inputs.values()]
+        held += [
+            *model.parameters(),
+            *model.buffers(),
+            *(one for row in self.row_caches.values() for one in row.tensors()),
+        ]
+        if self.model.weight_gradients is not None:
+            held += self.model.weight_gradients.all_converted
+        return [one for one in held if isinstance(one, torch.Tensor)]
+
+    def saved(self, micro_batch: int) -> SavedTensors:
+        """The tensors of a micro-batch whose graph goes to the host."""
+        saved = self._live[micro_batch].saved
+        assert saved is not None, "its forward was not told"
+        return saved
 
     def take(self, context: Context) -> None:
         """Take a micro-batch whose forward ran elsewhere: R comes next."""
@@ -152,6 +177,8 @@ class Stage:
             gradients = self.head.gradient(live.context, gradients)
         graph, scale = live.graph, live.context.options.loss_scale
         assert graph is not None, "backward of a micro-batch without a graph"
+        if live.saved is not None:
+            live.saved.arrive()
         if graph.loss is not None:
             if graph.loss.requires_grad:
                 graph.loss.backward(torch.full_like(graph.loss, scale))

@@ -21,6 +21,7 @@ from hf_gpipe.schedule.builders import (
 from hf_gpipe.schedule.draw import draw_png, draw_text
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, read_table, recompute_under
 from hf_gpipe.schedule.kinds import ActionKind
+from hf_gpipe.schedule.offload import with_offloads
 from hf_gpipe.schedule.placement import Placement, replicas_of
 from hf_gpipe.schedule.simulate import Costs, Span, Timeline, seconds_of_steps, simulate
 from hf_gpipe.schedule.table import Schedule
@@ -62,5 +63,6 @@ __all__ = [
     "seconds_of_steps",
     "simulate",
     "staleness",
+    "with_offloads",
     "write_trace",
 ]

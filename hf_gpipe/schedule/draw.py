@@ -97,8 +97,10 @@ def _columns(spans: Sequence[Span], num_columns: int, column_seconds: Seconds) -
                 break
             overlap = float(min(span.end, right) - max(span.start + span.waiting, left))
             busy += max(overlap, 0.0)
-            if overlap > most:
-                best, most = span, overlap
+            # The device's work hides half as much of what runs beside it.
+            shown = overlap if span.action.kind.resource is Resource.COMPUTE else overlap / 2
+            if shown > most:
+                best, most = span, shown
         filled.append(best if busy >= float(column_seconds) / 2 else None)
     return filled
 
@@ -176,7 +178,8 @@ def _draw_panel(panel: Axes, timeline: Timeline, title: str) -> None:
             if stage not in (None, span.action.stage)
         ]
         panel.broken_barh([_bar(span) for span in others], (bottom, _BAR_HEIGHT), facecolor=_ELSEWHERE_COLOUR)
-        for kind in KINDS.values():
+        # What runs beside the device's work is drawn below it.
+        for kind in sorted(KINDS.values(), key=lambda kind: kind.resource is Resource.COMPUTE):
             own = [
                 span
                 for span in timeline.spans

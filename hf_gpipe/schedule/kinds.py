@@ -18,6 +18,8 @@ For stage s and micro-batch m:
        norm of the whole gradient. A table has U or H
     L  loads the stage's weights from the host to the device, for a visit: a run of the stage's actions, up to D
     D  drops them again, where they have not changed. A stage has L and D only where its weights visit
+    O  offloads what the graph of F saves to the host, beside the actions that follow (PipeOffload, arXiv 2503.01328)
+    P  prefetches it again, for B or I, which waits for it
     S  makes the logits of the stage's part of the vocabulary, where the head is divided over the stages (vocabulary
        parallelism, arXiv 2411.05288, section 4). The last stage sends the hidden states to all others, and each sends
        the few sums back that the loss needs of its part. S of the last stage has them all, and the loss
@@ -62,6 +64,8 @@ class Held(StrEnum):
     INPUT = "input"
     """The tensors received from the stage before."""
     GRAPH = "graph"
+    AWAY = "graph on the host"
+    """From the beginning of O to the end of P."""
     GRADIENT = "gradient"
     """The gradient received from the stage after, while it waits for its backward."""
     DEFERRED = "deferred"
@@ -131,6 +135,8 @@ class ActionKind(str):
     """Whether it concerns a whole step, and so has no micro-batch."""
     is_of_visit: bool = False
     """Whether it begins or ends a visit of the stage's weights. The number in its text counts the visits."""
+    is_paced: bool = False
+    """Whether the device goes on after it only once the one before it there has ended, so that one is under way."""
     is_collective: bool = False
     """Whether all replicas of the stage do it together; a stage without replicas has none."""
     rule: str | None = None
@@ -147,7 +153,7 @@ class ActionKind(str):
     """The thing that its message is while it waits, until the action begins or another action frees it."""
     makes: Held | None = None
     """The thing that the stage holds from the end of this action to the end of the action that frees it. Where several
-    actions make it, the last one does."""
+    actions make it before that one, the last does."""
     frees: tuple[Held, ...] = ()
     working: Held | None = None
     """The memory that it takes while it runs."""
@@ -256,6 +262,14 @@ LOAD = add_kind(ActionKind(
     "L", "load", colour="#d9cbb2", resource=Resource.COPY_IN,
     needs=(DROP,), needed_by=(FORWARD, RECOMPUTE, BACKWARD, INPUT, WEIGHT), way=0, is_of_mini_batch=True,
     is_of_visit=True, in_training_only=False, reads_weights=False))
+OFFLOAD = add_kind(ActionKind(
+    "O", "offload", colour="#c4a6c9", resource=Resource.COPY_OUT,
+    needs=(FORWARD,), way=0, is_paced=True, makes=Held.AWAY, frees=(Held.GRAPH,), working=Held.AWAY,
+    reads_weights=False))
+PREFETCH = add_kind(ActionKind(
+    "P", "prefetch", colour="#e3cfe6", resource=Resource.COPY_IN,
+    needs=(FORWARD, OFFLOAD), needed_by=(BACKWARD, INPUT), way=0, makes=Held.GRAPH, frees=(Held.AWAY,),
+    working=Held.GRAPH, reads_weights=False))
 LOGITS = add_kind(ActionKind(
     "S", "logits", (), "forward", "#7d8fd1", ticks=Fraction(1, 4),
     needs=(FORWARD,), way=0, turn=1, rule=_DIVIDED, is_optional=True, in_training_only=False,

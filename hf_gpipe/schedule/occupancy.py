@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import DROP, Held
+from hf_gpipe.schedule.kinds import DROP, OFFLOAD, PREFETCH, Held
 from hf_gpipe.schedule.simulate import Costs, Seconds, Span, Timeline, simulate
 from hf_gpipe.schedule.table import Schedule
 
@@ -39,8 +39,7 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
         spans = spans_of[micro_batch]
         yield Held.MICRO_BATCH, spans[0].computes, spans[-1].end
         frees_at = {what: span.end for span in spans for what in span.action.kind.frees}
-        maker = {span.action.kind.makes: span for span in spans}
-        for span in spans:
+        for number, span in enumerate(spans):
             kind = span.action.kind
             if (received := kind.receives) is not None:
                 for source in schedule.sources(span.action):
@@ -48,12 +47,12 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
                         continue
                     sent_at = timeline.ends[schedule.worker_of(source), source]
                     yield received, sent_at, frees_at.get(received, span.computes)
-            makes = kind.makes if maker[kind.makes] is span and kind.makes in frees_at else None
-            working = kind.working if makes or kind.working_alone is None else kind.working_alone
+            freed = None if kind.makes is None else _freed(kind.makes, spans[number + 1 :])
+            working = kind.working if freed is not None or kind.working_alone is None else kind.working_alone
             if working is not None:
                 yield working, span.computes, span.end
-            if makes is not None:
-                yield makes, span.end, frees_at[makes]
+            if kind.makes is not None and freed is not None:
+                yield kind.makes, span.end, freed
             if span is first_completed:
                 yield Held.FIRST_BACKWARD, span.computes, span.end
                 yield Held.WEIGHT_GRADIENTS, span.end, math.inf
@@ -64,6 +63,16 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
         yield Held.ROW, min(span.computes for span in spans), end
         if backwards:
             yield Held.ROW_GRADIENTS, min(span.computes for span in backwards), end
+
+
+def _freed(what: Held, later: Sequence[Span]) -> Seconds | None:
+    """When a thing is freed that an action makes before these; None: never, or another of them makes it first."""
+    for span in later:
+        if what in span.action.kind.frees:
+            return span.end
+        if span.action.kind.makes is what:
+            return None
+    return None
 
 
 Amounts = Mapping[Held, Mapping[str, float]]
@@ -122,7 +131,9 @@ def most_held(timeline: Timeline, stage: int) -> dict[Held, int]:
 
 @lru_cache(maxsize=256)
 def most_of_equal_stages(table: Schedule) -> tuple[dict[Held, int], ...]:
-    """The most of each thing that each stage holds at once, if all stages are equally fast."""
+    """The most of each thing that each stage holds at once, if all stages are equally fast, and a graph
+    travels as long as its forward takes."""
     others: dict[str, Seconds] = {kind: kind.ticks for kind in table.kinds if not kind.price}
+    others |= dict.fromkeys((OFFLOAD, PREFETCH), 1)
     timeline = simulate(table, Costs(1, 2, input_seconds=1, weight_seconds=1, others=others))
     return tuple(most_held(timeline, stage) for stage in range(table.num_stages))

@@ -286,6 +286,9 @@ class _Clock:
             of_chunks = seconds[kind][action.stage]
             end = start + of_chunks[(action.micro_batch or 0) % len(of_chunks)]
             spans.append(Span(process, action, start, end))
+            if kind.is_paced:
+                computing = (*placement.place_of(process, action.stage), Resource.COMPUTE)
+                free_at[computing] = max(free_at.get(computing, 0), free_at.get(lane, 0))
             free_at[lane] = end
             if kind.resource is Resource.COMPUTE:
                 started[process] = start

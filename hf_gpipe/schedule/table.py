@@ -25,6 +25,7 @@ from hf_gpipe.schedule.kinds import (
     INPUT,
     LOAD,
     LOGITS,
+    OFFLOAD,
     RECOMPUTE,
     ActionKind,
     Held,
@@ -295,6 +296,10 @@ class Schedule:
                 elif Held.GRAPH in action.kind.frees and maker.get(where) == FORWARD:
                     keeping.add(where)
         return frozenset(keeping)
+
+    def is_offloaded(self, stage: int, micro_batch: int) -> bool:
+        """Whether what the graph of this forward saves goes to the host."""
+        return OFFLOAD in self.kinds and Action(OFFLOAD, stage, micro_batch) in self._worker_of
 
     def num_recomputations(self, stage: int) -> int:
         """How many micro-batches a stage recomputes, on all its replicas together."""

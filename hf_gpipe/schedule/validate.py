@@ -25,7 +25,19 @@ from typing import NoReturn
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import FORWARD, HOST_UPDATE, KINDS, LOAD, UPDATE, ActionKind, Held, Resource, needs_of
+from hf_gpipe.schedule.kinds import (
+    FORWARD,
+    HOST_UPDATE,
+    KINDS,
+    LOAD,
+    OFFLOAD,
+    PREFETCH,
+    UPDATE,
+    ActionKind,
+    Held,
+    Resource,
+    needs_of,
+)
 from hf_gpipe.schedule.messages import executable_order
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.visits import wrong_visit
@@ -49,6 +61,7 @@ def check_table(schedule: Schedule) -> None:
         _check_dealt(schedule)
     _check_host_updates(schedule)
     _check_visits(schedule)
+    _check_offloads(schedule)
     _check_order_in_process(schedule, positions)
     _check_versions(schedule)
     _check_order_of_reductions(schedule)
@@ -297,6 +310,31 @@ def _check_host_updates(schedule: Schedule) -> None:
                 "ends with an H; move the last one there.",
                 process,
             )
+
+
+def _check_offloads(schedule: Schedule) -> None:
+    """A graph that goes to the host comes back before its backward, and is not made again."""
+    for process, row in enumerate(schedule.actions if OFFLOAD in schedule.kinds or PREFETCH in schedule.kinds else ()):
+        held: dict[tuple[int, int | None], Held | None] = {}
+        for action in row:
+            where, kind = (action.stage, action.micro_batch), action.kind
+            freed = next((one for one in kind.frees if one in (Held.GRAPH, Held.AWAY)), None)
+            is_made_again = kind.makes is Held.GRAPH and freed is None and held.get(where) is Held.AWAY
+            if is_made_again or (freed is not None and held.get(where) is not freed):
+                _fail(
+                    schedule,
+                    f"{action} on process {process}: a graph goes to the host by {OFFLOAD}, after its F, and comes "
+                    f"back by {PREFETCH} before its backward; write one of each, and no R.",
+                    process,
+                )
+            if kind.makes in (Held.GRAPH, Held.AWAY) or freed is not None:
+                held[where] = kind.makes
+    if OFFLOAD in schedule.kinds and LOAD in schedule.kinds:
+        _fail(
+            schedule,
+            "graphs that go to the host keep weights, which then cannot visit; leave O and P out.",
+            "process 0",
+        )
 
 
 def _check_dealt(schedule: Schedule) -> None:

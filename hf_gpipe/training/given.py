@@ -47,7 +47,7 @@ def _half(name: str) -> Values:
 def _recomputes(pipe: Pipeline) -> tuple[Any, ...]:
     """Whether every stage recomputes something."""
     chosen = pipe.recompute
-    return ("none" not in ((chosen,) if isinstance(chosen, str) else chosen),)
+    return ({"none", "host"}.isdisjoint((chosen,) if isinstance(chosen, str) else chosen),)
 
 
 #: The arguments that a given Pipeline decides. tests/training/test_given.py has all others, with none left out.

@@ -69,7 +69,7 @@ class PipelineSFTConfig(PipelineTrainingArguments):
         False, "Whether assistant turns alone are learnt, for which rows need messages."
     )
     loss_type: str = argument("nll", "nll, or dft (Dynamic Fine-Tuning).")
-    activation_offloading: bool = argument(False, "Not supported: recompute='stage' keeps the fewest activations.")
+    activation_offloading: bool = argument(False, "Not supported: set recompute='host'.")
 
     def __post_init__(self) -> None:
         self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
@@ -84,9 +84,7 @@ class PipelineSFTConfig(PipelineTrainingArguments):
         choose("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
         choose("packing_strategy", self.packing_strategy, STRATEGIES)
         if self.activation_offloading:
-            raise UserError(
-                "activation_offloading=True is not supported; recompute='stage' keeps the fewest activations"
-            )
+            raise UserError("activation_offloading=True is not supported; set recompute='host', for each stage or all")
         if self.pad_to_multiple_of not in (None, "auto"):
             raise UserError(
                 f"pad_to_multiple_of={self.pad_to_multiple_of!r} is not supported: each micro-batch is as wide as its "

@@ -74,7 +74,7 @@ MISSING_ARGUMENTS = {
     "packing_strategy": "use PipelineSFTConfig with PipelineSFTTrainer",
     "eval_packing": "use PipelineSFTConfig with PipelineSFTTrainer",
     "shuffle_dataset": "train_sampling_strategy='random' draws the rows in another order in each epoch",
-    "activation_offloading": "recompute='stage' keeps the fewest activations; leave it out",
+    "activation_offloading": "recompute='host' does it; leave it out",
 }
 
 #: Values of the above that ask for what a pipeline does anyway.

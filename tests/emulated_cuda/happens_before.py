@@ -159,6 +159,8 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self.checker.handler._handle_event_wait(event.number, self.number)
+        # The device is told too: what a stream waits for has ended in pinned memory.
+        self.raw.wait_event(event._raw)
 
     def record_event(self) -> Event:
         event = Event()

@@ -484,7 +484,7 @@ def test_defaults_are_trl_s(tmp_path: Path) -> None:
         ({"packing": True, "max_length": None}, "packing needs max_length"),
         ({"padding_free": True}, "max_length=None"),
         ({"pad_to_multiple_of": 8}, "pad_to_multiple_of=8"),
-        ({"activation_offloading": True}, "recompute='stage'"),
+        ({"activation_offloading": True}, "recompute='host'"),
         ({"chat_template_path": "org/name"}, "chat_template_path='org/name'"),
         ({"dataset_kwargs": {"add_specials": 1}}, "dataset_kwargs: 'add_specials'"),
         ({"dataset_batch_size": 3}, "PipelineSFTConfig has no argument 'dataset_batch_size'"),
