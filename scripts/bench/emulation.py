@@ -221,7 +221,7 @@ class WaitingStage:
         self.batch_norms = BatchNorms(torch.nn.Identity())
         self.adapter = SimpleNamespace(reference=torch.nn.Identity())
 
-    def forward(self, context: Context, *, keep_graph: bool) -> dict[str, torch.Tensor]:
+    def forward(self, context: Context, *, keep_graph: bool, is_offloaded: bool = False) -> dict[str, torch.Tensor]:
         wait(self._share(context.micro_batch.index) * self._forward_seconds)
         return {} if self.is_last and self.head is None else self._message
 

@@ -56,7 +56,7 @@ def failed_step(job: dict[str, Any]) -> dict[str, Any]:
     return {"figures": {}, "problems": problems}
 
 
-def _failing(self: Stage, context: Any, *, keep_graph: bool) -> Any:
+def _failing(self: Stage, context: Any, **options: bool) -> Any:
     raise ValueError("injected")
 
 
@@ -94,7 +94,7 @@ def train(fault: str, struck: Path) -> None:
     pipe = Pipeline(plain_model(config_of("llama")), num_micro_batches=2, num_stages=_size(), device="cuda")
     forward, calls = Stage.forward, 0
 
-    def faulty(self: Stage, context: Any, *, keep_graph: bool) -> Any:
+    def faulty(self: Stage, context: Any, **options: bool) -> Any:
         nonlocal calls
         calls += 1
         if pipe.world.rank == 1 and calls == 4:
@@ -103,7 +103,7 @@ def train(fault: str, struck: Path) -> None:
             if fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("injected")
-        return forward(self, context, keep_graph=keep_graph)
+        return forward(self, context, **options)
 
     Stage.forward = faulty  # type: ignore[method-assign]
     while True:

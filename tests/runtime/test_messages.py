@@ -49,7 +49,7 @@ class Stage:
 
     input_shapes = output_shapes = input_gradient_shapes = output_gradient_shapes = shapes
 
-    def forward(self, context: Any, keep_graph: bool) -> dict[str, torch.Tensor]:
+    def forward(self, context: Any, **options: bool) -> dict[str, torch.Tensor]:
         if self.fails:
             raise RuntimeError("out of luck")
         index = torch.tensor([float(context.micro_batch.index)])
