@@ -93,7 +93,8 @@ def _carries(planner: Planner, settings: DecidedConfig, start: int, stop: int) -
         return False
     sums = planner.sums(settings)
     seconds, num_bytes = sums.seconds(start, stop, "none"), sums.graphs["none"].kept_bytes(start, stop)
-    travels = sums.copy_seconds(num_bytes, planner.host_size(settings.num_processes), ways=2)
+    num_devices = planner.host_size(settings.num_processes) * planner.tensor_parallel
+    travels = sums.copy_seconds(num_bytes, num_devices, ways=2)
     return travels < seconds.forward + seconds.backward
 
 
@@ -121,9 +122,10 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     cut(len(costs.layers), settings.num_stages, divides_head=settings.divides_head)
     sums = planner.sums(settings)
     if strategy == "profile" and not costs.is_measured:
-        raise PartitionError(
-            "partition 'profile' needs measured layers, and none were measured; plan with --profile, or use flops."
-        )
+        advice = "plan with --profile, or use flops"
+        if planner.tensor_parallel > 1:
+            advice = "a run measures divided layers; plan with flops or auto"
+        raise PartitionError(f"partition 'profile' needs measured layers, and none were measured; {advice}.")
     table, bound = planner.table(settings), planner.memory_bound(settings)
     shares, inner = recompute_shares(table), inner_recompute(settings)
     placement, besides = table.placement, planner.besides(num_micro_batches, settings.num_stages)

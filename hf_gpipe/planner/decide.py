@@ -175,6 +175,8 @@ class Planning:
 
     def _ranks(self, config: PipelineConfig) -> ProcessRanks | None:
         """The ranks of this process's worker, before any stage is placed; None: a process is a worker."""
+        if config.tensor_parallel == 1:
+            return None
         workers = Placement.spread(config.processes, config.processes)
         ranks = self.world.placed(replace(workers, ranks_per_worker=config.tensor_parallel)).worker_ranks()
         return ranks and replace(ranks, divides_rows=config.division.divides_rows)

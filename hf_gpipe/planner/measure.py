@@ -181,6 +181,7 @@ class _Clock:
     def stage(self, start: int, stop: int) -> Stage:
         """A run of layers as the executor has it."""
         stage_model = assemble(self.model.adapter, range(start, stop), None, self.device, ranks=self.ranks)
+        stage_model.overlap_sums()
         return Stage(stage_model, self.model.wants_gradient, self.loss)
 
     def measure(self, start: int, stop: int) -> Seconds:

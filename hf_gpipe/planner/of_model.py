@@ -59,7 +59,7 @@ def planner_of(
     if size > 1 and profile_on is not None:
         raise UserError(
             f"tensor_parallel is {size}, and the seconds of divided layers cannot be measured in one process; leave "
-            "--profile out"
+            "--profile out, and plan with partition flops or auto"
         )
     mini_batch = inputs.mini_batch(adapter)
     tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=config.division))

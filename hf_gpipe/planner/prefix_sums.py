@@ -86,16 +86,19 @@ class LayerSums:
         self.device = device
         layers = costs.layers
         seconds = [layer.seconds or estimated_seconds(layer, costs.compute_dtype, device) for layer in layers]
-        # The ranks of a worker wait for their sums, but for what runs beside products. Measured seconds include them.
+        # The ranks of a worker wait for their sums, but for what runs beside products. Measured seconds include both.
         size, link = 1 if costs.is_measured else costs.num_ranks, link or device.link
         sums = [(one.forward_sums.seconds(size, link), one.backward_sums.seconds(size, link)) for one in layers]
         self._stage_seconds = costs.stage_seconds or estimated_stage_seconds(layers, device)
         self._forward_only = RangeSum(own.forward_only + sent for own, (sent, _) in zip(seconds, sums, strict=True))
         self._forward = RangeSum(own.forward + sent for own, (sent, _) in zip(seconds, sums, strict=True))
-        hidden = [_hidden_seconds(layer, own, size, link) for layer, own in zip(layers, seconds, strict=True)]
+        hidden = [
+            _hidden_seconds(layer, own, costs.num_ranks, link) for layer, own in zip(layers, seconds, strict=True)
+        ]
         self.hidden_seconds = RangeSum(hidden)
         self._backward = RangeSum(
-            own.backward + sent - beside for own, (_, sent), beside in zip(seconds, sums, hidden, strict=True)
+            own.backward + sent - (0.0 if costs.is_measured else beside)
+            for own, (_, sent), beside in zip(seconds, sums, hidden, strict=True)
         )
         # Of a measured backward too W is the share of its operations.
         self.weight_seconds = RangeSum(

@@ -92,8 +92,8 @@ class PipelineKeys:
 
     speeds: Annotated[tuple[Positive, ...] | Annotated[str, OneOf(("profile",))] | None, Listed] = None
     """The relative speed of each process, for the planner, such as [1, 0.5] where the second is half as fast. profile:
-    measured before training, by a block of the model. null: measured where the processes have GPUs of different models,
-    layers are not divided and something is left to the planner; otherwise all are equally fast."""
+    measured before training, by a block of the model. null: measured where the processes have GPUs of different models
+    and something is left to the planner; otherwise all are equally fast."""
 
     replicas: Annotated[Count | Annotated[str, OneOf((AUTO,))] | tuple[Count, ...], Listed] = 1
     """Number of replicas of each stage, which take the micro-batches in turn and add up their gradients: 2 is two

@@ -104,7 +104,8 @@ class Beside:
                 # In another it may wait for a message that does not come.
                 self._changed.wait_for(lambda: not self._waiting)
             self._error = None
-        self._is_raised = threading.Event()
+        # The loop has failed: what a thread finds from now on, nobody waits for.
+        self._is_raised.set()
 
 
 def _is_alone() -> bool:

@@ -118,7 +118,8 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         # Not the tensor: a node would keep itself by what it saves of its result.
         alias = tensor.detach()
-        if not _is_plain(tensor) or tensor.device != self.device or tensor.is_conj() or tensor.is_neg():
+        is_fixed = tensor.device != self.device or tensor.is_conj() or tensor.is_neg() or _is_of_weight(tensor)
+        if not _is_plain(tensor) or is_fixed:
             return _Saved(alias, tensor._version)
         storage = alias.untyped_storage()
         home = self.homes.setdefault(storage._cdata, _Home(storage, storage.nbytes()))
@@ -248,6 +249,14 @@ def _runs(saved: SavedTensors) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is memory of a device and no more."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _is_of_weight(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what autocast has made of a trained weight, once for all micro-batches of a step."""
+    made = (tensor if tensor._base is None else tensor._base).grad_fn
+    if made is None or made.name() != "ToCopyBackward0":
+        return False
+    return isinstance(getattr(made.next_functions[0][0], "variable", None), nn.Parameter)
 
 
 def _aligned(size: int) -> int:

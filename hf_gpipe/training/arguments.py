@@ -168,10 +168,10 @@ class PipelineTrainingArguments(TrainingArguments):
                 raise UserError(f"{name}={getattr(self, name)}; it must be at least 1, or None")
         TokenLoss(logit_clipping=self.logit_clipping)
         self._check_sampling()
-        if self.recompute == "none" and self.is_checkpointing:
+        if self.recompute in ("none", "host") and self.is_checkpointing:
             raise UserError(
-                "activation_checkpointing=True contradicts recompute='none'; leave one of them out (recompute='block' "
-                "is the same, recompute='stage' keeps less)"
+                f"activation_checkpointing=True contradicts recompute={self.recompute!r}; leave one of them out "
+                "(recompute='block' is the same as it, recompute='stage' keeps less)"
             )
         if self.save_only_model and (self.enable_jit_checkpoint or self.memory_save_steps is not None):
             other = "enable_jit_checkpoint=True" if self.enable_jit_checkpoint else "memory_save_steps"

@@ -25,15 +25,15 @@ logger = transformers.logging.get_logger(__name__)
 
 def are_beside(trainer: TrainerOfLoop) -> bool:
     """Whether dealt stages are updated beside backwards: where an update needs the gradients of its stage alone, and
-    nothing looks at those of all stages before it."""
-    return (
-        trainer.pipe.steps.can_update_beside
-        and trainer.updates_per_step == 1
-        and not _needs_numbers(trainer)
-        and trainer.optimizer is not None
+    nothing looks at those of all stages before it. Every process calls it, and all have the same answer."""
+    if not trainer.pipe.steps.can_update_beside or trainer.updates_per_step > 1 or _needs_numbers(trainer):
+        return False
+    own = (
+        trainer.optimizer is not None
         and treats_parameters_alone(trainer.optimizer)
         and not any(callbacks_of_update(trainer.callback_handler.callbacks))
     )
+    return all(trainer.pipe.world.gather_objects(own))
 
 
 def _needs_numbers(trainer: TrainerOfLoop) -> bool:
@@ -69,12 +69,14 @@ class Updates:
         #: Of each step of the last window the loss, the norm and the learning rate.
         self._window: list[tuple[float, float, float]] = []
         self._slow_machines = SlowMachines(self._pipe, self._args.slow_machine_steps)
+        #: Of all processes, whose tables must be the same.
+        self._is_beside = are_beside(trainer)
 
     @property
     def wait(self) -> bool:
         if _needs_numbers(self._trainer) or self._pipe.is_asynchronous:
             return True
-        return self._world.num_processes == 1 and not are_beside(self._trainer)
+        return self._world.num_processes == 1 and not self._is_beside
 
     @property
     def _clips(self) -> bool:
@@ -122,7 +124,7 @@ class Updates:
         if self.wait:
             self._pipe.steps.train_on(group, times, partial(self._update, len(group)))
         else:
-            beside = self._update_stage if are_beside(self._trainer) else None
+            beside = self._update_stage if self._is_beside else None
             update = partial(self._update, len(group), is_done=beside is not None)
             numbers = self._pipe.steps.train_ahead(group, times, update, beside)
             self.read_late_numbers()

@@ -12,6 +12,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from hf_gpipe import Pipeline
+from hf_gpipe.errors import StageError
 from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.schedule.kinds import DROP
 from hf_gpipe.schedule.visits import most_loaded
@@ -316,4 +317,8 @@ def test_a_wait_less_of_dealt_stages() -> None:
 @on_emulated_cuda()
 def test_gradients_of_earlier_visits_are_waited_for() -> None:
     mutate(VisitingWeights, "torch.cuda.current_stream(device).wait_stream(stream)", "pass")
-    assert any("is not ordered after" in one for one in problems_of_steps("dealt"))
+    try:
+        problems = problems_of_steps("dealt")
+    except StageError as error:  # the emulated device saw the write itself
+        problems = [str(error)]
+    assert any("is not ordered after" in one or "was written before its copy" in one for one in problems)

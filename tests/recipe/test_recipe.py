@@ -118,7 +118,7 @@ def test_the_resolved_recipe_reads_back_as_the_same() -> None:
         ("pipeline.num_stages=", "found nothing (null)"),
         (
             "pipeline.recompute=stages",
-            "'none', 'block', 'stage' or a whole number of at least 1 or null; did you mean 'stage'?",
+            "'none', 'block', 'stage', 'host' or a whole number of at least 1 or null; did you mean 'stage'?",
         ),
         ("pipeline.schedule=gpip", "did you mean 'gpipe'?"),
         ("pipeline.schedule=forward_only", "found 'forward_only' (a string), expected 'naive', 'gpipe'"),
