@@ -1,4 +1,4 @@
-"""What the process to fork from imports (tests/gloo.py): most of what its children would; models load when first made.
+"""The imports of the process that tests fork (tests/gloo.py): most of those of its children; models load on first use.
 
 The garbage collector leaves out what is imported: else each child looks at a million objects of others, and gets pages
 of its own for them.

@@ -1,4 +1,4 @@
-"""What graphs save waits on the host (`recompute: host`): the loss and every gradient of a run that keeps it."""
+"""Saved tensors of graphs wait on the host (`recompute: host`): loss and gradients are those of a run that keeps all."""
 
 from __future__ import annotations
 

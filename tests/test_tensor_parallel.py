@@ -77,7 +77,7 @@ ON_TWO_WORKERS = (
     *("hidden states", "rounded"),
 )
 #: What these are evaluated and generate does not depend on the schedule, the recomputation and the loss.
-EVALUATED = ("uneven", "rows in parts", "replicas", "packing", "interleaved", "experts", "hidden states")
+EVALUATED = ("uneven", "rows in parts", "replicas", "packing", "interleaved", "experts", "hidden states", "rounded")
 
 
 def config_of(family: str, heads: int = 4, dropout: float = 0.0) -> Any:

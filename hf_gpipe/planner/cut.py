@@ -93,8 +93,7 @@ def _carries(planner: Planner, settings: DecidedConfig, start: int, stop: int) -
         return False
     sums = planner.sums(settings)
     seconds, num_bytes = sums.seconds(start, stop, "none"), sums.graphs["none"].kept_bytes(start, stop)
-    num_devices = planner.host_size(settings.num_processes) * planner.tensor_parallel
-    travels = sums.copy_seconds(num_bytes, num_devices, ways=2)
+    travels = sums.copy_seconds(num_bytes, planner.num_copying(settings.num_processes), ways=2)
     return travels < seconds.forward + seconds.backward
 
 

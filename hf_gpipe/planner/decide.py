@@ -27,7 +27,7 @@ from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.facts import available_memory
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.world import World
-from hf_gpipe.schedule import Placement, Schedule
+from hf_gpipe.schedule import Schedule
 from hf_gpipe.text import seconds_text, size_text
 
 logger = logging.getLogger(__name__)
@@ -174,11 +174,8 @@ class Planning:
         return speeds
 
     def _ranks(self, config: PipelineConfig) -> ProcessRanks | None:
-        """The ranks of this process's worker, before any stage is placed; None: a process is a worker."""
-        if config.tensor_parallel == 1:
-            return None
-        workers = Placement.spread(config.processes, config.processes)
-        ranks = self.world.placed(replace(workers, ranks_per_worker=config.tensor_parallel)).worker_ranks()
+        """The ranks of this process's worker; None: a process is a worker."""
+        ranks = self.world.ranks_of_workers(config.tensor_parallel)
         return ranks and replace(ranks, divides_rows=config.division.divides_rows)
 
     def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, Chunks], Sequence[ModelCosts]]:

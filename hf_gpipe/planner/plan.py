@@ -390,6 +390,10 @@ class Planner:
         is_one = self.cluster is None or len(self.cluster.levels) == 1
         return num_processes if is_one or self.cluster is None else min(self.cluster.devices_in(1), num_processes)
 
+    def num_copying(self, num_workers: int) -> int:
+        """The devices that copy to and from the memory of one machine, all ranks of so many workers."""
+        return self.host_size(num_workers) * self.tensor_parallel
+
     def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
         """The seconds of the actions and messages of a table that runs with these settings."""
         sums, placement = self._sums_of(settings), table.placement
@@ -403,7 +407,7 @@ class Planner:
             self.inputs,
             settings,
             network,
-            self.host_size(placement.num_processes) * self.tensor_parallel,
+            self.num_copying(placement.num_processes),
         )
 
     def plan(self, settings: DecidedConfig) -> Plan:

@@ -129,7 +129,8 @@ class Executor:
 
         Raises:
             StageError: an action failed; names the process, the stage, the action and the micro-batch. A pipeline of
-                one process can run the next step after it; one of several cannot.
+                one process can run the next step after it, unless the table has H or several steps: then some stages
+                are updated and others are not. One of several processes cannot.
             HfGpipeError: a step failed before, in a pipeline of several processes.
         """
         for channel in self._channels:

@@ -396,6 +396,13 @@ class World:
         ]
         return groups[self.place]
 
+    def ranks_of_workers(self, size: int) -> ProcessRanks | None:
+        """`worker_ranks` where so many processes form a worker, before any stage is placed."""
+        if size == 1:
+            return None
+        count = self.num_processes // size
+        return self.placed(replace(Placement.spread(count, count), ranks_per_worker=size)).worker_ranks()
+
     def worker_ranks(self) -> ProcessRanks | None:
         """The ranks of this process's worker; None: it is the only one. Every process must call it."""
         size = self.placement.ranks_per_worker

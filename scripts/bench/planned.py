@@ -29,7 +29,7 @@ from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.world import World
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, LONGEST_WINDOW, Placement
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, LONGEST_WINDOW
 from hf_gpipe.training.preference_loss import PreferenceLoss
 
 CPU = torch.device("cpu")
@@ -155,15 +155,13 @@ def tiny(case: Case) -> Case:
 
 def profile(case: Case) -> Sequence[ModelCosts]:
     """The costs of a case's layers for each chunk of its rows, measured while the other processes measure."""
-    world = World.of_job()
-    placement = Placement.spread(case.num_processes // case.num_ranks, case.num_processes // case.num_ranks)
     measured = partial(
         profile_layers,
         case.adapter(),
         device=CPU,
         loss=case.loss.planned,
         barrier=meet,
-        ranks=world.placed(replace(placement, ranks_per_worker=case.num_ranks)).worker_ranks(),
+        ranks=World.of_job().ranks_of_workers(case.num_ranks),
         make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
     )
     return each_chunk(case.workload, Chunks(case.sequence_chunks), measured)

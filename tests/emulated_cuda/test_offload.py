@@ -1,4 +1,4 @@
-"""What graphs save goes to the host: the numbers of graphs that stay, the memory of three, and no wait of the host."""
+"""Saved tensors of graphs go to the host: the graphs that stay, the memory of three, and no wait of the host."""
 
 from __future__ import annotations
 

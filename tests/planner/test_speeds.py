@@ -86,7 +86,7 @@ def test_the_time_of_a_block_takes_no_random_numbers(family: str) -> None:
 
 
 def _of_blocks(size: int) -> tuple[ModelCosts, float]:
-    """What this process measures of layers that are divided among as many ranks as there are processes."""
+    """The measurements of this process, of layers that are divided among all processes."""
     group = torch.distributed.group.WORLD
     assert group is not None
     ranks = ProcessRanks(size, torch.distributed.get_rank(), group, CPU, divides_rows=True)

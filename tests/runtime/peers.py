@@ -54,7 +54,7 @@ def uninvited(folder: Path) -> int:
 
 
 def start(what: str, folder: Path) -> int:
-    """What a process does; of few files, one that begins with the limit of open files that is usual."""
+    """Run a process of this name; the "rank of few files" begins with the usual limit of open files."""
     if what == "rank of few files":
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     return uninvited(folder) if what == "uninvited" else rank(folder)
