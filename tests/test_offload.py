@@ -1,4 +1,4 @@
-"""Saved tensors of graphs wait on the host (`recompute: host`): loss and gradients are those of a run that keeps all."""
+"""Saved tensors of graphs wait on the host (`recompute: host`): loss and gradients are those of a run without."""
 
 from __future__ import annotations
 
