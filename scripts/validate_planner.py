@@ -4,16 +4,17 @@
     python scripts/validate_planner.py llama-1f1b ...   these only, nothing is written
     python scripts/validate_planner.py --tiny           small models: does the script work?
 
-Each case is run twice, in fresh processes joined by gloo, each with one thread. In the first run all processes measure
-one layer of each kind at the same time. In the second they train, and note
+Each case is run three times, in fresh processes joined by gloo, each with one thread:
 
-- the bytes of the parameters that they hold,
-- the peak of their resident memory in the steps, above what it was after the imports and some steps of a tiny model,
-  which bring in the libraries' own pages,
-- the median time of a step, with clipping and the optimizer's update.
+1. All processes measure one layer of each kind at the same time.
+2. They train, for the median time of a step, with clipping and the optimizer's update, and for the bytes of the
+   parameters that they hold.
+3. They train two steps for the peak of their resident memory, above what it was after the imports and some steps of a
+   tiny model, which bring in the libraries' own pages.
 
-The processes return freed tensors to the system at once (`MALLOC_MMAP_THRESHOLD_`), so that the peak is that of the
-tensors. It is compared with the plan without the reserve, which is for what the allocator keeps beside them.
+In the third run freed tensors return to the system at once (`MALLOC_MMAP_THRESHOLD_`), so that the peak is that of the
+tensors. It is compared with the plan without the reserve, which is for what the allocator keeps beside them. Such
+processes are slower, since each new tensor needs pages of the system, so their steps are not timed.
 
 The planner is told the seconds of the layers, nothing else of the run. Where weights visit, the device and the host are
 one memory here, so the bytes of such a case say nothing and are not shown. Run it while the machine does nothing else,
@@ -92,6 +93,7 @@ def cases() -> list[Case]:
         Case("llama-vocabulary", llama_config, 8, 128, 128, 2, 2, 4, "vocab_1f1b", "none"),
         Case("llama-tensor", llama_config, 8, 128, 128, 1, 2, 2, "gpipe", "none", others={"tensor_parallel": 2}),
         Case("llama-packed", llama_config, 16, 128, 128, 2, 2, 4, "1f1b", "none", training="packed"),
+        Case("llama-bf16", llama_config, 8, 128, 128, 2, 2, 4, "1f1b", "none", training="bf16"),
         Case("llama-dpo", llama_config, 8, 128, 128, 2, 2, 4, "1f1b", "none", training="dpo"),
         Case("llama-qlora", llama_config, 8, 128, 128, 2, 2, 4, "1f1b", "none", training="qlora"),
         Case("llama-visits", *visits, "breadth_first", "stage", training="lora", others={"offload_weights": "frozen"}),
@@ -101,23 +103,29 @@ def cases() -> list[Case]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one process of a run."""
+    """The measurements of one process."""
 
     parameter_bytes: int
-    peak_bytes: int
     step_seconds: tuple[float, ...]
+    peak_bytes: int
 
 
-def train(case: Case, num_steps: int) -> Measured:
-    """Some steps of a case, in one of its processes."""
+def train(case: Case, num_steps: int) -> tuple[int, tuple[float, ...]]:
+    """The bytes of the parameters of one process of a case, and the seconds of its steps."""
+    pipe, seconds = train_pipeline(case, num_steps)
+    tensors = [p for stage in pipe.models.values() for p in stage.parameters.values()]
+    held = {p.data_ptr(): size_of_quantised(p)[1] for p in tensors}
+    return sum(held.values()), seconds
+
+
+def peak(case: Case) -> int:
+    """The most bytes that two steps of a case take in one of its processes."""
     train_pipeline(tiny(case), 3)
     machine.reset_peak()
     baseline = machine.resident_bytes()
     # What was read of the mapped files of a checkpoint counts for a moment.
-    pipe, seconds = train_pipeline(case, num_steps, before_steps=machine.reset_peak)
-    tensors = [p for stage in pipe.models.values() for p in stage.parameters.values()]
-    held = {p.data_ptr(): size_of_quantised(p)[1] for p in tensors}
-    return Measured(sum(held.values()), machine.peak_bytes() - baseline, seconds)
+    train_pipeline(case, 2, before_steps=machine.reset_peak)
+    return machine.peak_bytes() - baseline
 
 
 @dataclass(frozen=True)
@@ -178,7 +186,9 @@ def validate(case: Case, num_steps: int) -> Result:
             case = replace(case, folder=folder)
         measured = run_job(profile, (case,), case.num_processes)
         plan = planned(measured, case, this_machine(CPU))
-        return Result(case, plan, run_job(train, (case, num_steps), case.num_processes, timeout_seconds=3600))
+        trained = run_job(train, (case, num_steps), case.num_processes, timeout_seconds=3600)
+        peaks = run_job(peak, (case,), case.num_processes, timeout_seconds=3600, variables=RETURN_FREED)
+        return Result(case, plan, [Measured(*own, of_peak) for own, of_peak in zip(trained, peaks, strict=True)])
 
 
 def report(results: Sequence[Result]) -> str:
@@ -222,7 +232,7 @@ def report(results: Sequence[Result]) -> str:
         "",
         f"Measured on {platform.machine()} with {os.cpu_count()} cores, one thread a process, load {load:.1f} over the "
         f"last 15 minutes; Python {platform.python_version()}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}. Weights and arithmetic in float32, AdamW.",
+        f"{transformers.__version__}. Weights in float32, and but for bf16 arithmetic too; AdamW.",
         "",
         END,
     ]
@@ -259,7 +269,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.cases) - {case.name for case in everything}:
         parser.error(f"no case {sorted(unknown)[0]!r}; there are {', '.join(case.name for case in everything)}")
     chosen = [case for case in everything if not options.cases or case.name in options.cases]
-    os.environ.update(RETURN_FREED)  # of the processes of the cases
     results = []
     for case in chosen:
         results.append(validate(tiny(case) if options.tiny else case, options.steps))

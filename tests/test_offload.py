@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import ScheduleError, UserError
@@ -22,6 +24,7 @@ from hf_gpipe.runtime.offload import HostCopies, SavedTensors
 from hf_gpipe.schedule import recompute_under
 from hf_gpipe.schedule.kinds import OFFLOAD
 from scripts.families import default_config
+from tests.gloo import run_gloo
 from tests.oracle import gathered_gradients, padded_batch, plain_model, tiny_config
 
 #: With so many micro-batches some stage has more than three graphs.
@@ -31,24 +34,39 @@ COUNT = 5
 @pytest.fixture(autouse=True)
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let storages of any size move; the numbers of storages that graphs let go."""
-    monkeypatch.setattr(offload, "SMALLEST_BYTES", 1)
+    return count_moved(monkeypatch)
+
+
+def count_moved(patch: pytest.MonkeyPatch) -> list[int]:
+    patch.setattr(offload, "SMALLEST_BYTES", 1)
     leave, counts = HostCopies.leave, list[int]()
 
     def counted(copies: HostCopies, saved: SavedTensors) -> None:
         counts.append(len(saved.homes))
         leave(copies, saved)
 
-    monkeypatch.setattr(HostCopies, "leave", counted)
+    patch.setattr(HostCopies, "leave", counted)
     return counts
+
+
+def pipeline(model: nn.Module | str, recompute: Any, **options: Any) -> Pipeline:
+    given_ = {"num_stages": 2, "num_micro_batches": COUNT, "schedule": "gpipe"} | copy.deepcopy(options)
+    torch.manual_seed(0)
+    return Pipeline(copy.deepcopy(model), recompute=recompute, seed=3, **given_)
 
 
 def step(model: nn.Module, batch: dict[str, torch.Tensor], recompute: Any, **options: Any) -> dict[str, torch.Tensor]:
     """The loss and all gradients of a second step, which adds to those of the first."""
-    given_ = {"num_stages": 2, "num_micro_batches": COUNT, "schedule": "gpipe"} | copy.deepcopy(options)
-    torch.manual_seed(0)
-    pipe = Pipeline(copy.deepcopy(model), recompute=recompute, seed=3, **given_)
+    pipe = pipeline(model, recompute, **options)
     pipe.train_step(batch)
     return {"loss": pipe.train_step(batch)} | gathered_gradients(pipe)
+
+
+def own_step(model: nn.Module, batch: dict[str, torch.Tensor], recompute: Any, **options: Any) -> dict[str, Any]:
+    """The loss of a step and the gradients of this process."""
+    pipe = pipeline(model, recompute, **options)
+    loss = pipe.train_step(batch)
+    return {"loss": loss} | {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -113,6 +131,61 @@ def test_what_else_it_goes_with(options: dict[str, Any], moved: list[int]) -> No
     assert_equal(step(model, batch, "host", **options), expected)
     assert moved
     assert all(moved)
+
+
+#: In two processes.
+IN_PROCESSES: list[dict[str, Any]] = [
+    {"num_stages": 2},
+    {"num_stages": 2, "schedule": "zb_h1", "autocast": torch.bfloat16},
+    {"num_stages": 4, "num_processes": 2, "schedule": "interleaved_1f1b"},
+    {"num_stages": 1, "replicas": 2, "zero": 1},
+    {"num_stages": 1, "tensor_parallel": 2},
+    {"num_stages": 1, "tensor_parallel": 2, "sequence_parallel": True, "schedule": "1f1b"},
+    {"num_stages": 4, "num_processes": 2, "schedule": "vocab_gpipe"},
+]
+
+
+def steps_in_processes() -> list[tuple[list[str], int]]:
+    """Of each case which of this process's tensors differ from a run without, and how many graphs went."""
+    config = tiny_config("llama", tied=False, dropout=0.1)
+    model, batch = plain_model(config), padded_batch(config, rows=10)
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        counts = count_moved(patch)
+        for case in IN_PROCESSES:
+            options = case | {"num_micro_batches": 10}
+            expected = own_step(model, batch, "none", **options)
+            before = len(counts)
+            found = own_step(model, batch, "host", **options)
+            assert found.keys() == expected.keys()
+            different = [name for name in expected if not torch.equal(found[name], expected[name])]
+            results.append((different, len(counts) - before))
+    return results
+
+
+def test_in_processes() -> None:
+    """Replicas with a shared optimizer state and divided layers too."""
+    for of_process in run_gloo(steps_in_processes, 2):
+        for case, (different, moved) in zip(IN_PROCESSES, of_process, strict=True):
+            assert not different, (case, different)
+            assert moved, case
+
+
+def test_weights_of_4_bits(tmp_path: Path, moved: list[int]) -> None:
+    pytest.importorskip("bitsandbytes")
+    from tests import test_quantised  # without the package it is skipped as a whole
+
+    config = test_quantised.config()
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    results = []
+    for recompute in ("none", "host"):
+        lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        bits = {"quantization_config": test_quantised.asked("nf4"), "peft_config": lora}
+        pipe = pipeline(str(tmp_path), recompute, **bits)
+        results.append({"loss": pipe.train_step(padded_batch(config))} | gathered_gradients(pipe))
+    assert moved
+    assert_equal(*results)
 
 
 class Checkpointed(nn.Module):

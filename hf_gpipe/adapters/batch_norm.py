@@ -11,13 +11,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hf_gpipe.adapters.autocast import HALF_PRECISION
 from hf_gpipe.adapters.sync_batch_norm import Gather, is_synchronised, normalise
 from hf_gpipe.errors import DataError, UnsupportedModelError
 
@@ -88,22 +88,37 @@ class BatchNorms:
         self._index = -1
         self._shared: dict[int, dict[str, torch.Tensor]] = {}
         for name, layer in self._layers.items():
-            layer.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
-            if is_synchronised(layer):
-                layer.forward = partial(self._synchronised, name, layer)  # type: ignore[method-assign]
-            elif not layer.affine:
-                layer.forward = partial(_in_type_of_averages, layer)  # type: ignore[method-assign]
+            forward = self._synchronised if is_synchronised(layer) else self._own
+            layer.forward = partial(forward, name, layer)  # type: ignore[method-assign]
 
     def __bool__(self) -> bool:
         return bool(self._layers)
 
+    def _own(self, name: str, layer: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+        """The forward of a layer, which notes the statistics that it computes anyway."""
+        if not layer.training:
+            return _BatchNorm.forward(layer, input)
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        count = 0 if self._found is None else self._count(name, input)
+        # Averages that follow with a momentum of 1 are the statistics themselves. Their type is that of the averages,
+        # also under autocast. And a recomputed forward saves the same tensors as the first one.
+        mean, variance = torch.zeros_like(layer.running_mean), torch.zeros_like(layer.running_var)
+        output = F.batch_norm(
+            input, mean, variance, layer.weight, layer.bias, training=True, momentum=1.0, eps=layer.eps
+        )
+        if count and mean.dtype in HALF_PRECISION:
+            self._note(name, count, input)
+        elif count:
+            self._add(name, count, mean, variance.double() * (count - 1))
+        return output
+
     def _synchronised(self, name: str, layer: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
         if self.gather is None or not layer.training:
-            return _BatchNorm.forward(layer, input) if layer.affine else _in_type_of_averages(layer, input)
+            return self._own(name, layer, input)
         shared = self._shared.setdefault(self._index, {})
         if name not in shared:
-            assert self._found is not None, "the first forward of a micro-batch notes its statistics"
-            shared[name] = reduce(_joined, self.gather(self._found[name]))
+            shared[name] = reduce(_joined, self.gather(self._note(name, self._count(name, input), input)))
         return normalise(layer, input, shared[name], self.gather)
 
     @contextmanager
@@ -122,11 +137,9 @@ class BatchNorms:
         finally:
             self._found = None
 
-    @torch.no_grad()
-    def _note(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._found is None or not layer.training:
-            return
-        (values,) = (*args, *kwargs.values())
+    def _count(self, name: str, values: torch.Tensor) -> int:
+        """How many values of each channel a layer is given, for the first time in this forward."""
+        assert self._found is not None, "the first forward of a micro-batch notes its statistics"
         if name in self._found:
             raise UnsupportedModelError(
                 f"{name!r} is called twice in a forward, and its moving averages would be those of two places; give "
@@ -138,10 +151,20 @@ class BatchNorms:
                 f"{name!r} is given {count} value of each channel of a micro-batch, and statistics need two; use fewer "
                 "micro-batches, or more rows"
             )
-        values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+        return count
+
+    @torch.no_grad()
+    def _note(self, name: str, count: int, values: torch.Tensor) -> torch.Tensor:
+        """Compute the statistics of what a layer is given, in float32 at least."""
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
         variance, mean = torch.var_mean(values, [0, *range(2, values.dim())], correction=0)
-        mean, squares = mean.double(), variance.double() * count
+        return self._add(name, count, mean, variance.double() * count)
+
+    def _add(self, name: str, count: int, mean: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        assert self._found is not None
+        mean = mean.double()
         self._found[name] = torch.stack([torch.full_like(mean, count), mean, squares])
+        return self._found[name]
 
     @torch.no_grad()
     def update(self, mini_batches: Sequence[Hashable], total: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
@@ -171,19 +194,6 @@ class BatchNorms:
         """Drop the statistics of a failed step."""
         self._known.clear()
         self._shared.clear()
-
-
-def _in_type_of_averages(layer: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """The forward of a layer without weights, whose moving averages alone say the type of the statistics.
-
-    Under autocast the input has another type, and torch would compute its statistics in half precision.
-    """
-    if not layer.training:
-        return _BatchNorm.forward(layer, input)
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    averages = layer.running_mean.clone(), layer.running_var.clone()
-    return F.batch_norm(input, *averages, training=True, eps=layer.eps)
 
 
 def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -163,6 +163,7 @@ class LayerCost:
         parameters: those that no other layer uses.
         shared: those that other layers use too.
         buffer_bytes: tensors that are no parameters, such as position tables.
+        converted_bytes: what autocast makes of the weights, once for all micro-batches of a step.
         forward_flops: multiplications and additions of the forward's matrix products (2 for each pair), head's loss
             included.
         backward_flops: the same of the backward, for inputs and weights, without any recomputation.
@@ -201,6 +202,7 @@ class LayerCost:
     seconds: Seconds | None = None
     deferred_bytes: int = 0
     row_bytes: int = 0
+    converted_bytes: int = 0
     forward_calls: int = 0
     backward_calls: int = 0
     stage_calls: int = 0
@@ -274,6 +276,7 @@ class ModelCosts:
             parameters=Parameters(),
             shared=(),
             buffer_bytes=0,
+            converted_bytes=0,
             forward_flops=0,
             backward_flops=0,
             forward_working_bytes=0,

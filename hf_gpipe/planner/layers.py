@@ -180,6 +180,7 @@ class LayerTracer:
                     block=traced_layer.block,
                     deferred_bytes=traced_layer.trace.deferred,
                     row_bytes=traced_layer.trace.row,
+                    converted_bytes=traced_layer.trace.converted,
                     forward_calls=traced_layer.trace.forward_calls,
                     backward_calls=traced_layer.trace.backward_calls,
                     stage_calls=traced_layer.trace.stage_calls,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.autocast import keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.model.assembly import assemble
@@ -34,7 +35,7 @@ from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.facts import DeviceFacts
 from hf_gpipe.runtime.loss import PLAIN, Loss
-from hf_gpipe.runtime.micro_batch import MicroBatch, on_devices
+from hf_gpipe.runtime.micro_batch import Context, MicroBatch, on_devices
 from hf_gpipe.runtime.stage import Stage
 
 #: Blocks that run in a row, where as many of one kind follow each other.
@@ -192,19 +193,24 @@ class _Clock:
         runs: list[Seconds] = []
         self.barrier()
         begin = time.perf_counter()
-        while len(runs) < 3 or (len(runs) <= self.repeats and self._elapsed(begin) < self.budget_seconds):
-            marks = [_now(self.device)]
-            stage.forward(context, keep_graph=False)
-            marks.append(_now(self.device))
-            outputs = stage.forward(context, keep_graph=True)
-            marks.append(_now(self.device))
-            wanted = [name for name, is_wanted in stage.trainable_outputs.items() if is_wanted]
-            gradients = {name: torch.randn_like(outputs[name]) for name in wanted}
-            del outputs
-            begun = _now(self.device)
-            stage.backward(0, gradients)
-            runs.append(Seconds(marks[1] - marks[0], marks[2] - marks[1], _now(self.device) - begun))
+        with keeping_weights(self.model.adapter.autocast):
+            while len(runs) < 3 or (len(runs) <= self.repeats and self._elapsed(begin) < self.budget_seconds):
+                runs.append(self._run(stage, context))
         return Seconds.combined(runs[1:], median)
+
+    def _run(self, stage: Stage, context: Context) -> Seconds:
+        """A forward without a graph, one with one, and a backward."""
+        marks = [_now(self.device)]
+        stage.forward(context, keep_graph=False)
+        marks.append(_now(self.device))
+        outputs = stage.forward(context, keep_graph=True)
+        marks.append(_now(self.device))
+        wanted = [name for name, is_wanted in stage.trainable_outputs.items() if is_wanted]
+        gradients = {name: torch.randn_like(outputs[name]) for name in wanted}
+        del outputs
+        begun = _now(self.device)
+        stage.backward(0, gradients)
+        return Seconds(marks[1] - marks[0], marks[2] - marks[1], _now(self.device) - begun)
 
     def _elapsed(self, begin: float) -> float:
         """Seconds since then, the most of all ranks: they run each layer together, and so equally often."""

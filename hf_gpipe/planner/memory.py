@@ -27,7 +27,7 @@ class MemoryEstimate:
     """Bytes at the peak of a step."""
 
     parameters: int = 0
-    """Weights, a tied one once per process, and buffers."""
+    """Weights, a tied one once per process, what autocast makes of them once for a step, and buffers."""
     gradients: int = 0
     """Gradients of the weights."""
     optimizer: int = 0
@@ -96,14 +96,21 @@ def estimate_memory(
     hosted = [sums.hosted(*layers, visitors, is_dealt=is_dealt) for layers in ranges]
     # Of dealt stages nothing stays, ties neither.
     trained_bytes = 0 if is_dealt else held.trainable_bytes - sum(one.trainable_bytes for one in hosted)
+    # Where weights change between micro-batches, each graph keeps its own conversion of them.
+    is_asynchronous = timeline.schedule.is_asynchronous
     amounts = {
-        stage: stage_amounts(sums, stages[stage], trained_bytes / len(own), one.trainable_bytes)
+        stage: stage_amounts(
+            sums, stages[stage], trained_bytes / len(own), one.trainable_bytes, converts_once=not is_asynchronous
+        )
         for stage, one in zip(own, hosted, strict=True)
     }
-    weights = held.num_bytes
+    converted = [0.0 if is_asynchronous else sums.converted_bytes(*layers) for layers in ranges]
+    weights = held.num_bytes + sum(converted)
     if visitors is not None:  # each stage that is there has a buffer
         num_buffers = min(most_loaded(timeline.schedule)[process], len(own))
-        weights = trained_bytes + num_buffers * max(one.num_bytes for one in hosted)
+        weights = trained_bytes + num_buffers * max(
+            one.num_bytes + own for one, own in zip(hosted, converted, strict=True)
+        )
     levels = (level for _, level in occupancy(timeline, amounts, process))
     # Of more replicas than micro-batches some have nothing to do.
     fullest = max(levels, key=lambda level: sum(level.values()), default={})
@@ -111,7 +118,7 @@ def estimate_memory(
     items = {name: round(size) for name, size in fullest.items()}
     return MemoryEstimate(
         **items | {"boundaries": items.get("boundaries", 0) + ids},
-        parameters=weights
+        parameters=round(weights)
         + sum(int(sums.buffer_bytes(*layers)) for layers in ranges)
         + sum(round(stages[stage].beside.held_bytes) for stage in own),
         optimizer=0
@@ -168,14 +175,22 @@ def away_bytes(sums: LayerSums, stages: Sequence[StageLayers], timeline: Timelin
     return round(max((level.get("away", 0.0) for _, level in occupancy(timeline, amounts, process)), default=0.0))
 
 
-def stage_amounts(sums: LayerSums, stage: StageLayers, gradient_bytes: float, visiting_bytes: int) -> Amounts:
+def stage_amounts(
+    sums: LayerSums,
+    stage: StageLayers,
+    gradient_bytes: float,
+    visiting_bytes: int,
+    *,
+    converts_once: bool = True,
+) -> Amounts:
     """The bytes that each thing held by a stage adds to the items of the estimate."""
     layers, run, beside = sums.costs.layers, (stage.start, stage.stop), stage.beside
     graphs = sums.graphs[stage.inner]
     graph, backward = graphs.kept_bytes(*run), graphs.backward_peak_bytes(*run)
     head = layers[stage.stop - 1]
     logits = head.graph(stage.inner).saved_bytes if head.kind == "head" else 0
-    of_graph = {"activations": graph - logits, "logits": logits}
+    converted = 0.0 if converts_once else sums.converted_bytes(*run)
+    of_graph = {"activations": graph - logits + converted, "logits": logits}
     return {
         Held.INPUT: {"boundaries": _received_bytes(sums, stage) + beside.kept_bytes},
         Held.GRAPH: of_graph,
@@ -244,6 +259,7 @@ class MemoryBound:
         self._state_shares = state_shares
         self._ids = table.num_micro_batches * sums.costs.micro_batch_bytes
         self._stashes = [num_stashes(table, stage) for stage in range(table.num_stages)]
+        self._is_asynchronous = table.is_asynchronous
 
     def stage_bytes(self, number: int, stage: StageLayers) -> float:
         """The most that stage `number` needs as the only stage of its process."""
@@ -257,7 +273,8 @@ class MemoryBound:
         always = run.held + run.buffers + self._ids + beside.held_bytes
         always += self._stashes[number] * run.trained
         always += (1 + reserved) * run.trained + self._state_shares[number] * run.owned
-        coming = live_graphs * run.graph
+        always += 0 if self._is_asynchronous else run.converted
+        coming = live_graphs * (run.graph + (run.converted if self._is_asynchronous else 0))
         coming += most[Held.DEFERRED] * run.deferred
         coming += (most[Held.ROW] + most[Held.ROW_GRADIENTS]) * run.row
         coming += most[Held.INPUT] * (run.received + beside.kept_bytes)
@@ -279,7 +296,7 @@ class _RunBytes(NamedTuple):
 
     Attributes:
         held, trained, owned: of its weights, of those that are trained, and of those that it owns.
-        buffers, graph, deferred, row: as of `LayerSums` and `GraphSums`.
+        buffers, converted, graph, deferred, row: as of `LayerSums` and `GraphSums`.
         received, gradient: that cross the boundary before it, and come back across the one after it.
         forward, backward, forward_only: at the peaks.
     """
@@ -288,6 +305,7 @@ class _RunBytes(NamedTuple):
     trained: float
     owned: float
     buffers: float
+    converted: float
     graph: float
     deferred: float
     row: float
@@ -310,6 +328,7 @@ def _bytes_of(sums: LayerSums, start: int, stop: int, inner: InnerRecompute) -> 
         held.trainable_bytes,
         sums.owned(*run).trainable_bytes,
         sums.buffer_bytes(*run),
+        sums.converted_bytes(*run),
         graphs.kept_bytes(*run),
         sums.deferred_bytes(*run),
         sums.row_bytes(*run),

@@ -112,6 +112,7 @@ class LayerSums:
         self.forward_flops = RangeSum(layer.forward_flops for layer in layers)
         self.backward_flops = RangeSum(layer.backward_flops for layer in layers)
         self.buffer_bytes = RangeSum(layer.buffer_bytes for layer in layers)
+        self.converted_bytes = RangeSum(layer.converted_bytes for layer in layers)
         self.deferred_bytes = RangeSum(layer.deferred_bytes for layer in layers)
         self.row_bytes = RangeSum(layer.row_bytes for layer in layers)
         self.forward_only_peak_bytes = RangeMax(layer.forward_only_working_bytes for layer in layers)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from transformers import masking_utils
 
 from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters.autocast import keeping_weights
 from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.model.assembly import assemble
@@ -43,6 +44,7 @@ class Trace(NamedTuple):
     """One micro-batch on one stage; bytes unless said otherwise.
 
     Attributes:
+        converted: what autocast makes of weights, once for all micro-batches of a step. It is in nothing else.
         saved: what the graph keeps, its received input apart.
         saved_outside: the part of it that was made before the first own layer was called.
         saves_hidden: whether the graph keeps the received hidden states.
@@ -59,6 +61,7 @@ class Trace(NamedTuple):
         sums_beside: of the backward those that run beside products.
     """
 
+    converted: int
     saved: int
     saved_outside: int
     saves_hidden: bool
@@ -248,11 +251,16 @@ class StageTracer:
         run: Callable[[Stage, Context, Tracker], _Result],
     ) -> _Result:
         context, tracker = _prepare(stage, micro_batch)
-        with _kernels(self._as_on_gpu), tracker:
+        autocast = stage.model.adapter.autocast
+        with _kernels(self._as_on_gpu), keeping_weights(autocast), tracker:
+            if autocast is not None:
+                stage.forward(context, keep_graph=True)
+                stage.give(0)
             return run(stage, context, tracker)
 
 
 def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks | None) -> Trace:
+    converted = tracker.live_bytes
     row = sum(tensor.nbytes for cache in stage.row_caches.values() for tensor in cache.tensors()) // 2
     with tracker.phase() as forward_only:
         # Of recomputed blocks nobody asks for it, but what a loss makes once is there after it.
@@ -266,6 +274,7 @@ def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks 
         stage.backward(0, forward.gradients)
     sums.append(NO_SUMS if ranks is None else ranks.take())
     return Trace(
+        converted=converted,
         saved=forward.saved,
         saved_outside=forward.outside,
         saves_hidden=forward.saves_hidden,

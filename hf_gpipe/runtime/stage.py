@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -133,17 +134,18 @@ class Stage:
             context if inputs is micro_batch.inputs else replace(context, micro_batch=micro_batch.with_inputs(inputs))
         )
 
+    @cached_property
+    def _fixed(self) -> list[torch.Tensor]:
+        """Weights and buffers of the stage."""
+        return [*self.model.model.parameters(), *self.model.model.buffers()]
+
     def _held(self, context: Context) -> list[torch.Tensor]:
         """The tensors that are on the device anyway while a graph is away."""
-        model, held = self.model.model, [*context.carry.values(), *context.micro_batch.inputs.values()]
-        held += [
-            *model.parameters(),
-            *model.buffers(),
-            *(one for row in self.row_caches.values() for one in row.tensors()),
-        ]
+        held = [*self._fixed, *context.carry.values(), *context.micro_batch.inputs.values()]
+        held += (tensor for row in self.row_caches.values() for tensor in row.tensors())
         if self.model.weight_gradients is not None:
             held += self.model.weight_gradients.all_converted
-        return [one for one in held if isinstance(one, torch.Tensor)]
+        return [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
 
     def saved(self, micro_batch: int) -> SavedTensors:
         """The tensors of a micro-batch whose graph goes to the host."""

@@ -44,7 +44,8 @@ class Case:
     """One model and one way to train it; `num_processes` share the stages.
 
     Attributes:
-        training: all weights; LoRA adapters, on a base of 4 bits, or with the loss of DPO; or all on packed rows.
+        training: all weights; LoRA adapters, on a base of 4 bits, or with the loss of DPO; all weights on packed rows,
+            or under autocast in bfloat16.
         others: other settings of the pipeline.
         folder: of a checkpoint of the model; None: its weights are random.
     """
@@ -63,7 +64,7 @@ class Case:
     zero: Literal[0, 1] = 0
     placement: str | None = None
     sequence_chunks: int = 1
-    training: Literal["full", "lora", "qlora", "dpo", "packed"] = "full"
+    training: Literal["full", "lora", "qlora", "dpo", "packed", "bf16"] = "full"
     others: Mapping[str, Any] = field(default_factory=dict)
     folder: str | None = None
 
@@ -98,6 +99,8 @@ class Case:
         """The options of the pipeline that say how the model is made."""
         if self.training in ("full", "packed"):
             return {}
+        if self.training == "bf16":
+            return {"autocast": torch.bfloat16}
         import peft
 
         lora = {"peft_config": peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")}
