@@ -22,8 +22,7 @@ from bench.runner import bench_parser, take_turns
 from bench.settings import Case
 from bench.work import Gpt2Work, ResNetWork
 
-#: The first steps are slower: the allocator gets its memory from the system.
-HOW_OFTEN = {"warmup_steps": 2, "steps": 3}
+HOW_OFTEN = {"steps": 3}
 WORKS = {"resnet": ResNetWork(**HOW_OFTEN), "transformer": Gpt2Work(**HOW_OFTEN)}
 TARGET = 0.93
 

@@ -172,22 +172,22 @@ MUTANTS = (
     Mutant(
         "sent tensors are not kept",
         CHANNEL,
-        "self._sent.append((work, tensor))",
-        "self._sent.append((work, work))",
+        "message.append((work, tensor))",
+        "message.append((work, work))",
         "memory is reused while it is sent",
     ),
     Mutant(
         "sent tensors are dropped at the next send",
         CHANNEL,
-        "while self._sent and self._sent[0][0].is_completed():",
-        "while self._sent:",
+        "if not all(work.is_completed() for work, _ in self._sent[oldest]):",
+        "if not self._sent[oldest]:",
         "memory is reused while it is sent",
     ),
     Mutant(
         "flush does not wait",
         CHANNEL,
-        "            self._sent[0][0].wait()\n",
-        "",
+        "            sent.wait()\n",
+        "            pass\n",
         "memory is reused while it is sent",
     ),
     Mutant(

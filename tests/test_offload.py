@@ -188,6 +188,19 @@ def test_weights_of_4_bits(tmp_path: Path, moved: list[int]) -> None:
     assert_equal(*results)
 
 
+def test_in_a_window(moved: list[int]) -> None:
+    """Weights change while graphs are away, which then find the version that their forward has read."""
+    config = tiny_config("llama", tied=False, dropout=0.1)
+    model, batch, weights = plain_model(config), padded_batch(config), []
+    for recompute in ("none", "host"):
+        pipe = pipeline(model, recompute, schedule="pipedream", num_stages=4, num_micro_batches=2)
+        optimizers = {n: torch.optim.SGD(own.parameters.values(), lr=0.1) for n, own in pipe.models.items()}
+        pipe.train_window([[batch]] * 4, lambda stage, *_, steps=optimizers: steps[stage].step())
+        weights.append({name: p.detach() for name, p in pipe.named_parameters()})
+    assert moved
+    assert_equal(*weights)
+
+
 class Checkpointed(nn.Module):
     """A layer that checkpoints a part of itself, and saves views of one tensor."""
 

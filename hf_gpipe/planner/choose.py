@@ -8,7 +8,7 @@ schedule is open, a table is made for the best plan in the end (listed.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -22,7 +22,15 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.visiting import open_visitors, visiting_ways, with_dealt_table
 from hf_gpipe.planner.workload import Chunks
 from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.schedule import DEALT, DIVIDED_HEAD, SPLIT_SCHEDULES, V_SHAPED, Placement, replicas_of
+from hf_gpipe.schedule import (
+    DEALT,
+    DIVIDED_HEAD,
+    SPLIT_SCHEDULES,
+    V_SHAPED,
+    Placement,
+    check_table,
+    replicas_of,
+)
 
 AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES, *DIVIDED_HEAD)
 """The schedules that "auto" chooses from. Of equally good ones the first is chosen."""
@@ -56,7 +64,32 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
         PartitionError: the partition is by cost, and no split of any allowed plan meets the limit.
         UserError: another of its kinds, for what no pipeline could do.
     """
-    return with_table(min(allowed_plans(planner, config), key=attrgetter("sort_key")), config.settled(can_plan=True))
+    best = first_of_each(lambda _: None, allowed_plans(planner, config))[0]
+    return with_table(best, config.settled(can_plan=True))
+
+
+def first_of_each(
+    kind: Callable[[Plan], object],
+    plans: Iterable[Plan],
+    key: Callable[[Plan], tuple[float, ...]] = attrgetter("sort_key"),
+) -> list[Plan]:
+    """The first plan of each kind whose table can be run, in the order of a key: by default the best first.
+
+    Raises:
+        ScheduleError: there is none; the error of the first.
+    """
+    first: dict[object, Plan] = {}
+    errors = []
+    for plan in sorted(plans, key=key):
+        if (own := kind(plan)) not in first:
+            try:
+                check_table(plan.timeline.schedule)
+                first[own] = plan
+            except ScheduleError as error:
+                errors.append(error)
+    if errors and not first:
+        raise errors[0]
+    return list(first.values())
 
 
 def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:

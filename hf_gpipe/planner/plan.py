@@ -366,10 +366,11 @@ class Planner:
         check_processes(self.memory_bytes, self.speeds, placement)
         recompute = Recompute.parse(settings.recompute, num_stages)
         if name not in ASYNCHRONOUS_SCHEDULES:
-            table = build(name, num_stages, num_micro_batches, placement, recompute.of_table, chunks=self.chunks.most)
+            of_table, chunks = recompute.of_table, self.chunks.most
+            table = build(name, num_stages, num_micro_batches, placement, of_table, chunks=chunks, is_checked=False)
             return self._with_visits(with_offloads(table, recompute.host_stages), settings)
         steps = [num_micro_batches] * max(4, LONGEST_WINDOW // num_micro_batches)
-        table = build(name, num_stages, sum(steps), placement, recompute.of_table, steps=steps)
+        table = build(name, num_stages, sum(steps), placement, recompute.of_table, steps=steps, is_checked=False)
         return with_offloads(table, recompute.host_stages)
 
     def _with_visits(self, table: Schedule, settings: DecidedConfig) -> Schedule:
@@ -465,7 +466,8 @@ class Planner:
         forwards = generation = 0.0
         if self.num_forwards:
             number = self.micro_batches_of_step(settings.num_micro_batches)
-            table = self._with_visits(build("forward_only", settings.num_stages, number, placement), settings)
+            table = build("forward_only", settings.num_stages, number, placement, is_checked=False)
+            table = self._with_visits(table, settings)
             own = float(simulate(table, self.table_costs(settings, table)).total_seconds)
             forwards = self.num_forwards * own
         if (of_tokens := self.of_tokens) is not None:

@@ -7,6 +7,7 @@ families decide by values what they do next, such as which experts to run; their
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -180,7 +181,7 @@ class StageTracer:
         division: Division = Division(),
     ) -> None:
         self._ranks = TracedRanks(division) if division.num_ranks > 1 else None
-        self._adapter, self._layers, self._recompute_blocks = adapter, layers, recompute_blocks
+        self._adapter, self._layers, self._recompute_blocks = _on_cpu(adapter), layers, recompute_blocks
         self._wants_gradient, self._loss = wants_gradient, loss
         self._as_on_gpu, self._is_real = as_on_gpu, is_real
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -257,6 +258,15 @@ class StageTracer:
                 stage.forward(context, keep_graph=True)
                 stage.give(0)
             return run(stage, context, tracker)
+
+
+def _on_cpu(adapter: Adapter) -> Adapter:
+    """The same adapter with the CPU's autocast, since autocast of a GPU changes no operation of these tensors."""
+    if adapter.autocast is None:
+        return adapter
+    adapter = copy.copy(adapter)
+    adapter.autocast = replace(adapter.autocast, device=CPU)
+    return adapter
 
 
 def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks | None) -> Trace:

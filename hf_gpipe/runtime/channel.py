@@ -7,7 +7,6 @@ receiver computes every shape from the batch before the message arrives, so shap
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 
 import torch
@@ -34,6 +33,9 @@ class Channel(ABC):
     @abstractmethod
     def receive(self, key: Key) -> dict[str, torch.Tensor]:
         """Wait for a message that was announced."""
+
+    def arrived(self, key: Key) -> None:  # noqa: B027  # inside of a process there is nothing to do
+        """Free the tensors of a message that the other stage has received."""
 
     def flush(self) -> None:  # noqa: B027  # inside of a process there is nothing to do
         """Wait until all messages have been sent."""
@@ -124,22 +126,25 @@ class RemoteChannel(Channel):
     ) -> None:
         self._peer, self._tag, self._group = peer, tag, group
         self._device, self._dtype_of = device, dtype_of
-        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        #: The tensors of each message are kept until it was sent.
+        self._sent: dict[Key, list[tuple[dist.Work, torch.Tensor]]] = {}
         self._expected: dict[Key, list[tuple[str, torch.Tensor, dist.Work]]] = {}
         self._has_failed = False
 
     def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         check_shapes(tensors, shapes)
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        for oldest in list(self._sent):
+            if not all(work.is_completed() for work, _ in self._sent[oldest]):
+                break
+            del self._sent[oldest]
+        message = self._sent[key] = []
         for name in shapes:
             tensor = tensors[name].contiguous()
             if tensor.dtype != self._dtype_of(name):
                 raise HfGpipeError(f"{name!r} is {tensor.dtype}; the other stage expects {self._dtype_of(name)}")
             work = dist.isend(tensor, self._peer, group=self._group, tag=self._tag)
             assert work is not None, "this process is neither sender nor receiver"
-            # Keep the tensor until it was sent.
-            self._sent.append((work, tensor))
+            message.append((work, tensor))
 
     def expect(self, key: Key, shapes: Shapes) -> None:
         message = []
@@ -156,10 +161,19 @@ class RemoteChannel(Channel):
             work.wait()
         return {name: buffer for name, buffer, _ in message}
 
+    def arrived(self, key: Key) -> None:
+        # gloo frees nothing before it is waited for, and says of nothing that it is completed. On CUDA the stream would
+        # wait.
+        if self._device.type == "cpu":
+            self._wait(key)
+
     def flush(self) -> None:
-        while self._sent:
-            self._sent[0][0].wait()
-            self._sent.popleft()
+        for key in list(self._sent):
+            self._wait(key)
+
+    def _wait(self, key: Key) -> None:
+        for sent, _ in self._sent.pop(key, ()):
+            sent.wait()
 
     def reset(self) -> None:
         # A message under way cannot be taken back: it keeps its tensors, and the other process may take part in it yet.
@@ -187,6 +201,9 @@ class WrappedChannel(Channel):
 
     def receive(self, key: Key) -> dict[str, torch.Tensor]:
         return self._channel.receive(key)
+
+    def arrived(self, key: Key) -> None:
+        self._channel.arrived(key)
 
     def flush(self) -> None:
         self._channel.flush()

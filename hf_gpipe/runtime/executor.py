@@ -14,7 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -187,6 +187,8 @@ class Executor:
                 received: dict[str, torch.Tensor] = {}
                 for one in planned.received:
                     received |= one.channel.receive(one.key)
+                    for channel, key in one.arrived:
+                        channel.arrived(key)
                 if planned.wait is not None and not planned.received:
                     planned.wait(step, planned)
                 # 2. Compute.
@@ -266,6 +268,7 @@ class Executor:
             if is_incoming and self._is_read(schedule, message.source, message.consumer):
                 one = self._message(schedule, message.source, message.consumer)
                 expected[message.receiver, message.before].append(one)
+        arrived = self._arrived(schedule)
         self._planned = []
         self._versions = {}
         read: dict[int, Sequence[Use | None]] = {}
@@ -291,7 +294,7 @@ class Executor:
                 run = visiting(run)
             is_beside = action.kind.resource is Resource.HOST
             received = tuple(
-                self._message(schedule, source, action)
+                replace(self._message(schedule, source, action), arrived=arrived.get((source, action), ()))
                 for source in schedule.sources(action)
                 if self._is_read(schedule, source, action)
             )
@@ -319,6 +322,22 @@ class Executor:
             )
             self._planned.append(planned)
         self._table = schedule
+
+    def _arrived(self, schedule: Schedule) -> dict[tuple[Action, Action], tuple[tuple[Channel, tuple[int, int]], ...]]:
+        """For each message to this process, as (source, consumer), those of this process that had come before the
+        source ran: the sender's row has their consumers before it."""
+        result: dict[tuple[Action, Action], tuple[tuple[Channel, tuple[int, int]], ...]] = {}
+        for worker in {*range(len(schedule.actions))} - self._workers:
+            come: list[tuple[Channel, tuple[int, int]]] = []
+            for action in schedule.actions[worker]:
+                for source in schedule.sources(action):
+                    if schedule.worker_of(source) in self._workers and not source.kind.is_of_visit:
+                        message = self._message(schedule, source, action)
+                        come.append((message.channel, message.key))
+                for consumer in schedule.consumers(action) if come else ():
+                    if schedule.worker_of(consumer) in self._workers and self._is_read(schedule, action, consumer):
+                        result[action, consumer], come = tuple(come), []
+        return result
 
     def _message(self, schedule: Schedule, source: Action, consumer: Action) -> Message:
         """The message of an action to another one, between the workers in whose rows they stand."""

@@ -64,6 +64,9 @@ class Message:
     key: tuple[int, int]
     """The number of the micro-batch, and the turn of the action that sends it: of an edge's messages at one time."""
     shapes: Callable[[MicroBatch], Shapes]
+    arrived: tuple[tuple[Channel, tuple[int, int]], ...] = ()
+    """Of a message that is received, the channel and the key of those of this process that had come before its source
+    ran."""
 
 
 @dataclass(slots=True)

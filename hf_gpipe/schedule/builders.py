@@ -145,6 +145,8 @@ def build(
     replicas: int | Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
     chunks: int = 1,
+    *,
+    is_checked: bool = True,
 ) -> Schedule:
     """Build and check the table of a schedule. Equal arguments give the same object.
 
@@ -164,6 +166,8 @@ def build(
         replicas: the number of replicas of every stage, or of each; None: the placement's, without a placement 1.
         steps: of an asynchronous schedule the number of micro-batches of each step; None: one step.
         chunks: into how many chunks of tokens each row is cut, each a micro-batch of the table.
+        is_checked: whether `check_table` sees it, which takes about as long as a simulation. A search compares many
+            tables, and checks the one that it takes.
 
     Raises:
         ScheduleError: an unknown name or mode, K or M below 1, limits that do not fit the stages, a placement of
@@ -229,15 +233,20 @@ def build(
         )
     limits = _limits(name, num_stages, recompute)
     if is_asynchronous:
-        return _build_asynchronous(name, tuple(steps or [num_micro_batches]), placement, limits)
-    return _build(name, num_stages, num_micro_batches, placement, limits)
+        table = _build_asynchronous(name, tuple(steps or [num_micro_batches]), placement, limits)
+    else:
+        table = _build(name, num_stages, num_micro_batches, placement, limits)
+    if is_checked:
+        _check_once(table)
+    return table
+
+
+_check_once = lru_cache(maxsize=256)(check_table)
 
 
 @lru_cache(maxsize=64)
 def _build_asynchronous(name: str, steps: tuple[int, ...], placement: Placement, limits: Limits) -> Schedule:
-    schedule = asynchronous(name, steps, placement, limits)
-    check_table(schedule)
-    return schedule
+    return asynchronous(name, steps, placement, limits)
 
 
 @lru_cache(maxsize=256)
@@ -251,9 +260,7 @@ def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placem
             orders[process] = _with_reductions(order, process, placement)
             # The updates of a process stand at its end, where every gradient is complete: see `validate`.
             orders[process] += [Action(UPDATE, stage) for stage in placement.stages_of(process)]
-    schedule = Schedule(name, num_stages, num_micro_batches, placement, tuple(tuple(order) for order in orders))
-    check_table(schedule)
-    return schedule
+    return Schedule(name, num_stages, num_micro_batches, placement, tuple(tuple(order) for order in orders))
 
 
 def _with_reductions(order: list[Action], process: int, placement: Placement) -> list[Action]:

@@ -13,7 +13,8 @@ import torch
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters import Adapter, adapter_for
+from hf_gpipe.adapters.autocast import Autocast, keeping_weights
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.model.assembly import assemble
@@ -23,6 +24,7 @@ from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers, to_run
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.tracing import StageTracer, Trace
+from hf_gpipe.planner.tracker import Tracker
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.memory import peak_memory_bytes, reset_peak_memory
 from hf_gpipe.runtime.micro_batch import Context, on_devices
@@ -316,6 +318,39 @@ def test_lora_trains_and_returns_only_what_it_must() -> None:
     # Below the first adapted block nothing wants a gradient.
     assert costs.layers[1].gradient_input_bytes == 0
     assert costs.layers[2].gradient_input_bytes == costs.layers[2].input_bytes
+
+
+def autocast_on(device: str) -> Adapter:
+    cpu = Autocast(torch.bfloat16, torch.device("cpu"))
+    adapter = adapter_for(clone("llama"), autocast=cpu)
+    adapter.autocast = replace(cpu, device=torch.device(device))
+    return adapter
+
+
+def test_autocast_converts_each_weight_once_for_a_step() -> None:
+    """Graphs of several micro-batches share the conversions, so no graph counts them; of a GPU they are the same."""
+    plain, costs, on_gpu = (
+        LayerTracer(adapter).costs(WORKLOAD)
+        for adapter in (adapter_for(clone("llama")), autocast_on("cpu"), autocast_on("cuda"))
+    )
+    for layer, other, of_gpu in zip(plain.layers, costs.layers, on_gpu.layers, strict=True):
+        if layer.kind == "block":
+            # Norms stay in float32.
+            assert 0 < layer.parameters.num_bytes - 2 * other.converted_bytes < 0.02 * layer.parameters.num_bytes
+            assert other.plain.saved_bytes < layer.plain.saved_bytes
+        assert layer.converted_bytes == 0
+        assert of_gpu == other
+    # Measured: the first graph of a step comes with the conversions.
+    adapter, cpu, layers = autocast_on("cpu"), torch.device("cpu"), range(len(costs.layers))
+    stage = Stage(assemble(adapter, layers, None, cpu), ModelLayers(adapter).wants_gradient)
+    micro_batch, levels = WORKLOAD.micro_batch(adapter), []
+    with keeping_weights(adapter.autocast), Tracker() as tracker:
+        for index in range(2):
+            stage.forward(Context(replace(micro_batch, index=index), {}), keep_graph=True)
+            levels.append(tracker.live_bytes)
+    graph = LayerSums(costs, DEVICE).graphs["none"].kept_bytes(0, len(layers))
+    assert levels[1] - levels[0] == pytest.approx(graph, rel=0.01)
+    assert levels[0] - graph == pytest.approx(sum(layer.converted_bytes for layer in costs.layers), rel=0.01)
 
 
 def test_a_gpus_attention_keeps_no_dropout() -> None:

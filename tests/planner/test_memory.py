@@ -102,6 +102,17 @@ def test_a_tied_weight_counts_once_a_process_and_its_state_once() -> None:
     assert weights_and_state(planner(costs, optim="rmsprop").plan(one_process)) == [(34, 34)]
 
 
+def test_what_autocast_makes_of_weights_is_there_once_where_weights_do_not_change() -> None:
+    costs = model(*(replace(layer(f"h.{index}"), converted_bytes=5 * MIB) for index in range(2)))
+    one, four = (planner(costs).plan(settings((2,), number)).stages[0].memory for number in (1, 4))
+    assert one.parameters == four.parameters == (20 + 10) * MIB
+    assert (one.activations, four.activations) == (10 * MIB, 40 * MIB)
+    # A window updates between micro-batches.
+    window = planner(costs).plan(settings((1, 1), schedule="pipedream")).stages[0].memory
+    assert window.parameters == 10 * MIB
+    assert window.activations == 2 * (5 + 5) * MIB
+
+
 def test_the_head_has_an_item_of_its_own() -> None:
     costs = model(layer("block"), layer("head", kind="head", saved=50 * MIB))
     memory = planner(costs).plan(settings((2,), 1)).stages[0].memory

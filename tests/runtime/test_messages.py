@@ -74,11 +74,20 @@ class Stage:
         pass
 
 
+class Line(queue.Queue[Any]):
+    """One direction between two processes, with the messages that were received and those that the sender has freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: set[Any] = set()
+        self.freed: set[Any] = set()
+
+
 class BlockingChannel(Channel):
     """A send and a receive last until the other one has begun; messages of one direction have no other names."""
 
-    def __init__(self, messages: queue.Queue[Any]) -> None:
-        self._messages = messages
+    def __init__(self, messages: Line, boundary: int) -> None:
+        self._messages, self._boundary = messages, boundary
         self._received: dict[int, Any] = {}
 
     def send(self, micro_batch: int, tensors: Any, shapes: Any) -> None:
@@ -93,7 +102,12 @@ class BlockingChannel(Channel):
         self._received[micro_batch] = tensors
 
     def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        self._messages.received.add((self._boundary, micro_batch))
         return self._received.pop(micro_batch)
+
+    def arrived(self, micro_batch: int) -> None:
+        assert (self._boundary, micro_batch) in self._messages.received, "a message is freed that has not arrived"
+        self._messages.freed.add((self._boundary, micro_batch))
 
     def flush(self) -> None:
         pass
@@ -109,11 +123,12 @@ def micro_batches(count: int) -> list[MicroBatch]:
     return [MicroBatch(index, {}, 0, 1, count) for index in range(count)]
 
 
-def run_processes(table: Schedule) -> list[float]:
-    """Run a table with one thread per process and one blocking line per pair of processes and direction; the losses."""
+def run_processes(table: Schedule) -> tuple[list[float], list[Line]]:
+    """Run a table with one thread per process and one blocking line per pair of processes and direction; the losses,
+    and the lines."""
     num_stages, home = table.num_stages, table.placement.processes
     ranks = range(table.placement.num_processes)
-    lines: dict[tuple[int, int], queue.Queue[Any]] = {(a, b): queue.Queue() for a in ranks for b in ranks}
+    lines = {(a, b): Line() for a in ranks for b in ranks}
     outcomes: dict[int, Any] = {}
 
     def work(rank: int) -> None:
@@ -123,7 +138,8 @@ def run_processes(table: Schedule) -> list[float]:
             if one == other:
                 own[s, one, other] = Edge(LocalChannel(CPU), LocalChannel(CPU))
             else:
-                own[s, one, other] = Edge(BlockingChannel(lines[one, other]), BlockingChannel(lines[other, one]))
+                down, up = lines[one, other], lines[other, one]
+                own[s, one, other] = Edge(BlockingChannel(down, s), BlockingChannel(up, s))
         stages: Any = {s: Stage(s, num_stages) for s in table.placement.stages_of(rank)}
         try:
             outputs = Executor({rank: Row(stages)}, own).run(table, micro_batches(table.num_micro_batches)).outputs
@@ -139,7 +155,7 @@ def run_processes(table: Schedule) -> list[float]:
     for outcome in outcomes.values():
         assert isinstance(outcome, dict), outcome
     losses = outcomes[home[-1]]
-    return [losses[index] for index in range(table.num_micro_batches)]
+    return [losses[index] for index in range(table.num_micro_batches)], [*lines.values()]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +173,13 @@ def run_processes(table: Schedule) -> list[float]:
 )
 def test_no_table_stops_where_every_message_blocks(name: str, num_stages: int, num_processes: int) -> None:
     table = build(name, num_stages, 8, placement_for(name, num_stages, num_processes))
-    assert run_processes(table) == [index + sum(range(num_stages)) for index in range(8)]
+    losses, lines = run_processes(table)
+    assert losses == [index + sum(range(num_stages)) for index in range(8)]
+    received, freed = sum(len(line.received) for line in lines), sum(len(line.freed) for line in lines)
+    if name == "1f1b" and num_stages == num_processes:
+        # Of the gradients those stay until the end of which no later forward tells that they have come.
+        assert received - freed == sum(num_stages - 1 - stage for stage in range(num_stages - 1))
+    assert bool(freed) == (name != "forward_only")
 
 
 # ---------------------------------------------------------------------- communicators
@@ -244,6 +266,9 @@ def test_a_tensor_is_kept_until_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> 
     channel = remote()
     for index in range(2):
         channel.send(index, {"hidden": torch.zeros(3)}, {"hidden": (3,)})
+    channel.arrived(0)
+    channel.arrived(7)  # of which nothing was sent
+    assert waited == [True]
     channel.flush()
     assert waited == [True, True]
 
