@@ -29,6 +29,7 @@ from hf_gpipe.runtime.offload import HostCopies
 from hf_gpipe.runtime.performing import (
     Message,
     Planned,
+    Sent,
     Step,
     StepResult,
     Tensors,
@@ -323,10 +324,10 @@ class Executor:
             self._planned.append(planned)
         self._table = schedule
 
-    def _arrived(self, schedule: Schedule) -> dict[tuple[Action, Action], tuple[tuple[Channel, tuple[int, int]], ...]]:
+    def _arrived(self, schedule: Schedule) -> dict[tuple[Action, Action], Sent]:
         """For each message to this process, as (source, consumer), those of this process that had come before the
         source ran: the sender's row has their consumers before it."""
-        result: dict[tuple[Action, Action], tuple[tuple[Channel, tuple[int, int]], ...]] = {}
+        result: dict[tuple[Action, Action], Sent] = {}
         for worker in {*range(len(schedule.actions))} - self._workers:
             come: list[tuple[Channel, tuple[int, int]]] = []
             for action in schedule.actions[worker]:

@@ -56,6 +56,10 @@ class StepResult:
         return sum(losses[1:], losses[0]) if losses else None
 
 
+Sent = tuple[tuple[Channel, tuple[int, int]], ...]
+"""Channel and key of several messages."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """A message of one action, as far as the table tells it."""
@@ -64,9 +68,8 @@ class Message:
     key: tuple[int, int]
     """The number of the micro-batch, and the turn of the action that sends it: of an edge's messages at one time."""
     shapes: Callable[[MicroBatch], Shapes]
-    arrived: tuple[tuple[Channel, tuple[int, int]], ...] = ()
-    """Of a message that is received, the channel and the key of those of this process that had come before its source
-    ran."""
+    arrived: Sent = ()
+    """Of a message that is received: those of this process that had come before its source ran."""
 
 
 @dataclass(slots=True)

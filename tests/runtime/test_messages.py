@@ -178,7 +178,7 @@ def test_no_table_stops_where_every_message_blocks(name: str, num_stages: int, n
     received, freed = sum(len(line.received) for line in lines), sum(len(line.freed) for line in lines)
     if name == "1f1b" and num_stages == num_processes:
         # Of the gradients those stay until the end of which no later forward tells that they have come.
-        assert received - freed == sum(num_stages - 1 - stage for stage in range(num_stages - 1))
+        assert received - freed == sum(num_stages - stage for stage in range(num_stages - 1))
     assert bool(freed) == (name != "forward_only")
 
 
