@@ -138,30 +138,52 @@ class _Search:
         low, high = 0.0, float(everything)
         while high - low > _EQUAL * everything / self.num_stages:
             middle = (low + high) / 2
-            if self.windows(middle) is None:
-                low = middle
-            else:
+            ends = self._latest_ends(self._limit(middle))
+            stages = list(enumerate(pairwise([0, *ends])))
+            if self._windows(middle, ends) is not None:
                 high = middle
+                if all(start < end for _, (start, end) in stages):
+                    # A split, whose own bottleneck may be less.
+                    high = min(high, max(self.cost(stage, start, end) for stage, (start, end) in stages))
+            else:
+                low = middle
+                if ends[-1] < self.num_layers:
+                    # The ends stay where they are up to the least cost of another layer.
+                    longer = [(s, start, end + 1) for s, (start, end) in stages if end < self._last(s)]
+                    least = min((self.cost(*stage) for stage in longer), default=0.0)
+                    low = max(low, min((least - 2 * self.dip) / (1 + _EQUAL), high))
         return high
+
+    def _limit(self, bound: float) -> float:
+        # Costs are sums, which grow with the layers up to rounding.
+        return bound * (1 + _EQUAL) + self.dip
+
+    def _last(self, stage: int) -> int:
+        """The last end of a stage that leaves a layer to each of those after it."""
+        return self.num_layers - (self.num_stages - 1 - stage)
+
+    def _latest_ends(self, limit: float) -> list[int]:
+        """The latest end of each stage, where those before it end as late as they can."""
+        ends, start = [], 0
+        for stage in range(self.num_stages):
+            start = self._last_end(stage, start, self._last(stage), limit)
+            ends.append(start)
+        return ends
 
     def windows(self, bound: float) -> list[range] | None:
         """Where each stage can end if none costs more than `bound`, or None where there is no such place.
 
         Cuts outside of a window are impossible; those inside need not be possible.
         """
-        # Costs are sums, which grow with the layers up to rounding.
-        limit = bound * (1 + _EQUAL) + self.dip
-        latest, earliest = [], [self.num_layers]
-        start = 0
-        for stage in range(self.num_stages):
-            last = self.num_layers - (self.num_stages - 1 - stage)
-            start = self._last_end(stage, start, last, limit)
-            latest.append(start)
+        return self._windows(bound, self._latest_ends(self._limit(bound)))
+
+    def _windows(self, bound: float, latest: list[int]) -> list[range] | None:
+        if latest[-1] < self.num_layers:
+            return None
+        limit, earliest = self._limit(bound), [self.num_layers]
         for stage in reversed(range(1, self.num_stages)):
             earliest.append(self._first_start(stage, stage, earliest[-1], limit))
         earliest.reverse()
-        if latest[-1] < self.num_layers:
-            return None
         if any(first > last for first, last in zip(earliest, latest, strict=True)):
             return None
         return [range(first, last + 1) for first, last in zip(earliest, latest, strict=True)]

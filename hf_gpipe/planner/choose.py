@@ -8,7 +8,7 @@ schedule is open, a table is made for the best plan in the end (listed.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -64,32 +64,21 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
         PartitionError: the partition is by cost, and no split of any allowed plan meets the limit.
         UserError: another of its kinds, for what no pipeline could do.
     """
-    best = first_of_each(lambda _: None, allowed_plans(planner, config))[0]
+    plans = sorted(allowed_plans(planner, config), key=attrgetter("sort_key"))
+    best = next(filter(can_run, plans), None)
+    if best is None:
+        check_table(plans[0].timeline.schedule)  # raises
+        best = plans[0]
     return with_table(best, config.settled(can_plan=True))
 
 
-def first_of_each(
-    kind: Callable[[Plan], object],
-    plans: Iterable[Plan],
-    key: Callable[[Plan], tuple[float, ...]] = attrgetter("sort_key"),
-) -> list[Plan]:
-    """The first plan of each kind whose table can be run, in the order of a key: by default the best first.
-
-    Raises:
-        ScheduleError: there is none; the error of the first.
-    """
-    first: dict[object, Plan] = {}
-    errors = []
-    for plan in sorted(plans, key=key):
-        if (own := kind(plan)) not in first:
-            try:
-                check_table(plan.timeline.schedule)
-                first[own] = plan
-            except ScheduleError as error:
-                errors.append(error)
-    if errors and not first:
-        raise errors[0]
-    return list(first.values())
+def can_run(plan: Plan) -> bool:
+    """Whether every process can run the table of a plan to its end, which plans that are compared do not check."""
+    try:
+        check_table(plan.timeline.schedule)
+    except ScheduleError:
+        return False
+    return True
 
 
 def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import dropwhile
+from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.planner.bound import way_of
-from hf_gpipe.planner.choose import allowed_plans, first_micro_batches, first_of_each
+from hf_gpipe.planner.choose import allowed_plans, can_run, first_micro_batches
 from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.recipe import AUTO, PipelineConfig
@@ -53,7 +55,7 @@ def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
     least = min((plan.settings.tensor_parallel for own in stay for plan in own), default=None)
     is_first = not errors and bool(stay[0])
     leanest = min((result.leanest for result in results), key=_leanness)
-    ways = tuple(first_of_each(way_of, (plan for result in results for plan in result.ways)))
+    ways = tuple(_first_of_each(way_of, (plan for result in results for plan in result.ways)))
     return SearchResult(
         tuple(fastest), leanest, sum(result.num_tried for result in results), None if is_first else least, ways
     )
@@ -70,18 +72,31 @@ def search(planner: Planner, config: PipelineConfig) -> SearchResult:
     free = config.with_auto(config.processes)
     plans = allowed_plans(planner, free)
     asked = [] if config.is_mesh_open else [config]
-    stay = [plan for plan in first_of_each(_mesh_of, plans) if plan.settings.offload_weights is None]
+    stay = [plan for plan in _first_of_each(_mesh_of, plans) if plan.settings.offload_weights is None]
     for each in (*asked, *_lean(planner, stay)):
         try:
             plans += allowed_plans(planner, each)
         except UserError:
             continue
-    ways = tuple(with_table(plan, free) for plan in first_of_each(way_of, plans))
-    fitting = first_of_each(_mesh_of, (plan for plan in plans if plan.fits))
+    ways = tuple(with_table(plan, free) for plan in _first_of_each(way_of, plans))
+    fitting = _first_of_each(_mesh_of, (plan for plan in plans if plan.fits))
     if fitting:
         made = [plan for plan in ways if plan.fits]
-        fitting = first_of_each(_mesh_of, [*made, *fitting], _speed)
+        fitting = _first_of_each(_mesh_of, [*made, *fitting], _speed)
+    fitting = [*dropwhile(lambda plan: not can_run(plan), fitting)]
     return SearchResult(tuple(fitting), min(plans, key=_leanness), len(plans), ways=ways)
+
+
+def _first_of_each(
+    kind: Callable[[Plan], object],
+    plans: Iterable[Plan],
+    key: Callable[[Plan], tuple[float, ...]] = attrgetter("sort_key"),
+) -> list[Plan]:
+    """The first plan of each kind, in the order of a key: by default the best first."""
+    first: dict[object, Plan] = {}
+    for plan in sorted(plans, key=key):
+        first.setdefault(kind(plan), plan)
+    return list(first.values())
 
 
 def _speed(plan: Plan) -> tuple[float, float]:
