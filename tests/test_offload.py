@@ -137,7 +137,7 @@ def test_what_else_it_goes_with(options: dict[str, Any], moved: list[int]) -> No
 IN_PROCESSES: list[dict[str, Any]] = [
     {"num_stages": 2},
     {"num_stages": 2, "autocast": torch.bfloat16},
-    {"num_stages": 4, "num_processes": 2, "schedule": "interleaved_1f1b"},
+    {"num_stages": 4, "num_processes": 2},
     {"num_stages": 1, "replicas": 2, "zero": 1},
     {"num_stages": 1, "tensor_parallel": 2},
     {"num_stages": 1, "tensor_parallel": 2, "sequence_parallel": True},

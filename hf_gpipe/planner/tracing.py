@@ -262,10 +262,9 @@ class StageTracer:
 
 def _on_cpu(adapter: Adapter) -> Adapter:
     """The same adapter with the CPU's autocast, since autocast of a GPU changes no operation of these tensors."""
-    if adapter.autocast is None:
-        return adapter
-    adapter = copy.copy(adapter)
-    adapter.autocast = replace(adapter.autocast, device=CPU)
+    if (autocast := adapter.autocast) is not None:
+        adapter = copy.copy(adapter)
+        adapter.autocast = replace(autocast, device=CPU)
     return adapter
 
 
