@@ -1,5 +1,7 @@
 """The imports of the process that tests fork (tests/gloo.py): most of those of its children; models load on first use.
 
+It also runs a step of two tiny models, so that what the libraries make once in a process is there in every child.
+
 The garbage collector leaves out what is imported: else each child looks at a million objects of others, and gets pages
 of its own for them.
 """
@@ -17,9 +19,31 @@ NAMES = (
     ),
 )
 
+
+def warm_up() -> None:
+    """Read and save no file, start no thread, and leave the random numbers as they are."""
+    import torch
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from hf_gpipe.adapters import adapter_for
+    from hf_gpipe.model.steps import split_step
+    from tests.oracle import padded_batch, plain_model, run_plain, tiny_config
+
+    torch.set_num_threads(1)
+    get_checkpoint_conversion_mapping("llama")  # it compiles a thousand patterns
+    with torch.random.fork_rng(devices=[]):
+        for family in ("llama", "marian"):
+            config = tiny_config(family)
+            model, batch = plain_model(config), padded_batch(config)
+            run_plain(model, batch, 2)
+            split_step(model, adapter_for(config, torch.float64, "eager"), batch, 2)
+            adapter_for(config)
+
+
 gc.disable()
 for name in NAMES:
     with suppress(ImportError):
         importlib.import_module(name)
+warm_up()
 gc.freeze()
 gc.enable()
