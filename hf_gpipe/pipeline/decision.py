@@ -155,7 +155,8 @@ class Decision:
                     f"tensor_parallel is {given.tensor_parallel}, and the loss reads a teacher's tokens from rows, "
                     "which do not go together; leave one of them out"
                 )
-            check_division(adapter, given.division, is_compiled=given.torch_compile)
+            # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
+            world.from_reader(lambda: check_division(adapter, given.division, is_compiled=given.torch_compile))
 
         # What the planner decides, and whether the machines can do it.
         planning = Planning(inputs, adapter, loss.planned, world, of_teacher)
