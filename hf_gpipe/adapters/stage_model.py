@@ -80,11 +80,11 @@ class StageModel:
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the parameters and persistent buffers that this stage needs; a tied one has its source's name."""
-        ties = self.model.all_tied_weights_keys
+        ties, borrowed = self.model.all_tied_weights_keys, self._borrowed_tables()
         names = dict.fromkeys(
             ties.get(name, name)
             for name in self.model.state_dict(keep_vars=True)
-            if self.start <= self.adapter.layer_of(name) < self.stop or name.startswith(self._borrowed_tables())
+            if self.start <= self.adapter.layer_of(name) < self.stop or name.startswith(borrowed)
         )
         return tuple(names)
 
@@ -162,8 +162,9 @@ class StageModel:
     def seal(self, device: torch.device) -> None:
         """Complete the stage once its weights are in memory: insert the last stubs, the dropout seeds and the input."""
         tied = dict(self.model.named_parameters(remove_duplicate=False))
-        self._parameters = {n: tied[n] for n in self.parameter_names if n in tied}
-        self._buffers = {n: b for n, b in self.model.named_buffers() if n in set(self.parameter_names)}
+        names = dict.fromkeys(self.parameter_names)
+        self._parameters = {n: tied[n] for n in names if n in tied}
+        self._buffers = {n: b for n, b in self.model.named_buffers() if n in names}
         for stack in self.adapter.stacks:
             own = [layer.name for layer in self.layers if layer.name in stack.blocks]
             if own and own[0] != stack.blocks[0]:

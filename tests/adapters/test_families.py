@@ -106,8 +106,9 @@ def test_hub_round_trip(case: str, tmp_path: Path) -> None:
     again, info = type(model).from_pretrained(tmp_path / "stages", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
+    read = again.state_dict()
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]), name
+        assert torch.equal(tensor, read[name]), name
     loaded = Pipeline(tmp_path / "stages", 2)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name
