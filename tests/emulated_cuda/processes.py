@@ -156,13 +156,18 @@ def _server() -> Connection:
 # ---------------------------------------------------------------------- in the server and the processes that it forks
 
 
-def _serve(connection: Connection) -> None:
-    """Run tests until the process of pytest has ended."""
+def preload() -> None:
+    """Import what the processes that this one forks import."""
     gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # else each child looks at all that is imported, and gets pages of its own for it
     gc.enable()
+
+
+def _serve(connection: Connection) -> None:
+    """Run tests until the process of pytest has ended."""
+    preload()
     while True:
         try:
             request: Request = pickle.loads(connection.recv_bytes())

@@ -71,16 +71,22 @@ def state_of(config: pytest.Config) -> dict[str, Any]:
         return config.stash[_STATE]
     from bench.processes import run_job
 
-    from tests.gpu import environment, speed
+    from tests.gpu import environment
     from tests.gpu.checks import VARIABLES, checks_for
 
     given = {name: config.getoption(name, default) for name, (default, _) in OPTIONS.items()}
     emulated, quick = given["emulated"], given["quick"]
+    if emulated:  # the processes of checks are forks of this one: what is imported here, none of them imports again
+        from tests.emulated_cuda.processes import preload
+
+        preload()
     how = {"fork": emulated, "timeout_seconds": 120, "variables": VARIABLES}
     (found,) = run_job(environment.describe, (emulated,), 1, **how)
     num_gpus = min(len(found["gpus"]), given["gpus"] or (2 if emulated else 4))
     if not num_gpus:
         pytest.exit(NO_GPU, returncode=2)
+    from tests.gpu import speed  # it imports most of hf_gpipe, which takes seconds
+
     if given["profile"]:
         Path(given["profile"]).mkdir(parents=True, exist_ok=True)
     folder = str(Path(given["profile"]).resolve()) if given["profile"] else None
