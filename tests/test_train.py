@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).parents[1]
 # A corpus beside the checkout; where there is none, its test is skipped.
 TLDR = Path(os.environ.get("HF_GPIPE_TLDR", REPOSITORY.parent / "shared/data/tldr/tldr.jsonl.gz"))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-STEPS, SAVED = 80, 30
+STEPS, SAVED = 48, 16
 
 RECIPE = f"""
 model:
@@ -129,7 +129,7 @@ def test_a_run_leaves_everything_behind(finished: tuple[Path, subprocess.Complet
     assert sum(parts["mean"].values()) == pytest.approx(parts["total_seconds"])
     assert "recompute" in result.stdout
     assert load_recipe(folder / "recipe.yaml").training.max_steps == STEPS
-    kept = {"checkpoint-60", "checkpoint-80"}
+    kept = {f"checkpoint-{2 * SAVED}", f"checkpoint-{STEPS}"}
     assert {path.name for path in folder.glob("checkpoint-*")} == kept
     assert not list(folder.glob(".checkpoint*"))
 
@@ -148,7 +148,7 @@ for folder in sys.argv[1:]:
     assert ids.shape[0] == 2 and ids.shape[1] <= 9 and isinstance(tokenizer.batch_decode(ids)[0], str)
 """
     folder, _ = finished
-    folders = [str(folder), str(folder / "checkpoint-60")]
+    folders = [str(folder), str(folder / f"checkpoint-{2 * SAVED}")]
     subprocess.run([sys.executable, "-c", program, *folders], check=True, timeout=100, cwd="/")
 
 
