@@ -139,6 +139,8 @@ def beside(name: str, size: int, **mesh: int) -> tuple[list[tuple[Result, float]
     """Two steps without a `zero_grad`, or one; and an evaluation, log-probabilities and generation."""
     family, dropout, options = BESIDE[name]
     config = config_of(family, dropout=dropout)
+    if "torch_compile" in options:  # each block is compiled, of the teacher too
+        config.num_hidden_layers = 2
     if name == "teacher":
         options = options | {"teacher": plain_model(config, seed=7)}
     meshes = {"tensor_parallel": size} if size > 1 else {"replicas": 1, "num_processes": 1}
