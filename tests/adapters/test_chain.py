@@ -131,7 +131,8 @@ def test_two_processes(tmp_path: Path) -> None:
     saved = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
     model = tagger()
     assert model.state_dict().keys() - saved.keys() == {"head.weight"}, "it is the embedding's"
-    assert all(torch.equal(saved[name], model.state_dict()[name]) for name in saved)
+    state = model.state_dict()
+    assert all(torch.equal(saved[name], state[name]) for name in saved)
 
 
 def test_files(tmp_path: Path) -> None:
@@ -169,7 +170,8 @@ def test_image_classifiers_of_transformers(family: str, tmp_path: Path) -> None:
     assert_same(run_pipeline(pipe, batch), expected)
     pipe.save_pretrained(tmp_path)
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path, dtype=torch.float64)
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in plain.state_dict().items())
+    state = loaded.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in plain.state_dict().items())
     with torch.no_grad():
         next(pipe.parameters()).zero_()
     pipe.load_pretrained(tmp_path)
