@@ -108,8 +108,8 @@ def asynchronous(name: str, steps: tuple[int, ...], placement: Placement, limits
     ]
     stashes = name != "pipedream_naive"
     table = Schedule(name, placement.num_stages, sum(steps), placement, tuple(rows), steps, stashes=stashes)
-    found = ASYNCHRONOUS_SCHEDULES[name](table)
-    named = {(*where, version) for where, version in found.items() if version != table.newest_version[where]}
+    versions = ASYNCHRONOUS_SCHEDULES[name](table)
+    named = {(*where, version) for where, version in versions.items() if version != table.newest_version[where]}
     return replace(table, versions=frozenset(named))
 
 

@@ -200,7 +200,7 @@ def build(
         )
     if chunks > 1:
         if is_asynchronous or name in (*DIVIDED_HEAD, *DEALT):
-            others = [one for one in SCHEDULES if not one.startswith("vocab") and one not in DEALT]
+            others = [schedule for schedule in SCHEDULES if not schedule.startswith("vocab") and schedule not in DEALT]
             raise ScheduleError(
                 f"schedule {name!r} has no order for rows that are cut into chunks (chunks is {chunks}); use one of "
                 f"{', '.join(others)}, or let chunks be 1."

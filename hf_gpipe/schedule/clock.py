@@ -50,7 +50,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
     num_stages = placement.num_stages
     split = {(a.stage, a.micro_batch) for queue in queues for a in queue if a.kind == INPUT}
     #: Of each kind those that it needs of its own stage, in another order.
-    needs = {kind: [one for one in needs_of(kind) if one in kinds and (one.turn or kind.turn)] for kind in kinds}
+    needs = {kind: [need for need in needs_of(kind) if need in kinds and (need.turn or kind.turn)] for kind in kinds}
     next_index = [0] * len(queues)
     of_process: dict[int, list[int]] = {}
     for number, queue in enumerate(queues):
@@ -71,11 +71,11 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
         awaited = [Action(kind, action.stage, action.micro_batch) for kind in needs[action.kind]]
         awaited += [source] if (source := action.source(num_stages, split)) else []
         awaited += head_sources(action, num_stages) if is_divided else ()
-        if missing := [one for one in awaited if one not in finished_at]:
+        if missing := [need for need in awaited if need not in finished_at]:
             watching.setdefault(missing[0], []).append(number)
             return
         place = placement.place_of(_worker_of(action, placement), action.stage)
-        start = max(free_at.get(place, 0), *(finished_at[one] for one in awaited), 0)
+        start = max(free_at.get(place, 0), *(finished_at[need] for need in awaited), 0)
         fills, rank = False, way(action, num_stages) * (1 if is_divided else -1)
         if action.kind.fills_idle:
             gradient = gradient_action(action.stage, action.micro_batch, split).source(num_stages, split)

@@ -56,7 +56,7 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
             _columns([span for span in own if _is_on_host(span) == is_on_host], num_columns, column_seconds)
             for is_on_host in (False, True)
         )
-        columns = [one or other for one, other in zip(columns, on_host, strict=True)]
+        columns = [span or host_span for span, host_span in zip(columns, on_host, strict=True)]
         if labelled:
             text = " ".join(_cell(placement, columns, index, cell) for index in range(num_columns))
         else:

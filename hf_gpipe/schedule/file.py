@@ -116,7 +116,7 @@ def recompute_under(table: Schedule, recompute: str | Sequence[str | int]) -> st
     for stage in range(table.num_stages):
         count = table.num_recomputations(stage)
         whole = "stage" if count == table.num_micro_batches else most_of_equal_stages(table)[stage][Held.GRAPH]
-        goes = any(table.is_offloaded(stage, one) for one in range(table.num_micro_batches))
+        goes = any(table.is_offloaded(stage, micro_batch) for micro_batch in range(table.num_micro_batches))
         entries.append(whole if count else "host" if goes else "none")
     own = entries[0] if isinstance(entries[0], str) and len(set(entries)) == 1 else tuple(entries)
     asked = recompute if isinstance(recompute, str) else tuple(recompute)

@@ -212,7 +212,7 @@ def needs_of(kind: ActionKind) -> tuple[ActionKind, ...]:
 @functools.cache
 def awaited_by(kind: ActionKind) -> tuple[ActionKind, ...]:
     """The needed kinds that go on beside a worker's actions, so that an action on another resource waits for them."""
-    return tuple(one for one in needs_of(kind) if one.resource not in (Resource.COMPUTE, kind.resource))
+    return tuple(need for need in needs_of(kind) if need.resource not in (Resource.COMPUTE, kind.resource))
 
 
 _ONCE, _PARTS = "it must occur exactly once.", "a backward is one B, or one I and one W."

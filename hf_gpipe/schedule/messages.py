@@ -61,14 +61,14 @@ def messages(schedule: Schedule) -> tuple[Message, ...]:
     if len(schedule.actions) == 1:
         return ()
     passed = [0] * len(schedule.actions)
-    found = []
+    sent_messages = []
     for process, action in clock_order(schedule):
         passed[process] += 1
         for consumer in schedule.consumers(action):
             receiver = schedule.worker_of(consumer)
             if receiver != process:
-                found.append(Message(action, consumer, process, receiver, passed[receiver]))
-    return tuple(found)
+                sent_messages.append(Message(action, consumer, process, receiver, passed[receiver]))
+    return tuple(sent_messages)
 
 
 class Link(NamedTuple):
@@ -179,7 +179,7 @@ def in_rows(schedule: Schedule, workers: AbstractSet[int]) -> list[tuple[int, Ac
             return action == ends[worker]
         return action.kind.is_of_mini_batch and not action.kind.is_of_visit
 
-    return sorted(order, key=lambda one: is_late(*one))
+    return sorted(order, key=lambda entry: is_late(*entry))
 
 
 def clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
@@ -195,7 +195,7 @@ def clock_order(schedule: Schedule) -> list[tuple[int, Action]]:
     order: list[tuple[int, int, int, Action]] = []
     for process, action in executable_order(schedule):
         place = schedule.placement.place_of(process, action.stage)
-        start = max(started[process] + 1, free_at.get(place, 0), *(ends[one] for one in schedule.sources(action)))
+        start = max(started[process] + 1, free_at.get(place, 0), *(ends[source] for source in schedule.sources(action)))
         for other in schedule.concerned(process, action, schedule.awaited_by(action.kind)):
             start = max(start, reached_at.get(other, 0))
         if action.kind.is_collective:

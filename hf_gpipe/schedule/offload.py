@@ -58,7 +58,7 @@ def _row(schedule: Schedule, worker: int, stages: AbstractSet[int]) -> tuple[Act
                     after[own[forward]].append(Action(OFFLOAD, *where))
                     before[own[comes]].append(Action(PREFETCH, *where))
                 last_backward = place
-    return tuple(one for at, action in enumerate(row) for one in (*before[at], action, *after[at]))
+    return tuple(entry for at, action in enumerate(row) for entry in (*before[at], action, *after[at]))
 
 
 def _graphs_made(action: Action) -> int:

@@ -179,7 +179,7 @@ class Placement:
         for crew in self.crews:
             loads = dict.fromkeys(crew, (0, 0))
             for stage in sorted(range(self.num_stages), key=lambda stage: -sizes[stage]):
-                worker = min(crew, key=lambda one: loads[one])
+                worker = min(crew, key=lambda member: loads[member])
                 loads[worker] = loads[worker][0] + sizes[stage], loads[worker][1] + 1
                 owners[stage].append(worker)
         others = self.chunks, self.ranks_per_worker, True, self.workers_per_rank
@@ -346,7 +346,7 @@ class Placement:
         A worker that holds both stages is in it too: its edge is within the process.
         """
         if self.is_dealt:
-            every = [(one, other) for crew in self.crews for one in crew for other in crew]
+            every = [(worker, other) for crew in self.crews for worker in crew for other in crew]
             return tuple(sorted((stage, *pair) for stage in range(self.num_stages - 1) for pair in every))
         return _edges(pairwise(self.workers))
 
@@ -363,12 +363,12 @@ class Placement:
 
 def _edges(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[tuple[int, int, int], ...]:
     """Of each stage with the workers of the stage that it exchanges a micro-batch with."""
-    found = set()
+    edges = set()
     for stage, (own, others) in enumerate(pairs):
         # The replicas of both stages are the same again after so many micro-batches.
         for micro_batch in range(math.lcm(len(own), len(others))):
-            found.add((stage, own[micro_batch % len(own)], others[micro_batch % len(others)]))
-    return tuple(sorted(found))
+            edges.add((stage, own[micro_batch % len(own)], others[micro_batch % len(others)]))
+    return tuple(sorted(edges))
 
 
 def replicas_of(num_stages: int, replicas: int | Sequence[int]) -> tuple[int, ...]:

@@ -89,8 +89,8 @@ def deal_of(
         most_stages: of a slot, for a device holds the weights of two; None: as many as take equal time.
         num_rounds: None: that of the shortest step, where copies and updates take no time.
     """
-    repeated = [one + other for one, other in zip(recompute, backward, strict=True)]
-    together = [one + other for one, other in zip(forward, backward, strict=True)]
+    repeated = [r + b for r, b in zip(recompute, backward, strict=True)]
+    together = [f + b for f, b in zip(forward, backward, strict=True)]
     slots = _slots(forward, repeated, together, max(together[-1], *forward[:-1], *repeated[:-1], 0), most_stages)
 
     def length(rounds: int) -> int:

@@ -84,7 +84,7 @@ class Costs:
             if kind.price:
                 # A stage has U or H.
                 earlier = named.get(kind.price[0][0], [0] * len(value))
-                named[kind.price[0][0]] = [one + other for one, other in zip(earlier, value, strict=True)]
+                named[kind.price[0][0]] = [total + cost for total, cost in zip(earlier, value, strict=True)]
         return cls(**named, others={kind: value for kind, value in seconds.items() if not kind.price})
 
 
@@ -228,7 +228,7 @@ class _Clock:
             name, value, share = costs.of(kind)
             stages = value if isinstance(value, Sequence) else (value,) * num_stages
             _check_count(stages, num_stages, name, "stages")
-            self._seconds[kind] = [_each_chunk(one, schedule.chunks, name, share) for one in stages]
+            self._seconds[kind] = [_each_chunk(of_stage, schedule.chunks, name, share) for of_stage in stages]
         self._transfer_seconds = _of_edges(costs.transfer_seconds, schedule)
         self._head_seconds = costs.head_transfer_seconds
         self._schedule = schedule
@@ -251,8 +251,12 @@ class _Clock:
 
         def collect() -> None:
             """The collectives that all replicas have reached by now, in the order in which these did."""
-            every = [one for one, times in reached_at.items() if len(times) == len(placement.workers[one.stage])]
-            for action in sorted(every, key=lambda one: (max(reached_at[one]), -one.stage)):
+            every = [
+                collective
+                for collective, times in reached_at.items()
+                if len(times) == len(placement.workers[collective.stage])
+            ]
+            for action in sorted(every, key=lambda collective: (max(reached_at[collective]), -collective.stage)):
                 lanes = [_lane_of(placement, process, action) for process in placement.workers[action.stage]]
                 start = max(*reached_at.pop(action), *(free_at.get(lane, 0) for lane in lanes))
                 end = start + seconds[action.kind][action.stage][0]
@@ -262,7 +266,7 @@ class _Clock:
 
         # Those of a synchronous table come last on every process: all reductions are known by then.
         updates_last = (placement.has_replicas or placement.is_dealt) and not schedule.is_asynchronous
-        order = sorted(self._order, key=lambda one: updates_last and _is_update_of_all(one[1].kind))
+        order = sorted(self._order, key=lambda entry: updates_last and _is_update_of_all(entry[1].kind))
         for process, action in order:
             kind, lane = action.kind, _lane_of(placement, process, action)
             start = started[process]
@@ -271,7 +275,7 @@ class _Clock:
                 all_end = all_end or max(span.end for span in spans)
                 start = max(start, all_end)
             if kind.resource is not Resource.COMPUTE and any(
-                one.resource is Resource.COMPUTE for one in needs_of(kind)
+                need.resource is Resource.COMPUTE for need in needs_of(kind)
             ):
                 start = free_at.get((*placement.place_of(process, action.stage), Resource.COMPUTE), 0)
             if kind.is_collective:
@@ -345,7 +349,7 @@ def _each(value: Seconds | Sequence[Seconds], count: int, name: str, of_what: st
     """One value for each boundary, edge or chunk."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * count
     _check_count(values, count, name, of_what)
-    if any(one < 0 for one in values):
+    if any(cost < 0 for cost in values):
         raise ScheduleError(f"{name} is {min(values)} somewhere; a cost is never below 0.")
     return values
 
@@ -355,7 +359,7 @@ def _each_chunk(
 ) -> tuple[Seconds, ...]:
     """A share of the value of a stage for each chunk of a row, or of its only one."""
     values = _each(value, chunks if isinstance(value, Sequence) else 1, name, "chunks of a row")
-    return values if share == 1 else tuple(one * share for one in values)
+    return values if share == 1 else tuple(cost * share for cost in values)
 
 
 def _check_count(values: Sequence[object], count: int, name: str, of_what: str) -> None:

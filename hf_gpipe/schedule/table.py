@@ -124,15 +124,15 @@ class Schedule:
     @cached_property
     def newest_version(self) -> Mapping[tuple[int, int], int]:
         """The number of updates of the stage before each forward, by its (stage, micro-batch)."""
-        found: dict[tuple[int, int], int] = {}
+        versions: dict[tuple[int, int], int] = {}
         for actions in self.actions:
             updates = [0] * self.num_stages
             for action in actions:
                 if action.kind.changes_weights:
                     updates[action.stage] += 1
                 elif action.kind == FORWARD and action.micro_batch is not None:
-                    found[action.stage, action.micro_batch] = updates[action.stage]
-        return found
+                    versions[action.stage, action.micro_batch] = updates[action.stage]
+        return versions
 
     @cached_property
     def version_read(self) -> Mapping[tuple[int, int], int]:
@@ -164,7 +164,7 @@ class Schedule:
         of_head = head_consumers(action, self.num_stages, self.split) if self.divides_head else ()
         far = self._far_consumers.get(action, ()) if self.placement.is_dealt else ()
         # In evaluation there is no T.
-        of_head = tuple(one for one in of_head if one.kind in self.kinds)
+        of_head = tuple(receiver for receiver in of_head if receiver.kind in self.kinds)
         return (*of_head, *far, *(() if consumer is None else (consumer,)))
 
     @cached_property
@@ -174,38 +174,38 @@ class Schedule:
         of a visit waits for the D of the visit before, which leaves the gradients of the stage's weights. An update on
         the host waits for the last D of its stage, and of those after it that no update before it in its row waits for:
         a tied weight belongs to the lowest stage that uses it."""
-        found: dict[Action, tuple[Action, ...]] = {}
+        sources: dict[Action, tuple[Action, ...]] = {}
         for action, worker in self._worker_of.items():
             if action.kind.receives is Held.INPUT and not action.kind.sends and action.stage:
                 forward = replace(action, kind=FORWARD)
                 if self._worker_of.get(forward, worker) != worker:
-                    found[action] = (replace(forward, stage=action.stage - 1),)
+                    sources[action] = (replace(forward, stage=action.stage - 1),)
         for visits in self._backward_visits.values():
             for (_, before, _, drop), (_, worker, backward, _) in pairwise(visits):
                 if before != worker and drop is not None:
-                    found[backward] = (*found.get(backward, ()), drop)
+                    sources[backward] = (*sources.get(backward, ()), drop)
         for row in self.actions:
             missing = dict(self.last_drops)
             for action in row:
                 if action.kind.resource is Resource.HOST:
-                    found[action] = tuple(missing.pop(one) for one in sorted(missing) if one >= action.stage)
-        return found
+                    sources[action] = tuple(missing.pop(stage) for stage in sorted(missing) if stage >= action.stage)
+        return sources
 
     @cached_property
     def _backward_visits(self) -> Mapping[tuple[int, tuple[int, ...]], list[tuple[int, int, Action, Action | None]]]:
         """Of each dealt stage in each pipeline its visits with backwards, in their order: (first micro-batch, worker,
         first backward, D)."""
-        found: dict[tuple[int, tuple[int, ...]], list[tuple[int, int, Action, Action | None]]] = {}
+        backward_visits: dict[tuple[int, tuple[int, ...]], list[tuple[int, int, Action, Action | None]]] = {}
         for worker in range(len(self.actions)):
             crew = self.placement.crew_of(worker)
             for visit in self.visits(worker):
-                if backwards := [one for one in visit.actions if one.kind.completes_micro_batch]:
-                    first = min(one.micro_batch or 0 for one in backwards)
-                    own = found.setdefault((visit.load.stage, crew), [])
+                if backwards := [action for action in visit.actions if action.kind.completes_micro_batch]:
+                    first = min(backward.micro_batch or 0 for backward in backwards)
+                    own = backward_visits.setdefault((visit.load.stage, crew), [])
                     own.append((first, worker, backwards[0], visit.drop))
-        for visits in found.values():
-            visits.sort(key=lambda one: one[:2])
-        return found
+        for visits in backward_visits.values():
+            visits.sort(key=lambda entry: entry[:2])
+        return backward_visits
 
     @cached_property
     def last_drops(self) -> Mapping[int, Action]:
@@ -214,11 +214,11 @@ class Schedule:
 
     @cached_property
     def _far_consumers(self) -> Mapping[Action, tuple[Action, ...]]:
-        found: dict[Action, tuple[Action, ...]] = {}
+        consumers: dict[Action, tuple[Action, ...]] = {}
         for consumer, sources in self._far_sources.items():
             for source in sources:
-                found[source] = (*found.get(source, ()), consumer)
-        return found
+                consumers[source] = (*consumers.get(source, ()), consumer)
+        return consumers
 
     def concerned(self, process: int, action: Action, kinds: Iterable[ActionKind]) -> Iterator[Action]:
         """Yield the actions of some kinds on the stage and micro-batch of an action that a worker runs; and on its step
@@ -233,7 +233,7 @@ class Schedule:
                 yield Action(kind, stage, micro_batch)
             else:
                 own = self.micro_batches_of(process, stage)
-                yield from (Action(kind, stage, one) for one in own if self.step_of[one] == action.step)
+                yield from (Action(kind, stage, m) for m in own if self.step_of[m] == action.step)
 
     def _of_visit(self, process: int, action: Action, kind: ActionKind) -> Iterator[Action]:
         """Yield the actions of a kind that concern an action of the same visit; of an L the D that makes room for it.
@@ -249,7 +249,7 @@ class Schedule:
         elif kind == DROP and visit.drop is not None:
             yield visit.drop
         else:
-            yield from (one for one in visit.actions if one.kind == kind)
+            yield from (candidate for candidate in visit.actions if candidate.kind == kind)
 
     def visits(self, process: int) -> tuple[Visit, ...]:
         """The visits of weights in the row of a worker."""
@@ -262,7 +262,7 @@ class Schedule:
         every = []
         for worker, row in enumerate(self.actions):
             visits = visits_of(row, self.placement, worker) if self.kinds & {LOAD, DROP} else []
-            every.append({one: v for v in visits for one in (v.load, *v.actions, v.drop) if one is not None})
+            every.append({action: v for v in visits for action in (v.load, *v.actions, v.drop) if action is not None})
         return tuple(every)
 
     @cached_property
@@ -273,7 +273,7 @@ class Schedule:
     def awaited_by(self, kind: ActionKind) -> tuple[ActionKind, ...]:
         """`kinds.awaited_by` of the kinds that the table has."""
         if kind not in self._awaited:
-            self._awaited[kind] = tuple(one for one in awaited_by(kind) if one in self.kinds)
+            self._awaited[kind] = tuple(need for need in awaited_by(kind) if need in self.kinds)
         return self._awaited[kind]
 
     @cached_property
@@ -344,12 +344,12 @@ class Schedule:
 
     @cached_property
     def _micro_batches_of(self) -> Mapping[tuple[int, int | None], tuple[int, ...]]:
-        found: dict[tuple[int, int | None], set[int]] = {}
+        micro_batches: dict[tuple[int, int | None], set[int]] = {}
         for action, worker in self._worker_of.items():
             if action.micro_batch is not None:
                 for stage in (action.stage, None):
-                    found.setdefault((worker, stage), set()).add(action.micro_batch)
-        return {where: tuple(sorted(own)) for where, own in found.items()}
+                    micro_batches.setdefault((worker, stage), set()).add(action.micro_batch)
+        return {where: tuple(sorted(own)) for where, own in micro_batches.items()}
 
     def of_first(self, num_micro_batches: int) -> Schedule:
         """The same table for its first n micro-batches: the actions of the others are left out.

@@ -151,7 +151,7 @@ def read_text(text: str, make: Callable[..., Table]) -> Table:
     def read_workers() -> list[tuple[int, ...]]:
         every = []
         for word in header["placement"].split():
-            own = [parse_number(one) for one in word.split(",")]
+            own = [parse_number(part) for part in word.split(",")]
             every.append(tuple(number for number in own if number is not None))
             if len(every[-1]) < len(own):
                 fail("placement", "one process for each stage, as in 0 0 1, or its replicas with commas, as in 0,1 2")

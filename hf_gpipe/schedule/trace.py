@@ -58,7 +58,7 @@ def _events(timeline: Timeline, title: str) -> Iterator[Event]:
     if timeline.spans and timeline.schedule.is_training:
         for stage, process in threads:
             stages = placement.stages_run_by(process) if stage is None else (stage,)
-            held = {one: {Held.MICRO_BATCH: {"micro-batches": 1}} for one in stages}
+            held = {own_stage: {Held.MICRO_BATCH: {"micro-batches": 1}} for own_stage in stages}
             for time, level in occupancy(timeline, held, process):
                 name = f"live micro-batches of {name_in_text(placement, stage, process)}"
                 yield {"ph": "C", "name": name, "ts": _microseconds(time), "args": level}

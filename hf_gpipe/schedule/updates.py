@@ -56,7 +56,7 @@ def with_updates_beside(schedule: Schedule) -> Schedule:
         )
     placement = schedule.placement
     without = replace(
-        schedule, actions=tuple(tuple(one for one in row if one.kind != UPDATE) for row in schedule.actions)
+        schedule, actions=tuple(tuple(action for action in row if action.kind != UPDATE) for row in schedule.actions)
     )
     last = without.last_drops
     waiting = [sorted(placement.stages_of(worker), reverse=True) for worker in range(len(schedule.actions))]
@@ -70,9 +70,9 @@ def with_updates_beside(schedule: Schedule) -> Schedule:
         missing.discard(action)
     for row, own in zip(rows, waiting, strict=True):
         row += [Action(HOST_UPDATE, stage) for stage in own]
-    found = replace(schedule, actions=tuple(map(tuple, rows)))
-    check_table(found)
-    return found
+    table = replace(schedule, actions=tuple(map(tuple, rows)))
+    check_table(table)
+    return table
 
 
 @lru_cache(maxsize=64)
@@ -80,7 +80,7 @@ def with_updates_last(schedule: Schedule) -> Schedule:
     """The same table with a U of each stage at the end, where it has H."""
     if HOST_UPDATE not in schedule.kinds:
         return schedule
-    orders = [[one for one in row if one.kind != HOST_UPDATE] for row in schedule.actions]
-    found = replace(schedule, actions=tuple(map(tuple, with_updates(orders, schedule.placement))))
-    check_table(found)
-    return found
+    orders = [[action for action in row if action.kind != HOST_UPDATE] for row in schedule.actions]
+    table = replace(schedule, actions=tuple(map(tuple, with_updates(orders, schedule.placement))))
+    check_table(table)
+    return table

@@ -318,7 +318,7 @@ def _check_offloads(schedule: Schedule) -> None:
         held: dict[tuple[int, int | None], Held | None] = {}
         for action in row:
             where, kind = (action.stage, action.micro_batch), action.kind
-            freed = next((one for one in kind.frees if one in (Held.GRAPH, Held.AWAY)), None)
+            freed = next((item for item in kind.frees if item in (Held.GRAPH, Held.AWAY)), None)
             is_made_again = kind.makes is Held.GRAPH and freed is None and held.get(where) is Held.AWAY
             if is_made_again or (freed is not None and held.get(where) is not freed):
                 _fail(
@@ -418,13 +418,13 @@ def _check_order_on_edges(schedule: Schedule) -> None:
     received: dict[tuple[str, int, int, int, int], list[Action]] = {}
 
     def note(
-        messages: dict[tuple[str, int, int, int, int], list[Action]], one: Action, source: Action, to: Action
+        messages: dict[tuple[str, int, int, int, int], list[Action]], entry: Action, source: Action, to: Action
     ) -> None:
         sender, receiver = schedule.worker_of(source), schedule.worker_of(to)
         if sender != receiver:
             # A carry of dealt stages is for a forward or a recomputation, each in an order of its own.
             kind = "" if source.kind.takes_gradient else source.kind + ("" if to.kind.sends else to.kind)
-            messages.setdefault((kind, source.stage, to.stage, sender, receiver), []).append(one)
+            messages.setdefault((kind, source.stage, to.stage, sender, receiver), []).append(entry)
 
     for actions in schedule.actions:
         for action in actions:

@@ -23,22 +23,22 @@ def uses(schedule: Schedule, process: int) -> list[Use | None]:
 
     Without stashes every action reads the newest version, and an update overwrites it.
     """
-    found: list[Use | None] = []
+    reversed_uses: list[Use | None] = []
     read_later: set[tuple[int, int]] = set()
     newest = [schedule.num_steps] * schedule.num_stages
     for action in reversed(schedule.actions[process]):
         if not action.kind.reads_weights and not action.kind.changes_weights:
-            found.append(None)
+            reversed_uses.append(None)
             continue
         newest[action.stage] -= action.kind.changes_weights
         version = newest[action.stage]
         if schedule.stashes and action.micro_batch is not None:
             version = schedule.version_read[action.stage, action.micro_batch]
         where = action.stage, version
-        found.append(Use(version, not schedule.stashes or where not in read_later))
+        reversed_uses.append(Use(version, not schedule.stashes or where not in read_later))
         if action.kind.reads_weights:
             read_later.add(where)
-    return found[::-1]
+    return reversed_uses[::-1]
 
 
 def num_stashes(schedule: Schedule, stage: int, process: int | None = None) -> int:

@@ -28,20 +28,20 @@ class Visit:
 
 def visits_of(row: Sequence[Action], placement: Placement, worker: int) -> list[Visit]:
     """The visits in the row of a worker, in the order of their L."""
-    found: list[tuple[Action, list[Action], Action | None]] = []
+    visits: list[tuple[Action, list[Action], Action | None]] = []
     drops: dict[int, Action] = {}
     open_visits: dict[int, int] = {}
     dropped: dict[str | None, Action] = {}
     for action in row:
         device = placement.device_of(action.stage, worker)
         if action.kind == LOAD:
-            open_visits[action.stage] = len(found)
-            found.append((action, [], dropped.get(device)))
+            open_visits[action.stage] = len(visits)
+            visits.append((action, [], dropped.get(device)))
         elif (number := open_visits.get(action.stage)) is None:
             continue
         elif action.kind == DROP:
             drops[number] = dropped[device] = action
             del open_visits[action.stage]
         elif action.micro_batch is not None:
-            found[number][1].append(action)
-    return [Visit(load, drops.get(n), tuple(actions), after) for n, (load, actions, after) in enumerate(found)]
+            visits[number][1].append(action)
+    return [Visit(load, drops.get(n), tuple(actions), after) for n, (load, actions, after) in enumerate(visits)]

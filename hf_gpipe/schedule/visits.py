@@ -55,7 +55,7 @@ def with_visits(schedule: Schedule) -> Schedule:
                 ends[last].append(Action(DROP, stage, step=visit))
                 free_from[stage] = last + 1
         # A D before the L that takes its room.
-        rows.append(tuple(one for at, action in enumerate(row) for one in (*begins[at], action, *ends[at])))
+        rows.append(tuple(entry for at, action in enumerate(row) for entry in (*begins[at], action, *ends[at])))
     return replace(schedule, actions=tuple(rows))
 
 
@@ -124,7 +124,9 @@ def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
         )
     for worker in range(len(schedule.actions)) if are_trained else ():
         visits = schedule.visits(worker)
-        backwards = Counter(v.load.stage for v in visits if any(one.kind.completes_micro_batch for one in v.actions))
+        backwards = Counter(
+            v.load.stage for v in visits if any(action.kind.completes_micro_batch for action in v.actions)
+        )
         if again := [stage for stage, count in backwards.items() if count > 1]:
             raise ScheduleError(
                 f"offload_weights all with schedule {schedule.name!r}: the backwards of stage {again[0]} are in "
