@@ -111,7 +111,7 @@ def _outcomes(planner: Planner, config: PipelineConfig) -> list[Outcome]:
     if config.offload_weights is not None and not config.is_decided:
         counts = micro_batch_counts(planner.rows, config.num_micro_batches)
         outcomes = [_outcome(planner, way) for way in visiting_ways(planner, config, counts)]
-        return [with_dealt_table(one, config) if isinstance(one, Plan) else one for one in outcomes]
+        return [with_dealt_table(outcome, config) if isinstance(outcome, Plan) else outcome for outcome in outcomes]
     if config.is_mesh_open:
         return _searched(planner, config)
     return [_outcome(planner, each) for each in _allowed(planner, config)]

@@ -77,10 +77,10 @@ def _partly_on_host(plan: Plan) -> Iterator[Plan]:
     }
     while hosts:
         chosen = tuple("host" if number in hosts else entry for number, entry in enumerate(entries))
-        found = planner.plan(replace(settings, recompute=chosen))
-        yield found
-        limits = [limit_of(planner.memory_bytes, process.number) for process in found.processes]
-        full = [own for own, most in zip(found.processes, limits, strict=True) if most and own.memory.total > most]
+        candidate = planner.plan(replace(settings, recompute=chosen))
+        yield candidate
+        limits = [limit_of(planner.memory_bytes, process.number) for process in candidate.processes]
+        full = [own for own, most in zip(candidate.processes, limits, strict=True) if most and own.memory.total > most]
         if hosts.isdisjoint(crowded := {stage for process in full for stage in process.stages}):
             return
         hosts -= crowded

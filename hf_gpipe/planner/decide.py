@@ -191,14 +191,14 @@ class Planning:
             everyone = world.gather_objects(own)[:: config.tensor_parallel]
             # Those of a slower device are taken as the first one's.
             speeds = config.given_speeds or [1.0] * len(everyone)
-            return mean_costs([times(one, speed) for one, speed in zip(everyone, speeds, strict=True)])
+            return mean_costs([times(model_costs, speed) for model_costs, speed in zip(everyone, speeds, strict=True)])
 
-        found = {}
+        costs = {}
         for count in micro_batch_counts(mini_batch.rows, config.num_micro_batches):
             rows = largest_micro_batch(mini_batch.rows, count)
             for chunks in ways_to_cut(config, mini_batch.target_tokens):
-                found[rows, chunks] = each_chunk(mini_batch.of_rows(rows), chunks, measured)
-        return found
+                costs[rows, chunks] = each_chunk(mini_batch.of_rows(rows), chunks, measured)
+        return costs
 
 
 def _shown(value: Any) -> str:

@@ -95,21 +95,21 @@ def estimate_memory(
     is_dealt = timeline.schedule.placement.is_dealt
     hosted = [sums.hosted(*layers, visitors, is_dealt=is_dealt) for layers in ranges]
     # Of dealt stages nothing stays, ties neither.
-    trained_bytes = 0 if is_dealt else held.trainable_bytes - sum(one.trainable_bytes for one in hosted)
+    trained_bytes = 0 if is_dealt else held.trainable_bytes - sum(visiting.trainable_bytes for visiting in hosted)
     # Where weights change between micro-batches, each graph keeps its own conversion of them.
     is_asynchronous = timeline.schedule.is_asynchronous
     amounts = {
         stage: stage_amounts(
-            sums, stages[stage], trained_bytes / len(own), one.trainable_bytes, converts_once=not is_asynchronous
+            sums, stages[stage], trained_bytes / len(own), visiting.trainable_bytes, converts_once=not is_asynchronous
         )
-        for stage, one in zip(own, hosted, strict=True)
+        for stage, visiting in zip(own, hosted, strict=True)
     }
     converted = [0.0 if is_asynchronous else sums.converted_bytes(*layers) for layers in ranges]
     weights = held.num_bytes + sum(converted)
     if visitors is not None:  # each stage that is there has a buffer
         num_buffers = min(most_loaded(timeline.schedule)[process], len(own))
         weights = trained_bytes + num_buffers * max(
-            one.num_bytes + own for one, own in zip(hosted, converted, strict=True)
+            visiting.num_bytes + conversion for visiting, conversion in zip(hosted, converted, strict=True)
         )
     levels = (level for _, level in occupancy(timeline, amounts, process))
     # Of more replicas than micro-batches some have nothing to do.
@@ -125,8 +125,8 @@ def estimate_memory(
         if is_dealt
         else round(
             sum(
-                state_shares[stage] * (sums.owned(*layers).trainable_bytes - one.trainable_bytes)
-                for stage, layers, one in zip(own, ranges, hosted, strict=True)
+                state_shares[stage] * (sums.owned(*layers).trainable_bytes - visiting.trainable_bytes)
+                for stage, layers, visiting in zip(own, ranges, hosted, strict=True)
             )
         ),
         stashes=round(

@@ -88,7 +88,7 @@ class LayerSums:
         seconds = [layer.seconds or estimated_seconds(layer, costs.compute_dtype, device) for layer in layers]
         # The ranks of a worker wait for their sums, but for what runs beside products. Measured seconds include both.
         size, link = 1 if costs.is_measured else costs.num_ranks, link or device.link
-        sums = [(one.forward_sums.seconds(size, link), one.backward_sums.seconds(size, link)) for one in layers]
+        sums = [(layer.forward_sums.seconds(size, link), layer.backward_sums.seconds(size, link)) for layer in layers]
         self._stage_seconds = costs.stage_seconds or estimated_stage_seconds(layers, device)
         self._forward_only = RangeSum(own.forward_only + sent for own, (sent, _) in zip(seconds, sums, strict=True))
         self._forward = RangeSum(own.forward + sent for own, (sent, _) in zip(seconds, sums, strict=True))
@@ -120,7 +120,9 @@ class LayerSums:
         self._shared = _users(layers)
         # A head that makes its logits in chunks adds to the gradient at once.
         adds_up = [layer.kind == "head" and not costs.whole_logits for layer in layers]
-        tied = [(one.size.trainable_bytes, [n for n in users if not adds_up[n]]) for one, users in self._shared]
+        tied = [
+            (parameter.size.trainable_bytes, [n for n in users if not adds_up[n]]) for parameter, users in self._shared
+        ]
         self.graphs: dict[InnerRecompute, GraphSums] = {
             mode: GraphSums(layers, mode, tied) for mode in ("none", "block")
         }
@@ -289,7 +291,8 @@ def _hidden_seconds(layer: LayerCost, own: Seconds, size: int, link: Level) -> f
         return 0.0
     per_operation = own.backward / layer.backward_flops
     return sum(
-        min(SumsOverRanks(1, one.num_bytes).seconds(size, link), one.flops * per_operation) for one in layer.sums_beside
+        min(SumsOverRanks(1, beside.num_bytes).seconds(size, link), beside.flops * per_operation)
+        for beside in layer.sums_beside
     )
 
 

@@ -46,9 +46,9 @@ def rated_speeds(costs: ModelCosts, devices: Sequence[Device]) -> tuple[float, .
     """The speed of each device relative to the first one, by their data sheets, for the layers of a model."""
     dtype = costs.compute_dtype
     seconds = [
-        sum(estimated_seconds(one, dtype, device).of_micro_batch() for one in costs.layers) for device in devices
+        sum(estimated_seconds(layer, dtype, device).of_micro_batch() for layer in costs.layers) for device in devices
     ]
-    return tuple(float(f"{seconds[0] / one:.3g}") for one in seconds)
+    return tuple(float(f"{seconds[0] / total:.3g}") for total in seconds)
 
 
 def _rounded(speed: float) -> float:

@@ -65,12 +65,14 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
         schedules = (_BREADTH_FIRST, *(DEALT if can_deal and planner.host_size(size) % own_size == 0 else ()))
     if config.num_micro_batches == AUTO:
         wanted = [times * size for times in _MICRO_BATCHES]
-        counts = sorted({min((one for one in counts if one >= number), default=counts[-1]) for number in wanted})
-    found = False
+        counts = sorted(
+            {min((possible for possible in counts if possible >= number), default=counts[-1]) for number in wanted}
+        )
+    is_possible = False
     for schedule in schedules:
         for num_stages in _numbers_of_stages(planner, config, schedule, own_size):
             for count in counts:
-                found = True
+                is_possible = True
                 yield replace(
                     config,
                     num_stages=num_stages,
@@ -80,7 +82,7 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
                     schedule=schedule,
                     recompute="stage" if config.recompute == AUTO else config.recompute,
                 )
-    if not found:
+    if not is_possible:
         raise UserError(
             f"offload_weights is {config.offload_weights} and num_stages auto: a model of {planner.num_layers} layers "
             f"has not the three stages for each of {own_size} processes that {_BREADTH_FIRST} takes; use fewer "
