@@ -183,12 +183,12 @@ class Executor:
                 # A thread notes the times of what it does.
                 mark = note if action.kind.resource is not Resource.HOST else _not_measured
                 mark(action, device)
-                for one in planned.expected:
-                    one.channel.expect(one.key, one.shapes(micro_batches[one.key[0]]))
+                for incoming in planned.expected:
+                    incoming.channel.expect(incoming.key, incoming.shapes(micro_batches[incoming.key[0]]))
                 received: dict[str, torch.Tensor] = {}
-                for one in planned.received:
-                    received |= one.channel.receive(one.key)
-                    for channel, key in one.arrived:
+                for incoming in planned.received:
+                    received |= incoming.channel.receive(incoming.key)
+                    for channel, key in incoming.arrived:
                         channel.arrived(key)
                 if planned.wait is not None and not planned.received:
                     planned.wait(step, planned)
@@ -230,7 +230,7 @@ class Executor:
     ) -> None:
         """Before the update: wait until everything was computed and sent, then call `reduce`."""
         self._flush()
-        mini_batches = [one.mini_batch for one in micro_batches]
+        mini_batches = [micro_batch.mini_batch for micro_batch in micro_batches]
         for row in self._rows.values():
             for number, stage in sorted(row.stages.items()):
                 stage.end_step(mini_batches, None if self._replicas is None else partial(self._replicas.total, number))
@@ -267,8 +267,8 @@ class Executor:
         for message in messages(schedule):
             is_incoming = message.receiver in self._workers and message.sender not in self._workers
             if is_incoming and self._is_read(schedule, message.source, message.consumer):
-                one = self._message(schedule, message.source, message.consumer)
-                expected[message.receiver, message.before].append(one)
+                incoming = self._message(schedule, message.source, message.consumer)
+                expected[message.receiver, message.before].append(incoming)
         arrived = self._arrived(schedule)
         self._planned = []
         self._versions = {}
@@ -283,7 +283,7 @@ class Executor:
         # Other workers add to the gradients of a dealt stage.
         last = frozenset() if schedule.placement.is_dealt else last_backwards([action for _, action in actions])
         if not schedule.is_asynchronous:
-            last |= {*[one for _, one in actions if one.kind.changes_weights][-1:]}
+            last |= {*[action for _, action in actions if action.kind.changes_weights][-1:]}
         places: Counter[int] = Counter()
         for worker, action in actions:
             place = places[worker]
@@ -386,8 +386,8 @@ class Executor:
             come = time.perf_counter()
             for wait in ways:
                 wait()
-            for one in planned.received_beside:
-                one.channel.receive(one.key)
+            for incoming in planned.received_beside:
+                incoming.channel.receive(incoming.key)
             if self._homes is not None:
                 self._homes.collect_stage(planned.action.stage)
             begun = time.perf_counter()
@@ -419,24 +419,24 @@ class Executor:
 
 
 def _send(planned: Planned, message: Tensors, micro_batches: Sequence[MicroBatch]) -> None:
-    for one in planned.sent:
-        shapes = one.shapes(micro_batches[one.key[0]])
+    for outgoing in planned.sent:
+        shapes = outgoing.shapes(micro_batches[outgoing.key[0]])
         if message or not shapes:  # of some micro-batches nothing crosses a boundary
-            one.channel.send(one.key, message, shapes)
+            outgoing.channel.send(outgoing.key, message, shapes)
 
 
 def last_backwards(actions: Sequence[Action]) -> frozenset[Action]:
     """The last B or W of each stage, where its G can begin: no other G stands between the two, for order matters."""
-    found = set()
+    last = set()
     since: dict[int, Action] = {}
     for action in actions:
         if action.kind.completes_micro_batch:
             since[action.stage] = action
         elif action.kind.is_collective:
             if action.stage in since:
-                found.add(since[action.stage])
+                last.add(since[action.stage])
             since.clear()
-    return frozenset(found)
+    return frozenset(last)
 
 
 def row_around(actions: Sequence[Action], action: Action, most: int = 4) -> str:

@@ -177,7 +177,7 @@ class Homes:
         try:
             told = (size, "", (0, 0), "") if file is None else (size, file.path, file.identity, file.problem)
             every = self._world.gather_objects(told)
-            _check_sizes([one[0] for one in every], self._world.rank, owner)
+            _check_sizes([facts[0] for facts in every], self._world.rank, owner)
             _, path, identity, problem = every[owner]
             if problem:
                 raise UserError(problem)

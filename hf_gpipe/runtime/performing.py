@@ -51,8 +51,8 @@ class StepResult:
     def loss(self) -> torch.Tensor | None:
         """The sum of the micro-batches' losses; None in processes without the last stage. Where that is dealt, several
         devices may have some of them."""
-        losses = [one["loss"] for one in self.outputs.values()]
-        losses = [one.to(losses[0].device, non_blocking=True) for one in losses]
+        losses = [output["loss"] for output in self.outputs.values()]
+        losses = [loss.to(losses[0].device, non_blocking=True) for loss in losses]
         return sum(losses[1:], losses[0]) if losses else None
 
 

@@ -229,15 +229,15 @@ class Shards:
         """The part of a whole parameter's state that the optimizer keeps of this shard; {} where it has none."""
         if not self.has_part(name):
             return {}
-        found = {}
+        own_slots = {}
         for slot, value in slots.items():
-            found[slot] = value
+            own_slots[slot] = value
             if isinstance(value, torch.Tensor) and value.shape == self._shapes[name]:
                 shard = self.own(name, value)
                 assert shard is not None
                 # A view would keep the whole tensor.
-                found[slot] = value if shard is value else shard.clone()
-        return found
+                own_slots[slot] = value if shard is value else shard.clone()
+        return own_slots
 
     def gathered(self, states: Mapping[str, Slots]) -> dict[str, Slots]:
         """Put the state of each parameter together on the CPU, in the process that leads its stage.

@@ -262,7 +262,7 @@ class Stage:
             if deferred is not None:
                 losses = deferred_token_losses(deferred, targets, wanted, read)
             elif Reads.TOKENS in loss.reads or self.model.adapter.scores_targets:
-                losses = [one.of_logits(read, targets) for one in wanted]
+                losses = [token_loss.of_logits(read, targets) for token_loss in wanted]
             else:
                 losses = [torch.full(targets.shape, math.nan, device=targets.device)]
             if options.is_of_tokens:
@@ -359,13 +359,13 @@ class Stage:
         """Run the model: its outputs, its logits if they are deferred, and what else the loss reads."""
         micro_batch, needs_logits = context.micro_batch, context.options.on_logits is not None
         deferred = None if needs_logits or Reads.LOGITS in loss.reads else self.model.deferred_logits()
-        found: Tensors = {}
+        head_inputs: Tensors = {}
         with ExitStack() as hooks:
             if self.is_last and Reads.HIDDEN in loss.reads and self.model.adapter.ends_with_head:
                 head = self.model.model.get_submodule(self.model.layers[-1].modules[0])
 
                 def keep(_: Any, args: Any) -> None:
-                    found["hidden"] = args[0].view_as(args[0])  # a view: its gradient is not that of the logits
+                    head_inputs["hidden"] = args[0].view_as(args[0])  # a view: its gradient is not that of the logits
 
                 # Before the hook by which they enter a head that is divided.
                 hooks.enter_context(head.register_forward_pre_hook(keep, prepend=True))
@@ -378,7 +378,7 @@ class Stage:
             micro_batch.inputs,
             micro_batch.num_units,
             micro_batch.num_tokens,
-            hidden=found.get("hidden") if self.model.adapter.ends_with_head else logits,
+            hidden=head_inputs.get("hidden") if self.model.adapter.ends_with_head else logits,
             logits=logits,
             teacher=TopK.of_inputs(micro_batch.inputs) if context.teacher is None else context.teacher,
         )

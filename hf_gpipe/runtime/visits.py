@@ -72,7 +72,7 @@ def leave_on_host(model: StageModel, visitors: Visitors, *, is_shared: bool = Fa
             parameter.data = parameter.data.clone()
     if model.device.type != "cpu" and not is_shared:
         visiting = list(_visiting(model, visitors))
-        for parameter, home in zip(visiting, _pinned([one.data for one in visiting]), strict=True):
+        for parameter, home in zip(visiting, _pinned([weight.data for weight in visiting]), strict=True):
             parameter.data = home.copy_(parameter.data)
 
 
