@@ -58,7 +58,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for name, value in kwargs.items():
             form.append(name)
             _add(form, inputs, (value,))
-        if len({isinstance(one, FakeTensor) for one in inputs}) > 1:
+        if len({isinstance(tensor, FakeTensor) for tensor in inputs}) > 1:
             raise _UnlikeError
     except _UnlikeError:
         return func(*args, **kwargs)
@@ -81,7 +81,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _versions(inputs: list[torch.Tensor]) -> list[int]:
-    return [one._version for one in inputs if not one.is_inference()]
+    return [tensor._version for tensor in inputs if not tensor.is_inference()]
 
 
 def _add(form: list[Any], inputs: list[torch.Tensor], values: tuple[Any, ...] | list[Any]) -> None:

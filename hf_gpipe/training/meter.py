@@ -74,8 +74,12 @@ class Meter:
         mine = (time.perf_counter() - self._since, peaks)
         timed = [
             (
-                sum(one.end - one.start - one.waiting for one in times if one.action.kind.resource is Resource.COMPUTE),
-                max(one.end for one in times) - min(one.start for one in times),
+                sum(
+                    span.end - span.start - span.waiting
+                    for span in times
+                    if span.action.kind.resource is Resource.COMPUTE
+                ),
+                max(span.end for span in times) - min(span.start for span in times),
             )
             for times in self._timed
         ]

@@ -112,7 +112,8 @@ def step_stage(pipe: Pipeline, optimizer: Optimizer, master_weights: MasterWeigh
     own = {updated[name] for name in names if name in updated}
     absent, groups = torch.nn.Parameter(torch.empty(0)), optimizer.param_groups
     optimizer.param_groups = [
-        {**group, "params": [one if one in own else absent for one in group["params"]]} for group in groups
+        {**group, "params": [parameter if parameter in own else absent for parameter in group["params"]]}
+        for group in groups
     ]
     try:
         optimizer.step()
