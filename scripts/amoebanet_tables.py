@@ -108,13 +108,13 @@ def table1(micro_batches: Sequence[int]) -> None:
     print("|" + "---|" * 10)
     for name, num_stages, sizes, printed, weights, activations in TABLE1:
         for count in micro_batches[:1] if name.startswith("Naive") else micro_batches:
-            found = plan(name, num_stages, sizes, count)
-            parts = [process.memory for process in found.processes]
+            result = plan(name, num_stages, sizes, count)
+            parts = [process.memory for process in result.processes]
             own = sum(part.total - part.parameters - part.gradients - part.optimizer for part in parts)
             print(
-                f"| {name} | {sizes} | {printed} | {found.costs.total.count / 1e6:.1f}M | {weights} | "
-                f"{sum(3 * part.parameters for part in parts) / GB:.2f} | {found.settings.num_micro_batches} | "
-                f"{activations} | {own / GB:.2f} | {found.peak_bytes / GB:.2f} |",
+                f"| {name} | {sizes} | {printed} | {result.costs.total.count / 1e6:.1f}M | {weights} | "
+                f"{sum(3 * part.parameters for part in parts) / GB:.2f} | {result.settings.num_micro_batches} | "
+                f"{activations} | {own / GB:.2f} | {result.peak_bytes / GB:.2f} |",
                 flush=True,
             )
 
@@ -146,7 +146,7 @@ def stage_seconds(layers: Sequence[LayerCost], num_stages: int, partition: str) 
         partition: what the largest stage has the least of: layers, parameters or time.
     """
     seconds = layer_seconds(layers)
-    weights = {"layers": [1] * len(layers), "parameters": [one.parameters.count for one in layers], "time": seconds}
+    weights = {"layers": [1] * len(layers), "parameters": [layer.parameters.count for layer in layers], "time": seconds}
     total = [0, *accumulate(weights[partition])]
     counts = by_cost(len(layers), num_stages, lambda stage, start, stop: total[stop] - total[start])
     ends = [0, *accumulate(counts)]
@@ -155,9 +155,9 @@ def stage_seconds(layers: Sequence[LayerCost], num_stages: int, partition: str) 
 
 def emulated(layers: Sequence[LayerCost], num_stages: int, micro_batches: int, partition: str) -> Emulated:
     """A cell of Table 2, whose whole network takes FORWARD_SECONDS for the forward of a micro-batch."""
-    found = stage_seconds(layers, num_stages, partition)
-    forward = [FORWARD_SECONDS * one / sum(found) for one in found]
-    backward = [2 * one for one in forward]
+    of_stages = stage_seconds(layers, num_stages, partition)
+    forward = [FORWARD_SECONDS * seconds / sum(of_stages) for seconds in of_stages]
+    backward = [2 * seconds for seconds in forward]
     return Emulated("gpipe", num_stages, micro_batches, forward, backward, BOUNDARY_BYTES, recompute="stage")
 
 
@@ -166,11 +166,11 @@ def table2(rows: int, steps: int) -> None:
     layers = costs(18, 256, rows).layers
     for partition in ("layers", "parameters", "time"):
         cells = {(k, m): emulated(layers, k, m, partition) for k in PROCESSES for m in TABLE2}
-        found = dict(zip(cells, emulate([*cells.values()], steps), strict=True))
-        rates = {(k, m): m / median(step.seconds for step in own) for (k, m), own in found.items()}
+        cell_steps = dict(zip(cells, emulate([*cells.values()], steps), strict=True))
+        rates = {(k, m): m / median(step.seconds for step in own) for (k, m), own in cell_steps.items()}
         print(f"\n| partition: {partition} |" + "".join(f" K = {k} | table | paper |" for k in PROCESSES))
         print("|" + "---|" * (1 + 3 * len(PROCESSES)))
-        simulated = {(k, m): m / one.predicted_seconds() for (k, m), one in cells.items()}
+        simulated = {(k, m): m / cell.predicted_seconds() for (k, m), cell in cells.items()}
         for m, paper in TABLE2.items():
             texts = [
                 f"{rates[k, m] / rates[2, 1]:.2f} | {simulated[k, m] / simulated[2, 1]:.2f} | {printed:g}"

@@ -147,7 +147,7 @@ def emulated(plan: Plan, name: str, scale: float) -> Emulated:
     each = num_stages * counts[0] // NUM_DEVICES if len(set(counts)) == 1 else 1
 
     def scaled(seconds: Any) -> list[float]:
-        return [scale * each * float(one) for one in seconds]
+        return [scale * each * float(value) for value in seconds]
 
     edges: Any = costs.transfer_seconds
     of_boundary = [
@@ -167,7 +167,7 @@ def emulated(plan: Plan, name: str, scale: float) -> Emulated:
         boundary_bytes=4096,
         stages_each=each,
         replicas=counts[0] if len(set(counts)) == 1 else counts,
-        reduce_seconds=[scale * float(one) for one in reduced],
+        reduce_seconds=[scale * float(value) for value in reduced],
         transfer_seconds=of_boundary,
         table_text=str(schedule),
         head_seconds=(head[0], head[1]),
@@ -186,7 +186,7 @@ def run_beside(chosen: Plan, plans: Sequence[Plan], options: Any) -> float:
     others = [plans[place] for place in PLACES if place < len(plans)]
     settings = [emulated(plan, text_of(plan), scale) for plan in (chosen, *others)]
     await_quiet(options)
-    seconds = [median(one.seconds for one in steps) for steps in emulate(settings, options.steps, say)]
+    seconds = [median(step.seconds for step in steps) for steps in emulate(settings, options.steps, say)]
     return seconds[0] / min(seconds)
 
 

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in chosen:
         own, rounds = (replace(tiny(case), rows=4), 1) if options.tiny else (case, options.rounds)
         results = run_job(sweep, (own, options.steps, rounds), own.num_processes, timeout_seconds=3600)
-        seconds = {count: max(one[0][count] for one in results) for count in results[0][0]}
+        seconds = {count: max(result[0][count] for result in results) for count in results[0][0]}
         best = min(seconds, key=lambda count: seconds[count])
         ratios = [f"{count}, {seconds[count] / seconds[best]:.3f}" for count in results[0][1].values()]
         shown = ", ".join(f"{count}: {time:.4g}" for count, time in seconds.items())

@@ -78,11 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.quick:
         work = work.tiny(vocabulary=256)
     settings = [(1, "none"), (options.chunks, "none"), (options.chunks, "stage")]
-    cases = {one: partial(run_job, measure, (work, *one), NUM_STAGES, fork=options.quick) for one in settings}
-    found = take_turns(cases, options)
+    cases = {case: partial(run_job, measure, (work, *case), NUM_STAGES, fork=options.quick) for case in settings}
+    results = take_turns(cases, options)
     rows: list[dict[str, Any]] = []
     cells = []
-    for (chunks, recompute), runs in found.items():
+    for (chunks, recompute), runs in results.items():
         seconds = statistics.median(max(part["seconds"] for part in run) for run in runs)
         peaks = [statistics.median(run[rank]["peak_bytes"] for run in runs) for rank in range(NUM_STAGES)]
         rows.append({"chunks": chunks, "recompute": recompute, "seconds": seconds, "peak_bytes": peaks, "runs": runs})

@@ -118,8 +118,8 @@ class Target(NamedTuple):
     steps: int = 1
 
     def concerns(self, setting: Emulated) -> bool:
-        found = (setting.processes, setting.micro_batches, setting.steps, setting.recompute)
-        if found != (self.processes, self.micro_batches, self.steps, "none"):
+        values = (setting.processes, setting.micro_batches, setting.steps, setting.recompute)
+        if values != (self.processes, self.micro_batches, self.steps, "none"):
             return False
         if self.schedule is None:
             others = (*SPLIT_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
@@ -138,12 +138,12 @@ TARGETS = (
 def settings_of(pace: Pace, processes: Sequence[int], micro_batches: Sequence[int]) -> list[Emulated]:
     """Every table for every K and M at one pace."""
     return [
-        Emulated(processes=k, micro_batches=m, **one, **pace._asdict())
+        Emulated(processes=k, micro_batches=m, **case, **pace._asdict())
         for k in processes
         for m in micro_batches
-        for one in (*TABLES, *((NAIVE,) if m <= NAIVE_MICRO_BATCHES else ()))
+        for case in (*TABLES, *((NAIVE,) if m <= NAIVE_MICRO_BATCHES else ()))
         # Fewer micro-batches leave a bubble between the steps too.
-        if ("steps" not in one or m >= 2 * k) and m % one.get("step_size", 1) == 0
+        if ("steps" not in case or m >= 2 * k) and m % case.get("step_size", 1) == 0
     ]
 
 
@@ -159,15 +159,15 @@ def mesh_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
 
 def chunk_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     """One row of unequal chunks."""
-    one = {"micro_batches": len(ROW), "chunk_shares": ROW, **pace._asdict()}
+    common = {"micro_batches": len(ROW), "chunk_shares": ROW, **pace._asdict()}
     tables = ({"schedule": "1f1b"}, {"schedule": "1f1b", "recompute": "stage"}, {"schedule": "zb_h1"})
-    return [Emulated(processes=k, **table, **one) for k in ((2,) if quick else (4, 8)) for table in tables]
+    return [Emulated(processes=k, **table, **common) for k in ((2,) if quick else (4, 8)) for table in tables]
 
 
 def head_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     """A head of as many stages' cost as there are stages."""
     count = 2 if quick else 4
-    one = {"processes": count, "micro_batches": 4 if quick else 32, **pace._asdict()}
+    common = {"processes": count, "micro_batches": 4 if quick else 32, **pace._asdict()}
     on_last = {
         name: [seconds] * (count - 1) + [(1 + count) * seconds]
         for name, seconds in pace._asdict().items()
@@ -175,8 +175,8 @@ def head_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     }
     head = (pace.forward_seconds, pace.backward_seconds)
     return [
-        Emulated(schedule="1f1b", **one | on_last),
-        *(Emulated(schedule=name, **one, head_seconds=head) for name in DIVIDED_HEAD),
+        Emulated(schedule="1f1b", **common | on_last),
+        *(Emulated(schedule=name, **common, head_seconds=head) for name in DIVIDED_HEAD),
     ]
 
 
@@ -184,8 +184,8 @@ def dealt_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     """Dealt stages alone, and with a heavy head beside an interleaved pipeline."""
     count, each, micro_batches = (2, 2, 4) if quick else (4, 4, 32)
     stages = count * each
-    one = {"processes": count, "stages_each": each, "micro_batches": micro_batches, "recompute": "stage"}
-    one["boundary_bytes"] = pace.boundary_bytes
+    common = {"processes": count, "stages_each": each, "micro_batches": micro_batches, "recompute": "stage"}
+    common["boundary_bytes"] = pace.boundary_bytes
     heads = [1.0] * (stages - 1) + [5.0]
     # Of a process, of whose time each stage has its part.
     forward, backward = ([share * seconds for share in heads] for seconds in pace[:2])
@@ -196,11 +196,11 @@ def dealt_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     on_last = {"forward_seconds": forward, "backward_seconds": backward}
     return [
         *(
-            Emulated(schedule="round_robin", **one, **plain, copy_seconds=(copies, copies), **updates)
+            Emulated(schedule="round_robin", **common, **plain, copy_seconds=(copies, copies), **updates)
             for updates in ({}, {"update_seconds": 8 * copies}, {"update_seconds": 8 * copies, "updates_beside": True})
         ),
-        Emulated(schedule="round_robin, head", **one, **on_last, table_text=str(table)),
-        Emulated(schedule="interleaved_1f1b", **one, **on_last),
+        Emulated(schedule="round_robin, head", **common, **on_last, table_text=str(table)),
+        Emulated(schedule="interleaved_1f1b", **common, **on_last),
     ]
 
 
@@ -212,9 +212,9 @@ def memory_settings(*, quick: bool) -> list[Emulated]:
     for case, optimum in [*(cases | large).items()][: 1 if quick else None]:
         named_seconds, name, named = best_named(case)
         straight, in_v = listed(case), listed(case, 2)
-        found_seconds, found = min((straight[:2], in_v[:2]), key=lambda one: one[0])
-        best = min(named_seconds, found_seconds)
-        over = [f"{(one / optimum - 1):+.1%}" if optimum else "" for one in (named_seconds, straight[0], best)]
+        listed_seconds, listed_table = min((straight[:2], in_v[:2]), key=lambda entry: entry[0])
+        best = min(named_seconds, listed_seconds)
+        over = [f"{(seconds / optimum - 1):+.1%}" if optimum else "" for seconds in (named_seconds, straight[0], best)]
         rows.append(
             [
                 f"{case.head}, K = {case.processes}, M = {case.micro_batches}, {case.graphs:g} graphs",
@@ -225,20 +225,20 @@ def memory_settings(*, quick: bool) -> list[Emulated]:
         )
         if case.processes == 4 or quick:
             settings.append(case.emulated(f"{case.head}, {case.graphs:g} graphs: {name}", named))
-            if found_seconds < named_seconds:
-                settings.append(case.emulated(f"{case.head}, {case.graphs:g} graphs: listed", found))
+            if listed_seconds < named_seconds:
+                settings.append(case.emulated(f"{case.head}, {case.graphs:g} graphs: listed", listed_table))
     header = ["limit", "optimum", "named", "over it", "listed", "over it", "in a V", "best", "over it", "gain"]
     print(f"{table([*header, 'CPU seconds', 'in a V'], rows)}\n", flush=True)
     return settings
 
 
 def speed_ups(setting: Emulated, steps: Sequence[Step]) -> Spread:
-    return Spread.of(setting.one_process_seconds / one.seconds for one in steps)
+    return Spread.of(setting.one_process_seconds / step.seconds for step in steps)
 
 
 def of_table(setting: Emulated, steps: Sequence[Step]) -> Spread:
     """The speed as a share of the table's."""
-    return Spread.of(setting.predicted_seconds() / one.seconds for one in steps)
+    return Spread.of(setting.predicted_seconds() / step.seconds for step in steps)
 
 
 def name_of(setting: Emulated) -> str:
@@ -259,14 +259,14 @@ def summary(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> st
     for setting, own in zip(settings, steps, strict=True):
         speed_up = speed_ups(setting, own)
         # Milliseconds beyond the table, and their parts.
-        late, sending = median(one.late_seconds for one in own), median(one.sending_seconds for one in own)
-        lost = median(one.seconds for one in own) - setting.predicted_seconds()
+        late, sending = median(step.late_seconds for step in own), median(step.sending_seconds for step in own)
+        lost = median(step.seconds for step in own) - setting.predicted_seconds()
         rows.append(
             [
                 *(name_of(setting), setting.replicas, setting.processes, setting.micro_batches),
-                *(Spread.of(one.seconds for one in own).text(3), speed_up.text(), f"{setting.bound:.2f}"),
+                *(Spread.of(step.seconds for step in own).text(3), speed_up.text(), f"{setting.bound:.2f}"),
                 *(f"{speed_up.median / setting.bound:.3f}", of_table(setting, own).text(3)),
-                f"{median(one.cpu_seconds / one.seconds for one in own):.2f}",
+                f"{median(step.cpu_seconds / step.seconds for step in own):.2f}",
                 *(f"{1000 * seconds:.1f}" for seconds in (lost, late, sending, lost - late - sending)),
             ]
         )
@@ -321,16 +321,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = of_pace[name](pace, quick=quick)
         else:
             settings = mesh_settings(pace, quick=quick) if is_mesh else settings_of(pace, processes, micro_batches)
-        settings = [one for one in settings if not options.schedules or one.schedule in options.schedules]
+        settings = [setting for setting in settings if not options.schedules or setting.schedule in options.schedules]
         await_quiet(options)
-        found = emulate(settings, steps, say)
+        runs = emulate(settings, steps, say)
         header = f"{1000 * UNIT:g} ms a unit" if name == "memory" else pace.text()
-        print(f"{header}\n\n{summary(settings, found)}\n", flush=True)
+        print(f"{header}\n\n{summary(settings, runs)}\n", flush=True)
         has_targets = pace == EASY and name not in ("memory", *of_pace)
-        if text := mesh_verdicts(settings, found) if is_mesh else verdicts(settings, found) if has_targets else "":
+        if text := mesh_verdicts(settings, runs) if is_mesh else verdicts(settings, runs) if has_targets else "":
             print(f"{text}\n", flush=True)
-        for setting, own in zip(settings, found, strict=True):
-            figures = {field: [getattr(one, field) for one in own] for field in Step._fields[:4]}
+        for setting, own in zip(settings, runs, strict=True):
+            figures = {field: [getattr(step, field) for step in own] for field in Step._fields[:4]}
             figures |= {"speed_up": speed_ups(setting, own), "bound": setting.bound}
             predicted = setting.predicted_seconds()
             results.append({"setting": asdict(setting), **figures, "predicted_seconds": predicted})

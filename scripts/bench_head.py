@@ -69,8 +69,8 @@ def measure(job: dict[str, int], how: str) -> dict[str, Any]:
 
 
 def row(vocabulary: int, runs: Runs) -> list[str]:
-    seconds = {how: [median(one["seconds"]) for one in runs[how]] for how in HOW}
-    sizes = {how: [one["grown_bytes"] / MEGABYTE for one in runs[how]] for how in HOW}
+    seconds = {how: [median(run["seconds"]) for run in runs[how]] for how in HOW}
+    sizes = {how: [run["grown_bytes"] / MEGABYTE for run in runs[how]] for how in HOW}
     return [
         *(str(vocabulary), *(Spread.of(seconds[how]).text(3) for how in HOW)),
         *(paired(seconds["chunks"], seconds["whole"]).text(), *(Spread.of(sizes[how]).text(0) for how in HOW)),
@@ -88,11 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for size in vocabularies:
         job = job | {"vocabulary": size}
         run = partial(run_job, measure, num_processes=1, fork=options.quick, timeout_seconds=1800)
-        found = take_turns({how: partial(run, arguments=(job, how)) for how in HOW}, options)
-        runs = {how: [one for (one,) in several] for how, several in found.items()}
+        results = take_turns({how: partial(run, arguments=(job, how)) for how in HOW}, options)
+        runs = {how: [part for (part,) in several] for how, several in results.items()}
         cells.append(row(size, runs))
         rows.append({**job, "runs": runs})
-        losses = [one["loss"] for several in runs.values() for one in several]
+        losses = [part["loss"] for several in runs.values() for part in several]
         if not max(losses) - min(losses) <= LOSS_TOLERANCE * abs(losses[0]):
             print(f"V = {size}: the losses are from {min(losses)} to {max(losses)}", file=sys.stderr)
             code = 1

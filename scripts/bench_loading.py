@@ -98,9 +98,9 @@ def compare(folder: Path, pairs: int) -> None:
         digests.unlink(missing_ok=True)
         if how == "with":
             digests.write_bytes(kept)
-        (found,) = run_job(measure, (folder / "model", 0, 1), 1)
+        (result,) = run_job(measure, (folder / "model", 0, 1), 1)
         if number:
-            seconds[how].append(found["seconds"])
+            seconds[how].append(result["seconds"])
     spreads = {how: Spread.of(own) for how, own in seconds.items()}
     for how, spread in spreads.items():
         print(f"{how:>8} digests: median {spread.median:.3f} s, {spread.low:.3f} to {spread.high:.3f}")

@@ -80,17 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers, micro_batches, base = options.layers, options.micro_batches, Work(vocabulary=1024)
     if options.quick:
         layers, micro_batches, base = [6], [4], base.tiny()
-    found: list[tuple[str, Work, dict[str, int]]] = []
+    results: list[tuple[str, Work, dict[str, int]]] = []
     for recompute in ("none", "block", "stage"):
         for work in (replace(base, layers=count, micro_batches=m) for count in layers for m in micro_batches):
             parts = run_job(measure, (recompute, work), NUM_STAGES, fork=options.quick)
-            found.append((recompute, work, parts[MIDDLE]))
+            results.append((recompute, work, parts[MIDDLE]))
             say(f"{recompute}, L = {work.layers}, M = {work.micro_batches}")
     # A, from the deepest run without recomputation.
-    _, deepest, kept = max((one for one in found if one[0] == "none"), key=lambda one: one[1].layers)
+    _, deepest, kept = max((result for result in results if result[0] == "none"), key=lambda result: result[1].layers)
     each = kept["saved_bytes"] / (deepest.rows * deepest.layers // NUM_STAGES)
     rows, cells = [], []
-    for recompute, work, kept in found:
+    for recompute, work, kept in results:
         saved, formula = kept["saved_bytes"], formula_bytes(recompute, work, each)
         rows.append({"recompute": recompute, "work": asdict(work), **kept, "formula_bytes": formula})
         sizes = [f"{size / MEGABYTE:.1f}" for size in (saved, formula, kept["process_bytes"])]

@@ -72,15 +72,15 @@ def measure(given: Namespace) -> dict[str, Any]:
         for way, pipe in pipes.items():
             meet()
             start = time.perf_counter()
-            found = [pipe.steps.train_on([batch]) for batch in (batches[way] if repetition else batches[way][:1])]
+            step_losses = [pipe.steps.train_on([batch]) for batch in (batches[way] if repetition else batches[way][:1])]
             meet()
             if repetition:  # the one before warms up
                 seconds[way].append(time.perf_counter() - start)
-            losses[way] = [float(loss) for loss in found]
+            losses[way] = [float(loss) for loss in step_losses]
             pipe.zero_grad()
     computed = {way: sum(computed_tokens(pipes[way], batch) for batch in batches[way]) for way in WAYS}
     pairs = zip(losses["padded"], losses["packed"], strict=True)
-    difference = max(abs(one - other) for one, other in pairs)
+    difference = max(abs(padded - packed) for padded, packed in pairs)
     return {"seconds": seconds, "tokens": sum(lengths), "computed_tokens": computed, "loss_difference": difference}
 
 
@@ -88,7 +88,7 @@ def computed_tokens(pipe: Pipeline, batch: dict[str, torch.Tensor]) -> int:
     """Tokens of a mini-batch's micro-batches, padding included."""
     how = {"length_bucketing": pipe.length_bucketing, "packing": pipe.packing}
     made = make_micro_batches(pipe.adapter, [batch], pipe.num_micro_batches, 0, 0, **how)
-    return sum(one.inputs["input_ids"].numel() for one in made)
+    return sum(micro_batch.inputs["input_ids"].numel() for micro_batch in made)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -33,12 +33,12 @@ Runs = dict[str, list[Measured]]
 
 
 def seconds(runs: Sequence[Measured]) -> list[float]:
-    return [one.seconds for one in runs]
+    return [run.seconds for run in runs]
 
 
 def largest(runs: Sequence[Measured]) -> list[float]:
     """The peak of the larger process, of each repetition."""
-    return [max(one.peak_bytes) for one in runs]
+    return [max(run.peak_bytes) for run in runs]
 
 
 def summary(setting: Setting, runs: Runs) -> str:
@@ -47,9 +47,11 @@ def summary(setting: Setting, runs: Runs) -> str:
     rows = []
     for case in setting.cases:
         own = runs[case.name]
-        single, twin = (paired(seconds(runs[one]), seconds(own)) if one in runs else None for one in ("single", "twin"))
+        single, twin = (
+            paired(seconds(runs[base]), seconds(own)) if base in runs else None for base in ("single", "twin")
+        )
         is_pipeline = case.contender not in ("single", "twin", "ddp") and case.options.replicas == 1
-        peaks = zip(*(one.peak_bytes for one in own), strict=True)
+        peaks = zip(*(run.peak_bytes for run in own), strict=True)
         rows.append(
             [
                 *(case.name, Spread.of(seconds(own)).text(3), single.text() if single else ""),
@@ -66,7 +68,7 @@ def summary(setting: Setting, runs: Runs) -> str:
 def judge(claim: Claim, runs: Runs) -> dict[str, Any]:
     """The ratio that a claim is about, and whether it was reached."""
     allowance = claim.bubble_of / (claim.bubble_of + 1) if claim.bubble_of else 1.0
-    speed = paired([one / allowance for one in seconds(runs[claim.over])], seconds(runs[claim.case]))
+    speed = paired([duration / allowance for duration in seconds(runs[claim.over])], seconds(runs[claim.case]))
     memory = paired(largest(runs[claim.case]), largest(runs[claim.over]))
     fits = claim.memory_at_most is None or memory.median <= claim.memory_at_most
     reached = speed.median >= claim.at_least and fits
@@ -75,17 +77,19 @@ def judge(claim: Claim, runs: Runs) -> dict[str, Any]:
 
 def verdicts(judged: Sequence[dict[str, Any]]) -> str:
     rows = []
-    for one in judged:
-        at_least, at_most = f"{one['asked']['at_least']:.2f}", one["asked"]["memory_at_most"]
-        memory = [one["memory"].text(), "" if at_most is None else f"{at_most:.2f}"]
-        rows.append([one["claim"], one["speed"].text(), at_least, *memory, "yes" if one["reached"] else "no"])
+    for verdict in judged:
+        at_least, at_most = f"{verdict['asked']['at_least']:.2f}", verdict["asked"]["memory_at_most"]
+        memory = [verdict["memory"].text(), "" if at_most is None else f"{at_most:.2f}"]
+        rows.append(
+            [verdict["claim"], verdict["speed"].text(), at_least, *memory, "yes" if verdict["reached"] else "no"]
+        )
     return table(["", "speed", "at least", "memory", "at most", "reached"], rows)
 
 
 def differing(setting: Setting, runs: Runs) -> list[str]:
     """Cases whose first or last loss is not that of the first case."""
     ends = [
-        (case.name, one.losses[0], one.losses[-1]) for case in setting.cases for one in runs[case.name] if one.losses
+        (case.name, run.losses[0], run.losses[-1]) for case in setting.cases for run in runs[case.name] if run.losses
     ]
     return [
         f"{setting.name}: {name} goes from loss {first} to {last}"
@@ -102,7 +106,9 @@ def selected(setting: Setting, only: Sequence[str] | None) -> Setting:
         if case not in cases:
             say(f"{case.name} is not installed")
     names = {case.name for case in cases}
-    return replace(setting, cases=cases, claims=tuple(one for one in setting.claims if {one.case, one.over} <= names))
+    return replace(
+        setting, cases=cases, claims=tuple(claim for claim in setting.claims if {claim.case, claim.over} <= names)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(summary(setting, runs), "\n", flush=True)
         if judged:
             print(verdicts(judged), "\n", flush=True)
-        measured = {name: [asdict(one) for one in several] for name, several in runs.items()}
+        measured = {name: [asdict(result) for result in several] for name, several in runs.items()}
         results.append({"setting": asdict(setting), "runs": measured, "claims": judged})
         write_json(options.json, results=results)
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)

@@ -43,16 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = replace(work, micro_batches=micro_batches)
         return measure(case.contender, run, case.options, fork=options.quick).seconds
 
-    found = take_turns({(case.name, m): lambda case=case, m=m: seconds(case, m) for case, m in cases}, options)
+    results = take_turns({(case.name, m): lambda case=case, m=m: seconds(case, m) for case, m in cases}, options)
     rows, claims = [], []
-    for (name, m), own in found.items():
-        rows.append([name, m, Spread.of(own).text(), paired(found["single", 1], own).text(), "", ""])
+    for (name, m), own in results.items():
+        rows.append([name, m, Spread.of(own).text(), paired(results["single", 1], own).text(), "", ""])
         if name == "gpipe":
-            ratio = paired([one * (m + 1) / m for one in found["twin", m]], own)
-            rows[-1][-2:] = [paired(found["naive", 1], own).text(), ratio.text()]
+            ratio = paired([duration * (m + 1) / m for duration in results["twin", m]], own)
+            rows[-1][-2:] = [paired(results["naive", 1], own).text(), ratio.text()]
             claims.append({"M": m, "ratio": ratio, "reached": ratio.median >= TARGET})
     print(table([options.model, "M", "seconds a step", "x single", "x naive", "of twin x M / (M + 1)"], rows))
-    runs = [{"case": name, "M": m, "seconds": own} for (name, m), own in found.items()]
+    runs = [{"case": name, "M": m, "seconds": own} for (name, m), own in results.items()]
     write_json(options.json, model=options.model, measured=runs, claims=claims)
     return 0
 

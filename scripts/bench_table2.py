@@ -50,8 +50,11 @@ def emulated(schedule: str, steps: int, scale: float) -> dict[tuple[int, int], l
         for k in PROCESSES
         for m in MICRO_BATCHES
     ]
-    found = zip(settings, emulate(settings, steps), strict=True)
-    return {(one.processes, one.micro_batches): [one.micro_batches / s.seconds for s in own] for one, own in found}
+    runs = zip(settings, emulate(settings, steps), strict=True)
+    return {
+        (setting.processes, setting.micro_batches): [setting.micro_batches / s.seconds for s in own]
+        for setting, own in runs
+    }
 
 
 def measured_table(rates: RowsPerSecond) -> str:
@@ -76,7 +79,7 @@ def emulated_table(rates: dict[tuple[int, int], list[float]], schedule: str) -> 
     for m in MICRO_BATCHES:
         row = [f"M = {m}"]
         for k, paper in zip(PROCESSES, PAPER[m], strict=True):
-            spread = Spread.of(one / base for one in rates[k, m])
+            spread = Spread.of(rate / base for rate in rates[k, m])
             row += [spread.text(), f"{m * k / (m + k - 1):.2f}", f"{paper:g}"]
         rows.append(row)
     header = [f"{schedule}, emulated"] + [cell for k in PROCESSES for cell in (f"K = {k}", "bound", "paper")]
@@ -87,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = bench_parser(__doc__, reps=5).parse_args(argv)
     reps, scale = (1, 0.01) if options.quick else (options.reps, 1.0)
     waited = {schedule: emulated(schedule, reps, scale) for schedule in ("gpipe", "1f1b")}
-    for schedule, found in waited.items():
-        print(f"{emulated_table(found, schedule)}\n", flush=True)
+    for schedule, of_schedule in waited.items():
+        print(f"{emulated_table(of_schedule, schedule)}\n", flush=True)
     # Half of one micro-batch is another size: M = 1 has no twin.
     counts = MICRO_BATCHES[:-1] if options.quick else MICRO_BATCHES
     plan = [(case, m) for m in counts for case in CASES if case.name != "twin" or m > 1]
@@ -99,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{measured_table(rates)}\n")
     m, claims = counts[-1], []
     for case in OURS:
-        ratio = paired(rates[case.name, m], [one * m / (m + 1) for one in rates["twin", m]])
+        ratio = paired(rates[case.name, m], [rate * m / (m + 1) for rate in rates["twin", m]])
         claims.append({"case": case.name, "ratio": ratio, "reached": ratio.median >= TARGET})
         print(f"{case.name}, M = {m}, over twin x {m}/{m + 1}: {ratio.text()}, at least {TARGET}")
     cells = [

@@ -59,8 +59,8 @@ def of_transformers(directory: str, **options: Any) -> Callable[[], Any]:
 
     def step() -> Any:
         model.zero_grad()
-        for one in rows:
-            (model(**one, use_cache=False).loss / MICRO_BATCHES).backward()
+        for row in rows:
+            (model(**row, use_cache=False).loss / MICRO_BATCHES).backward()
         return model
 
     return step

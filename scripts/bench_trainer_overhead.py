@@ -91,11 +91,11 @@ def main() -> None:
         trainer.train()
     # The first steps warm up caches, allocators and connections.
     steps = watch.steps[len(watch.steps) // 4 :]
-    for one in steps:
-        one["train_step"] = one["train_on"] - one["update"]  # which the pipeline's pass ends with
-        one["with_clipping"] = one["step"] - one["train_step"] - one["optimizer"]
-        one["rest"] = one["with_clipping"] - one["clipping"]
-    parts = {name: median(one[name] for one in steps) for name in steps[0]}
+    for step in steps:
+        step["train_step"] = step["train_on"] - step["update"]  # which the pipeline's pass ends with
+        step["with_clipping"] = step["step"] - step["train_step"] - step["optimizer"]
+        step["rest"] = step["with_clipping"] - step["clipping"]
+    parts = {name: median(step[name] for step in steps) for name in steps[0]}
     figures = {f"{name}_seconds": round(parts[name], 5) for name in ("step", "train_step", "clipping", "optimizer")}
     for name, part in (("overhead", "rest"), ("overhead_with_clipping", "with_clipping")):
         figures[name] = round(parts[part] / parts["step"], 4)

@@ -114,7 +114,7 @@ def split_costs(given: argparse.Namespace) -> dict[str, Any]:
         "page faults": {name: round(faults[name] / given.repetitions) for name in seconds},
         "kept MiB": round(kept / 2**20, 2),
         "largest relative difference of a gradient": max(
-            float((one.grad - other.grad).norm() / one.grad.norm()) for one, other in pairs
+            float((parameter.grad - other.grad).norm() / parameter.grad.norm()) for parameter, other in pairs
         ),
     }
 
@@ -192,7 +192,7 @@ def tiny_steps(schedule: str) -> tuple[int, Callable[[], Any]]:
 
 def host_time(given: argparse.Namespace) -> dict[str, Any]:
     """Microseconds per action, by schedule: of the executor, and the medians of the other parts of a step."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     others = Others()
     for schedule in given.schedules:
         values, parts = [], []
@@ -207,9 +207,9 @@ def host_time(given: argparse.Namespace) -> dict[str, Any]:
                 step()
                 values.append((time.thread_time() - start - others.in_all()) / count)
                 parts.append({part: others.seconds[part] / count for part in PARTS})
-        medians = {part: round(1e6 * median(one[part] for one in parts), 1) for part in PARTS}
-        found[schedule] = {"actions": count, "microseconds": summary(values, 1e6), "beside it": medians}
-    return found
+        medians = {part: round(1e6 * median(step_parts[part] for step_parts in parts), 1) for part in PARTS}
+        figures[schedule] = {"actions": count, "microseconds": summary(values, 1e6), "beside it": medians}
+    return figures
 
 
 def host_profile(schedule: str, repetitions: int) -> str:

@@ -324,8 +324,10 @@ def _what_was_lost(
     elif newest is not None and "resuming   from" not in (folder / "again.out").read_text():
         problems.append("the run started anew")
     else:
-        found = weights(output)
-        if found.keys() != expected.keys() or not all(torch.allclose(found[n], expected[n], atol=1e-5) for n in found):
+        result = weights(output)
+        if result.keys() != expected.keys() or not all(
+            torch.allclose(result[n], expected[n], atol=1e-5) for n in result
+        ):
             problems.append("the run ends with other weights")
     return problems
 

@@ -377,8 +377,8 @@ def try_fault(
     problems: list[str] = []
     if phase == "recovery":
         problems, _ = strike(trial, FAULTS[0], "training", 1 - number, step)
-    found, result = strike(trial, fault, phase, number, step)
-    problems += found
+    new_problems, result = strike(trial, fault, phase, number, step)
+    problems += new_problems
     before = 0 if phase in ("preparing", "first step") else SAVED
     losses = chaos._what_was_lost(before, trial.words, folder, trial.output, expected)
     return {**result, "loses": bool(losses), "problems": [*problems, *losses]}
@@ -461,8 +461,8 @@ def note_result(
 def summary(results: Path) -> int:
     """Print the sums of all results; 1 where anything was wrong."""
     every = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    hangs, losses, wrong = (sum(bool(one.get(name)) for one in every) for name in ("hangs", "loses", "problems"))
-    slowest = max((one["seconds"] for one in every if one.get("told")), default=0.0)
+    hangs, losses, wrong = (sum(bool(result.get(name)) for result in every) for name in ("hangs", "loses", "problems"))
+    slowest = max((result["seconds"] for result in every if result.get("told")), default=0.0)
     print(
         f"\n{len(every)} faults: {hangs} hangs, {losses} lost or corrupt checkpoints, {wrong} with anything wrong; the "
         f"slowest end took {slowest:.1f} seconds"

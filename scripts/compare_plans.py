@@ -55,15 +55,15 @@ def plans_of(checkout: Path, recipes: str) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).resolve()), "--recipes", recipes, "--write"]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, check=True, env=environment, cwd=checkout, stdout=subprocess.PIPE)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def plans(recipes: str) -> dict[str, Any]:
     """The output of the command for its arguments."""
     from hf_gpipe.commands.plan import main as plan
 
-    found = {}
+    outcomes = {}
     for path in sorted((_HERE / "recipes").rglob("*.yaml")):
         name = str(path.relative_to(_HERE))
         for what, devices, memory in _CASES if recipes in name else ():
@@ -72,9 +72,9 @@ def plans(recipes: str) -> dict[str, Any]:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
                 code = plan(command)
             plan_or_error = json.loads(output.getvalue()) if code < 2 else errors.getvalue()
-            found[f"{name}, {what}, {devices} x {memory}"] = {"code": code, "plan": plan_or_error}
+            outcomes[f"{name}, {what}, {devices} x {memory}"] = {"code": code, "plan": plan_or_error}
         print(name, file=sys.stderr, flush=True)
-    return found
+    return outcomes
 
 
 def differences(here: Any, there: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -83,8 +83,8 @@ def differences(here: Any, there: Any, place: str = "") -> Iterator[tuple[str, A
         for key in here.keys() | there.keys():
             yield from differences(here.get(key), there.get(key), f"{place}.{key}")
     elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
-        for index, (one, other) in enumerate(zip(here, there, strict=True)):
-            yield from differences(one, other, f"{place}[{index}]")
+        for index, (entry, other) in enumerate(zip(here, there, strict=True)):
+            yield from differences(entry, other, f"{place}[{index}]")
     elif here != there:
         yield place, here, there
 

@@ -123,10 +123,10 @@ def main(families: list[str]) -> int:
     for family in families:
         for num_stages, (kind, options) in CASES.items():
             for weights in WEIGHTS:
-                found = differences(family, num_stages, weights)
-                worst = max(worst, found["loss"])
+                by_metric = differences(family, num_stages, weights)
+                worst = max(worst, by_metric["loss"])
                 name = f"{kind}, packed" if options.get("packing") else kind
-                cells = " | ".join(f"{value:.1e}" for value in found.values())
+                cells = " | ".join(f"{value:.1e}" for value in by_metric.values())
                 lines.append(f"| {family} | {num_stages} | {weights} | {name} | {cells} |")
     print("\n".join(["", *lines]))
     return int(worst > 1e-5)

@@ -401,14 +401,14 @@ MUTANTS = (
         "offloaded gradients are read early",
         MASTER,
         "gradients = on_cpu(gradients)",
-        'gradients = {name: one.to("cpu", non_blocking=True) for name, one in gradients.items()}',
+        'gradients = {name: value.to("cpu", non_blocking=True) for name, value in gradients.items()}',
         STALE_COPY,
     ),
     Mutant(
         "offloaded weights travel while they are updated",
         MASTER,
         "gradients = on_cpu(gradients)",
-        'gradients = {name: torch.empty_like(one, device="cpu").copy_(one) for name, one in gradients.items()}',
+        'gradients = {name: torch.empty_like(value, device="cpu").copy_(value) for name, value in gradients.items()}',
         "the host waits for each tensor",
     ),
     Mutant(
@@ -500,8 +500,8 @@ def tried(root: Path, mutant: Mutant) -> str | None:
 
 def misfits(root: Path, mutants: Sequence[Mutant]) -> list[str]:
     """A reason why mutants cannot be made."""
-    counts = [(one, (root / "hf_gpipe" / one.file).read_text().count(one.old)) for one in mutants]
-    return [f"{one.name}: {one.file} has {one.old!r} {count} times" for one, count in counts if count != 1]
+    counts = [(mutant, (root / "hf_gpipe" / mutant.file).read_text().count(mutant.old)) for mutant in mutants]
+    return [f"{mutant.name}: {mutant.file} has {mutant.old!r} {count} times" for mutant, count in counts if count != 1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -511,9 +511,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="a checkout (default: this one)")
     parser.add_argument("--at-once", type=int, default=2, help="how many are tried at a time (default: 2)")
     given = parser.parse_args(arguments)
-    mutants = [one for one in MUTANTS if any(word in one.name for word in given.only)]
+    mutants = [mutant for mutant in MUTANTS if any(word in mutant.name for word in given.only)]
     if given.list:
-        print(*(f"{one.name} ({one.file}): {one.why}" for one in mutants), sep="\n")
+        print(*(f"{mutant.name} ({mutant.file}): {mutant.why}" for mutant in mutants), sep="\n")
         return 0
     if wrong := misfits(given.root, mutants):
         print("error: mend the mutants:", *wrong, sep="\n  ", file=sys.stderr)
@@ -524,8 +524,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     start, num_killed = time.monotonic(), 0
     with ThreadPoolExecutor(given.at_once) as pool:
-        found = pool.map(lambda one: tried(given.root, one), mutants)
-        for mutant, failure in zip(mutants, found, strict=True):
+        failures = pool.map(lambda mutant: tried(given.root, mutant), mutants)
+        for mutant, failure in zip(mutants, failures, strict=True):
             num_killed += failure is not None
             print(f"{'SURVIVED' if failure is None else 'killed':9} {mutant.name:50} {failure or ''}", flush=True)
     print(f"{num_killed} of {len(mutants)} mutants were noticed, in {time.monotonic() - start:.0f} s")

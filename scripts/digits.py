@@ -58,7 +58,7 @@ RUNS = {
 
 def steps(pipe: Pipeline) -> Iterator[tuple[float, float]]:
     """Loss and gradient norm of each step."""
-    optimizer = torch.optim.AdamW([one for one in pipe.parameters() if one.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([parameter for parameter in pipe.parameters() if parameter.requires_grad], lr=1e-2)
     if pipe.config.zero:
         pipe.shard_optimizer(optimizer)
     batches = [padded_batch(pipe.adapter.config, ROWS, seed) for seed in range(STEPS)]

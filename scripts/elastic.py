@@ -62,9 +62,9 @@ class Agent:
             own = [agent, *agent.children(recursive=True)]
         except psutil.NoSuchProcess:
             own = []
-        for one in own:
+        for process in own:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
         self.process.wait()
 
 
@@ -147,8 +147,8 @@ def main() -> int:
         for number in range(options.kills):
             run = folder / f"{number:02}"
             seconds = try_kill(run, recipe, options, chance)
-            found = weights(run / "out")
-            error = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+            result = weights(run / "out")
+            error = max(float((result[name] - expected[name]).abs().max()) for name in expected)
             wrong += error > TOLERANCE
             print(
                 f"run {number}: {seconds:.1f} s from the kill to the next step; weights differ by {error:.1e}",

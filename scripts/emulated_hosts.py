@@ -172,7 +172,7 @@ class Hosts:
 
     def still_running(self) -> list[str]:
         """The machines on which something that was started has not ended."""
-        return [self.names[n] for n, own in self._running.items() if any(one.poll() is None for one in own)]
+        return [self.names[n] for n, own in self._running.items() if any(process.poll() is None for process in own)]
 
     def exit_codes(self) -> list[int | None]:
         """Of the last command of each machine; None while it runs."""
@@ -190,13 +190,13 @@ class Hosts:
     def processes(self, number: int, word: str | None = None) -> list[int]:
         """The processes of a machine, by this machine's numbers; only those that have a word as argument, if given."""
         roots = {process.pid for process in self._running[number]}
-        parents, found = {}, []
+        parents, numbers = {}, []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
                 if word is None or word in (path / "cmdline").read_text().split("\0"):
-                    found.append(int(path.name))
-        return sorted(process for process in found if roots & _ancestors(process, parents))
+                    numbers.append(int(path.name))
+        return sorted(process for process in numbers if roots & _ancestors(process, parents))
 
     # ------------------------------------------------------------------ the network
 
@@ -265,11 +265,11 @@ def is_running(process: int) -> bool:
 
 
 def _ancestors(process: int, parents: Mapping[int, int]) -> set[int]:
-    found = set()
+    ancestors = set()
     while process in parents:
         process = parents[process]
-        found.add(process)
-    return found
+        ancestors.add(process)
+    return ancestors
 
 
 def main() -> int:

@@ -78,12 +78,12 @@ class Row(NamedTuple):
 
 def architectures() -> dict[str, str]:
     """Model type -> name of its class, of transformers' causal and sequence-to-sequence auto mappings, and `FORMS`."""
-    found = {}
+    classes = {}
     of_images = {name: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name] for name in FORMS}
     for mapping in (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, of_images):
         for name, model_class in mapping.items():
-            found.setdefault(name, model_class if isinstance(model_class, str) else model_class[0])
-    return dict(sorted(found.items()))
+            classes.setdefault(name, model_class if isinstance(model_class, str) else model_class[0])
+    return dict(sorted(classes.items()))
 
 
 def default_config(name: str) -> PreTrainedConfig:
@@ -145,7 +145,7 @@ def _verified(check: Callable[[TextAdapter], str | None], config: PreTrainedConf
 def _divided(adapter: TextAdapter) -> str:
     """The share of the parameters that each of two ranks has."""
     verify_division(adapter, 2)
-    whole, part = (sum(one.count for one in ModelLayers(adapter, size).sizes.values()) for size in (1, 2))
+    whole, part = (sum(parameters.count for parameters in ModelLayers(adapter, size).sizes.values()) for size in (1, 2))
     return f"{part / whole:.2f}"
 
 
@@ -195,7 +195,7 @@ def _table(title: str, column: str, rows: Sequence[Row], *, has_options: bool, t
     lines = ["", f"## {title}", "", *([text, ""] if text else [])]
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     return lines + [
-        f"| {' | '.join([one.name, one.model_class, one.detail.replace('|', '/'), *one.options])} |" for one in rows
+        f"| {' | '.join([row.name, row.model_class, row.detail.replace('|', '/'), *row.options])} |" for row in rows
     ]
 
 

@@ -149,14 +149,14 @@ class Differences(NamedTuple):
         return max(self.losses, self.metrics, self.weights) <= TOLERANCE and self.same_texts
 
 
-def differences(found: Path, expected: Path) -> Differences:
+def differences(output: Path, expected: Path) -> Differences:
     """Compare the outputs of two runs."""
-    losses, other_losses = _losses(found), _losses(expected)
-    metrics, other_metrics = _metrics(found), _metrics(expected)
-    assert losses, f"{found} has no losses"
+    losses, other_losses = _losses(output), _losses(expected)
+    metrics, other_metrics = _metrics(output), _metrics(expected)
+    assert losses, f"{output} has no losses"
     assert metrics.keys() == other_metrics.keys()
-    weights, other_weights = _weights(found), _weights(expected)
-    texts = [path / "generated_predictions.txt" for path in (found, expected)]
+    weights, other_weights = _weights(output), _weights(expected)
+    texts = [path / "generated_predictions.txt" for path in (output, expected)]
     return Differences(
         max(abs(loss - other_losses[step]) for step, loss in losses.items()),
         max(abs(value - other_metrics[name]) / max(1.0, abs(other_metrics[name])) for name, value in metrics.items()),
@@ -224,12 +224,12 @@ def _runs_as_plain(folder: Path, name: str, launchers: Sequence[str], steps: int
                 print(row, flush=True)
                 print(finished.stderr[-4000:], file=sys.stderr)
                 return False
-            found = differences(output, plain)
+            difference = differences(output, plain)
             is_pushed = not pushes or {"config.json", "README.md", "tokenizer.json"} <= set().union(*Hub.commits)
-            all_good &= found.are_small and is_pushed
+            all_good &= difference.are_small and is_pushed
             print(
-                f"{row} {found.losses:.1e} | {found.metrics:.1e} | {found.weights:.1e} | "
-                f"{'same' if found.same_texts else 'differ'}{'' if is_pushed else '; not pushed'} |",
+                f"{row} {difference.losses:.1e} | {difference.metrics:.1e} | {difference.weights:.1e} | "
+                f"{'same' if difference.same_texts else 'differ'}{'' if is_pushed else '; not pushed'} |",
                 flush=True,
             )
     return all_good

@@ -55,9 +55,9 @@ class Counts:
     def text(self) -> str:
         """A line for each format."""
         lines = [
-            f"{name:10}  {sum(found.values()):6} cases: {found[watched.READ]} read, {found[watched.REFUSED]} refused, "
-            f"{found['wrong']} wrong"
-            for name, found in self.outcomes.items()
+            f"{name:10}  {sum(tally.values()):6} cases: {tally[watched.READ]} read, {tally[watched.REFUSED]} refused, "
+            f"{tally['wrong']} wrong"
+            for name, tally in self.outcomes.items()
         ]
         return "\n".join(lines)
 

@@ -76,9 +76,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             size, figures = prepare(Path(name), num_layers), []
             for way in WAYS:
-                found = subprocess.run([sys.executable, __file__, "--one", way, name], check=True, capture_output=True)
-                figures.append(int(found.stdout))
-        print(f"| {num_layers} | {' | '.join(f'{one / 2**20:.0f} MiB' for one in (size, *figures))} |", flush=True)
+                done = subprocess.run([sys.executable, __file__, "--one", way, name], check=True, capture_output=True)
+                figures.append(int(done.stdout))
+        print(f"| {num_layers} | {' | '.join(f'{peak / 2**20:.0f} MiB' for peak in (size, *figures))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def logged(name: str, num_steps: int, overrides: Sequence[str], folder: Path) ->
     num_stages, replicas, size = RUNS[name]
     output = folder / name.replace(" ", "-")
     if name == "D=1 K=1":
-        overrides = [one for one in overrides if not one.startswith(("pipeline.boundary", "pipeline.zero"))]
+        overrides = [word for word in overrides if not word.startswith(("pipeline.boundary", "pipeline.zero"))]
     settings = (*OVERRIDES, f"training.max_steps={num_steps}", f"training.output_dir={output}")
     mesh = (f"pipeline.num_stages={num_stages}", f"pipeline.replicas={replicas}", f"pipeline.tensor_parallel={size}")
     recipe = str(ROOT / "recipes" / "quickstart.yaml")
@@ -66,14 +66,14 @@ def main() -> int:
     options = made.parse_args()
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-mesh-") as folder:
         names = dict.fromkeys((next(iter(RUNS)), *options.runs))
-        found = {
+        losses = {
             name: [loss for loss, _ in logged(name, options.steps, options.overrides, Path(folder))] for name in names
         }
-    steps = zip(*found.values(), strict=True)
-    print(table(["step", *found], [[step, *(f"{loss:.8f}" for loss in row)] for step, row in enumerate(steps, 1)]))
-    first, *others = found.values()
+    steps = zip(*losses.values(), strict=True)
+    print(table(["step", *losses], [[step, *(f"{loss:.8f}" for loss in row)] for step, row in enumerate(steps, 1)]))
+    first, *others = losses.values()
     largest = [max(abs(a - b) for a, b in zip(first, other, strict=True)) for other in others]
-    print("largest difference from the first:", ", ".join(f"{one:.1e}" for one in largest))
+    print("largest difference from the first:", ", ".join(f"{difference:.1e}" for difference in largest))
     return 0 if max(largest) <= options.within else 1
 
 

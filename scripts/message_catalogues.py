@@ -68,22 +68,22 @@ class Gathered:
     notices: dict[str, str] = field(default_factory=dict)
     bad: dict[str, str] = field(default_factory=dict)
 
-    def add(self, found: Found) -> None:
+    def add(self, file: Found) -> None:
         """Add the pairs of one file."""
-        if not found.suffix:
-            self.notices[found.package] = found.content.decode("utf-8", "replace")
+        if not file.suffix:
+            self.notices[file.package] = file.content.decode("utf-8", "replace")
             return
-        page = f"{found.package}/{found.name}"
+        page = f"{file.package}/{file.name}"
         try:
-            header, messages = read_catalogue(found.content, found.suffix)
+            header, messages = read_catalogue(file.content, file.suffix)
         except CatalogueError as error:
-            self.bad[f"{page} ({found.code})"] = str(error)
+            self.bad[f"{page} ({file.code})"] = str(error)
             return
-        language = language_of(found.code or "") if _is_in_locale(found) else language_of(header or found.code or "")
+        language = language_of(file.code or "") if _is_in_locale(file) else language_of(header or file.code or "")
         if language is None:
             self.dropped["English, regional variant or unknown language"] += len(messages)
             return
-        self.num_catalogues[found.package] += 1
+        self.num_catalogues[file.package] += 1
         for message in messages:
             pair = pair_of(message)
             if isinstance(pair, str):
@@ -127,12 +127,12 @@ class Gathered:
 
 
 def _most_first(counts: Counter[str]) -> dict[str, int]:
-    return dict(sorted(counts.items(), key=lambda one: (-one[1], one[0])))
+    return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
-def _is_in_locale(found: Found) -> bool:
+def _is_in_locale(file: Found) -> bool:
     """Whether a catalogue's place names its language; po/de.po may be of any program's own naming."""
-    return found.code is not None and (found.suffix == ".mo" or language_of(found.code) is not None)
+    return file.code is not None and (file.suffix == ".mo" or language_of(file.code) is not None)
 
 
 def licences_of(notice: str) -> list[str]:
@@ -163,8 +163,8 @@ def _beside(output: Path, suffix: str) -> Path:
 def build(files: Iterable[Found], output: Path, min_pairs: int) -> dict[str, Any]:
     """Build the corpus from files of catalogues; returns its summary. Raises DataError if there is no pair."""
     gathered = Gathered()
-    for found in files:
-        gathered.add(found)
+    for file in files:
+        gathered.add(file)
     gathered.drop_small(min_pairs)
     if not gathered.pairs:
         read = sum(gathered.num_catalogues.values())

@@ -42,25 +42,25 @@ def planned(machines: str, recipe: Path) -> dict[str, Any]:
     # 1: it does not fit, which the plan says too.
     if result.returncode not in (0, 1) or not result.stdout.strip():
         return {"error": (result.stderr.strip() or f"exit code {result.returncode}").splitlines()[-1]}
-    found = json.loads(result.stdout)
-    plan: dict[str, Any] = found["fastest"][0] if found["fastest"] else found["leanest"]
+    plans = json.loads(result.stdout)
+    plan: dict[str, Any] = plans["fastest"][0] if plans["fastest"] else plans["leanest"]
     return plan | {"accumulation": load_recipe(recipe).training.gradient_accumulation_steps}
 
 
-def row(machines: str, recipe: str, found: dict[str, Any]) -> list[str]:
+def row(machines: str, recipe: str, plan: dict[str, Any]) -> list[str]:
     """A line of the table."""
-    if "error" in found:
-        return [machines, recipe, found["error"], *[""] * 6]
-    settings = found["settings"]
+    if "error" in plan:
+        return [machines, recipe, plan["error"], *[""] * 6]
+    settings = plan["settings"]
     replicas, recompute, stages = settings["replicas"], settings["recompute"], settings["num_stages"]
     mesh = f"{stages} stages, {'-'.join(map(str, replicas))}" if isinstance(replicas, list) else ""
-    tokens = found["rows"] * found["micro_batch"]["target_tokens"] * found["accumulation"]
+    tokens = plan["rows"] * plan["micro_batch"]["target_tokens"] * plan["accumulation"]
     return [
         *(machines, recipe, mesh or f"{stages} on {settings['num_processes'] // replicas}, x {replicas}"),
         f"{settings['num_micro_batches']}",
         f"{settings['schedule']}, {recompute if isinstance(recompute, str) else runs_text(recompute)}",
-        *(f"{found['step_seconds']:.2f}", f"{tokens / found['step_seconds'] * 86_400 / 1e9:.2f}"),
-        *(f"{found['bubble']:.1%}", bytes_text(max(one["memory_bytes"]["total"] for one in found["processes"]))),
+        *(f"{plan['step_seconds']:.2f}", f"{tokens / plan['step_seconds'] * 86_400 / 1e9:.2f}"),
+        *(f"{plan['bubble']:.1%}", bytes_text(max(process["memory_bytes"]["total"] for process in plan["processes"]))),
     ]
 
 

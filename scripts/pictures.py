@@ -118,7 +118,7 @@ def memory(path: Path) -> None:
             times = [float(time) for time, _ in levels] + [of.step_seconds]
             fixed = {"parameters": process.memory.parameters, "optimizer": process.memory.optimizer}
             shown = [level | fixed for _, level in [*levels, levels[-1]]]
-            items = {item: [one.get(item, 0) / GIB for one in shown] for item in COLOURS}
+            items = {item: [level.get(item, 0) / GIB for level in shown] for item in COLOURS}
             items = {item: values for item, values in items.items() if any(values)}
             look = {"colors": [COLOURS[item] for item in items], "labels": [item.replace("_", " ") for item in items]}
             panel.stackplot(times, *items.values(), **look, step="post")

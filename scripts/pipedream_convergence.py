@@ -92,18 +92,18 @@ def train(recipe_file: str, overrides: Sequence[str], data: Data) -> dict[str, A
 def report(results: Sequence[dict[str, Any]], common: float) -> str:
     """Of each case the loss at the common learning rate and at the best of its own, over the seeds."""
     losses: dict[str, dict[float, list[dict[str, Any]]]] = {}
-    for one in results:
-        losses.setdefault(one["case"], {}).setdefault(one["rate"], []).append(one)
+    for result in results:
+        losses.setdefault(result["case"], {}).setdefault(result["rate"], []).append(result)
 
     def held_out(runs: Sequence[dict[str, Any]]) -> float:
         # A diverged run has no loss to compare.
-        found = [run["held_out"] for run in runs]
-        return mean(found) if all(map(math.isfinite, found)) else math.inf
+        values = [run["held_out"] for run in runs]
+        return mean(values) if all(map(math.isfinite, values)) else math.inf
 
     def spread(values: Sequence[float]) -> str:
         return f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
-    steps = sorted({int(step) for one in results for step in one["losses"]})
+    steps = sorted({int(step) for result in results for step in result["losses"]})
     shown = [step for step in steps if step in {steps[-1] // 4, steps[-1] // 2, steps[-1]}]
     rows = []
     for case, by_rate in losses.items():
@@ -128,14 +128,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     common = [*SMALL, *arguments.overrides]
     wanted = [(case, rate, seed) for rate in arguments.rates for seed in arguments.seeds for case in arguments.cases]
     lines = arguments.out.read_text().splitlines() if arguments.out.exists() else []
-    results = {tuple(one["settings"]): one for one in map(json.loads, lines)}
+    results = {tuple(result["settings"]): result for result in map(json.loads, lines)}
     data = Data(arguments.recipe, common)
     shown = []
     for case, rate, seed in wanted:
         settings = (*common, *CASES[case], f"training.learning_rate={rate}", f"training.seed={seed}")
         if settings not in results:
-            found = {"case": case, "rate": rate, "seed": seed, **train(arguments.recipe, settings, data)}
-            results[settings] = {**found, "settings": settings}
+            result = {"case": case, "rate": rate, "seed": seed, **train(arguments.recipe, settings, data)}
+            results[settings] = {**result, "settings": settings}
             with arguments.out.open("a") as file:
                 file.write(json.dumps(results[settings]) + "\n")
         shown.append(results[settings])

@@ -50,9 +50,9 @@ def plan(model: Model, cluster: Cluster, objective: Objective, utilisation: floa
     return partition_cluster(model.costs(utilisation), cluster, objective)
 
 
-def kind(found: ClusterPlan) -> str:
+def kind(cluster_plan: ClusterPlan) -> str:
     """Data parallel, straight, nearly straight (most stages have one worker), two stages, or hybrid."""
-    replicas = [stage.replicas for stage in found.stages]
+    replicas = [stage.replicas for stage in cluster_plan.stages]
     if len(replicas) == 1:
         return "data parallel"
     if set(replicas) == {1}:
@@ -67,13 +67,13 @@ def holds(model: Model, cluster: Cluster, objective: Objective) -> str:
     own = kind(plan(model, cluster, objective))
     ends = []
     for grid in (LOWER, HIGHER):
-        same = takewhile(lambda one: kind(plan(model, cluster, objective, one)) == own, grid)
+        same = takewhile(lambda utilisation: kind(plan(model, cluster, objective, utilisation)) == own, grid)
         ends.append([UTILISATION, *same][-1])
     return f"{ends[0]:g} to {ends[1]:g}"
 
 
-def megabytes_per_sample(found: ClusterPlan, model: Model) -> float:
-    return sum(communicated_bytes(found.stages, model.costs())) / model.batch / 1e6
+def megabytes_per_sample(cluster_plan: ClusterPlan, model: Model) -> float:
+    return sum(communicated_bytes(cluster_plan.stages, model.costs())) / model.batch / 1e6
 
 
 def alone(model: Model, cluster: Cluster, objective: Objective) -> ClusterPlan:
@@ -99,7 +99,7 @@ def configurations() -> list[str]:
             for is_flat in (False, True)
         ]
         cells = [model.name, cluster.replace("@pipedream-", " ").upper().replace("X", "x"), paper, f"{speedup:g}"]
-        cells += [short(one.replication) for one in plans]
+        cells += [short(cluster_plan.replication) for cluster_plan in plans]
         ratio = alone(model, one_level, RING).seconds / plans[-1].seconds
         lines.append(f"| {' | '.join([*cells, f'{ratio:.2f}', holds(model, one_level, RING)])} |")
     return lines

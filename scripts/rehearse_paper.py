@@ -53,7 +53,9 @@ def write_data(folder: Path) -> Path:
     configs, infos = ["configs:"], ["dataset_info:"]
     for language in LANGUAGES:
         subset = "-".join(sorted((language, "en")))
-        own = [{"translation": {language: one.source, "en": one.target}} for one in pairs if one.language == language]
+        own = [
+            {"translation": {language: pair.source, "en": pair.target}} for pair in pairs if pair.language == language
+        ]
         (folder / subset).mkdir(parents=True)
         configs.append(f"- config_name: {subset}\n  data_files:")
         infos.append(f"- config_name: {subset}\n  splits:")

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _scale(options: argparse.Namespace, overrides: list[str], words: Sequence[str]) -> int:
-    asked = options.recipes or ([one.name for one in EXPERIMENTS] if options.list or options.status else [])
+    asked = options.recipes or ([known.name for known in EXPERIMENTS] if options.list or options.status else [])
     if not asked and not options.report_only:
         raise UserError("no recipe is given; name those to compare, or give --report-only for what is there")
     if options.background:
@@ -120,13 +120,15 @@ def _scale(options: argparse.Namespace, overrides: list[str], words: Sequence[st
         return code
     if not names:
         return _report(runs, [], options.output, code, options)
-    for one in (experiment(name) for name in names):
-        if one.compares:
-            mine = [run for of_seed in each for run in one.runs(of_seed)]
+    for chosen in (experiment(name) for name in names):
+        if chosen.compares:
+            mine = [run for of_seed in each for run in chosen.runs(of_seed)]
             alone = (
-                [run for of_seed in each for run in experiment(one.baselines).runs(of_seed)] if one.baselines else []
+                [run for of_seed in each for run in experiment(chosen.baselines).runs(of_seed)]
+                if chosen.baselines
+                else []
             )
-            code = max(code, _report(mine, alone, options.output / "reports" / one.name, code, options))
+            code = max(code, _report(mine, alone, options.output / "reports" / chosen.name, code, options))
     return code
 
 
@@ -148,9 +150,9 @@ def _list_experiments(names: Sequence[str], recipes: Sequence[str], each: Sequen
     if recipes:
         raise UserError(f"--list is for experiments, and {recipes[0]} is a recipe; use --status")
     listed: set[tuple[str, int]] = set()
-    for one in (experiment(name) for name in names):
-        lines = hours_text(plan_experiments([one.name], each), share, listed).splitlines()
-        print(f"{one.name}: {one.question}", *(f"    {line}" for line in lines), sep="\n")
+    for chosen in (experiment(name) for name in names):
+        lines = hours_text(plan_experiments([chosen.name], each), share, listed).splitlines()
+        print(f"{chosen.name}: {chosen.question}", *(f"    {line}" for line in lines), sep="\n")
     return 0
 
 
@@ -171,29 +173,29 @@ def _finished(runs: Sequence[Run], options: argparse.Namespace) -> list[Finished
 
 def _report(runs: Sequence[Run], alone: Sequence[Run], folder: Path, code: int, options: argparse.Namespace) -> int:
     """Write the report of the finished runs, its tables and its pictures; returns the exit code of the command."""
-    found = _finished(runs, options)
+    finished = _finished(runs, options)
     try:
-        results = Results.of_runs(found)
+        results = Results.of_runs(finished)
     except UserError:
         if code:
             return code
         raise
     roles = Roles.of(results.models)
-    kept = [run for run in found if (run.model, run.seed) in results.keys]
+    kept = [run for run in finished if (run.model, run.seed) in results.keys]
     singles = _finished(alone, options) if alone else []
-    learnt = [one for one in map(Learning.of, kept) if one.curve.best is not None]
+    learnt = [entry for entry in map(Learning.of, kept) if entry.curve.best is not None]
     differences = _all_differences(results, roles)
     folder.mkdir(parents=True, exist_ok=True)
-    write_csv(folder / RESULTS_FILE, (row for run in found for row in run.rows()))
-    write_csv(folder / RUNS_FILE, (run.cost_row() for run in [*found, *singles]))
+    write_csv(folder / RESULTS_FILE, (row for run in finished for row in run.rows()))
+    write_csv(folder / RUNS_FILE, (run.cost_row() for run in [*finished, *singles]))
     rows = [row for run in singles for row in run.rows()]
     write_csv(folder / BASELINES_FILE, rows)
-    write_csv(folder / LEARNING_FILE, (row for one in learnt for row in one.rows()))
-    write_csv(folder / DIFFERENCES_FILE, (one.row() for one in differences))
+    write_csv(folder / LEARNING_FILE, (row for entry in learnt for row in entry.rows()))
+    write_csv(folder / DIFFERENCES_FILE, (difference.row() for difference in differences))
     texts = {(run.model, run.seed): run.translations() for run in singles}
     transfer = with_baselines(results, pd.DataFrame(rows), texts)
     draw(folder, results, roles, differences, learnt, transfer)
-    done = {run.folder for run in found}
+    done = {run.folder for run in finished}
     unfinished = [run.title for run in runs if run.folder not in done]
     text = report(results, kept, unfinished, differences, learnt, transfer, has_roles=bool(roles.pairs))
     (folder / REPORT_FILE).write_text(text, encoding="utf-8")
@@ -205,7 +207,7 @@ def _all_differences(results: Results, roles: Roles) -> list[Difference]:
     """Of the pairs of the roles, or of each model and the first if there are none; then those of low and high."""
     pairs = roles.pairs or tuple((model, results.models[0]) for model in results.models[1:])
     of_buckets = (contrast(results, *pair, measure) for pair in pairs for measure in MEASURES)
-    return [*compare_all(results, pairs), *(one for one in of_buckets if one is not None)]
+    return [*compare_all(results, pairs), *(difference for difference in of_buckets if difference is not None)]
 
 
 def _draw_again(options: argparse.Namespace) -> int:
@@ -217,9 +219,9 @@ def _draw_again(options: argparse.Namespace) -> int:
         for name in (BASELINES_FILE, DIFFERENCES_FILE, LEARNING_FILE)
     )
     roles = Roles.of(results.models)
-    found = [Difference.of_row(row) for row in differences.itertuples()]
+    all_differences = [Difference.of_row(row) for row in differences.itertuples()]
     learnt = Learning.of_table(learning) if len(learning) else []
-    draw(folder, results, roles, found, learnt, with_baselines(results, baselines))
+    draw(folder, results, roles, all_differences, learnt, with_baselines(results, baselines))
     print(f"pictures in {folder}")
     return 0
 

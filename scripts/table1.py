@@ -143,8 +143,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         count = model.costs(1, paper_layers).total.count
         processes = model.plan(name, num_stages, paper_layers, is_limited=False).processes
         estimates = [process.memory for process in processes]
-        weights = sum(3 * one.parameters for one in estimates)
-        activations = sum(one.total - one.parameters - one.gradients - one.optimizer for one in estimates)
+        weights = sum(3 * estimate.parameters for estimate in estimates)
+        activations = sum(
+            estimate.total - estimate.parameters - estimate.gradients - estimate.optimizer for estimate in estimates
+        )
         most = model.most_layers(name, num_stages)
         peak = f"{model.plan(name, num_stages, most).peak_bytes / GIB:.2f}" if most else "none fits"
         print(

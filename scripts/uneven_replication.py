@@ -97,17 +97,17 @@ def step(sums: LayerSums, replicas: Sequence[int], num_micro_batches: int, link:
     stages = stages_of(counts)
     of_stages = [sums.seconds(i, j, "none") for _, i, j in stages]
     costs = Costs(
-        forward_seconds=[one.forward for one in of_stages],
-        backward_seconds=[one.backward for one in of_stages],
+        forward_seconds=[stage.forward for stage in of_stages],
+        backward_seconds=[stage.backward for stage in of_stages],
         transfer_seconds=[link.seconds(layers[i].input_bytes) for _, i, _ in stages[1:]],
         reduce_seconds=[reduction(i, j, replicas[s]) for s, i, j in stages],
     )
-    found = []
+    steps = []
     for name in SCHEDULES:
         table = build(name, len(replicas), num_micro_batches, recompute="none", replicas=list(replicas))
         total = float(simulate(table, costs).total_seconds)
-        found.append(Step(total, tuple(replicas), counts, name, num_micro_batches, costs))
-    return min(found)
+        steps.append(Step(total, tuple(replicas), counts, name, num_micro_batches, costs))
+    return min(steps)
 
 
 def main() -> None:
@@ -119,22 +119,22 @@ def main() -> None:
     costs = LayerTracer(adapter, as_on_gpu=True).costs(Workload(1, LENGTH, LENGTH, has_padding=False))
     sums, link = LayerSums(costs, device("l4")), LINKS["ethernet-10"]
     seconds = (sums.seconds(i, i + 1, "none").of_micro_batch() for i in range(len(costs.layers)))
-    milliseconds = " ".join(f"{1e3 * one:.2f}" for one in seconds)
+    milliseconds = " ".join(f"{1e3 * duration:.2f}" for duration in seconds)
     for num_devices, num_micro_batches in ((3, 96), (4, 48)):
         steps = sorted(step(sums, replicas, num_micro_batches, link) for replicas in replications(num_devices))
-        uneven = next(one for one in steps if len(set(one.replicas)) > 1)
-        uniform = [one for one in steps if len(set(one.replicas)) == 1]
+        uneven = next(candidate for candidate in steps if len(set(candidate.replicas)) > 1)
+        uniform = [candidate for candidate in steps if len(set(candidate.replicas)) == 1]
         print(f"{num_devices} l4 on ethernet-10, M = {num_micro_batches} rows of {LENGTH} tokens")
         print(f"  layers, ms a micro-batch: {milliseconds}")
         print(f"  uneven   {uneven}")
-        for one in uniform:
-            print(f"  uniform  {one}, {one.seconds / uneven.seconds:.2f} times as long", flush=True)
+        for candidate in uniform:
+            print(f"  uniform  {candidate}, {candidate.seconds / uneven.seconds:.2f} times as long", flush=True)
         if num_steps:
-            settings = [one.emulated() for one in (uneven, uniform[0])]
-            found = [[one.seconds for one in own] for own in emulate(settings, num_steps)]
-            for name, own in zip(("uneven ", "uniform"), found, strict=True):
-                print(f"  run, {name} {median(own):.3f} s (" + " ".join(f"{one:.3f}" for one in own) + ")")
-            print(f"  run, uniform over uneven: {paired(found[1], found[0]).median:.2f}")
+            settings = [candidate.emulated() for candidate in (uneven, uniform[0])]
+            runs = [[run.seconds for run in own] for own in emulate(settings, num_steps)]
+            for name, own in zip(("uneven ", "uniform"), runs, strict=True):
+                print(f"  run, {name} {median(own):.3f} s (" + " ".join(f"{duration:.3f}" for duration in own) + ")")
+            print(f"  run, uniform over uneven: {paired(runs[1], runs[0]).median:.2f}")
 
 
 if __name__ == "__main__":

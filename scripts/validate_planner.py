@@ -170,7 +170,7 @@ class Result:
     @property
     def step_seconds(self) -> float:
         """Measured: the median of the steps, each as long as its slowest process."""
-        return median(max(times) for times in zip(*(one.step_seconds for one in self.measured), strict=True))
+        return median(max(times) for times in zip(*(measured.step_seconds for measured in self.measured), strict=True))
 
     @property
     def step_ratio(self) -> float:

@@ -32,11 +32,11 @@ def main(argv: list[str] | None = None) -> None:
     corpus = task.corpus(recipe)
     tokenizer = task.processor(recipe, corpus, None)
     pipe = teacher_alone(spec)
-    splits = [one for one in (corpus.train, corpus.validation) if len(one)]
+    splits = [split for split in (corpus.train, corpus.validation) if len(split)]
     rows = [
-        one
+        row
         for split in splits
-        for one in top_k_of(
+        for row in top_k_of(
             pipe,
             task.rows(recipe.data, split, tokenizer, decoder_only=True),
             options.k,

@@ -115,10 +115,10 @@ def cells_of(size: str, method: str, counts: Iterable[int] = COUNTS, cards: Iter
     for count in counts:
         plans: dict[str, list[Plan]] = {name: [] for name in requests}
         for gb in cards:
-            found, limit = plans[device(gb)], _limit(gb)
-            if not found or found[-1].peak_bytes > limit:
+            own_plans, limit = plans[device(gb)], _limit(gb)
+            if not own_plans or own_plans[-1].peak_bytes > limit:
                 request = requests[device(gb)]
-                found += filter(None, [_best(request.planner.within(limit), request.config, count)])
+                own_plans += filter(None, [_best(request.planner.within(limit), request.config, count)])
         for gb in cards:
             fit = [plan for plan in plans[device(gb)] if plan.peak_bytes <= _limit(gb)]
             yield Cell(size, method, count, gb, **_described(min(fit, key=attrgetter("sort_key"), default=None), count))
@@ -144,7 +144,7 @@ def _described(plan: Plan | None, count: int) -> dict[str, Any]:
 
 def longest_of(size: str, method: str, counts: Iterable[int] = COUNTS) -> Iterator[Longest]:
     """The longest rows of a model by a method on each number of cards."""
-    found = {(count, gb): [0, 0] for gb in LONGEST_GB for count in counts}
+    longest = {(count, gb): [0, 0] for gb in LONGEST_GB for count in counts}
     for gb in LONGEST_GB:
         waiting = {(count, in_chunks) for count in counts for in_chunks in (False, True)}
         for tokens in LENGTHS:
@@ -157,10 +157,10 @@ def longest_of(size: str, method: str, counts: Iterable[int] = COUNTS) -> Iterat
                 if _best(planner, config, count) is None:
                     waiting.remove((count, in_chunks))
                 else:
-                    found[count, gb][in_chunks] = tokens
+                    longest[count, gb][in_chunks] = tokens
             if not waiting:
                 break
-    for (count, gb), lengths in found.items():
+    for (count, gb), lengths in longest.items():
         yield Longest(size, method, count, gb, *lengths)
 
 
@@ -193,7 +193,7 @@ def read_lines(path: Path) -> list[dict[str, str]]:
 
 def page(cells: list[dict[str, str]], longest: list[dict[str, str]]) -> str:
     """The page of these cells and longest rows."""
-    found = {(cell["size"], cell["method"], int(cell["cards"]), int(cell["gb"])): cell for cell in cells}
+    cells_by_key = {(cell["size"], cell["method"], int(cell["cards"]), int(cell["gb"])): cell for cell in cells}
     sections = []
     for size in SIZES:
         lines = [
@@ -205,10 +205,10 @@ def page(cells: list[dict[str, str]], longest: list[dict[str, str]]) -> str:
         lines += [f"| | cards | {' | '.join(f'{gb} GB' for gb in CARDS_GB)} |", "|---|--:|" + "---|" * len(CARDS_GB)]
         for method in METHODS:
             for count in COUNTS:
-                texts = [_text(found[size, method, count, gb]) for gb in CARDS_GB]
+                texts = [_text(cells_by_key[size, method, count, gb]) for gb in CARDS_GB]
                 lines.append(f"| {WORDS[method] if count == 1 else ''} | {count} | {' | '.join(texts)} |")
         sections.append("\n".join(lines))
-    example = found["7b", "lora", 4, 24]
+    example = cells_by_key["7b", "lora", 4, 24]
     return PAGE_TEXT.format(
         batch=MICRO_BATCHES,
         memory="\n".join(f"| {gb} GB | {memory_gib(gb)} GiB | `{device(gb)}` |" for gb in CARDS_GB),
@@ -225,7 +225,7 @@ def page(cells: list[dict[str, str]], longest: list[dict[str, str]]) -> str:
 
 def _longest_rows(lines: list[dict[str, str]]) -> str:
     """A table of the longest rows, whole and in chunks."""
-    found = {tuple(list(line.values())[:4]): line for line in lines}
+    lines_by_key = {tuple(list(line.values())[:4]): line for line in lines}
     columns = [(str(count), str(gb)) for gb in LONGEST_GB for count in COUNTS]
     table = [
         f"| model | | {' | '.join(f'{count} x {gb} GB' for count, gb in columns)} |",
@@ -233,7 +233,7 @@ def _longest_rows(lines: list[dict[str, str]]) -> str:
     ]
     for size in SIZES:
         for number, method in enumerate(METHODS):
-            cells = [found[size, method, *column] for column in columns]
+            cells = [lines_by_key[size, method, *column] for column in columns]
             texts = (f"{_tokens(cell['whole'])}, {_tokens(cell['chunks'])}" for cell in cells)
             table.append(f"| {size.upper() if not number else ''} | {WORDS[method]} | {' | '.join(texts)} |")
     return "\n".join(table)

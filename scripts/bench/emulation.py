@@ -111,7 +111,7 @@ class Emulated:
         table = self._early_table()
         if not self.recomputes_late:
             return with_updates_beside(table) if self.updates_beside else table
-        actions = (tuple(one for one in own if one.kind != RECOMPUTE) for own in table.actions)
+        actions = (tuple(action for action in own if action.kind != RECOMPUTE) for own in table.actions)
         return replace(table, actions=tuple(actions))
 
     def _early_table(self) -> Schedule:
@@ -167,9 +167,9 @@ class Emulated:
         forward, backward = zip(*map(self.stage_seconds, range(self.num_stages)), strict=True)
         transfer = 0 if self.transfer_seconds is None else self.transfer_seconds
         weights = [*map(self.weight_seconds_of, range(self.num_stages))]
-        inputs = [one - other for one, other in zip(backward, weights, strict=True)]
+        inputs = [whole - weight for whole, weight in zip(backward, weights, strict=True)]
         forward, backward, inputs, weights = (
-            [[one * share for share in self.chunk_shares] for one in each]
+            [[seconds * share for share in self.chunk_shares] for seconds in each]
             for each in (forward, backward, inputs, weights)
         )
         costs = Costs(
@@ -376,22 +376,22 @@ def emulate(
     settings: list[Emulated], steps: int, on_step: Callable[[str], None] = lambda text: None
 ) -> list[list[Step]]:
     """Each of `steps` steps of each setting; the settings of one number of processes take turns."""
-    found: list[list[Step]] = [[] for _ in settings]
+    results: list[list[Step]] = [[] for _ in settings]
     for processes in sorted({setting.num_processes for setting in settings}):
         numbers = [i for i, setting in enumerate(settings) if setting.num_processes == processes]
         given = ([settings[i] for i in numbers], steps)
         parts = run_job(_emulate_process, given, processes, fork=True, timeout_seconds=3600)
         for i, of_setting in zip(numbers, zip(*parts, strict=True), strict=True):
-            found[i] = [Step.of_all(step) for step in zip(*of_setting, strict=True)]
+            results[i] = [Step.of_all(step) for step in zip(*of_setting, strict=True)]
         on_step(f"{processes} processes")
-    return found
+    return results
 
 
 def _emulate_process(settings: list[Emulated], steps: int) -> list[list[Step]]:
     """One process's part of each step of each setting."""
     machine.wake_up_on_time()
     ready = [_Pipeline(setting) for setting in settings]
-    found: list[list[Step]] = [[] for _ in settings]
+    results: list[list[Step]] = [[] for _ in settings]
     for step in range(steps + 1):
         for i in range(len(settings))[:: -1 if step % 2 else 1]:
             times: list[ActionTime] = []
@@ -401,23 +401,23 @@ def _emulate_process(settings: list[Emulated], steps: int) -> list[list[Step]]:
                 ready[i].step(times, is_one_of_several=settings[i].steps > 1)
             if step:  # the first one warms up
                 seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-                late = sum(_late_seconds(settings[i], one) for one in times)
-                found[i].append(Step(seconds, cpu_seconds, late, sum(one.sending for one in times), start))
-    return found
+                late = sum(_late_seconds(settings[i], span) for span in times)
+                results[i].append(Step(seconds, cpu_seconds, late, sum(span.sending for span in times), start))
+    return results
 
 
-def _late_seconds(setting: Emulated, one: ActionTime) -> float:
+def _late_seconds(setting: Emulated, span: ActionTime) -> float:
     """By which an action took longer than it should."""
-    forward, backward = setting.stage_seconds(one.action.stage)
-    weight = setting.weight_seconds_of(one.action.stage)
+    forward, backward = setting.stage_seconds(span.action.stage)
+    weight = setting.weight_seconds_of(span.action.stage)
     should = {FORWARD: forward, RECOMPUTE: forward, BACKWARD: backward, INPUT: backward - weight, WEIGHT: weight}
     should |= dict(zip(_OTHERS, setting.head_seconds, strict=False))
-    if one.action.kind.changes_weights:
+    if span.action.kind.changes_weights:
         return 0.0  # the last U of a process has the updates of all its stages
-    if one.action.kind not in should:
-        return one.end - one.start - one.waiting - one.sending
-    share = setting.chunk_shares[one.action.micro_batch % len(setting.chunk_shares)]
-    return one.end - one.start - one.waiting - one.sending - share * should[one.action.kind]
+    if span.action.kind not in should:
+        return span.end - span.start - span.waiting - span.sending
+    share = setting.chunk_shares[span.action.micro_batch % len(setting.chunk_shares)]
+    return span.end - span.start - span.waiting - span.sending - share * should[span.action.kind]
 
 
 class _Pipeline:

@@ -39,7 +39,7 @@ def measure(contender: str, work: Work, options: Options, *, fork: bool = False,
     parts = run_job(_measure_process, (contender, work, options), num_processes, fork=fork, **how)  # type: ignore[arg-type]
     losses = next((part.losses for part in parts if part.losses), [])
     peaks, planned = (
-        [one for part in parts for one in getattr(part, name)] for name in ("peak_bytes", "planned_bytes")
+        [size for part in parts for size in getattr(part, name)] for name in ("peak_bytes", "planned_bytes")
     )
     return Measured(max(part.seconds for part in parts), losses, peaks, planned)
 
@@ -59,7 +59,9 @@ def _measure_process(name: str, work: Work, options: Options) -> Measured:
     _meet(work)
     seconds = (time.perf_counter() - start) / work.steps
     planned = contender.planned_bytes(rank) if work.device == "cuda" and hasattr(contender, "planned_bytes") else None
-    return Measured(seconds, [one for one in losses if one is not None], [machine.peak_bytes(work.device)], [planned])
+    return Measured(
+        seconds, [loss for loss in losses if loss is not None], [machine.peak_bytes(work.device)], [planned]
+    )
 
 
 def _meet(work: Work) -> None:

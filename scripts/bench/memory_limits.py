@@ -70,13 +70,15 @@ class Case:
         """The same with a table, in processes that wait."""
         stages_each = table.num_stages // self.processes
         # What is given is of a whole process.
-        forward, inputs, weights = ([stages_each * UNIT * one for one in every] for every in self.seconds(stages_each))
+        forward, inputs, weights = (
+            [stages_each * UNIT * seconds for seconds in every] for every in self.seconds(stages_each)
+        )
         return Emulated(
             name,
             self.processes,
             self.micro_batches,
             forward,
-            [one + other for one, other in zip(inputs, weights, strict=True)],
+            [i + w for i, w in zip(inputs, weights, strict=True)],
             BOUNDARY_BYTES,
             stages_each=stages_each,
             weight_seconds=weights,
@@ -85,7 +87,7 @@ class Case:
 
     def timeline(self, table: Schedule) -> Timeline:
         forward, inputs, weights = self.seconds(table.num_stages // self.processes)
-        backward = [one + other for one, other in zip(inputs, weights, strict=True)]
+        backward = [i + w for i, w in zip(inputs, weights, strict=True)]
         return simulate(table, Costs(forward, backward, input_seconds=inputs, weight_seconds=weights))
 
     def fits(self, timeline: Timeline) -> bool:
@@ -113,7 +115,7 @@ def _most_held(timeline: Timeline, graph: float, received: float, deferred: floa
 
 def best_named(case: Case) -> tuple[float, str, Schedule]:
     """The shortest table of a named schedule that fits: its seconds, its name, and the table. Raises ValueError."""
-    found = []
+    candidates = []
     for name, stages_each, recompute in _ways(case):
         count = case.processes * stages_each
         try:
@@ -122,14 +124,14 @@ def best_named(case: Case) -> tuple[float, str, Schedule]:
             continue
         timeline = case.timeline(table)
         if case.fits(timeline):
-            found.append((float(timeline.total_seconds), f"{name}, {_words(recompute)}", table))
-    return min(found, key=lambda one: one[0])
+            candidates.append((float(timeline.total_seconds), f"{name}, {_words(recompute)}", table))
+    return min(candidates, key=lambda candidate: candidate[0])
 
 
 def _words(recompute: str | tuple[int | None, ...]) -> str:
     if isinstance(recompute, str):
         return f"R {recompute}"
-    every = ["all" if one is None else str(one) for one in recompute]
+    every = ["all" if limit is None else str(limit) for limit in recompute]
     return f"graphs {every[0] if len(set(every)) == 1 else '-'.join(every)}"
 
 
@@ -137,7 +139,7 @@ def _ways(case: Case) -> Iterator[tuple[str, int, str | tuple[int | None, ...]]]
     """Names, stages a process, and what is recomputed: every limit of graphs for each of up to four stages."""
     most, processes = int(case.graphs), case.processes
     of_stages = [*range(1, most + 1), None]
-    limits: Sequence[tuple[int | None, ...]] = [(one,) * processes for one in of_stages]
+    limits: Sequence[tuple[int | None, ...]] = [(limit,) * processes for limit in of_stages]
     if processes <= 4:
         limits = list(product(of_stages, repeat=processes))
     for name in ("1f1b", "zb_h1", "zb_h2", "gpipe", "gpipe_fused"):
@@ -160,11 +162,11 @@ def listed(case: Case, stages_each: int = 1) -> tuple[float, Schedule, float]:
     work = Work(forward, inputs, weights, held, deferred, [0.0] * (count - 1), forward, received)
     effort = min(_MOST_EFFORT, _EFFORT_OF_ACTION * 3 * count * min(case.micro_batches, 2 * case.processes))
     start = time.process_time()
-    found = best_listed(placement, case.micro_batches, work, [case.limit] * case.processes, effort=effort)
+    best = best_listed(placement, case.micro_batches, work, [case.limit] * case.processes, effort=effort)
     took = time.process_time() - start
     rows = [
         (*order, *(Action(UPDATE, stage) for stage in placement.stages_of(process)))
-        for process, order in enumerate(found.orders)
+        for process, order in enumerate(best.orders)
     ]
     table = Schedule("listed", count, case.micro_batches, placement, tuple(rows))
     check_table(table)

@@ -39,14 +39,14 @@ def await_quiet(options: argparse.Namespace) -> None:
 
 def take_turns(cases: Mapping[Key, Callable[[], Found]], options: argparse.Namespace) -> dict[Key, list[Found]]:
     """Measure each case `options.reps` times, in turn, every other time in reverse; with `options.quick` once."""
-    found: dict[Key, list[Found]] = {case: [] for case in cases}
+    results: dict[Key, list[Found]] = {case: [] for case in cases}
     reps = 1 if options.quick else options.reps
     for rep in range(reps):
         for case in list(cases)[:: -1 if rep % 2 else 1]:
             await_quiet(options)
-            found[case].append(cases[case]())
+            results[case].append(cases[case]())
             print(f"{rep + 1}/{reps}: {case}", file=sys.stderr, flush=True)
-    return found
+    return results
 
 
 def say(text: str) -> None:

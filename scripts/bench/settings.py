@@ -54,9 +54,9 @@ class Setting:
     def with_splits(self, splits: list[int]) -> Setting:
         """Each case that has a split, once with every one of these."""
         cases = [
-            one
+            variant
             for case in self.cases
-            for one in (
+            for variant in (
                 [Case(f"{case.name} @{n}", case.contender, replace(case.options, split=n)) for n in splits]
                 if case.options.split
                 else [case]
@@ -192,7 +192,7 @@ SETTINGS = (
             Claim("ours zb_h1 none", "twin", 0.93),
             Claim("ours zb_h1 none", "ours 1f1b none", 1.0, memory_at_most=1.05),
             Claim("ours zb_h1 none", "torch ZB1P", 1.10),
-            *(Claim(f"ours {one} none", "torch ScheduleZBVZeroBubble", 1.10) for one in ("zb_h1", "zb_v")),
+            *(Claim(f"ours {schedule} none", "torch ScheduleZBVZeroBubble", 1.10) for schedule in ("zb_h1", "zb_v")),
         ),
     ),
     Setting(

@@ -93,8 +93,8 @@ class Work:
 
     def logits(self, model: Any, inputs: torch.Tensor) -> torch.Tensor:
         """The scores that a model gives for the first entry of a micro-batch."""
-        found: torch.Tensor = model(input_ids=inputs, use_cache=False).logits
-        return found
+        logits: torch.Tensor = model(input_ids=inputs, use_cache=False).logits
+        return logits
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class ResNetWork(Work):
         self, part: int = 0, parts: int = 1, count: int | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(images, labels) of the micro-batches of one of equal parts of the rows."""
-        images, labels = (one.chunk(parts)[part] for one in self.batch().values())
+        images, labels = (tensor.chunk(parts)[part] for tensor in self.batch().values())
         count = count or max(1, self.micro_batches // parts)
         return list(zip(images.chunk(count), labels.chunk(count), strict=True))
 
@@ -151,8 +151,8 @@ class ResNetWork(Work):
         return self.rows
 
     def logits(self, model: Any, inputs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = model(inputs).logits
-        return found
+        logits: torch.Tensor = model(inputs).logits
+        return logits
 
 
 def loss_share(logits: torch.Tensor, targets: torch.Tensor, num_targets: int) -> torch.Tensor:

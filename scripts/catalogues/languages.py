@@ -52,5 +52,5 @@ def language_of(code: str) -> str | None:
 
 def _likely(language: str) -> tuple[str | None, str | None]:
     """The usual script and region of a language by CLDR."""
-    found = get_global("likely_subtags").get(language, "").split("_")
-    return (found[1], found[2]) if len(found) == 3 else (None, None)
+    parts = get_global("likely_subtags").get(language, "").split("_")
+    return (parts[1], parts[2]) if len(parts) == 3 else (None, None)

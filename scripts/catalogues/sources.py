@@ -145,8 +145,8 @@ def downloaded(names: Sequence[str], folder: Path, mirror: str | None, suite: st
             _apt_get(missing, folder)
         else:
             _from_mirror(missing, folder, mirror.rstrip("/"), suite)
-    found = [_of_package(folder, name) for name in names]
-    return [path for path in found if path is not None]
+    paths = [_of_package(folder, name) for name in names]
+    return [path for path in paths if path is not None]
 
 
 def _of_package(folder: Path, name: str) -> Path | None:

@@ -53,11 +53,11 @@ def in_value(value: Any, choose: random.Random) -> Any:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    found = []
+    places = []
     for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        found.append((value, key))
-        found += _places(value[key])
-    return found
+        places.append((value, key))
+        places += _places(value[key])
+    return places
 
 
 def in_bytes(content: bytes, choose: random.Random) -> bytes:

@@ -123,14 +123,14 @@ def _watch(allowed: Sequence[str], told: list[str]) -> Callable[[str, tuple[Any,
             if flags is not None and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and not is_inside(path):
                 told.append(f"it opened {path!r} to write")
         elif event in _WRITES:
-            paths = [one for one in arguments if isinstance(one, str | bytes | os.PathLike)]
+            paths = [argument for argument in arguments if isinstance(argument, str | bytes | os.PathLike)]
             # Names are relative to an open directory where a descriptor is given.
-            if -1 not in arguments and any(isinstance(one, int) and one > 2 for one in arguments):
+            if -1 not in arguments and any(isinstance(argument, int) and argument > 2 for argument in arguments):
                 return
-            for one in paths:
+            for target in paths:
                 # Of a link itself, the folder that has it counts.
-                if not (is_inside(one) or is_inside(os.path.dirname(os.fsdecode(one)) or ".")):
-                    told.append(f"{event} of {one!r}")
+                if not (is_inside(target) or is_inside(os.path.dirname(os.fsdecode(target)) or ".")):
+                    told.append(f"{event} of {target!r}")
         elif event in _RUNS:
             told.append(f"it ran {event} {arguments!r}"[:300])
         elif event == "subprocess.Popen":

@@ -69,7 +69,7 @@ class Case:
     def __str__(self) -> str:
         """The options that are not plain, in one line."""
         plain = Case(0, 0, "")
-        options = [one.name for one in fields(self) if one.name not in ("seed", "number", "family", "changes")]
+        options = [option.name for option in fields(self) if option.name not in ("seed", "number", "family", "changes")]
         odd = {name: getattr(self, name) for name in options if getattr(self, name) != getattr(plain, name)}
         return " ".join([self.family, *(f"{name}={value!r}" for name, value in {**self.changes, **odd}.items())])
 
@@ -81,7 +81,7 @@ class Case:
         if self.chunk_taper:
             yield replace(self, chunk_taper=0.0)
         apart = ("seed", "number", "family", "changes", "num_stages", "num_micro_batches", "rows")
-        for name in reversed([one.name for one in fields(self) if one.name not in apart]):
+        for name in reversed([option.name for option in fields(self) if option.name not in apart]):
             if getattr(self, name) != getattr(plain, name):
                 is_list = name == "schedule" and isinstance(self.recompute, tuple)
                 also = {"recompute": "none"} if is_list else {"chunk_taper": 0.0} if name == "sequence_chunks" else {}
@@ -205,8 +205,8 @@ def random_table(num_stages: int, num_micro_batches: int, rng: Random, *, recomp
         if (stage, m) in split:
             needs[Action(kinds.WEIGHT, stage, m)] = [back]
     order: list[Action] = []
-    while waiting := [one for one in needs if one not in order]:
-        ready = [one for one in waiting if all(before in order for before in needs[one])]
+    while waiting := [action for action in needs if action not in order]:
+        ready = [action for action in waiting if all(before in order for before in needs[action])]
         order.append(rng.choice(ready))
     updates = [Action(kinds.UPDATE, stage) for stage in range(num_stages)]
     rng.shuffle(updates)

@@ -46,14 +46,14 @@ _OPTIONAL: dict[str, tuple[Any, ...]] = {
 
 def changes(config: PreTrainedConfig, rng: Random, count: int) -> dict[str, Any]:
     """Draw `count` changes: dotted name of a field -> its new value."""
-    candidates = sorted(_candidates(config, "", _source(config)), key=lambda one: one[0])
-    found: dict[str, Any] = {}
+    candidates = sorted(_candidates(config, "", _source(config)), key=lambda candidate: candidate[0])
+    new_values: dict[str, Any] = {}
     for _ in range(count if candidates else 0):
         name, kind, value = rng.choice(_of_a_kind(candidates, rng))
         new = _changed(name, kind, value, rng, _source(config))
         if new != value:
-            found[name] = new
-    return found
+            new_values[name] = new
+    return new_values
 
 
 def _of_a_kind(candidates: list[tuple[str, str, Any]], rng: Random) -> list[tuple[str, str, Any]]:
@@ -61,7 +61,7 @@ def _of_a_kind(candidates: list[tuple[str, str, Any]], rng: Random) -> list[tupl
     kinds = sorted({kind for _, kind, _ in candidates})
     weights = {"bool": 4, "int": 3, "list": 2, "text": 2, "rope": 1, "optional": 2, "float": 1}
     chosen = rng.choices(kinds, [weights[kind] for kind in kinds])[0]
-    return [one for one in candidates if one[1] == chosen]
+    return [candidate for candidate in candidates if candidate[1] == chosen]
 
 
 def apply(config: PreTrainedConfig, changed: Mapping[str, Any]) -> PreTrainedConfig:
@@ -77,7 +77,7 @@ def apply(config: PreTrainedConfig, changed: Mapping[str, Any]) -> PreTrainedCon
         for part in path:
             of = of[part]
             target = target.setdefault(part, dict(of))
-            target.update({key: one for key, one in of.items() if key not in target})
+            target.update({key: entry for key, entry in of.items() if key not in target})
         target[leaf] = value
         if _is_number_of_blocks(leaf, of.get(leaf)):
             # Lists with one entry per block follow the number of blocks.
@@ -124,7 +124,7 @@ def _kind(name: str, value: Any) -> str | None:
         return "rope"
     if value is None:
         return "optional" if name in _OPTIONAL else None
-    is_flat = isinstance(value, list) and len(value) > 1 and not any(isinstance(one, list | dict) for one in value)
+    is_flat = isinstance(value, list) and len(value) > 1 and not any(isinstance(entry, list | dict) for entry in value)
     return "list" if is_flat else None
 
 
@@ -144,17 +144,17 @@ def _changed(name: str, kind: str, value: Any, rng: Random, source: str) -> Any:
         return rng.choice([value, *_compared_with(leaf, source)])
     if kind == "rope":
         rope_type = rng.choice(list(_ROPE_TYPES))
-        of_kinds = {key: one for key, one in value.items() if isinstance(one, dict)}
+        of_kinds = {key: entry for key, entry in value.items() if isinstance(entry, dict)}
         if of_kinds:
             which = rng.choice(sorted(of_kinds))
             return value | {which: of_kinds[which] | {"rope_type": rope_type} | _ROPE_TYPES[rope_type]}
-        kept = {key: one for key, one in value.items() if key in ("rope_theta", "partial_rotary_factor")}
+        kept = {key: entry for key, entry in value.items() if key in ("rope_theta", "partial_rotary_factor")}
         return kept | {"rope_type": rope_type} | _ROPE_TYPES[rope_type]
     if kind == "optional":
         return rng.choice(_OPTIONAL[leaf])
     distinct = sorted(set(value), key=str)
     if leaf.endswith("layer_types"):
-        distinct += [one for one in ("full_attention", "sliding_attention") if one not in distinct]
+        distinct += [layer_type for layer_type in ("full_attention", "sliding_attention") if layer_type not in distinct]
     return [rng.choice(distinct) for _ in value]
 
 
@@ -176,7 +176,7 @@ def _source(config: PreTrainedConfig) -> str:
 
 def _compared_with(name: str, source: str) -> list[str]:
     """The texts that the code compares a field with."""
-    found: list[str] = []
+    texts: list[str] = []
     for text in re.findall(rf"\b{name}\b\s*(?:==|!=|in|not in)\s*([\[({{]?\s*(?:[\"'][\w.-]+[\"'][,\s]*)+)", source):
-        found += re.findall(r"[\"']([\w.-]+)[\"']", text)
-    return sorted(set(found))
+        texts += re.findall(r"[\"']([\w.-]+)[\"']", text)
+    return sorted(set(texts))

@@ -68,8 +68,8 @@ def reduced(outcome: Outcome, attempts: int = 60) -> Outcome:
             attempts -= 1
             if attempts < 0:
                 return outcome
-            if (found := run(simpler)).verdict == WRONG:
-                outcome = found
+            if (result := run(simpler)).verdict == WRONG:
+                outcome = result
                 break
         else:
             return outcome
@@ -81,12 +81,12 @@ def run(case: Case) -> Outcome:
     try:
         try:
             with in_float64():
-                found, tolerance = _difference(case)
+                largest, tolerance = _difference(case)
         except Exception as error:
             # Of the weights of a few models some are always float32.
             if "dtype" not in str(error) or "double" not in str(error):
                 raise
-            found, tolerance = _difference(case)
+            largest, tolerance = _difference(case)
             tolerance = max(tolerance, FLOAT32_LOGITS_TOLERANCE)
     except NotRunnable as error:
         return Outcome(case, NOT_RUNNABLE, str(error))
@@ -94,7 +94,7 @@ def run(case: Case) -> Outcome:
         return Outcome(case, REFUSED, first_line(error))
     except Exception as error:
         return Outcome(case, WRONG, f"{type(error).__name__}: {first_line(error)}")
-    return Outcome(case, RIGHT if found <= tolerance else WRONG, f"{found:.1e}")
+    return Outcome(case, RIGHT if largest <= tolerance else WRONG, f"{largest:.1e}")
 
 
 def first_line(error: BaseException) -> str:
@@ -108,8 +108,8 @@ def _difference(case: Case) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         pipe = _pipeline(case, model, Path(folder))
         if whole is None:
-            one = replace(case, num_stages=1, schedule="gpipe", recompute="none", cut=None)
-            expected = _step(_pipeline(one, model, Path(folder)), batches)
+            plain_case = replace(case, num_stages=1, schedule="gpipe", recompute="none", cut=None)
+            expected = _step(_pipeline(plain_case, model, Path(folder)), batches)
             return difference(_step(pipe, batches), expected), TOLERANCES[model.dtype]
         expected = _expected(case, model, batches, pipe.adapter)
         tolerance = TOLERANCES[model.dtype] if expected.dtype == model.dtype else FLOAT32_LOGITS_TOLERANCE
@@ -118,19 +118,19 @@ def _difference(case: Case) -> tuple[float, float]:
         return difference(_step(pipe, batches), expected), tolerance
 
 
-def difference(found: Step, expected: Step) -> float:
+def difference(step: Step, expected: Step) -> float:
     """As `Step.difference`, but no gradient is a gradient of 0: an expert without tokens has the one or the other.
 
     So is a gradient that is rounding alone, such as that of the bias of attention's keys, which changes nothing.
     """
-    names = found.gradients.keys() | expected.gradients.keys()
-    either = found.gradients | expected.gradients
+    names = step.gradients.keys() | expected.gradients.keys()
+    either = step.gradients | expected.gradients
     steps = [
-        replace(one, gradients={name: one.gradients.get(name, torch.zeros_like(either[name])) for name in names})
-        for one in (found, expected)
+        replace(side, gradients={name: side.gradients.get(name, torch.zeros_like(either[name])) for name in names})
+        for side in (step, expected)
     ]
-    if max(one.norm for one in steps) < _LEAST_NORM * torch.finfo(expected.dtype).eps:
-        steps = [replace(one, gradients={}) for one in steps]
+    if max(side.norm for side in steps) < _LEAST_NORM * torch.finfo(expected.dtype).eps:
+        steps = [replace(side, gradients={}) for side in steps]
     return steps[0].difference(steps[1])
 
 
@@ -221,7 +221,7 @@ def mini_batches(case: Case, model: PreTrainedModel) -> list[Batch]:
     rng = Random(case.number)
     vocabulary = max(4, min(config.vocab_size, model.get_input_embeddings().weight.shape[0]))
     pad = config.pad_token_id if isinstance(config.pad_token_id, int) and config.pad_token_id >= 0 else 0
-    found: list[Batch] = []
+    batches: list[Batch] = []
     for num_rows in case.rows:
         ids, mask = _rows(case.padding, num_rows, rng.randint(2, 10), rng)
         tokens = torch.randint(3, vocabulary, ids.shape, generator=generator)
@@ -242,8 +242,8 @@ def mini_batches(case: Case, model: PreTrainedModel) -> list[Batch]:
                 batch["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
         if case.padding == "none" and not case.extras and rng.random() < 0.5:
             del batch["attention_mask"]
-        found.append(batch)
-    return found
+        batches.append(batch)
+    return batches
 
 
 def _rows(padding: str, num_rows: int, length: int, rng: Random) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,14 +269,14 @@ def _expected(case: Case, model: PreTrainedModel, batches: Sequence[Batch], adap
     if case.packing:
         rows = []
         for batch in batches:
-            for one in documents_of(batch, adapter.target_keys):
-                rows.append({name: tensor[None] for name, tensor in one.items() if name != "position_ids"})
+            for document in documents_of(batch, adapter.target_keys):
+                rows.append({name: tensor[None] for name, tensor in document.items() if name != "position_ids"})
         return plain_run(model, rows, case.label_smoothing)
     if case.length_bucketing:
-        parts = [one for batch in batches for one in split_tokens(batch, case.num_micro_batches, adapter)]
+        parts = [part for batch in batches for part in split_tokens(batch, case.num_micro_batches, adapter)]
     else:
         parts = _micro_batches(case, batches)
-    return plain_run(model, [adapter.prepare(one) for one in parts], case.label_smoothing)
+    return plain_run(model, [adapter.prepare(part) for part in parts], case.label_smoothing)
 
 
 def _pipeline(case: Case, model: PreTrainedModel, folder: Path) -> Pipeline:

@@ -18,7 +18,7 @@ _LISTENS = "0A"
 
 def listening(pid: int) -> list[tuple[str, int]]:
     """The addresses, as hexadecimal digits, and ports at which a process listens."""
-    found, sockets = [], set()
+    addresses, sockets = [], set()
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
@@ -28,15 +28,15 @@ def listening(pid: int) -> list[tuple[str, int]]:
                 fields = line.split()
                 if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in sockets:
                     address, _, port = fields[1].partition(":")
-                    found.append((address, int(port, 16)))
+                    addresses.append((address, int(port, 16)))
     except OSError:
-        return found  # it has just ended
-    return found
+        return addresses  # it has just ended
+    return addresses
 
 
 def send_garbage(pids: list[int], dice: random.Random) -> None:
     """To every port of these processes."""
-    for _, port in (found for pid in pids for found in listening(pid)):
+    for _, port in (address for pid in pids for address in listening(pid)):
         for size in (0, 1, 8, 64, 5000):
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2.0) as peer:
                 peer.sendall(dice.randbytes(size))
@@ -45,7 +45,7 @@ def send_garbage(pids: list[int], dice: random.Random) -> None:
 def flood(pids: list[int], count: int = 50, seconds: float = 2.0) -> None:
     """Connect to every port of these processes many times, say nothing, and stay."""
     with ExitStack() as stack:
-        for _, port in (found for pid in pids for found in listening(pid)):
+        for _, port in (address for pid in pids for address in listening(pid)):
             for _ in range(count):
                 with suppress(OSError):
                     stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=2.0))

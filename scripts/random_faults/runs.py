@@ -200,7 +200,7 @@ class Run:
         printed = self.printed()
         told = [line for line in printed.splitlines() if line.startswith(("error: ", "stopped by "))]
         if not told and self.launch in (TORCHRUN, SCRIPT):
-            return [f"torchrun: {found[0].strip()}" for found in _AGENT.finditer(printed)][-1:]
+            return [f"torchrun: {match[0].strip()}" for match in _AGENT.finditer(printed)][-1:]
         return told
 
 

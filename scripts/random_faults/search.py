@@ -29,7 +29,7 @@ def search(seed: int, seconds: float, folder: Path, only: str = "", case: int | 
     """
     folder.mkdir(parents=True, exist_ok=True)
     prepared, results = prepare(folder), folder / "results.jsonl"
-    done = {(one["seed"], one["case"]) for one in read(results)}
+    done = {(result["seed"], result["case"]) for result in read(results)}
     end, number, running = time.monotonic() + seconds, -1 if case is None else case - 1, list[forked.Forked]()
     while time.monotonic() < end:
         running = [process for process in running if process.poll() is None]
@@ -44,19 +44,19 @@ def search(seed: int, seconds: float, folder: Path, only: str = "", case: int | 
     for process in running:
         process.wait(1200.0)
     every = read(results)
-    print(f"\n{table(every)}\n\n{sum(not one['met'] for one in every)} more cases did not come to their fault")
-    return int(any(one["problems"] for one in every))
+    print(f"\n{table(every)}\n\n{sum(not result['met'] for result in every)} more cases did not come to their fault")
+    return int(any(result["problems"] for result in every))
 
 
 def read(results: Path) -> list[dict[str, Any]]:
     """The results so far. A line that was cut off, as when the machine lost its power, is left out."""
-    found = []
+    entries = []
     for line in results.read_text().splitlines() if results.exists() else ():
         try:
-            found.append(json.loads(line))
+            entries.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return entries
 
 
 def _one(seed: int, number: int, only: str, prepared: Prepared, folder: Path) -> int:

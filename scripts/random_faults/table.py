@@ -13,9 +13,9 @@ def table(results: Iterable[Mapping[str, Any]]) -> str:
     """The table, as Markdown. "told": of those whose run had to say why it ended; "bit-equal": of all that ended well,
     at once or resumed."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    every = [one for one in results if one["met"]]
-    for one in every:
-        groups.setdefault((one["fault"], one["launch"]), []).append(one)
+    every = [result for result in results if result["met"]]
+    for result in every:
+        groups.setdefault((result["fault"], result["launch"]), []).append(result)
     lines = [f"| fault | launch | {' | '.join(_COLUMNS)} |", f"|---|---|{'--:|' * len(_COLUMNS)}"]
     lines += [
         f"| {fault} | {launch} | {' | '.join(_cells(groups[fault, launch]))} |" for fault, launch in sorted(groups)
@@ -25,15 +25,15 @@ def table(results: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _cells(ones: list[Mapping[str, Any]]) -> list[str]:
-    seconds = [one["seconds"] for one in ones]
-    must_tell = [one for one in ones if one["must_tell"]]
+def _cells(results: list[Mapping[str, Any]]) -> list[str]:
+    seconds = [result["seconds"] for result in results]
+    must_tell = [result for result in results if result["must_tell"]]
     return [
-        str(len(ones)),
+        str(len(results)),
         f"{median(seconds):.1f}",
         f"{max(seconds):.1f}",
-        f"{sum(bool(one['told']) for one in must_tell)} of {len(must_tell)}",
-        *(str(sum(one[name] for one in ones)) for name in ("hang", "loss", "silent")),
-        f"{sum(one['bit_equal'] for one in ones)} of {len(ones)}",
-        str(sum(bool(one["problems"]) for one in ones)),
+        f"{sum(bool(result['told']) for result in must_tell)} of {len(must_tell)}",
+        *(str(sum(result[name] for result in results)) for name in ("hang", "loss", "silent")),
+        f"{sum(result['bit_equal'] for result in results)} of {len(results)}",
+        str(sum(bool(result["problems"]) for result in results)),
     ]

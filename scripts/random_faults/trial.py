@@ -105,9 +105,9 @@ def try_case(seed: int, number: int, only: str, prepared: Prepared, folder: Path
         result = {"seed": seed, "case": number, "fault": fault.name, "launch": launch, "phase": phase}
         result |= {"victim": victim, "met": is_met} | _judge(fault, scene, begin, before, prepared.expected, folder)
     finally:
-        for one in (run, scene.second):
-            if one is not None:
-                one.end()
+        for own_run in (run, scene.second):
+            if own_run is not None:
+                own_run.end()
     return result
 
 
@@ -227,8 +227,8 @@ def _resume(run: Run, folder: Path, want: dict[str, torch.Tensor], problems: lis
 
 
 def _is_equal(output: Path, want: dict[str, torch.Tensor]) -> bool:
-    found = tiny_run.weights(output)
-    return found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
+    weights = tiny_run.weights(output)
+    return weights.keys() == want.keys() and all(torch.equal(weights[name], want[name]) for name in want)
 
 
 def prepare(folder: Path) -> Prepared:

@@ -79,7 +79,7 @@ class Curve:
         rates = [(int(entry["step"]), float(entry["learning_rate"])) for entry in self.entries if "loss" in entry]
         peak = max((rate for _, rate in rates), default=0.0)
         places = [place for place, (_, rate) in enumerate(rates) if rate >= _FALLEN * peak]
-        fallen = [one for one in rates[places[0] :] if one[1] < _FALLEN * peak] if places else []
+        fallen = [point for point in rates[places[0] :] if point[1] < _FALLEN * peak] if places else []
         if not fallen or not peak:
             return None
         step, rate = fallen[0]
@@ -95,8 +95,8 @@ class Curve:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint with the most updates."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    return max(found, key=step_of, default=None)
+    checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+    return max(checkpoints, key=step_of, default=None)
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:

@@ -83,8 +83,8 @@ class TestPairs(NamedTuple):
         names = [[pair_of(row) for row in results.translations.get(key, ())] for key in results.keys]
         if not names[0] or any(of_run != names[0] for of_run in names):
             return None
-        sentences, found = pd.factorize(np.array([target for *_, target in names[0]], object))
-        return cls(np.array([results.languages.index(one) for one, *_ in names[0]]), sentences, len(found))
+        sentences, distinct = pd.factorize(np.array([target for *_, target in names[0]], object))
+        return cls(np.array([results.languages.index(language) for language, *_ in names[0]]), sentences, len(distinct))
 
 
 TestPairs.__test__ = False  # type: ignore[attr-defined]  # for pytest, no class of tests
@@ -104,7 +104,7 @@ def _matches(translation: str, target: str) -> list[int]:
     """For each order of n-grams those of the translation, of the reference, and of both."""
     pairs = zip(*(extract_all_char_ngrams(text, _ORDER, False) for text in (translation, target)), strict=True)
     return [
-        count for one, other in pairs for count in (one.total() if other else 0, other.total(), (one & other).total())
+        count for own, other in pairs for count in (own.total() if other else 0, other.total(), (own & other).total())
     ]
 
 
@@ -146,14 +146,14 @@ def _resampled(results: Results, first: str, second: str, measure: Measure) -> n
     for start in range(0, RESAMPLES, _PART):
         drawn = generator.multinomial(pairs.num_sentences, chances, min(_PART, RESAMPLES - start))
         weights = drawn[:, pairs.sentence].astype(float)
-        one, other = (
+        of_first, of_second = (
             np.mean(
                 [np.stack([score(weights[:, at] @ own[at], measure) for at in places], axis=1) for own in of_model],
                 axis=0,
             )
             for of_model in sums
         )
-        parts.append(one - other)
+        parts.append(of_first - of_second)
     return results.resampled.setdefault(key, np.concatenate(parts))
 
 
@@ -233,10 +233,12 @@ def compare(results: Results, first: str, second: str, measure: Measure, bucket:
     interval = None
     if len(values) >= FEWEST_LANGUAGES:
         interval = percentiles(bootstrap_means(_resampled(results, first, second, measure)[..., places]))
-    one, other = (
+    of_first, of_second = (
         dict(zip(results.seeds(model), results.scores(model, measure), strict=True)) for model in (first, second)
     )
-    per_seed = {seed: float((one[seed] - other[seed])[places].mean()) for seed in one if seed in other}
+    per_seed = {
+        seed: float((of_first[seed] - of_second[seed])[places].mean()) for seed in of_first if seed in of_second
+    }
     num_better = int((values * measure.sign > 0).sum())
     return Difference(first, second, measure, bucket, float(values.mean()), interval, per_seed, len(values), num_better)
 

@@ -83,7 +83,9 @@ def draw_buckets(path: Path, results: Results, differences: Sequence[Difference]
     for column, measure in enumerate(MEASURES):
         _bars(panels[0, column], results, measure)
         if differences:
-            _intervals(panels[1, column], results, [one for one in differences if one.measure == measure])
+            _intervals(
+                panels[1, column], results, [difference for difference in differences if difference.measure == measure]
+            )
     # Beside the panels, where no score lies under it.
     for row, place in zip(panels, ("outside upper center", "outside lower center"), strict=False):
         handles, labels = row[0].get_legend_handles_labels()
@@ -95,11 +97,11 @@ def draw_curves(path: Path, runs: Sequence[Learning]) -> None:
     """Validation loss per character against updates and against operations."""
     figure = _figure((10.5, 4.6))
     panels = figure.subplots(1, 2, sharey=True)
-    for number, one in enumerate(runs):
-        points, colour = one.curve.points, _COLOURS[number % len(_COLOURS)]
-        operations = [one.operations_per_token * one.curve.tokens(point.step) for point in points]
+    for number, run in enumerate(runs):
+        points, colour = run.curve.points, _COLOURS[number % len(_COLOURS)]
+        operations = [run.operations_per_token * run.curve.tokens(point.step) for point in points]
         losses = [point.loss for point in points]
-        panels[0].plot([point.step for point in points], losses, color=colour, label=one.name)
+        panels[0].plot([point.step for point in points], losses, color=colour, label=run.name)
         panels[1].plot(operations, losses, color=colour)
         best = min(range(len(points)), key=losses.__getitem__)
         panels[0].plot(points[best].step, losses[best], "o", color=colour, markersize=4)
@@ -132,16 +134,18 @@ def _bars(panel: Axes, results: Results, measure: Measure) -> None:
 
 
 def _intervals(panel: Axes, results: Results, differences: Sequence[Difference]) -> None:
-    pairs = list(dict.fromkeys((one.first, one.second) for one in differences))
+    pairs = list(dict.fromkeys((difference.first, difference.second) for difference in differences))
     width = 0.7 / len(pairs)
-    for one in differences:
-        if one.bucket in (None, LOW_HIGH):
+    for difference in differences:
+        if difference.bucket in (None, LOW_HIGH):
             continue
-        number, place = pairs.index((one.first, one.second)), results.bucket_names.index(one.bucket)
+        number = pairs.index((difference.first, difference.second))
+        place = results.bucket_names.index(difference.bucket)
         x, colour = place - 0.35 + (number + 0.5) * width, _OF_PAIRS[number % len(_OF_PAIRS)]
-        panel.plot(x, one.mean, "o", color=colour, label=f"{one.first} - {one.second}" if place == 0 else None)
-        if one.interval is not None:
-            panel.plot([x, x], (one.interval.low, one.interval.high), color=colour, linewidth=2)
+        label = f"{difference.first} - {difference.second}" if place == 0 else None
+        panel.plot(x, difference.mean, "o", color=colour, label=label)
+        if difference.interval is not None:
+            panel.plot([x, x], (difference.interval.low, difference.interval.high), color=colour, linewidth=2)
     panel.axhline(0, color="black", linewidth=0.8)
     panel.set_xticks(range(len(results.bucket_names)), _bucket_labels(results))
     direction = differences[0].measure.direction

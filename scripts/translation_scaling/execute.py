@@ -82,7 +82,7 @@ def execute(runs: Sequence[Run], kept: Path | None = None, at_once: int = 1) -> 
     """
     with Signals() as signals, ThreadPoolExecutor(at_once) as pool:
         work = _Work(runs, kept, signals)
-        codes = [one.result() for one in [pool.submit(work.go_on) for _ in range(at_once)]]
+        codes = [future.result() for future in [pool.submit(work.go_on) for _ in range(at_once)]]
     return EXIT_STOPPED if EXIT_STOPPED in codes else max(codes)
 
 
@@ -117,7 +117,7 @@ class _Work:
         with self._changed:
             while self._waiting and not self._has_failed and not self._signals.received:
                 for place, (_, run) in enumerate(self._waiting):
-                    if not self._unfinished & {one.key for one in run.sweep}:
+                    if not self._unfinished & {member.key for member in run.sweep}:
                         return self._waiting.pop(place)
                 self._changed.wait(_POLL_SECONDS)
         return None

@@ -103,7 +103,7 @@ def _batch(asked: Asked) -> list[Run]:
     """Each size with as many updates as the largest, and with as many tokens."""
     updates = {(tokens, BATCH_UPDATES * of // tokens) for tokens in BATCH_TOKENS for of in (tokens, max(BATCH_TOKENS))}
     runs = []
-    for tokens, count in sorted(updates, key=lambda one: (-one[1] * one[0], -one[0])):
+    for tokens, count in sorted(updates, key=lambda entry: (-entry[1] * entry[0], -entry[0])):
         own = (f"training.batch_tokens={tokens}", f"training.max_steps={count}", f"training.decay_steps={count // 5}")
         words = ("l10n", "batch", str(tokens), str(count), "base")
         run = asked.run("base", words, *_OF_RELATED, *own, *_every(max(100, count // 30)))
@@ -119,7 +119,7 @@ def _stability(asked: Asked) -> list[Run]:
 
 def _bilingual(asked: Asked) -> list[Run]:
     own = (_OF_ONE, "training.batch_tokens=1000", *_every(10))
-    return [asked.trained("base", f"data.languages=[{one}]", *own, label=f"only-{one}") for one in BILINGUAL]
+    return [asked.trained("base", f"data.languages=[{code}]", *own, label=f"only-{code}") for code in BILINGUAL]
 
 
 def _low(asked: Asked) -> list[Run]:
@@ -130,7 +130,8 @@ def _low(asked: Asked) -> list[Run]:
 def _alone(asked: Asked) -> list[Run]:
     own = (_OF_ONE, "training.batch_tokens=1000", "training.warmup_steps=100", *_every(50))
     runs = [
-        asked.run("base", ("l10n", "alone", one, "base"), f"data.languages=[{one}]", *own, to_end=True) for one in ALONE
+        asked.run("base", ("l10n", "alone", code, "base"), f"data.languages=[{code}]", *own, to_end=True)
+        for code in ALONE
     ]
     return [asked.of_related(run, 1000) for run in runs]
 
@@ -194,7 +195,7 @@ EXPERIMENTS = (
 
 def experiment(name: str) -> Experiment:
     """The experiment with this name. Raises UserError if there is none."""
-    names = [one.name for one in EXPERIMENTS]
+    names = [known.name for known in EXPERIMENTS]
     if name not in names:
         raise UserError(
             f"{name!r} is neither a recipe (.yaml) nor an experiment{nearest(name, names)}; the experiments are "
@@ -212,8 +213,8 @@ def plan_experiments(names: Sequence[str], asked: Sequence[Asked]) -> list[Run]:
     """
     runs: dict[tuple[str, int], Run] = {}
     for run in (run for of_seed in asked for name in names for run in experiment(name).runs(of_seed)):
-        for one in (*run.sweep, run):
-            runs.setdefault(one.key, one)
+        for member in (*run.sweep, run):
+            runs.setdefault(member.key, member)
     for run in runs.values():
         check_run(run)
     return list(runs.values())

@@ -15,10 +15,10 @@ _FILES = ("recipe.yaml", "metrics.jsonl", "metrics.json", "starts.jsonl", "run.l
 def keep(folder: Path, kept: Path) -> None:
     """Copy the newest checkpoint of a run and the best, unless they are there, and its small files."""
     wanted = _last_and_best(folder)
-    if not all(_copied(one, kept) for one in wanted):
+    if not all(_copied(checkpoint, kept) for checkpoint in wanted):
         return
     for older in kept.glob("checkpoint-*"):
-        if wanted and older.name not in {one.name for one in wanted}:
+        if wanted and older.name not in {checkpoint.name for checkpoint in wanted}:
             shutil.rmtree(older)
     _copy_files(folder, kept)
     if not (folder / "metrics.json").exists():  # a run that goes on has deleted it
@@ -29,8 +29,8 @@ def bring_back(kept: Path, folder: Path) -> None:
     """Copy what is kept of a run into its folder, if the folder has less."""
     theirs, mine = newest_checkpoint(kept), newest_checkpoint(folder)
     if theirs is not None and (mine is None or step_of(mine) < step_of(theirs)):
-        for one in _last_and_best(kept):
-            _copied(one, folder)
+        for checkpoint in _last_and_best(kept):
+            _copied(checkpoint, folder)
     if kept.is_dir() and read_curve(folder).step < read_curve(kept).step:
         _copy_files(kept, folder)
 
@@ -41,8 +41,8 @@ def _last_and_best(folder: Path) -> list[Path]:
     if newest is None:
         return []
     best = state_of(newest)["best_model_checkpoint"] if (newest / STATE_FILE).exists() else None
-    found = {newest, *([folder / Path(best).name] if best is not None else [])}
-    return sorted((one for one in found if one.is_dir()), key=step_of)
+    checkpoints = {newest, *([folder / Path(best).name] if best is not None else [])}
+    return sorted((checkpoint for checkpoint in checkpoints if checkpoint.is_dir()), key=step_of)
 
 
 def _copied(checkpoint: Path, into: Path) -> bool:

@@ -85,13 +85,13 @@ class Learning:
     @classmethod
     def of_table(cls, table: pd.DataFrame) -> list[Learning]:
         """All runs of a table with such rows; a curve's entry has what was logged at its update alone."""
-        found = []
+        runs = []
         for (name, seed), own in table.groupby(["run", "seed"], sort=False):
             entries = tuple(
                 {key: value for key, value in row.items() if pd.notna(value)} for row in own.to_dict("records")
             )
-            found.append(cls(f"{name}, seed {seed}", Curve(entries), own["operations_per_token"].iloc[0]))
-        return found
+            runs.append(cls(f"{name}, seed {seed}", Curve(entries), own["operations_per_token"].iloc[0]))
+        return runs
 
 
 def at_equal_updates(curves: Mapping[str, Curve]) -> tuple[int, dict[str, float | None]]:
@@ -118,27 +118,27 @@ def at_equal_compute(
 
 def learning(runs: Sequence[Learning], recipe: Recipe) -> str:
     """The section of the report about runs that have validation losses; the recipe says what they were trained on."""
-    curves = {one.name: one.curve for one in runs}
+    curves = {run.name: run.curve for run in runs}
     updates, at_updates = at_equal_updates(curves)
     tokens, at_tokens = at_equal_compute(curves, dict.fromkeys(curves, 1.0))
-    operations, at_operations = at_equal_compute(curves, {one.name: one.operations_per_token for one in runs})
+    operations, at_operations = at_equal_compute(curves, {run.name: run.operations_per_token for run in runs})
     header = [
         *("run", "updates", "passes", "best loss", "at update", "loss a token: training", "validation"),
         *(f"at {updates:,} updates", f"at {tokens / 1e6:.2f}M tokens", f"at {operations:.2g} operations"),
     ]
     rows = []
-    for one in runs:
-        best = one.curve.best
+    for run in runs:
+        best = run.curve.best
         assert best is not None
-        losses = (_last(one.curve.entries, key, best.step) for key in ("loss", "eval_loss"))
-        equal = (of_run[one.name] for of_run in (at_updates, at_tokens, at_operations))
+        losses = (_last(run.curve.entries, key, best.step) for key in ("loss", "eval_loss"))
+        equal = (of_run[run.name] for of_run in (at_updates, at_tokens, at_operations))
         rows.append(
             [
-                *(one.name, f"{one.curve.step:,}", f"{one.curve.points[-1].passes:.1f}", f"{best.loss:.4f}"),
+                *(run.name, f"{run.curve.step:,}", f"{run.curve.points[-1].passes:.1f}", f"{best.loss:.4f}"),
                 *(f"{best.step:,}", *("-" if loss is None else f"{loss:.4f}" for loss in (*losses, *equal))),
             ]
         )
-    ends = [f"- {one.name}: {one.verdict}." for one in runs if one.verdict is not None]
+    ends = [f"- {run.name}: {run.verdict}." for run in runs if run.verdict is not None]
     lines = [_EXPLANATION + _distinct(recipe), "", table(header, rows), "", f"![Curves]({CURVES_PICTURE})"]
     return "\n".join([*lines, *(["", "When the learning rate began to fall:", "", *ends] if ends else [])])
 

@@ -150,14 +150,16 @@ def _differences(differences: Sequence[Difference]) -> str:
         *("languages better", "outcome"),
     ]
     rows = []
-    for one in differences:
-        digits, better = one.measure.digits, one.num_better
-        low_high = "-" if one.interval is None else "[{0:+.{2}f}, {1:+.{2}f}]".format(*one.interval, digits)
+    for difference in differences:
+        digits, better, interval = difference.measure.digits, difference.num_better, difference.interval
+        low_high = "-" if interval is None else "[{0:+.{2}f}, {1:+.{2}f}]".format(*interval, digits)
+        models = f"{difference.first} - {difference.second}"
+        seeds = " ".join(f"{value:+.{digits}f}" for value in difference.per_seed.values())
         rows.append(
             [
-                *(f"{one.first} - {one.second}", one.measure.title, one.bucket or "all", f"{one.mean:+.{digits}f}"),
-                *(low_high, " ".join(f"{value:+.{digits}f}" for value in one.per_seed.values()), one.seeds_agree),
-                *("" if better is None else f"{better} of {one.num_languages}", one.outcome),
+                *(models, difference.measure.title, difference.bucket or "all", f"{difference.mean:+.{digits}f}"),
+                *(low_high, seeds, difference.seeds_agree),
+                *("" if better is None else f"{better} of {difference.num_languages}", difference.outcome),
             ]
         )
     return f"Differences:\n\n{table(header, rows)}"

@@ -148,13 +148,13 @@ def pair_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
 def finished_runs(output: Path, models: Sequence[str] | None, seeds: Sequence[int] | None) -> list[Finished]:
     """The finished runs of an output folder: of these models and seeds, None: of all. Ordered by model, then seed."""
     folders = [path.parent for path in output.glob(f"*/seed-*/{METRICS_FILE}") if path.parent.name[5:].isdigit()]
-    found = [
+    finished = [
         Finished.read(folder)
         for folder in folders
         if (models is None or folder.parent.name in models) and (seeds is None or int(folder.name[5:]) in seeds)
     ]
-    order = sorted({run.model for run in found}) if models is None else list(models)
-    return sorted(found, key=lambda run: (order.index(run.model), run.seed))
+    order = sorted({run.model for run in finished}) if models is None else list(models)
+    return sorted(finished, key=lambda run: (order.index(run.model), run.seed))
 
 
 def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:

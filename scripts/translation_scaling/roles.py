@@ -19,7 +19,7 @@ class Roles(NamedTuple):
         ends = {
             role: [name for name in models if name.replace("_", "-").split("-")[-1] == role] for role in cls._fields
         }
-        return cls(**{role: found[0] if len(found) == 1 else None for role, found in ends.items()})
+        return cls(**{role: names[0] if len(names) == 1 else None for role, names in ends.items()})
 
     @property
     def large(self) -> tuple[str, ...]:
@@ -28,5 +28,5 @@ class Roles(NamedTuple):
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
         """The pairs of models to compare: the large ones with the base, and with each other."""
-        found = [(name, self.base) for name in self.large if self.base is not None]
-        return (*found, *([(self.deep, self.wide)] if self.deep is not None and self.wide is not None else []))
+        pairs = [(name, self.base) for name in self.large if self.base is not None]
+        return (*pairs, *([(self.deep, self.wide)] if self.deep is not None and self.wide is not None else []))

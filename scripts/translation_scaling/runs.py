@@ -170,7 +170,7 @@ def flat(recipe: Recipe) -> dict[str, Any]:
     for section, keys in asdict(recipe).items():
         for key, value in keys.items():
             if (section, key) == ("model", "config"):
-                values |= {f"model.config.{name}": one for name, one in value.items()}
+                values |= {f"model.config.{name}": entry for name, entry in value.items()}
             else:
                 values[f"{section}.{key}"] = value
     return values
@@ -184,4 +184,4 @@ def starts(folder: Path) -> list[dict[str, float]]:
 
 def wall_seconds(folder: Path) -> float:
     """Of all starts of a run's command, imports and evaluation included, but for those that were refused."""
-    return sum(one["seconds"] for one in starts(folder) if one["exit_code"] != EXIT_USER_ERROR)
+    return sum(start["seconds"] for start in starts(folder) if start["exit_code"] != EXIT_USER_ERROR)

@@ -53,7 +53,9 @@ class Verdict(NamedTuple):
     extra_change: float | None
 
     def __str__(self) -> str:
-        late, extra = ("unknown" if one is None else f"{one:.2%}" for one in (self.late_change, self.extra_change))
+        late, extra = (
+            "unknown" if change is None else f"{change:.2%}" for change in (self.late_change, self.extra_change)
+        )
         return f"{self.passes:.1f} passes, late change {late}, change by extra updates {extra}"
 
 

@@ -42,13 +42,13 @@ class TorchPipelining:
         micro_batches = work.micro_batches_of(pipeline, replicas)
         self.ids = torch.cat([ids for ids, _ in micro_batches])
         self.targets = torch.cat([targets for _, targets in micro_batches])
-        found = [
+        pipeline_stages = [
             pipelining.PipelineStage(module, stage, options.num_stages, device, group=along[pipeline])
             for stage, module in zip(own, modules, strict=True)
         ]
         schedule = getattr(pipelining, options.schedule)
         loss = partial(loss_share, num_targets=work.num_targets() / work.micro_batches)
-        stages_given = found if issubclass(schedule, PipelineScheduleMulti) else found[0]
+        stages_given = pipeline_stages if issubclass(schedule, PipelineScheduleMulti) else pipeline_stages[0]
         self.schedule = schedule(stages_given, len(micro_batches), loss_fn=loss)
         self.optimizer = optimizer([parameter for module in modules for parameter in module.parameters()])
 
