@@ -1,1 +1,1 @@
-"""Will it fit, and how fast: the costs of layers, the memory and time of a plan, and the choice of the plan."""
+"""Predicts whether a training fits and how fast it is: costs of layers, memory and time of a plan, and its choice."""

@@ -1,4 +1,4 @@
-"""The smallest change that makes a plan fit, in the words of a recipe; also for a run that is out of memory."""
+"""The smallest change that makes a plan fit, in the words of a recipe; a run that is out of memory names it too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seconds of a step before its table: of tokens that are generated, and of forwards that have no gradients."""
+"""The seconds that a step takes before its table begins, to generate tokens and to run forwards without gradients."""
 
 from __future__ import annotations
 

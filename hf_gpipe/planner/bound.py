@@ -1,4 +1,4 @@
-"""The limit of a plan: the step again as if updates, copies or messages took no time."""
+"""The limit of a plan, found by simulating the step again as if updates, copies or messages took no time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Traces of any number of rows, from those of a few numbers.
 
-A tensor of a layer has a size that does not depend on the rows of a micro-batch, or one that is in proportion to them,
-and so have the operations of a product. So every number of a trace lies on a line over the rows: also the bytes that
-are alive after each new tensor, while their largest, the peak, may bend. Three numbers of rows show whether this is so.
-If all that was traced between two of them lies on the line, what is not traced between them does too.
+The size of a layer's tensor and the operations of a product either do not depend on the rows of a micro-batch or are
+proportional to them. So every number of a trace lies on a line over the rows. The bytes that are alive after each new
+tensor lie on a line too; only their maximum, the peak, may bend. Traces of three numbers of rows show whether this is
+so. If all that was traced between two numbers of rows lies on the line, what is not traced between them does too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The choice of what a configuration leaves open: the fastest plan that fits.
 
-For each schedule, M and mesh the model is cut and what to recompute is chosen (cut.py), and the step simulated. Where
-stages or replicas are open this is a search by single steps, which begins with even meshes (meshes.py). Where the
-schedule is open, a table is made for the best plan in the end (listed.py).
+For each schedule, M and mesh the model is cut, what to recompute is chosen (cut.py), and the step is simulated. Where
+stages or replicas are open, the choice is a search by single steps, which begins with even meshes (meshes.py). Where
+the schedule is open, a table is made for the best plan in the end (listed.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The costs of rows that are cut into chunks: of each chunk, and of the one that stands for all."""
+"""The costs of rows that are cut into chunks: of each chunk, and of a chunk that stands for all chunks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention as the kernels of a GPU compute it, for the planner, which traces layers on a CPU.
 
-They draw dropout inside of them, leave out what a causal mask hides, of chunks too, and take keys and values with fewer
-heads than the queries as they are. A CPU's kernels keep memory for each of these.
+A GPU's kernels draw dropout inside, leave out what a causal mask hides, also where rows are cut into chunks, and accept
+keys and values with fewer heads than the queries. A CPU's kernels keep memory for each of these three.
 """
 
 from __future__ import annotations

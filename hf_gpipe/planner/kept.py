@@ -1,9 +1,9 @@
 """Traces that are kept for the process, so that the same layers are traced once, however often they are planned.
 
 A trace follows from the code and the values that it reads. `identity_of` collects them: the classes of all objects and
-modules with their functions, the functions of the files in which modules are defined, and every attribute down to
-plain values; of tensors shape and type, since fake tensors have no values. What it does not know, such as a function
-that refers to variables around it, has no identity, and what is traced of it is not kept.
+modules with their functions, the functions of the files in which modules are defined, and every attribute down to plain
+values. Of a tensor it takes shape and type, since fake tensors have no values. An object that it does not know, such as
+a function that refers to variables around it, has no identity, and its trace is not kept.
 """
 
 from __future__ import annotations

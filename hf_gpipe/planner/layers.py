@@ -3,9 +3,9 @@
 One layer of each class runs as a stage of its own on fake tensors (tracing.py); no time is measured.
 
 Two layers are alike when their modules, the shapes of their weights and the plain values that their code reads are, and
-the configuration says the same of both. Of layers that are alike one is run, so the costs of a model are those of a few
-layers. Each run makes the whole model without memory, which for a thousand blocks takes seconds. So a deep model's
-layers are run in a short one, where it has a layer of every class.
+the configuration says the same of both. Only one of several layers that are alike is run, so the costs of a model are
+the costs of a few layers. Each run makes the whole model without memory, which for a thousand blocks takes seconds. So
+a deep model's layers are run in a short model, where the short model has a layer of every class.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory and speed of the processes: the same for all, or one number for each."""
+"""Limits of memory and speeds of the processes: one number for all processes, or one number for each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The seconds of a model's layers, and the memory and the rates of this process's device, measured.
 
 `profile_layers` gives one layer of each class real memory and initial weights, and runs it as a stage of its own.
-Blocks run alone and as several in a row: what one more adds is the block's, what is left is the stage's, which every
-stage spends once per micro-batch on masks, positions and calls. `this_machine` measures a device in about a second.
+Blocks run alone and several in a row. The time that one more block adds is the block's. The time that is left is the
+stage's, which every stage spends once per micro-batch on masks, positions and calls. `this_machine` measures a device
+in about a second.
 """
 
 from __future__ import annotations

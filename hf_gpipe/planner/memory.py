@@ -1,8 +1,8 @@
-"""The memory estimate: what a process holds at the peak of a step, item by item; and a quick bound on it.
+"""The estimate of what a process holds at the peak of a step, item by item, and a quick bound on it.
 
-Weights, optimizer state, buffers and the mini-batch's ids are there all the time. What comes and goes is read off the
-simulated table: the boundary tensors, graphs and gradients that are alive, and what the running action works with. The
-moment at which all of this is the most decides.
+Weights, optimizer state, buffers and the mini-batch's ids are there all the time. Everything else comes and goes, and
+is read off the simulated table: the boundary tensors, graphs and gradients that are alive, and the working memory of
+the running action. The estimate is for the moment at which the sum is largest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Meshes: which processes hold which stages. Where the search for the best mesh begins, and how it goes from one on.
+"""Meshes, which say which processes hold which stages: where a search begins, and how it goes from mesh to mesh.
 
 A mesh is a row of processes with cuts in it: the processes between two cuts are the replicas of a stage. The search
 begins with even cuts. It goes on by one cut more, one cut less, a cut that moves along the row, or two processes of
 other devices that change places, so it can come to every mesh in which a process has one stage. Of the meshes in which
-a process has several there are the even ones. What a mesh is worth, the simulator says (choose.py).
+a process has several stages, the search has the even meshes only. The simulator says how good a mesh is (choose.py).
 """
 
 from __future__ import annotations

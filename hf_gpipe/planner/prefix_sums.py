@@ -6,7 +6,7 @@ One micro-batch on a stage of the layers `start` to `stop` (exclusive) needs, ab
     peak of a forward     max over layers l of (kept before l, l's input included) + forward_working_bytes of l
     peak of a backward    max over layers l of (kept up to l) + backward_working_bytes of l + gradients of tied weights
                           that wait for that of another layer
-    seconds               the sum of its layers', and `stage_seconds` once
+    seconds               the sum of its layers' seconds, and `stage_seconds` once
 """
 
 from __future__ import annotations

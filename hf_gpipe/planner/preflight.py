@@ -1,4 +1,4 @@
-"""A plan beside the machines that it is to run on, before any weight is made: their free memory, and their links."""
+"""Compares a plan with the machines that it is to run on, before any weight is made: free memory and links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU memory: copies that checkpoints are written from, and what is offloaded of the optimizer."""
+"""The CPU memory of a plan: the copies that checkpoints are written from, and the offloaded part of the optimizer."""
 
 from __future__ import annotations
 

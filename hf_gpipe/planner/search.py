@@ -1,4 +1,4 @@
-"""The search of `python -m hf_gpipe plan --search`: everything is open, and more is shown than the best plan."""
+"""The search of `python -m hf_gpipe plan --search`, which leaves everything open and shows more than the best plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the devices of a job are beside each other: measured on a block of the model, or by their data sheets."""
+"""The relative speeds of the devices of a job, measured on a block of the model or read off data sheets."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One stage's forward and backward without memory: what they keep, how far they rise, how much they multiply.
+"""Traces a stage's forward and backward without memory: the bytes that they keep, their peak, and their operations.
 
-The stage runs on fake tensors: PyTorch passes shapes, types and kernels along and computes nothing. So the numbers
-are those of the code that will run, of any family, and a layer of a hundred gigabytes costs milliseconds. A few
-families decide by values what they do next, such as which experts to run; their layers run in earnest, on the CPU.
+The stage runs on fake tensors: PyTorch passes shapes, types and kernels along and computes nothing. So the numbers are
+those of the code that will run, of any family, and a layer of a hundred gigabytes costs milliseconds. A few families
+decide by values what they do next, such as which experts to run; their layers run with real values, on the CPU.
 """
 
 from __future__ import annotations

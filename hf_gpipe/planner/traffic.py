@@ -1,4 +1,4 @@
-"""The bytes that a plan's processes send each other, beside those of data parallelism on as many devices."""
+"""The bytes that a plan's processes send each other, and the bytes of data parallelism on as many devices."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""Schedules as tables: what each process does, in which order, in one step. Pure Python, without torch.
+"""Pipeline schedules as tables, which say what each process does in one step, and in which order.
 
-`build` makes a table and `read_table` reads one from a file, `Schedule` holds it, `check_table` checks that it can be
-run, `simulate` predicts its time, `draw_text`, `draw_png`, `write_trace` and `breakdown` show it. The executor runs it.
+The package is pure Python and does not import torch.
+
+`build` makes a table, `read_table` reads a table from a file, and `Schedule` holds it. `check_table` checks that a
+table can be run, and `simulate` predicts its time. `draw_text`, `draw_png`, `write_trace` and `breakdown` show it. The
+executor runs it.
 """
 
 from hf_gpipe.schedule.actions import Action

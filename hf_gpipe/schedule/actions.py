@@ -1,12 +1,12 @@
-"""The words of a schedule table: actions on (stage, micro-batch).
+"""The actions of a schedule table, each on a (stage, micro-batch).
 
 An action's text is its stage, the letter of its kind (`hf_gpipe.schedule.kinds`) and its micro-batch: "2F0" is the
 forward of micro-batch 0 on stage 2, "2U" the optimizer update of stage 2. In an asynchronous table, which has several
-steps, "2U5" is the update of step 5, and "2G5" the reduction before it; without a number it is that of step 0. "2L1"
+steps, "2U5" is the update of step 5, and "2G5" the reduction before it; without a number both belong to step 0. "2L1"
 and "2D1" begin and end the second visit of stage 2's weights on a device.
 
-A stage has for each micro-batch either B, or I and W. The set `split` has the (stage, micro-batch) pairs of I and W; it
-tells which action a neighbour's message is from.
+A stage has for each micro-batch either B, or I and W. The set `split` has the (stage, micro-batch) pairs of I and W;
+these pairs tell which action a neighbour's message is from.
 """
 
 from __future__ import annotations

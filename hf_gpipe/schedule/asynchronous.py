@@ -9,13 +9,16 @@ the number of stages, s from 0 to K-1 a stage, w_s(t) its weights after t update
                          w(t+1) = w(t) - lr grad f(w_0(t-K+1), w_1(t-K+2), ..., w_{K-1}(t))
     pipedream_vertical   vertical sync, section 3.3: on all stages the version that stage 0 has read.
                          w(t+1) = w(t) - lr grad f(w(t-K+1))
-    pipedream_2bw        double-buffered weights (arXiv 2006.09503, section 3.1): the version before that of the step,
-                         w(t+1) = w(t) - lr grad f(w(t-1)). With M >= K micro-batches per step nothing waits.
-    pipedream_naive      no stashing, to show what it is good for (section 3.3): forwards as with `pipedream`, and each
-                         backward reads the newest version too, so that its gradient is that of no function.
+    pipedream_2bw        double-buffered weights (arXiv 2006.09503, section 3.1): the version before the newest version
+                         of the step, w(t+1) = w(t) - lr grad f(w(t-1)). With M >= K micro-batches per step nothing
+                         waits.
+    pipedream_naive      no stashing, to show what stashing is good for (section 3.3): forwards read as with
+                         `pipedream`, and each backward reads the newest version too, so that its gradient is not the
+                         gradient of any function.
 
-Versions below 0 are version 0: the first steps of a window have less delay. All of them run 1F1B. K = 3, five steps of
-one micro-batch with `pipedream` (U takes no time here), and two steps of three with `pipedream_2bw`:
+Versions below 0 are version 0: the first steps of a window have less delay. All four schedules run 1F1B. The drawings
+show three stages: five steps of one micro-batch with `pipedream` (U takes no time here), and two steps of three
+micro-batches with `pipedream_2bw`:
 
     stage 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- F4 B2 -- .. B3 -- .. B4 --
     stage 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- F4 B3 -- .. B4 -- .. ..
@@ -25,10 +28,10 @@ one micro-batch with `pipedream` (U takes no time here), and two steps of three 
     stage 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- F4 B3 -- F5 B4 -- .. B5 -- .. ..
     stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4 B4 -- F5 B5 -- .. .. .. ..
 
-Replicas of a stage take the micro-batches in turn (1F1B-RR, section 3.2). An update needs the sum of their gradients of
-a step, so each replica has a G and a U for every step, and all of them have the same versions. In flight are
-ceil(n / r) micro-batches on each of the r replicas of a stage, where n is the number of workers of this stage and those
-after it: K-s without replicas.
+Replicas of a stage take the micro-batches in turn (1F1B-RR, section 3.2). An update needs the sum of the replicas'
+gradients of a step, so each replica has a G and a U for every step, and all replicas have the same versions. Each of
+the r replicas of a stage has ceil(n / r) micro-batches in flight, where n is the number of workers of this stage and of
+the stages after it. Without replicas this number is K-s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The schedules of GPipe and of PipeDream-Flush, and forwards alone.
 
-In the drawings a row is a stage, in its own process where nothing else is said, a column one tick (forward 1,
-recomputation 1, backward 2 ticks, the second of them "--"), and ".." is idle.
+In the drawings a row is a stage, which has a process of its own where nothing else is said, and a column is one tick. A
+forward or a recomputation takes one tick, and a backward takes two, of which the second is drawn as "--". A stage is
+idle where ".." stands.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The breadth-first pipeline: several stages per process, assigned in turn, and each of them runs all
-micro-batches before the process turns to its next one (Lamy-Poirier, arXiv 2211.05953, section 4.1).
+"""The breadth-first pipeline (Lamy-Poirier, arXiv 2211.05953, section 4.1).
+
+A process has several stages, which are assigned in turn. It runs all micro-batches on one of its stages before it turns
+to its next stage.
 
 A process turns to each of its stages twice, so weights that visit the device come and go as seldom as possible. The
-price is memory for activations: the inputs of all micro-batches on all stages.
+price is memory for activations: a process holds the inputs of all micro-batches on all its stages.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Breakdown of the time of a step by kind of work, as in GPipe's breakdown of a time step
-(arXiv 1811.06965): computing, recomputation, sending, waiting, the optimizer, for each process and each stage.
+"""Breakdown of the time of a step by kind of work, as GPipe breaks down a time step (arXiv 1811.06965).
+
+The kinds of work are computing, recomputation, sending, waiting and the optimizer, for each process and each stage.
 """
 
 from __future__ import annotations

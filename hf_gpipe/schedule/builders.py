@@ -1,10 +1,10 @@
 """The schedules by name: `build` makes and checks the table of any of them, `placement_for` says where its stages are.
 
 A builder is a small function, in `basic` or in the file of its kind of schedule. It says in which order each stage
-works, `with_recomputations` puts the recomputations in, and `clock.merge` turns this into the order of each process,
-which is the same thing where a process holds one stage. Where a stage has
-replicas, each takes its own micro-batches out of the stage's order. So D replicas of every stage are D pipelines side
-by side, each with the schedule of its own micro-batches.
+works, `with_recomputations` puts the recomputations in, and `clock.merge` turns the orders of stages into the orders of
+processes; where a process holds one stage, both are the same. Where a stage has replicas, each replica takes its own
+micro-batches out of the stage's order. So D replicas of every stage are D pipelines side by side, each with the
+schedule of its own micro-batches.
 
 Every table runs to its end if sends do not wait, and also if every send and every receive blocks its process:
 `hf_gpipe.schedule.messages` says why.

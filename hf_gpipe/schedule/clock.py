@@ -1,19 +1,19 @@
-"""Several stages in one process: their orders are merged into one by running a clock over the pipeline.
+"""Merges the orders of several stages in one process into one order, by running a clock over the pipeline.
 
-Its stages may be on several devices, which work at the same time. The process starts the actions of all of them, one
-after another, so it should start them in the order in which they can run: a host that waits for one device, or is slow,
-would otherwise keep the others waiting.
+The stages of a process may be on several devices, which work at the same time. The process starts the actions of all
+stages, one after another, so it should start them in the order in which they can run: a host that waits for one device,
+or is slow, would otherwise keep the others waiting.
 
 A schedule says in which order each stage works, and each replica of a stage takes its own micro-batches out of that
-order. Where a process holds several stages, it also needs to know which of them is next. The clock assumes that a
-backward takes two ticks and every other action one. Whenever a device is free it starts, among its stages' next
-actions:
+order. A process that holds several stages also needs to know which stage is next. The clock assumes that a backward
+takes two ticks and every other action one. Whenever a device is free it starts, among its stages' next actions:
 
-1. one that has all it needs, and of these the one whose micro-batch is farthest on its way (down the stages, then up
-   again). So a boundary goes on to the next process early, and a gradient does not wait in memory. A recomputation
-   counts here once its gradient has come, so that its backward follows at once. W comes last, for no one waits for it;
-2. else, a recomputation whose gradient is still on its way, the deepest stage first: its gradient comes first. It
-   fills time in which the process would be idle.
+1. an action that has all it needs, and of several the action whose micro-batch is farthest on its way (down the stages,
+   then up again). So a boundary goes on to the next process early, and a gradient does not wait in memory. A
+   recomputation counts here once its gradient has come, so that its backward follows at once. W comes last, because no
+   other process waits for W;
+2. else, a recomputation whose gradient is still on its way, the deepest stage first, because the deepest stage gets its
+   gradient first. Such a recomputation fills time in which the process would be idle.
 
 Only an action whose messages have been sent is ever appended, so the merged orders cannot deadlock with sends that do
 not wait. A stage's own order is kept, so messages still arrive in the order in which they are received.

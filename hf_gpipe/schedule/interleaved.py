@@ -1,21 +1,24 @@
-"""Interleaved 1F1B: several stages per process, assigned in turn (Megatron-LM, Narayanan et al. 2021,
-arXiv 2104.04473, section 2.2).
+"""Interleaved 1F1B (Megatron-LM, Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
-The micro-batches go in groups. A process takes a whole group forward through its first stage, then through its second,
-and so on; a group of at least P micro-batches is long enough that its first one is back from the other processes when
-the process turns to its next stage. Backwards take the same groups through the stages in reverse. A process starts
-with forwards alone and then alternates one forward and one backward:
+A process has several stages, which are assigned in turn.
+
+Micro-batches are run in groups. A process takes a whole group forward through its first stage, then through its second
+stage, and so on. A group of at least P micro-batches, where P is the number of processes, is long enough that its first
+micro-batch is back from the other processes when the process turns to its next stage. Backwards take the same groups
+through the stages in reverse. A process starts with forwards alone and then alternates one forward and one backward:
 
 - the last process starts each micro-batch's backward on the last stage right after its forward;
 - a process that is d processes before the last one is 2d forwards further ahead, as in the published order. Half of
-  that would fill the pipeline where transfers are free; the other half is the time in which messages travel.
+  these forwards would fill the pipeline where transfers are free; messages travel during the other half.
 
-The published order takes groups of P and so needs M to be a multiple of P. Here the M // P groups are of equal size or
-differ by one, none below P; M < P is one group. For a multiple of P this is the published order. The smaller groups
-come first, for a process that went over to smaller ones would run backwards while others wait for its forwards.
+The published order takes groups of P and so needs M to be a multiple of P. Here there are M // P groups, whose sizes
+are equal or differ by one, and no group is smaller than P; where M < P there is one group. For a multiple of P this is
+the published order. The smaller groups come first, because a process that went over to smaller groups would run
+backwards while others wait for its forwards.
 
-Where rows are cut into chunks, a group has whole rows, as many as have P chunks or more. Their backwards begin with the
-last chunk, so a process is one forward less than a row has chunks further ahead (Seq1F1B, arXiv 2406.03488, section 3).
+Where rows are cut into chunks, a group has whole rows, as many as have P chunks or more. The backwards of a row begin
+with its last chunk, so with c chunks of a row a process is c - 1 forwards further ahead (Seq1F1B, arXiv 2406.03488,
+section 3).
 
 Each replica of the pipeline does this with its own micro-batches, on its own P processes.
 """

@@ -7,24 +7,26 @@ For stage s and micro-batch m:
        would otherwise wait. On another worker than its F it receives the inputs too, from F of stage s-1
     B  takes the gradient that B or I of stage s+1 sent (the last stage starts from its own loss), adds to the gradients
        of the weights and sends the gradient of the stage's inputs
-    I  does what B does, but leaves the gradients of the weights to W: the backward in two parts (zero bubble, arXiv
-       2401.10241, section 2)
+    I  does what B does, but leaves the gradients of the weights to W: both are the backward in two parts (zero bubble,
+       arXiv 2401.10241, section 2)
     W  adds to the gradients of the weights what I has left
-    G  sums the stage's gradients of a step over its replicas: a collective, which begins when all of them have reached
-       it and runs while they go on. Only a stage with several replicas has a G, one on each of them for each step
-    U  updates the stage's weights at the end of a step; one on each replica
-    H  does what U does for a dealt stage, beside the worker's other actions: its weights and gradients are on the host,
-       and it begins when the last D of the stage, and of those after it, has left the gradients there. So it needs no
-       norm of the whole gradient. A table has U or H
+    G  sums the stage's gradients of a step over its replicas. It is a collective, which begins when all replicas have
+       reached it and runs while they go on. Only a stage with several replicas has G, once on each replica for each
+       step
+    U  updates the stage's weights at the end of a step, once on each replica
+    H  does what U does for a dealt stage, beside the worker's other actions: weights and gradients of the stage are on
+       the host, and H begins when the last D of the stage, and of the stages after it, has left the gradients there. So
+       H needs no norm of the whole gradient. A table has U or H
     L  loads the stage's weights from the host to the device, for a visit: a run of the stage's actions, up to D
     D  drops them again, where they have not changed. A stage has L and D only where its weights visit
     O  offloads what the graph of F saves to the host, beside the actions that follow (PipeOffload, arXiv 2503.01328)
-    P  prefetches it again, for B or I, which waits for it
+    P  prefetches it again, for B or I, which waits for P
     S  makes the logits of the stage's part of the vocabulary, where the head is divided over the stages (vocabulary
        parallelism, arXiv 2411.05288, section 4). The last stage sends the hidden states to all others, and each sends
-       the few sums back that the loss needs of its part. S of the last stage has them all, and the loss
-    T  takes the sums over the whole vocabulary from it, adds to the gradients of the stage's part of the head, and
-       sends what this part adds to the gradient of the hidden states to the last stage, whose B begins from that
+       back the few sums that the loss needs of its part. S of the last stage receives all sums and computes the loss
+    T  takes the sums over the whole vocabulary from S of the last stage, adds to the gradients of the stage's part of
+       the head, and sends what this part adds to the gradient of the hidden states to the last stage, whose B begins
+       from that
 
 `add_kind` adds another kind; `hf_gpipe.runtime.performing.add_kind` also says how the executor performs it.
 """

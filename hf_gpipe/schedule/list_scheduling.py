@@ -1,19 +1,21 @@
-"""Tables by list scheduling: whenever a device is free, of the actions that can start the one that comes first by the
-rules of its stage goes next, under a limit of what the device may hold.
+"""Makes tables by list scheduling, under a limit of what a device may hold.
 
-The gradient of the inputs (I) is on the way of a micro-batch and the gradient of the weights (W) is not: only the
-update waits for it. So W fills the time in which a device has nothing else to do, or no room for another forward (zero
+Whenever a device is free, it runs one of the actions that can start: the action that comes first by the rules of its
+stage.
+
+The earlier stages wait for the gradient of the inputs (I) of a micro-batch. Only the update waits for the gradient of
+the weights (W). So W fills the time in which a device has nothing else to do, or no room for another forward (zero
 bubble, arXiv 2401.10241, section 2). How far forwards may run ahead, and with it how much of the bubble can be filled,
 is a question of memory alone (controllable memory, arXiv 2405.15362, section 3): a (stage, micro-batch) takes room from
 the start of its F to the end of its W. Where a stage may recompute, a forward that finds no room for its graph keeps
-its input alone, and R makes the graph anew before I: the newest micro-batch, whose backward comes last, goes without
-(as in `hf_gpipe.schedule.recompute`).
+its input alone, and R makes the graph anew before I: the newest micro-batch, whose backward comes last, does not keep
+its graph (as in `hf_gpipe.schedule.recompute`).
 
 Which rules are best depends on the numbers of stages and micro-batches, on their seconds and on the room. Some orders
-of priority (`PRIORITIES`) are always tried. `best_listed` can also search: rules of single stages are changed at
-random, and what is as short as the best so far is kept. The seed is fixed and the effort is counted in actions, so the
-same arguments give the same table. The search begins with few micro-batches, for rules that are good for these are
-nearly as good for many: what a stage does then repeats itself.
+of priority (`PRIORITIES`) are always tried. `best_listed` can also search: it changes rules of single stages at random,
+and keeps the rules whose table is as short as the shortest table so far. The seed is fixed and the effort is counted in
+actions, so the same arguments give the same table. The search begins with few micro-batches, because rules that are
+good for few micro-batches are nearly as good for many: with more micro-batches a stage repeats the same actions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """One run of the clock of list scheduling, by given rules; `list_scheduling` looks for the rules.
 
 A forward waits if it would leave no room for the oldest micro-batch of the deeper stages of its device, or of its own
-where that has to be recomputed: then the oldest micro-batch can always go on, and every table runs to its end.
-Where rows are cut into chunks, each a micro-batch, a row's backward needs the forwards of all its chunks. So a forward
-waits too if a row before its own, which has forwards left on the device, would then not find room for all its chunks
-once older rows have gone. Such tables have no R.
+stage where that micro-batch has to be recomputed. So the oldest micro-batch can always go on, and every table runs to
+its end. Where rows are cut into chunks, each a micro-batch, a row's backward needs the forwards of all its chunks. So a
+forward waits too if a row before its own, which has forwards left on the device, would then not find room for all its
+chunks once older rows have gone. Such tables have no R.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The messages between the processes of a table: one order in which all of them travel, on both ends.
+"""The messages between the processes of a table, in one order in which all of them are sent and received.
 
-An NCCL receive occupies the device until its message has come, and a send until it is received. Whatever makes the host
-wait for the whole device meanwhile (the first launch of a kernel, a `cudaFree`, CUDA_LAUNCH_BLOCKING=1) waits for them
-too. So a table must also run to its end if every send and every receive blocks its process.
+An NCCL receive occupies the device until its message has come, and a send until its message is received. Whatever makes
+the host wait for the whole device meanwhile (the first launch of a kernel, a `cudaFree`, CUDA_LAUNCH_BLOCKING=1) waits
+for these kernels too. So a table must also run to its end if every send and every receive blocks its process.
 
-It does if each message travels right after the action that sends it, in one order of all actions of all processes in
-which every action comes after the ones that it needs. A process then starts a receive between those two of its own
-actions between which the source stands in that order:
+It does so if each message travels right after the action that sends it, in one order of all actions of all processes in
+which every action comes after the actions that it needs. In this order the source of a message stands between two
+actions of the receiver, and the receiver starts the receive between these two:
 
 - the receive is never started before an own action on which its message depends;
 - no two processes wait for each other, also where both send at once;
@@ -14,8 +14,8 @@ actions between which the source stands in that order:
   they can share a communicator.
 
 The order is that of the starts on a clock with equal stages, so that a receive is started while its source is computed
-and the transfer overlaps with the receiver's own work. Of actions that start together the one nearer to the beginning
-of its micro-batch's way (down the stages, then up again) comes first, for its receiver is at work.
+and the transfer overlaps with the receiver's own work. Of actions that start together, the action that is nearer to the
+beginning of its micro-batch's way (down the stages, then up again) comes first, because its receiver is at work.
 """
 
 from __future__ import annotations

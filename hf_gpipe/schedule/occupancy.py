@@ -1,10 +1,10 @@
-"""The tensors that stages hold over time: one sweep over a timeline behind every count of live tensors.
+"""The tensors that stages hold over time, from one sweep over a timeline; every count of live tensors is read off it.
 
-The kinds of actions say what each of them receives, makes and frees. So a micro-batch's input comes when the stage
-before sends it, and stays until the end of its backward. Its autograd graph is there from the end of the forward or
-recomputation that makes it to the end of the backward. A gradient that comes early waits for its backward to begin.
-Where the backward is split, the input and the graph stay until the end of I, and what W needs from then to the end of
-W.
+The kinds of actions say what each of them receives, makes and frees. So the input of a micro-batch comes when the stage
+before sends it, and stays until the end of the micro-batch's backward. Its autograd graph is there from the end of the
+forward or recomputation that makes it to the end of the backward. A gradient that comes early waits for its backward to
+begin. Where the backward is split, the input and the graph stay until the end of I, and the tensors that W needs stay
+from then to the end of W.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Lets what graphs save go to the host between a forward and its backward: puts O and P into a table.
+"""Puts O and P into a table, so that the tensors that a graph saves are on the host between forward and backward.
 
-O stands directly after F, and P before the backward before its own, beside which the graph comes back (PipeOffload,
-arXiv 2503.01328). So a device has the graph that its backward uses up, the one that comes next, and one that leaves
-while a forward makes another. A graph stays where it would hardly have left before it comes back.
+O stands directly after F. P stands before the backward that precedes the graph's own backward, and the graph comes back
+beside that backward (PipeOffload, arXiv 2503.01328). So a device has the graph that its backward uses up, the graph
+that is needed next, and a graph that leaves while a forward makes another. A graph stays where it would hardly have
+left before it comes back.
 """
 
 from __future__ import annotations

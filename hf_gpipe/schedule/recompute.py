@@ -1,14 +1,14 @@
 """Chooses the micro-batches that a stage recomputes, so that it never keeps more autograd graphs alive than a limit.
 
 A graph lives from the start of the forward that keeps it, or of the recomputation R that makes it anew, to the end of
-its backward: B, or I where the backward is split. Every backward needs its graph, so each one takes one place among
-those that the limit allows; a forward that keeps its graph holds a place from then on. An R stands directly before its
+its backward: B, or I where the backward is split. Every backward needs its graph, so each backward takes one of the
+places that the limit allows; a forward that keeps its graph holds a place from then on. An R stands directly before its
 backward in the order of its stage, so it holds a place for no other action's length.
 
-Where a stage reaches its limit, one of the kept graphs has to go, and the best is the one whose backward comes last: it
-would hold its place longest. Chosen so from the first action to the last, the recomputations are the fewest possible
-(it is the greedy choice for the largest set of intervals of which at most a given number overlap; Faigle and Nawijn,
-Discrete Applied Mathematics 58, 1995).
+Where a stage reaches its limit, one of the kept graphs has to go. The best choice is the graph whose backward comes
+last, because it would hold its place longest. Chosen so from the first action to the last, the recomputations are the
+fewest possible (it is the greedy choice for the largest set of intervals of which at most a given number overlap;
+Faigle and Nawijn, Discrete Applied Mathematics 58, 1995).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The order of the round-robin pipeline: no stage belongs to a worker (RoundPipe, arXiv 2604.27085).
+"""The order of the round-robin pipeline, in which no stage belongs to a worker (RoundPipe, arXiv 2604.27085).
 
-Weights are in CPU memory that all workers share. The work of a few micro-batches is cut into slots of about
-equal time: forwards of a group of stages, then forwards and backwards of the last group together, then backwards of a
-group of stages. The slots are dealt to the workers in turn, and so are those of the next micro-batches after them: a
-round is the slots of some micro-batches. The forward and the backward of a stage so are on any two workers, and a heavy
-head fills one slot, in place of binding one worker.
+Weights are in CPU memory that all workers share. The work of a few micro-batches is cut into slots of about equal time.
+First come slots with the forwards of a group of stages, then a slot with the forwards and the backwards of the last
+group, then slots with the backwards of a group of stages. These slots are a round. They are dealt to the workers in
+turn, and the slots of the next round, with the next micro-batches, follow them. So the forward and the backward of a
+stage may be on any two workers, and a heavy head fills one slot and does not bind one worker.
 
-A slot of backwards takes about three times as long as one of forwards of the same stages, for it recomputes. So groups
-of forwards have more stages. Within a slot a worker takes one micro-batch after another, and the next slot begins on
-the next worker as soon as the first of them is there. The weights of a worker's next slot are loaded while it runs the
-one before.
+A slot of backwards takes about three times as long as a slot of forwards of the same stages, because it recomputes. So
+groups of forwards have more stages. Within a slot a worker takes one micro-batch after another, and the next slot
+begins on the next worker as soon as the first micro-batch is there. The weights of a worker's next slot are loaded
+while the worker runs the slot before.
 """
 
 from __future__ import annotations

@@ -1,24 +1,25 @@
-"""A clock over a table: how long a step takes, and how much of it is idle.
+"""A clock over a table, which tells how long a step takes and how much of that time is idle.
 
-The model is that of the executor. A process starts its actions in order, and a device runs one at a time. A message
-leaves when its action ends and never holds up the sender; it travels `transfer_seconds`, after the messages before it
-on the same edge and in the same direction; the receiver waits for it at the action that uses it. An edge lies between
-two stages and two of their workers. Between two stages of one process on one device nothing travels.
+The clock models the executor. A process starts its actions in order, and a device runs one at a time. A message leaves
+when its action ends and never holds up the sender; it travels `transfer_seconds`, after the messages before it on the
+same edge and in the same direction; the receiver waits for it at the action that uses it. An edge lies between two
+stages and two of their workers. Between two stages of one process on one device nothing travels.
 
-What an action occupies, its kind says: the device, or a resource beside it, which takes no time of the worker. A copy
-begins when its engine is free, and after what stands before it on the device if it needs some of that. A reduction (G)
-begins when all replicas of its stage have reached their G and none of them is in another reduction, and takes
-`reduce_seconds`. Both go on beside the workers' next actions, until an action that needs them waits for them: U for G.
-Nothing is assumed of messages and reductions that share a link, nor of reductions that begin inside the last B.
+The kind of an action says what the action occupies: the device, or a resource beside the device, which takes no time of
+the worker. A copy begins when its engine is free. If its kind needs actions on the device, it also begins after the
+actions that stand before it on the device. A reduction (G) begins when all replicas of its stage have reached their G
+and none of them is in another reduction, and takes `reduce_seconds`. Both go on beside the workers' next actions, until
+an action that needs them waits for them: U for G. The clock does not model that messages and reductions share a link,
+nor that reductions begin inside the last B.
 
-All arithmetic is that of the costs given: with `fractions.Fraction` every result is exact. With equal stages, free
+All arithmetic has the type of the given costs: with `fractions.Fraction` every result is exact. With equal stages, free
 transfers and updates, and each stage in its own process, one step of `gpipe` on K stages and M micro-batches takes
 
     without recomputation   (M+K-1) (F+B)            bubble (K-1) / (M+K-1)
     with recomputation      (M+K-1) (F+B) + M R      bubble (K-1) (F+B) / ((M+K-1) (F+B) + M R)
 
-so recomputation costs each stage its own M R and nothing else: while the pipeline fills and drains it hides in the time
-in which the stages before the last one wait for their first gradient.
+so recomputation costs each stage its own M R and nothing else. While the pipeline fills and drains, recomputation hides
+in the time in which the stages before the last stage wait for their first gradient.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The text form of a table, which people read, compare and edit.
 
-GPipe with two stages and two micro-batches, recomputation on:
+This is the table of GPipe with two stages, two micro-batches and recomputation:
 
     table: 9
     schedule: gpipe
@@ -10,7 +10,7 @@ GPipe with two stages and two micro-batches, recomputation on:
     process 0: 0F0 0F1 0R1 0B1 0R0 0B0 0U
     process 1: 1F0 1F1 1R1 1B1 1R0 1B0 1U
 
-The first line has the version of this text, so that a later one can say more; earlier texts are read too.
+The first line has the version of this text, so that a later version can say more; earlier versions are read too.
 `schedule` is a name for people. `placement` gives the process of each stage, or the processes of its replicas with
 commas: in `placement: 0,1 2` stage 0 has two replicas, on processes 0 and 1, and micro-batch m runs on replica m % 2. A
 line `devices: cuda:0 cuda:1 cuda:0` follows where devices are given: one for each replica of each stage, in the order
@@ -19,23 +19,23 @@ action receives. A reduction (G) is not waited for where it stands: it goes on b
 
 An asynchronous table has several steps, and each stage updates its weights after each of them (PipeDream, arXiv
 1806.03377). A line `steps: 2 2 2` after the placement gives the number of micro-batches of each step. A word `2F7@3`
-says that micro-batch 7 reads version 3 of stage 2's weights, in its forward, recomputation and backward: those after
-three updates of this table. Without it a forward reads the newest version. A line `stashes: no` after the steps says
-that no old version is kept: recomputations and backwards then read the newest version too.
+says that micro-batch 7 reads version 3 of stage 2's weights, in its forward, recomputation and backward: the weights
+after three updates of this table. A forward without such a word reads the newest version. A line `stashes: no` after
+the steps says that no old version is kept: recomputations and backwards then read the newest version too.
 
 A line `chunks: 4` after the placement says that rows are cut into 4 chunks of tokens, and each chunk is a micro-batch
 of the table: number m is chunk m % 4 of the rows m // 4. A stage runs a chunk's forward after that of the chunk before
-it, and its backward after that of the chunk after it. All chunks of a row run on one replica of a stage, (m // 4) % r
-where the stage has r of them.
+it, and its backward after that of the chunk after it. All chunks of a row run on one replica of a stage; with r
+replicas this is number (m // 4) % r.
 
 Where weights visit their device (`hf_gpipe.schedule.visits`), each run of a stage's actions stands between an L and a
 D, which are numbered by the visits of the stage: `0L0 1L0 0F0 0F1 0D0 2L0 1F0 1F1 1D0`.
 
-A line `dealt: yes` after the placement says that weights are in CPU memory that the workers of a pipeline
-share. An action of a micro-batch may then stand in the row of any of them, between an L and a D of its stage; all
-visits of a stage are numbered together. The placement gives the worker that updates each stage. A recomputation on
-another worker than its forward receives the stage's inputs from the stage before, as the forward does. Where the
-backwards of a stage are in several visits, each visit adds to the gradients that the one before has left.
+A line `dealt: yes` after the placement says that weights are in CPU memory that the workers of a pipeline share. An
+action of a micro-batch may then stand in the row of any of these workers, between an L and a D of its stage; all visits
+of a stage are numbered together. The placement gives the worker that updates each stage. A recomputation on another
+worker than its forward receives the stage's inputs from the stage before, as the forward does. Where the backwards of a
+stage are in several visits, each visit adds to the gradients that the visit before has left.
 """
 
 from __future__ import annotations

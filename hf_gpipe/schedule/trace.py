@@ -2,8 +2,8 @@
 
 The format is the JSON form of Chrome's trace events, as the document "Trace Event Format" describes it: complete events
 ("X") with their start and duration in microseconds, names of processes and threads ("M"), and counters ("C"). A
-timeline is a process of the trace, and a stage or replica of a stage a thread, so timelines stand below each other on
-one scale. Reductions and copies go on beside the actions of their process's other stages.
+timeline is a process of the trace, and a stage or a replica of a stage is a thread, so timelines stand below each other
+on one scale. Reductions and copies go on beside the actions of their process's other stages.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Where the updates of dealt stages stand: at the end of each row, or beside backwards, on the host.
+"""Puts the updates of dealt stages at the end of each row, or on the host beside backwards.
 
-U stands at the end, for clipping and the decision to skip an update need the gradients of all stages. Where nothing
-needs them, H updates a stage as soon as its own gradients are complete (RoundPipe, arXiv 2604.27085, updates so too).
-No weight is read after its update: a D is the last of what reads the weights of its visit, and a stage's last D comes
-after the backwards of all its micro-batches.
+U stands at the end, because clipping and the decision to skip an update need the gradients of all stages. Where nothing
+needs the gradients of all stages, H updates a stage as soon as its own gradients are complete (RoundPipe, arXiv
+2604.27085, updates so too). No weight is read after its update: a D is the last action that reads the weights of its
+visit, and a stage's last D comes after the backwards of all its micro-batches.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Checks that a table can be run: complete, in order, and free of deadlock.
+"""Checks that a table can be run: that it is complete, in order, and free of deadlock.
 
 The checks go from simple to subtle, so that the first error is the one to correct first:
 
-1. the table's shape fits its placement, and every action stands once, on the process that holds its stage and, of the
-   stage's replicas, the one that its micro-batch belongs to;
+1. the table's shape fits its placement, and every action stands once, on the process that holds its stage or, of a
+   stage with replicas, on the replica that its micro-batch belongs to;
 2. nothing is missing: one F for every (stage, micro-batch), and in training one B, or one I and one W; one U for each
-   step and replica of a stage, and where a stage has several, one G for each;
+   step and replica of a stage, and where a stage has several replicas, one G for each;
 3. within a process, an action comes after what it needs of its own stage. In a synchronous table updates come last:
    clipping and tied parameters need the gradients of all stages, so no update may stand before another stage's backward
    or reduction. In an asynchronous one the gradients of a step are complete at its U, and those of the next step begin
@@ -13,8 +13,8 @@ The checks go from simple to subtle, so that the first error is the one to corre
    reductions stand in one order on all processes, for each is a collective; a stage whose weights visit its device has
    them where it reads them;
 4. between two processes, messages are received in the order in which they are sent, for an edge keeps no other order;
-5. run one action after another, every process reaches its end. Then it does so too if every send and every receive
-   blocks, because of the points at which `messages` starts the receives.
+5. if the actions run one after another, every process reaches its end. Then every process also reaches its end if every
+   send and every receive blocks, because of the points at which `messages` starts the receives.
 """
 
 from __future__ import annotations

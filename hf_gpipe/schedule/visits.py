@@ -1,8 +1,9 @@
-"""Visits of a stage's weights on a device: L loads them from the host, D drops them, and they are there between.
+"""Visits of a stage's weights on a device: L loads the weights from the host, and D drops them at the end of the visit.
 
 A process whose stages do not fit its device together keeps their weights on the host. It runs the actions of one stage
-after the other, so only the stage at work and the one after it need their weights on the device. So L of the next stage
-stands before the actions of this one, beside which it copies, and D stands after the last action of a stage's run.
+after the other, so only the stage at work and the stage after it need their weights on the device. So L of the next
+stage stands before the actions of the stage at work and copies beside them, and D stands after the last action of a
+stage's run.
 
 An autograd graph may keep weights alive, so a visit lasts until its stage holds no graph. With recomputation a graph is
 made and used up in one run.

@@ -1,9 +1,8 @@
 """Schedules whose backward is split into I and W: zero bubble (Qi et al. 2023, arXiv 2401.10241), and controllable
 memory on a V-shaped placement (Qi et al. 2024, arXiv 2405.15362).
 
-Only I is on the way of a micro-batch, so the next process has its gradient after I, and W fills time in which a process
-would wait. Where W follows its I directly and no other process waits for the I, the two are one B
-(`whole_backwards`).
+The next process waits only for I, which gives it its gradient, and W fills time in which a process would wait. Where W
+follows its I directly and no other process waits for the I, the two are one B (`whole_backwards`).
 
 In the formulas a stage takes F, I and W seconds for a micro-batch, all stages are equal and transfers are free. In the
 drawings each takes one tick.
