@@ -69,7 +69,7 @@ def gloo_address(interfaces: Mapping[str, str]) -> str:
     """The address at which gloo listens, as ProcessGroupGloo::createDefaultDevice chooses it.
 
     Args:
-        found: from `addresses`.
+        interfaces: from `addresses`.
 
     Raises:
         UserError: GLOO_SOCKET_IFNAME names an interface that does not exist.
