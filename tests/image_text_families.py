@@ -13,7 +13,7 @@ from tests.oracle import Batch, Result
 
 FAMILIES = (
     *("aya_vision", "cohere2_vision", "deepseek_vl", "exaone4_5", "gemma3", "got_ocr2", "idefics2", "idefics3"),
-    *("internvl", "llava", "paligemma", "qwen2_5_vl", "qwen2_vl", "smolvlm", "vipllava"),
+    *("internvl", "janus", "llava", "paligemma", "qwen2_5_vl", "qwen2_vl", "smolvlm", "vipllava"),
 )
 #: Images of each row: several in one, rows without any, and with M = 3 or 4 micro-batches without any.
 NUM_IMAGES = (2, 0, 1, 1, 0, 0)

@@ -12,7 +12,7 @@ VERIFIED_VERSIONS = ("5.17", "5.23")
 
 #: Families of EXACT that were not verified on the first of these versions, on which they have another forward.
 VERIFIED_LATER = frozenset(
-    {"cohere2_vision", "deepseek_vl", "exaone4_5", "got_ocr2", "idefics2", "smolvlm", "vipllava"}
+    {"cohere2_vision", "deepseek_vl", "exaone4_5", "got_ocr2", "idefics2", "janus", "smolvlm", "vipllava"}
 )
 
 #: Values of `model_type` in the configurations.
@@ -107,6 +107,7 @@ EXACT = frozenset(
         "iquestcoder",
         "jais2",
         "jamba",
+        "janus",
         "jetmoe",
         "kimi_linear",
         "kolibri1",
