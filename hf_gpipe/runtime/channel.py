@@ -137,7 +137,7 @@ class RemoteChannel(Channel):
             if not all(work.is_completed() for work, _ in self._sent[oldest]):
                 break
             del self._sent[oldest]
-        message = self._sent[key] = []
+        message = self._sent.setdefault(key, [])
         for name in shapes:
             tensor = tensors[name].contiguous()
             if tensor.dtype != self._dtype_of(name):
