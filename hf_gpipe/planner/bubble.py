@@ -6,7 +6,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.choose import allowed_plans, micro_batch_counts, work
+from hf_gpipe.planner.choose import allowed_plans, can_run, micro_batch_counts, work
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.recipe import AUTO
 from hf_gpipe.schedule import is_table_file
@@ -28,13 +28,14 @@ def smaller_bubble(plan: Plan) -> str:
     settings, table = plan.settings, plan.timeline.schedule
     if plan.bubble <= _LARGE_BUBBLE or not plan.fits or table.is_asynchronous or is_table_file(settings.schedule):
         return ""
-    best = min((plan, *_of_the_same_mini_batch(plan)), key=attrgetter("sort_key"))
+    plans = sorted((plan, *_of_the_same_mini_batch(plan)), key=attrgetter("sort_key"))
+    best = next(filter(can_run, plans), plan)
     if best.bubble < plan.bubble:
         return f"{_changes(plan, best)} fits: {_with(best)}"
     for times in (2, _MOST_TIMES):
         count = times * min(settings.num_micro_batches, plan.planner.rows)
         more = plan.planner.with_rows(times * plan.planner.rows).plan(replace(settings, num_micro_batches=count))
-        if more.fits and more.bubble < best.bubble:
+        if more.fits and more.bubble < best.bubble and can_run(more):
             best = more
     if best is plan:
         return ""

@@ -28,7 +28,7 @@ from hf_gpipe.schedule import (
     SPLIT_SCHEDULES,
     V_SHAPED,
     Placement,
-    check_table,
+    check_once,
     replicas_of,
 )
 
@@ -67,7 +67,7 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
     plans = sorted(allowed_plans(planner, config), key=attrgetter("sort_key"))
     best = next(filter(can_run, plans), None)
     if best is None:
-        check_table(plans[0].timeline.schedule)  # raises
+        check_once(plans[0].timeline.schedule)  # raises
         best = plans[0]
     return with_table(best, config.settled(can_plan=True))
 
@@ -75,7 +75,7 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
 def can_run(plan: Plan) -> bool:
     """Whether every process can run the table of a plan to its end, which plans that are compared do not check."""
     try:
-        check_table(plan.timeline.schedule)
+        check_once(plan.timeline.schedule)
     except ScheduleError:
         return False
     return True

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -263,13 +263,14 @@ class Executor:
         """
         if schedule is self._table:
             return
-        expected = defaultdict(list)
+        expected, senders = defaultdict(list), set[int]()
         for message in messages(schedule):
             is_incoming = message.receiver in self._workers and message.sender not in self._workers
             if is_incoming and self._is_read(schedule, message.source, message.consumer):
                 incoming = self._message(schedule, message.source, message.consumer)
                 expected[message.receiver, message.before].append(incoming)
-        arrived = self._arrived(schedule)
+                senders.add(message.sender)
+        arrived = self._arrived(schedule, senders)
         self._planned = []
         self._versions = {}
         read: dict[int, Sequence[Use | None]] = {}
@@ -324,11 +325,11 @@ class Executor:
             self._planned.append(planned)
         self._table = schedule
 
-    def _arrived(self, schedule: Schedule) -> dict[tuple[Action, Action], Sent]:
+    def _arrived(self, schedule: Schedule, senders: Collection[int]) -> dict[tuple[Action, Action], Sent]:
         """For each message to this process, as (source, consumer), those of this process that had come before the
         source ran: the sender's row has their consumers before it."""
         result: dict[tuple[Action, Action], Sent] = {}
-        for worker in {*range(len(schedule.actions))} - self._workers:
+        for worker in senders:
             come: list[tuple[Channel, tuple[int, int]]] = []
             for action in schedule.actions[worker]:
                 for source in schedule.sources(action):

@@ -19,6 +19,7 @@ from hf_gpipe.schedule.builders import (
     SPLIT_SCHEDULES,
     V_SHAPED,
     build,
+    check_once,
     placement_for,
 )
 from hf_gpipe.schedule.draw import draw_png, draw_text
@@ -54,6 +55,7 @@ __all__ = [
     "Timeline",
     "breakdown",
     "build",
+    "check_once",
     "check_table",
     "draw_png",
     "draw_text",

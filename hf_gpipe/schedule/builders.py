@@ -237,11 +237,12 @@ def build(
     else:
         table = _build(name, num_stages, num_micro_batches, placement, limits)
     if is_checked:
-        _check_once(table)
+        check_once(table)
     return table
 
 
-_check_once = lru_cache(maxsize=256)(check_table)
+check_once = lru_cache(maxsize=256)(check_table)
+"""`check_table`, which sees equal tables once."""
 
 
 @lru_cache(maxsize=64)

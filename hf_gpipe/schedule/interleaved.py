@@ -16,9 +16,9 @@ are equal or differ by one, and no group is smaller than P; where M < P there is
 the published order. The smaller groups come first, because a process that went over to smaller groups would run
 backwards while others wait for its forwards.
 
-Where rows are cut into chunks, a group has whole rows, as many as have P chunks or more. The backwards of a row begin
-with its last chunk, so with c chunks of a row a process is c - 1 forwards further ahead (Seq1F1B, arXiv 2406.03488,
-section 3).
+Where rows are cut into chunks, a group has whole rows, and enough of them for at least P chunks. The backward of a row
+begins with its last chunk. So where rows have c chunks, each process runs c - 1 more forwards before its first backward
+(Seq1F1B, arXiv 2406.03488, section 3).
 
 Each replica of the pipeline does this with its own micro-batches, on its own P processes.
 """
