@@ -253,11 +253,19 @@ class WaitingStage:
         wait(self._share(micro_batch) * (self._backward_seconds - self._weight_seconds))
         return {} if self.is_first else self._message
 
-    def weight_backward(self, micro_batch: int, completed: object = None) -> None:
-        wait(self._share(micro_batch) * self._weight_seconds)
+    def weight_backward(
+        self, micro_batch: int, completed: Callable[[torch.nn.Parameter], None] | None = None
+    ) -> None:
+        start, seconds = time.perf_counter(), self._share(micro_batch) * self._weight_seconds
+        if completed is not None:
+            for i, parameter in enumerate(reversed(self.parameters.values())):
+                # The last layer's gradient comes first.
+                wait_until(start + (i + 1) / len(self.parameters) * seconds)
+                completed(parameter)
+        wait_until(start + seconds)
 
     def deferred(self, micro_batch: int) -> set[torch.nn.Parameter]:
-        return set()
+        return set(self.parameters.values())
 
     @property
     def model(self) -> WaitingStage:

@@ -7,7 +7,7 @@ its receiver waits until then. A reduction begins when its last replica has aske
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +94,10 @@ class SlowReplicas(replicas.Replicas):
         self._stage = stage
         with super().in_last_backward(stage):
             yield
+
+    def before_last_weights(self, stage: int, incomplete: Collection[Any]) -> Callable[[Any], None] | None:
+        self._stage = stage
+        return super().before_last_weights(stage, incomplete)
 
     def start(self, stage: int) -> None:
         self._stage = stage
