@@ -205,9 +205,10 @@ def dealt_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
 
 
 def memory_settings(*, quick: bool) -> list[Emulated]:
-    """Print the tables of all limits of memory; returns the best named and the best of all for each with K = 4."""
+    """Print the tables of all limits of memory; returns the best named and the best of all with K = 4 and 8."""
     cases = {Case(head, count, 2 * count, graphs): optimum for (head, count, graphs), optimum in OPTIMA.items()}
-    large = {Case(head, 16, 64, graphs): None for head in ("equal", "big head") for graphs in (2, 4, 8)}
+    sizes = [(8, 16, graphs) for graphs in (1.5, 2, 3)] + [(16, 64, graphs) for graphs in (2, 4, 8)]
+    large = {Case(head, *size): None for head in ("equal", "big head") for size in sizes}
     settings, rows = [], []
     for case, optimum in [*(cases | large).items()][: 1 if quick else None]:
         named_seconds, name, named = best_named(case)
@@ -223,7 +224,7 @@ def memory_settings(*, quick: bool) -> list[Emulated]:
                 *(f"{straight[2]:.1f}", f"{in_v[2]:.1f}"),
             ]
         )
-        if case.processes == 4 or quick:
+        if case.processes in (4, 8) or quick:
             settings.append(case.emulated(f"{case.head}, {case.graphs:g} graphs: {name}", named))
             if listed_seconds < named_seconds:
                 settings.append(case.emulated(f"{case.head}, {case.graphs:g} graphs: listed", listed_table))

@@ -25,6 +25,9 @@ _CALL_SECONDS = 1e-5
 #: and 0.49 GiB on an RTX 4090 (issues 11 of pinokiofactory/flux-webui and 8 of 3DTopia/Phidias-Diffusion on GitHub).
 #: XLA reserves 0.52 GiB of a TPU (github.com/sokrypton/ColabFold/issues/62).
 _CONTEXT_GIB = 0.5
+#: The workspaces of cuBLAS and of cuBLASLt, in MiB: 8.125 and at most 4, and on Hopper 32 each
+#: (getChosenWorkspaceSize in ATen/cuda/CublasHandlePool.cpp, and pull request 120925 of pytorch/pytorch).
+_WORKSPACE_MIB, _HOPPER_WORKSPACE_MIB = 12.125, 64.0
 
 
 LINKS: dict[str, Level] = {
@@ -98,6 +101,7 @@ class Device:
         is_asynchronous: whether it computes, moves bytes and is told what to do next at the same time, so that the
             longest of the three counts. A CPU does one after the other.
         host: whose memory weights visit from.
+        workspace_bytes: what cuBLAS takes of its memory; None: it has no CUDA.
     """
 
     name: str
@@ -109,6 +113,7 @@ class Device:
     call_seconds: float = 0.0
     is_asynchronous: bool = True
     host: Host = Host()
+    workspace_bytes: int | None = None
 
     def seconds(self, arithmetic_seconds: float, moved_bytes: float, calls: int) -> float:
         """The time of some operations that compute for so long, move so many bytes, and are so many."""
@@ -122,7 +127,15 @@ class Device:
 
 
 def _gpu(
-    name: str, memory_gib: float, terabytes: float, link: str, *, fp32: float, fp16: float, bf16: float | None
+    name: str,
+    memory_gib: float,
+    terabytes: float,
+    link: str,
+    *,
+    fp32: float,
+    fp16: float,
+    bf16: float | None,
+    workspace_mib: float | None = _WORKSPACE_MIB,
 ) -> Device:
     """A device of the table below.
 
@@ -132,12 +145,15 @@ def _gpu(
         terabytes: of its memory, in 10^12 a second.
         link: to the device of the next stage.
         fp32, fp16, bf16: rates in 10^12 a second.
+        workspace_mib: of cuBLAS; None: it has no CUDA.
     """
     rates = {"float32": fp32 * 1e12, "float16": fp16 * 1e12}
     if bf16 is not None:
         rates["bfloat16"] = bf16 * 1e12
     memory_bytes = round((memory_gib - _CONTEXT_GIB) * _GIB)
-    return Device(name, memory_bytes, rates, terabytes * 1e12, LINKS[link], call_seconds=_CALL_SECONDS)
+    workspace = None if workspace_mib is None else int(workspace_mib * (1 << 20))
+    others = {"call_seconds": _CALL_SECONDS, "workspace_bytes": workspace}
+    return Device(name, memory_bytes, rates, terabytes * 1e12, LINKS[link], **others)
 
 
 #: The memory is the "total capacity" in torch's messages of CUDA out of memory, rounded down to tenths of a GiB: the
@@ -152,12 +168,12 @@ DEVICES: dict[str, Device] = {
         _gpu("a100-40", 39.3, 1.555, "nvlink3", fp32=19.5, fp16=312, bf16=312),
         _gpu("a100-80", 79.1, 2.039, "nvlink3", fp32=19.5, fp16=312, bf16=312),
         _gpu("l4", 22.0, 0.3, "pcie4", fp32=30.3, fp16=121, bf16=121),
-        _gpu("h100", 79.1, 3.35, "nvlink4", fp32=67, fp16=989, bf16=989),
-        _gpu("h200", 139.7, 4.8, "nvlink4", fp32=67, fp16=989, bf16=989),
+        _gpu("h100", 79.1, 3.35, "nvlink4", fp32=67, fp16=989, bf16=989, workspace_mib=_HOPPER_WORKSPACE_MIB),
+        _gpu("h200", 139.7, 4.8, "nvlink4", fp32=67, fp16=989, bf16=989, workspace_mib=_HOPPER_WORKSPACE_MIB),
         _gpu("rtx3090", 23.6, 0.936, "pcie4", fp32=35.6, fp16=71, bf16=71),
         _gpu("rtx4090", 23.6, 1.008, "pcie4", fp32=82.6, fp16=165, bf16=165),
         # One of the two cores of a chip, GPipe's accelerator; products of float32 run in bfloat16.
-        _gpu("tpu-v3", 16, 0.45, "tpu-v3", fp32=61.5, fp16=61.5, bf16=61.5),
+        _gpu("tpu-v3", 16, 0.45, "tpu-v3", fp32=61.5, fp16=61.5, bf16=61.5, workspace_mib=None),
     )
 }
 

@@ -258,8 +258,9 @@ def this_machine(device: torch.device, num_processes: int = 1) -> Device:
     memory = device_memory(DeviceFacts.of(device), num_processes)
     if device.type == "cuda":
         name, link, reserved_share = torch.cuda.get_device_name(device), LINKS["pcie4"], Device.reserved_share
+        workspace_bytes = _sheet_of(device).workspace_bytes
     else:
-        name, link, reserved_share = "this machine", _loopback(), _RESERVED_SHARE
+        name, link, reserved_share, workspace_bytes = "this machine", _loopback(), _RESERVED_SHARE, None
     return Device(
         name,
         memory,
@@ -269,6 +270,7 @@ def this_machine(device: torch.device, num_processes: int = 1) -> Device:
         reserved_share,
         call_seconds=_call_seconds(device),
         is_asynchronous=device.type == "cuda",
+        workspace_bytes=workspace_bytes,
     )
 
 
@@ -281,9 +283,14 @@ def rated_machine(device: torch.device, num_processes: int = 1) -> Device:
     """
     memory = steady_memory(DeviceFacts.of(device), num_processes)
     if device.type == "cuda":
-        of = torch.cuda.get_device_properties(device)
-        return replace(like_gpu(of.name, of.total_memory, (of.major, of.minor)), memory_bytes=memory)
+        return replace(_sheet_of(device), memory_bytes=memory)
     return replace(cpu(torch.get_num_threads()), memory_bytes=memory, reserved_share=_RESERVED_SHARE)
+
+
+def _sheet_of(device: torch.device) -> Device:
+    """The data sheet of a GPU of this machine."""
+    of = torch.cuda.get_device_properties(device)
+    return like_gpu(of.name, of.total_memory, (of.major, of.minor))
 
 
 def steady_memory(device: DeviceFacts, num_processes: int = 1) -> int:

@@ -46,6 +46,8 @@ class MemoryEstimate:
     """Working memory of the action that runs at that moment."""
     reserve: int = 0
     """Held by the allocator beyond all of these."""
+    libraries: int = 0
+    """Held on a GPU by cuBLAS, by NCCL, and by the allocator in segments that are not full."""
 
     @property
     def total(self) -> int:
@@ -54,8 +56,8 @@ class MemoryEstimate:
 
     @property
     def of_tensors(self) -> int:
-        """All but the reserve."""
-        return self.total - self.reserve
+        """All but what the allocator and libraries hold beside tensors."""
+        return self.total - self.reserve - self.libraries
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ def estimate_memory(
     own: Sequence[int],
     state_shares: Sequence[float],
     visitors: Visitors | None = None,
+    library_bytes: int = 0,
 ) -> MemoryEstimate:
     """Estimate the memory of a process at the peak of a step.
 
@@ -89,6 +92,7 @@ def estimate_memory(
         own: the process's stages. With one of several, what that stage alone needs.
         state_shares: for each stage the bytes of the optimizer's state per byte of trainable weights.
         visitors: the weights that visit the device.
+        library_bytes: of the process.
     """
     ranges = [(stages[stage].start, stages[stage].stop) for stage in own]
     held = sums.held_by(ranges)
@@ -136,6 +140,7 @@ def estimate_memory(
             )
         ),
         reserve=round(sums.device.reserved_share * sum(fullest.values())),
+        libraries=library_bytes,
     )
 
 
@@ -248,18 +253,28 @@ class MemoryBound:
         sums: of the model's layers, for one micro-batch.
         table: what will be run.
         state_shares: for each stage the bytes of the optimizer's state per byte of trainable weights.
+        library_bytes: of each process.
 
     Attributes:
         most: for each stage the most micro-batches for which it holds each thing at once.
     """
 
-    def __init__(self, sums: LayerSums, table: Schedule, state_shares: Sequence[float]) -> None:
+    def __init__(
+        self, sums: LayerSums, table: Schedule, state_shares: Sequence[float], library_bytes: Sequence[int]
+    ) -> None:
         self.most = most_of_equal_stages(table)
         self._sums, self._known = sums, _known.setdefault(sums, {})
         self._state_shares = state_shares
+        first = [workers[0] for workers in table.placement.workers]
+        # The stages of a process share them.
+        self._libraries = [library_bytes[worker] / len(table.placement.stages_of(worker)) for worker in first]
         self._ids = table.num_micro_batches * sums.costs.micro_batch_bytes
         self._stashes = [num_stashes(table, stage) for stage in range(table.num_stages)]
         self._is_asynchronous = table.is_asynchronous
+        counted = (Held.DEFERRED, Held.INPUT, Held.GRADIENT, Held.HEAD_INPUT, Held.LOGITS)
+        self._counts = [
+            (most[Held.ROW] + most[Held.ROW_GRADIENTS], *(most[held] for held in counted)) for most in self.most
+        ]
 
     def stage_bytes(self, number: int, stage: StageLayers) -> float:
         """The most that stage `number` needs as the only stage of its process."""
@@ -267,21 +282,19 @@ class MemoryBound:
 
     def parts(self, number: int, stage: StageLayers, live_graphs: int) -> tuple[float, float]:
         """The most that stage `number` keeps with so many stored graphs, and its working memory beside that."""
-        sums, most, beside = self._sums, self.most[number], stage.beside
+        sums, beside = self._sums, stage.beside
+        rows, deferred, inputs, gradients, head_inputs, logits = self._counts[number]
         key, reserved = (stage.start, stage.stop, stage.inner), sums.device.reserved_share
         run = self._known.get(key) or self._known.setdefault(key, _bytes_of(sums, *key))
-        always = run.held + run.buffers + self._ids + beside.held_bytes
+        always = run.held + run.buffers + self._ids + beside.held_bytes + self._libraries[number]
         always += self._stashes[number] * run.trained
         always += (1 + reserved) * run.trained + self._state_shares[number] * run.owned
         always += 0 if self._is_asynchronous else run.converted
         coming = live_graphs * (run.graph + (run.converted if self._is_asynchronous else 0))
-        coming += most[Held.DEFERRED] * run.deferred
-        coming += (most[Held.ROW] + most[Held.ROW_GRADIENTS]) * run.row
-        coming += most[Held.INPUT] * (run.received + beside.kept_bytes)
-        coming += most[Held.GRADIENT] * run.gradient
+        coming += deferred * run.deferred + rows * run.row + gradients * run.gradient
+        coming += inputs * (run.received + beside.kept_bytes)
         if (part := sums.part) is not None:
-            coming += most[Held.HEAD_INPUT] * part.hidden_bytes
-            coming += most[Held.LOGITS] * (part.logits_bytes + part.hidden_bytes)
+            coming += head_inputs * part.hidden_bytes + logits * (part.logits_bytes + part.hidden_bytes)
         working = max(
             0 if part is None else part.working_bytes,
             beside.forward_peak(run.forward) - run.graph,

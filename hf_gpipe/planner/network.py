@@ -105,6 +105,10 @@ class Network:
         levels = [self._shared(depth, self._rings(workers, depth)) for depth in range(1, self._depth(workers) + 1)]
         return 2 * (len(workers) - 1) * max(level.seconds(message) for level in levels)
 
+    def slowest_rate(self, workers: Sequence[int]) -> float:
+        """Bytes a second of the slowest link between some workers, of which there are at least two."""
+        return min(level.bytes_per_second for level in self._cluster.levels[: self._depth(workers)])
+
     def _rings(self, workers: Sequence[int], depth: int) -> int:
         """How many reductions leave the busiest of the parts that have these workers."""
         parts = {self._part(worker, depth) for worker in workers}

@@ -26,6 +26,7 @@ COLOURS = {
     "early_gradients": "#8e5ea2",
     "working": "#a0a0a0",
     "reserve": "#dcdcdc",
+    "libraries": "#54a24b",
 }
 _GIB = 1 << 30
 

@@ -16,6 +16,7 @@ from hf_gpipe.planner.beside import Beside, besides
 from hf_gpipe.planner.chunks import taper_of, typical
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.devices import Device
+from hf_gpipe.planner.libraries import library_bytes
 from hf_gpipe.planner.limits import MemoryLimit, check_processes, limit_of, speeds_of
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, away_bytes, estimate_memory, hosted_bytes
 from hf_gpipe.planner.network import Network, one_level
@@ -243,6 +244,7 @@ class Planner:
         self.of_tokens: Callable[[int, int], ModelCosts] | None = None
         self._sums: dict[tuple[int, Chunks, int], tuple[LayerSums, Sequence[LayerSums]]] = {}
         self._of_teacher: dict[int, LayerSums] = {}
+        self._of_libraries: dict[tuple[Placement, bool], Sequence[int]] = {}
 
     def within(self, memory_bytes: MemoryLimit) -> Planner:
         """The same planner with another limit; what it has computed is shared."""
@@ -332,7 +334,16 @@ class Planner:
         """The bound on the memory of any stage. The partition of the settings is not read."""
         sums = self.sums(settings)
         table = self.table(settings)
-        return MemoryBound(sums, table, self._state_shares(settings, table))
+        return MemoryBound(sums, table, self._state_shares(settings, table), self._library_bytes(table))
+
+    def _library_bytes(self, table: Schedule) -> Sequence[int]:
+        """For each process the bytes that libraries take of its GPU."""
+        key = table.placement, table.divides_head
+        if key not in self._of_libraries:
+            network = Network(self.cluster or one_level(self.device, key[0].num_processes), key[0])
+            sizes = library_bytes(self.device, network, key[0], self.tensor_parallel, divides_head=key[1])
+            self._of_libraries[key] = sizes
+        return self._of_libraries[key]
 
     def _state_shares(self, settings: DecidedConfig, table: Schedule) -> list[float]:
         """For each stage the bytes of the optimizer's state of a process per byte of the stage's trainable weights."""
@@ -433,7 +444,9 @@ class Planner:
         state_shares = self._state_shares(settings, table)
 
         def memory(process: int, own: Sequence[int]) -> MemoryEstimate:
-            return estimate_memory(sums, stages, timeline, process, own, state_shares, settings.offload_weights)
+            libraries = self._library_bytes(table)[process]
+            visitors = settings.offload_weights
+            return estimate_memory(sums, stages, timeline, process, own, state_shares, visitors, libraries)
 
         processes = []
         for number in range(placement.num_processes):

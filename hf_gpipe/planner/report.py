@@ -48,6 +48,7 @@ _ITEMS = {
     "early_gradients": "gradients that wait",
     "working": "what the running action works with",
     "reserve": "what the allocator holds besides",
+    "libraries": "what cuBLAS and NCCL hold",
 }
 
 _SEARCH_HEADER = (
@@ -294,7 +295,7 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
             {
                 "process": process.number,
                 "stages": list(process.stages),
-                # Of NCCL, between stages; their memory is not known, and not in the plan.
+                # Of NCCL, between stages.
                 "communicators": num_communicators(plan.timeline.schedule.placement, process.number),
                 "memory_bytes": {**_items(process.memory), "total": process.memory.total},
                 # In the memory of its host, while a checkpoint is saved in the background.
@@ -328,7 +329,7 @@ def _table(plan: Plan) -> str:
         stage, memory = group[0], group[0].memory
         kept = memory.boundaries + memory.activations + memory.logits + memory.early_gradients
         weights = memory.parameters + memory.stashes
-        sizes = (weights, memory.gradients, memory.optimizer, kept, memory.working + memory.reserve)
+        sizes = (weights, memory.gradients, memory.optimizer, kept, memory.working + memory.reserve + memory.libraries)
         rows.append(
             (
                 _span([member.number for member in group]),

@@ -30,9 +30,9 @@ class TimeEstimate:
 def time_of(timeline: Timeline, process: int) -> TimeEstimate:
     """How a process spends a step; of several in a table, the mean."""
     seconds = dict.fromkeys(KINDS.values(), 0.0)
-    for span in timeline.spans:
+    for span in timeline.by_process.get(process, ()):
         # What does not occupy the device goes on beside the other actions.
-        if span.process == process and span.action.kind.resource is Resource.COMPUTE:
+        if span.action.kind.resource is Resource.COMPUTE:
             seconds[span.action.kind] += float(span.busy) / timeline.schedule.num_steps
     step = float(timeline.total_seconds) / timeline.schedule.num_steps
     parts = {kind.part: sum(value for other, value in seconds.items() if other.part == kind.part) for kind in seconds}

@@ -251,7 +251,8 @@ class StageTracer:
         micro_batch: MicroBatch,
         run: Callable[[Stage, Context, Tracker], _Result],
     ) -> _Result:
-        context, tracker = _prepare(stage, micro_batch)
+        context, tracker = context_of(stage.model, micro_batch), Tracker(as_on_gpu=self._as_on_gpu)
+        _ignore(tracker, stage, context)
         autocast = stage.model.adapter.autocast
         with _kernels(self._as_on_gpu), keeping_weights(autocast), tracker:
             if autocast is not None:
@@ -305,20 +306,18 @@ def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks 
     )
 
 
-def _prepare(stage: Stage, micro_batch: MicroBatch) -> tuple[Context, Tracker]:
-    """A micro-batch for the stage, and a tracker that counts nothing of what is there now."""
-    context = context_of(stage.model, micro_batch)
-    model, tracker = stage.model.model, Tracker()
+def _ignore(tracker: Tracker, stage: Stage, context: Context) -> None:
+    """Let a tracker count nothing of what is there before a stage runs."""
+    model, micro_batch = stage.model.model, context.micro_batch
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    tracker.ignore([*model.parameters(), *model.buffers(), *context.micro_batch.inputs.values()])
+    tracker.ignore([*model.parameters(), *model.buffers(), *micro_batch.inputs.values()])
     tracker.ignore(p.grad for p in model.parameters() if p.grad is not None)
     tracker.ignore(context.carry.values())
     if micro_batch.chunk is not None:
         # What is kept of whole rows: the first forward makes it.
         stage.forward(context, keep_graph=False)
         tracker.ignore(stage.row_caches[micro_batch.chunk.sequence].tensors())
-    return context, tracker
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ It works on real tensors and on fake ones alike, forward and backward.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,13 +57,17 @@ class Phase:
 class Tracker(TorchDispatchMode):
     """Follows every tensor's memory from the operation that makes it until it is freed.
 
+    Args:
+        as_on_gpu: whether operations need what they need on a GPU.
+
     Attributes:
         live_bytes: what was made while the mode was on and is still alive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_on_gpu: bool = False) -> None:
         super().__init__()
         self.live_bytes = 0
+        self._as_on_gpu = as_on_gpu
         self._phase: Phase | None = None
         self._known: dict[int, tuple[weakref.ref[Any], int, Phase | None, bool]] = {}
 
@@ -111,6 +116,8 @@ class Tracker(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor)
+        if self._phase is not None and not self._as_on_gpu and (converted := _converted_bytes(func, args, result)):
+            self._phase.levels.append(self.live_bytes + converted - self._phase.start_bytes)
         formula = _quantised if is_quantised else _FLOPS.get(func._overloadpacket)
         if formula is not None and self._phase is not None:
             flops = int(formula(*args, **kwargs, out_val=result))
@@ -134,6 +141,23 @@ class Tracker(TorchDispatchMode):
 
     def _forget(self, number: int) -> None:
         self.live_bytes -= self._known.pop(number)[1]
+
+
+@functools.cache
+def _is_pointwise(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags
+
+
+def _converted_bytes(func: Any, args: Any, result: Any) -> int:
+    """The bytes of the tensors that a CPU's kernel converts: of a pointwise operation on several types all that do not
+    have the common one, its output too. A GPU converts each number as it reads it."""
+    if not (_is_pointwise(func) and isinstance(result, torch.Tensor) and result.is_floating_point()):
+        return 0
+    tensors = [given for given in args if isinstance(given, torch.Tensor) and given.dim() and given.is_floating_point()]
+    if len({tensor.dtype for tensor in tensors}) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return sum(tensor.numel() * common.itemsize for tensor in (*tensors, result) if tensor.dtype != common)
 
 
 def _attention(query: Any, key: Any, value: Any, _: Any = 0.0, is_causal: bool = False, **__: Any) -> int:

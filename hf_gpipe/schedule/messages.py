@@ -134,9 +134,10 @@ def executable_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
 
     def waits_for(process: int, action: Action) -> Action | None:
         """The actions that must be done in other processes before an action can run."""
-        for other in schedule.concerned(process, action, schedule.awaited_by(action.kind)):
-            if other.kind.is_collective and len(workers[action.stage]) not in (1, num_reached[other]):
-                return other
+        if awaited := schedule.awaited_by(action.kind):
+            for other in schedule.concerned(process, action, awaited):
+                if other.kind.is_collective and len(workers[action.stage]) not in (1, num_reached[other]):
+                    return other
         return next((source for source in schedule.sources(action) if source not in done), None)
 
     progress = True

@@ -30,7 +30,7 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
     completed.sort(key=lambda span: span.end)
     first_completed = next(iter(completed), None)
     drops: dict[Action, Span] = {}
-    for span in completed:
+    for span in completed if DROP in schedule.kinds else ():
         for drop in schedule.concerned(process, span.action, [DROP]):
             drops.setdefault(drop, span)
     for drop, span in drops.items():

@@ -25,7 +25,7 @@ in the time in which the stages before the last stage wait for their first gradi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -149,17 +149,25 @@ class Timeline:
     def process_bubble(self, process: int) -> Seconds:
         """The idle fraction of one process, of all its devices together."""
         own = [(stage, process) for stage in self.schedule.placement.stages_of(process)]
-        return self._idle_fraction([span for span in self.spans if span.process == process], own)
+        return self._idle_fraction(self.by_process.get(process, ()), own)
 
     def stage_bubble(self, stage: int) -> Seconds:
         """The fraction of the time in which no action of this stage runs, though its process may run another's."""
         own = [(stage, process) for process in self.schedule.placement.workers[stage]]
-        return self._idle_fraction([span for span in self.spans if span.action.stage == stage], own)
+        return self._idle_fraction(self._by_stage.get(stage, ()), own)
 
     def busy_seconds(self, stage: int) -> Seconds:
         """How long the actions of a stage ran, without their waiting; the mean of its replicas."""
-        spans = (span for span in self.spans if span.action.stage == stage)
-        return _busy(spans) / len(self.schedule.placement.workers[stage])
+        return _busy(self._by_stage.get(stage, ())) / len(self.schedule.placement.workers[stage])
+
+    @cached_property
+    def by_process(self) -> Mapping[int, Sequence[Span]]:
+        """The spans of each process, by their start."""
+        return _grouped(self.spans, lambda span: span.process)
+
+    @cached_property
+    def _by_stage(self) -> Mapping[int, Sequence[Span]]:
+        return _grouped(self.spans, lambda span: span.action.stage)
 
     def _idle_fraction(self, spans: Sequence[Span], places: Sequence[tuple[int, int]]) -> Seconds:
         """Of the devices of some (stage, process), on which these spans ran."""
@@ -182,6 +190,13 @@ class Timeline:
             if span.action.micro_batch is not None:
                 stages[span.action.stage][span.action.micro_batch].append(span)
         return stages
+
+
+def _grouped(spans: Iterable[Span], key: Callable[[Span], int]) -> Mapping[int, Sequence[Span]]:
+    groups: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        groups[key(span)].append(span)
+    return groups
 
 
 def _busy(spans: Iterable[Span]) -> Seconds:

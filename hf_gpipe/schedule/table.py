@@ -160,12 +160,18 @@ class Schedule:
 
     def consumers(self, action: Action) -> tuple[Action, ...]:
         """The actions of other stages that receive this one's message."""
-        consumer = action.consumer(self.num_stages, self.split)
-        of_head = head_consumers(action, self.num_stages, self.split) if self.divides_head else ()
-        far = self._far_consumers.get(action, ()) if self.placement.is_dealt else ()
-        # In evaluation there is no T.
-        of_head = tuple(receiver for receiver in of_head if receiver.kind in self.kinds)
-        return (*of_head, *far, *(() if consumer is None else (consumer,)))
+        if action not in self._consumers:
+            consumer = action.consumer(self.num_stages, self.split)
+            of_head = head_consumers(action, self.num_stages, self.split) if self.divides_head else ()
+            far = self._far_consumers.get(action, ()) if self.placement.is_dealt else ()
+            # In evaluation there is no T.
+            of_head = tuple(receiver for receiver in of_head if receiver.kind in self.kinds)
+            self._consumers[action] = (*of_head, *far, *(() if consumer is None else (consumer,)))
+        return self._consumers[action]
+
+    @cached_property
+    def _consumers(self) -> dict[Action, tuple[Action, ...]]:
+        return {}
 
     @cached_property
     def _far_sources(self) -> Mapping[Action, tuple[Action, ...]]:

@@ -90,7 +90,8 @@ def _graphs_made(schedule: Schedule, action: Action) -> int:
     return int(not kind.sends or schedule.keeps_graph(action.stage, micro_batch))
 
 
-def most_loaded(schedule: Schedule) -> list[int]:
+@lru_cache(maxsize=8)
+def most_loaded(schedule: Schedule) -> tuple[int, ...]:
     """For each worker the most stages whose weights are on one of its devices at once."""
     most = []
     for worker, row in enumerate(schedule.actions):
@@ -101,7 +102,7 @@ def most_loaded(schedule: Schedule) -> list[int]:
                 loaded[schedule.placement.device_of(action.stage, worker)] += 1 if action.kind == LOAD else -1
                 highest = max(highest, *loaded.values())
         most.append(highest)
-    return most
+    return tuple(most)
 
 
 def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:

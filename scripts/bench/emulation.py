@@ -253,9 +253,7 @@ class WaitingStage:
         wait(self._share(micro_batch) * (self._backward_seconds - self._weight_seconds))
         return {} if self.is_first else self._message
 
-    def weight_backward(
-        self, micro_batch: int, completed: Callable[[torch.nn.Parameter], None] | None = None
-    ) -> None:
+    def weight_backward(self, micro_batch: int, completed: Callable[[torch.nn.Parameter], None] | None = None) -> None:
         start, seconds = time.perf_counter(), self._share(micro_batch) * self._weight_seconds
         if completed is not None:
             for i, parameter in enumerate(reversed(self.parameters.values())):

@@ -1,0 +1,56 @@
+"""The memory of a GPU that libraries take beside tensors: cuBLAS, NCCL and torch's allocator.
+
+The context of CUDA is not counted here: it is taken off the memory of the devices (devices.py). What NCCL takes for
+NVLink SHARP and for trees of several machines is not counted either.
+"""
+
+from __future__ import annotations
+
+from hf_gpipe.planner.devices import LINKS, Device
+from hf_gpipe.planner.network import Network
+from hf_gpipe.schedule import Placement
+from hf_gpipe.schedule.messages import communicators, head_communicators
+
+_MIB = 1 << 20
+#: torch's allocator puts tensors of less than 1 MiB into segments of 2 MiB, and those of less than 10 MiB into segments
+#: of 20 MiB (kSmallBuffer and kLargeBuffer in c10/core/AllocatorConfig.h). One of each kind is not full.
+_SEGMENTS_BYTES = 22 * _MIB
+#: NCCL's buffers for a channel at the receiving and at the sending end of a connection (the lines of
+#: NCCL_DEBUG_SUBSYS=ALLOC in issue 1685 of github.com/NVIDIA/nccl). The first has NCCL_BUFFSIZE, of 4 MiB, and the
+#: buffers of the protocols LL and LL128.
+_RECEIVING_BYTES, _SENDING_BYTES = 10 * _MIB, 2 * _MIB
+#: Channels between two GPUs: 32 over NVLink (the same issue), 2 over PCIe and networks (issues 1189 and 1424).
+_NVLINK_CHANNELS, _CHANNELS = 32, 2
+
+
+def library_bytes(
+    device: Device, network: Network, placement: Placement, num_ranks: int, *, divides_head: bool
+) -> tuple[int, ...]:
+    """For each worker the bytes that libraries take on each of its devices; 0 without CUDA.
+
+    Args:
+        device: of every worker.
+        network: the links between the workers.
+        placement: of the stages.
+        num_ranks: T, among which layers are divided.
+        divides_head: whether the workers share the head.
+    """
+    if device.workspace_bytes is None:
+        return (0,) * placement.num_processes
+    sizes = [device.workspace_bytes + _SEGMENTS_BYTES] * placement.num_processes
+    links = communicators(placement) + (head_communicators(placement) if divides_head else ())
+    for link in links:
+        channels = _channels(network.slowest_rate((link.sender, link.receiver)))
+        sizes[link.sender] += channels * _SENDING_BYTES
+        sizes[link.receiver] += channels * _RECEIVING_BYTES
+    # In a ring each member receives and sends: all processes for sums such as the loss, and the replicas of stages.
+    everyone = tuple(range(placement.num_processes))
+    for group in {everyone, *placement.groups}:
+        for worker in group if len(group) > 1 else ():
+            sizes[worker] += _channels(network.slowest_rate(group)) * (_RECEIVING_BYTES + _SENDING_BYTES)
+    of_ranks = _channels(device.link.bytes_per_second) * (_RECEIVING_BYTES + _SENDING_BYTES) if num_ranks > 1 else 0
+    return tuple(size + of_ranks for size in sizes)
+
+
+def _channels(bytes_per_second: float) -> int:
+    return _NVLINK_CHANNELS if bytes_per_second >= LINKS["nvlink1"].bytes_per_second else _CHANNELS

@@ -1,0 +1,124 @@
+"""Tables under a limit of memory, trained: the best named one beside the one that `schedule: auto` makes.
+
+    python scripts/bench_tables.py            a llama with a large head, three limits, about 6 minutes
+    python scripts/bench_tables.py --quick    a tiny one: does the script work?
+
+Two processes of one thread each hold a stage each. A limit leaves each process room for so many of its graphs beside
+what it holds all the time. Both plans are made from the seconds of the layers, measured in both processes at once, and
+train in turn; peaks are those of the resident memory, as in validate_planner.py. The same on processes that wait, with
+more of them, is `bench_emulated.py --paces memory`. Run it while the machine does nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from bench.models import llama
+from bench.planned import CPU, Case, planned, profile, tiny
+from bench.processes import run_job
+from bench.report import paired, table
+from bench.runner import bench_parser, take_turns
+from validate_planner import RETURN_FREED, peak, train
+
+from hf_gpipe.planner.choose import allowed_plans, can_run
+from hf_gpipe.planner.listed import with_table
+from hf_gpipe.planner.measure import this_machine
+from hf_gpipe.planner.memory import graph_bytes
+from hf_gpipe.planner.plan import Plan
+from hf_gpipe.recipe import PipelineConfig
+
+#: Graphs that a process has room for.
+GRAPHS = (1.5, 2.0, 3.0)
+HEADER = ["graphs", "named", "made", "predicted s", "gain", "measured s", "gain", "peaks, MiB: named", "made"]
+
+
+class Pair(NamedTuple):
+    """The best plan of the named schedules under a limit, and the best of all."""
+
+    named: Plan
+    made: Plan
+
+
+def limits(plan: Plan, graphs: float) -> tuple[int, ...]:
+    """For each process the bytes of what it always holds, of its working memory, and of so many graphs."""
+    sums, stages = plan.planner.sums(plan.settings), plan.planner.stage_layers(plan.settings)
+    rest = [process.memory.total - process.memory.activations - process.memory.logits for process in plan.processes]
+    return tuple(int(own + graphs * graph_bytes(sums, stage)) for own, stage in zip(rest, stages, strict=True))
+
+
+def pair(plain: Plan, graphs: float) -> Pair:
+    """The plans for as many micro-batches as one has. A named schedule may have two stages a process."""
+    planner, count = plain.planner.within(limits(plain, graphs)), plain.settings.num_micro_batches
+    free = replace(PipelineConfig(num_processes=2).with_auto(2), replicas=1, num_micro_batches=count)
+    best: list[Plan] = []
+    for num_stages in (2, 4):
+        plans = allowed_plans(planner, replace(free, num_stages=num_stages))
+        best += sorted(filter(can_run, plans), key=attrgetter("sort_key"))[:1]
+    named = min(best, key=attrgetter("sort_key"))
+    made = with_table(best[0], replace(free, num_stages=2))
+    return Pair(named, min(named, made, key=attrgetter("sort_key")))
+
+
+def case_of(plan: Plan, case: Case, folder: Path) -> Case:
+    """The case that trains by a plan. Its table is a file."""
+    settings, schedule = plan.settings, plan.settings.schedule
+    if schedule in plan.planner.inputs.tables:
+        path = folder / f"{len([*folder.iterdir()])}.txt"
+        path.write_text(plan.timeline.schedule.text())
+        schedule = str(path)
+    others = {"partition": settings.partition}
+    recompute = settings.recompute
+    return replace(case, num_stages=settings.num_stages, schedule=schedule, recompute=recompute, others=others)
+
+
+def text_of(plan: Plan) -> str:
+    settings = plan.settings
+    return f"{settings.schedule}, {settings.recompute}, {'+'.join(map(str, settings.partition))}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the top of the file."""
+    options = bench_parser(__doc__, steps=4, reps=3).parse_args(argv)
+    config = llama(512, 6, 24000, 1408, heads=8, pad_token_id=0)
+    case = Case("llama", config, 8, 128, 128, 2, 2, 8, "gpipe", "none")
+    case = replace(tiny(case), rows=8) if options.quick else case
+    measured = run_job(profile, (case,), 2)
+    plain = planned(measured, case, replace(this_machine(CPU), reserved_share=0.0))
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="hf_gpipe-tables-") as folder:
+        for graphs in GRAPHS[: 1 if options.quick else None]:
+            plans = pair(plain, graphs)
+            cases = {name: case_of(plan, case, Path(folder)) for name, plan in plans._asdict().items()}
+            runs = take_turns({name: partial(seconds, own, options.steps) for name, own in cases.items()}, options)
+            peaks = [run_job(peak, (own,), 2, timeout_seconds=900, variables=RETURN_FREED) for own in cases.values()]
+            times = {name: median(own) for name, own in runs.items()}
+            rows.append(
+                [
+                    *(f"{graphs:g}", text_of(plans.named), text_of(plans.made)),
+                    f"{plans.named.step_seconds:.3f} / {plans.made.step_seconds:.3f}",
+                    f"{plans.named.step_seconds / plans.made.step_seconds:.3f}",
+                    *(f"{times['named']:.3f} / {times['made']:.3f}", paired(runs["named"], runs["made"]).text(3)),
+                    *(" and ".join(f"{size / 2**20:.0f}" for size in own) for own in peaks),
+                ]
+            )
+            print(table(HEADER, rows[-1:]), flush=True)
+    print(table(HEADER, rows))
+    return 0
+
+
+def seconds(case: Case, num_steps: int) -> float:
+    """The median step of a case, each as long as its slower process."""
+    trained = run_job(train, (case, num_steps), 2, timeout_seconds=900)
+    return median(max(times) for times in zip(*(times for _, times in trained), strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
