@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -28,11 +29,12 @@ from bench.report import paired, table
 from bench.runner import bench_parser, take_turns
 from validate_planner import RETURN_FREED, peak, train
 
-from hf_gpipe.planner.choose import allowed_plans, can_run
+from hf_gpipe.errors import PartitionError
+from hf_gpipe.planner.choose import allowed_plans, best_plan, can_run
 from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.planner.memory import graph_bytes
-from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.recipe import PipelineConfig
 
 #: Graphs that a process has room for.
@@ -47,23 +49,27 @@ class Pair(NamedTuple):
     made: Plan
 
 
-def limits(plan: Plan, graphs: float) -> tuple[int, ...]:
-    """For each process the bytes of what it always holds, of its working memory, and of so many graphs."""
-    sums, stages = plan.planner.sums(plan.settings), plan.planner.stage_layers(plan.settings)
-    rest = [process.memory.total - process.memory.activations - process.memory.logits for process in plan.processes]
-    return tuple(int(own + graphs * graph_bytes(sums, stage)) for own, stage in zip(rest, stages, strict=True))
+def limits(planner: Planner, free: PipelineConfig, graphs: float) -> tuple[int, ...]:
+    """For each process the bytes that it needs with so many graphs: under `naive` it has one at a time."""
+    plan = best_plan(planner, replace(free, num_stages=2, schedule="naive", recompute="none"))
+    sums, stages = planner.sums(plan.settings), planner.stage_layers(plan.settings)
+    return tuple(
+        int(process.memory.total + (graphs - 1) * graph_bytes(sums, stage))
+        for process, stage in zip(plan.processes, stages, strict=True)
+    )
 
 
 def pair(plain: Plan, graphs: float) -> Pair:
     """The plans for as many micro-batches as one has. A named schedule may have two stages a process."""
-    planner, count = plain.planner.within(limits(plain, graphs)), plain.settings.num_micro_batches
+    count = plain.settings.num_micro_batches
     free = replace(PipelineConfig(num_processes=2).with_auto(2), replicas=1, num_micro_batches=count)
-    best: list[Plan] = []
-    for num_stages in (2, 4):
-        plans = allowed_plans(planner, replace(free, num_stages=num_stages))
-        best += sorted(filter(can_run, plans), key=attrgetter("sort_key"))[:1]
-    named = min(best, key=attrgetter("sort_key"))
-    made = with_table(best[0], replace(free, num_stages=2))
+    planner = plain.planner.within(limits(plain.planner, free, graphs))
+    straight = replace(free, num_stages=2)
+    plans = [*filter(can_run, allowed_plans(planner, straight))]
+    made = with_table(min(plans, key=attrgetter("sort_key")), straight)
+    with suppress(PartitionError):  # half of a stage may need more than half of the memory
+        plans += filter(can_run, allowed_plans(planner, replace(free, num_stages=4)))
+    named = min(plans, key=attrgetter("sort_key"))
     return Pair(named, min(named, made, key=attrgetter("sort_key")))
 
 
