@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench.models import llama
 from bench.planned import CPU, Case, planned, profile, tiny
 from bench.processes import run_job
-from bench.report import paired, table
+from bench.report import paired, table, write_json
 from bench.runner import bench_parser, take_turns
 from validate_planner import RETURN_FREED, peak, train
 
@@ -96,15 +96,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = llama(512, 6, 24000, 1408, heads=8, pad_token_id=0)
     case = Case("llama", config, 8, 128, 128, 2, 2, 8, "gpipe", "none")
     case = replace(tiny(case), rows=8) if options.quick else case
-    measured = run_job(profile, (case,), 2)
+    job = partial(run_job, num_processes=2, fork=options.quick, timeout_seconds=900)
+    measured = job(profile, (case,))
     plain = planned(measured, case, replace(this_machine(CPU), reserved_share=0.0))
     rows = []
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-tables-") as folder:
         for graphs in GRAPHS[: 1 if options.quick else None]:
             plans = pair(plain, graphs)
             cases = {name: case_of(plan, case, Path(folder)) for name, plan in plans._asdict().items()}
-            runs = take_turns({name: partial(seconds, own, options.steps) for name, own in cases.items()}, options)
-            peaks = [run_job(peak, (own,), 2, timeout_seconds=900, variables=RETURN_FREED) for own in cases.values()]
+            runs = take_turns({name: partial(seconds, job, own, options.steps) for name, own in cases.items()}, options)
+            peaks = [job(peak, (own,), variables=RETURN_FREED) for own in cases.values()]
             times = {name: median(own) for name, own in runs.items()}
             rows.append(
                 [
@@ -117,12 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             print(table(HEADER, rows[-1:]), flush=True)
     print(table(HEADER, rows))
+    write_json(options.json, rows=rows)
     return 0
 
 
-def seconds(case: Case, num_steps: int) -> float:
+def seconds(job: Callable[..., list[Any]], case: Case, num_steps: int) -> float:
     """The median step of a case, each as long as its slower process."""
-    trained = run_job(train, (case, num_steps), 2, timeout_seconds=900)
+    trained = job(train, (case, num_steps))
     return median(max(times) for times in zip(*(times for _, times in trained), strict=True))
 
 

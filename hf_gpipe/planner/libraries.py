@@ -19,8 +19,10 @@ _SEGMENTS_BYTES = 22 * _MIB
 #: NCCL_DEBUG_SUBSYS=ALLOC in issue 1685 of github.com/NVIDIA/nccl). The first has NCCL_BUFFSIZE, of 4 MiB, and the
 #: buffers of the protocols LL and LL128.
 _RECEIVING_BYTES, _SENDING_BYTES = 10 * _MIB, 2 * _MIB
-#: Channels between two GPUs: 32 over NVLink (the same issue), 2 over PCIe and networks (issues 1189 and 1424).
-_NVLINK_CHANNELS, _CHANNELS = 32, 2
+_BOTH_BYTES = _RECEIVING_BYTES + _SENDING_BYTES
+#: Channels of messages between two GPUs, and of sums in a ring: 32 and 24 over the NVLinks of an A100 or a newer GPU, 2
+#: over anything else (NCCL's line "coll channels, ... p2p channels per peer" in issues 1685, 1781, 1189 and 1424).
+_NVLINK_CHANNELS, _CHANNELS = (32, 24), (2, 2)
 
 
 def library_bytes(
@@ -40,17 +42,17 @@ def library_bytes(
     sizes = [device.workspace_bytes + _SEGMENTS_BYTES] * placement.num_processes
     links = communicators(placement) + (head_communicators(placement) if divides_head else ())
     for link in links:
-        channels = _channels(network.slowest_rate((link.sender, link.receiver)))
-        sizes[link.sender] += channels * _SENDING_BYTES
-        sizes[link.receiver] += channels * _RECEIVING_BYTES
+        of_messages, _ = _channels(network.slowest_rate((link.sender, link.receiver)))
+        sizes[link.sender] += of_messages * _SENDING_BYTES
+        sizes[link.receiver] += of_messages * _RECEIVING_BYTES
     # In a ring each member receives and sends: all processes for sums such as the loss, and the replicas of stages.
     everyone = tuple(range(placement.num_processes))
     for group in {everyone, *placement.groups}:
         for worker in group if len(group) > 1 else ():
-            sizes[worker] += _channels(network.slowest_rate(group)) * (_RECEIVING_BYTES + _SENDING_BYTES)
-    of_ranks = _channels(device.link.bytes_per_second) * (_RECEIVING_BYTES + _SENDING_BYTES) if num_ranks > 1 else 0
+            sizes[worker] += _channels(network.slowest_rate(group))[1] * _BOTH_BYTES
+    of_ranks = _channels(device.link.bytes_per_second)[1] * _BOTH_BYTES if num_ranks > 1 else 0
     return tuple(size + of_ranks for size in sizes)
 
 
-def _channels(bytes_per_second: float) -> int:
-    return _NVLINK_CHANNELS if bytes_per_second >= LINKS["nvlink1"].bytes_per_second else _CHANNELS
+def _channels(bytes_per_second: float) -> tuple[int, int]:
+    return _NVLINK_CHANNELS if bytes_per_second >= LINKS["nvlink3"].bytes_per_second else _CHANNELS

@@ -152,8 +152,9 @@ class Case:
 
 
 def tiny(case: Case) -> Case:
-    """The same with a clone of the model that has sizes of a few dozen."""
-    return replace(case, config=tiny_config(case.config), source=12, target=12)
+    """The same with a clone of the model that has sizes of a few dozen, and other numbers of layers."""
+    others = {name: value for name, value in case.others.items() if name != "partition"}
+    return replace(case, config=tiny_config(case.config), source=12, target=12, others=others)
 
 
 def profile(case: Case) -> Sequence[ModelCosts]:

@@ -17,6 +17,7 @@ import bench_memory
 import bench_peers
 import bench_strategies
 import bench_table2
+import bench_tables
 import pytest
 import torch
 from bench.measure import Measured
@@ -51,6 +52,7 @@ def run_all(folder: Path) -> int:
         "memory": (bench_memory.main, []),
         "peers": (bench_peers.main, PEERS),
         "table2": (bench_table2.main, []),
+        "tables": (bench_tables.main, []),
     }
     return max(main(["--quick", "--json", f"{folder}/{name}.json", *words]) for name, (main, words) in commands.items())
 
@@ -112,6 +114,13 @@ def test_table2_has_every_cell(figures: dict[str, Any]) -> None:
     cells = {(one["K"], one["M"]) for one in figures["table2"]["emulated"]}
     assert cells == {(k, m) for k in (2, 4, 8) for m in (1, 4, 32)}
     assert {one["case"] for one in figures["table2"]["measured"]} == {"single", "twin", "ours gpipe", "ours 1f1b"}
+
+
+def test_a_made_table_is_never_longer_than_a_named_one(figures: dict[str, Any]) -> None:
+    for _, _, _, predicted, _, measured, *_ in figures["tables"]["rows"]:
+        named, made = map(float, predicted.split(" / "))
+        assert made <= named
+        assert min(map(float, measured.split(" / "))) > 0
 
 
 # ---------------------------------------------------------------------- what they count with
