@@ -13,9 +13,10 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.limits import limit_of, limit_text, limits_of, speeds_of
 from hf_gpipe.planner.live_graphs import choose_recompute
 from hf_gpipe.planner.memory import StageLayers
-from hf_gpipe.planner.plan import Plan, Planner, entries_of, inner_recompute
+from hf_gpipe.planner.plan import Plan, Planner, inner_recompute
 from hf_gpipe.planner.table_costs import recompute_shares
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
+from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import Placement
 
 
@@ -69,7 +70,8 @@ def _on_host(planner: Planner, settings: DecidedConfig, strategy: str | Sequence
 def _partly_on_host(plan: Plan) -> Iterator[Plan]:
     """The plan whose graphs wait on the host, in place of recomputation, on those stages whose link is fast enough, and
     whose process has room for what travels."""
-    planner, settings, entries = plan.planner, plan.settings, entries_of(plan.settings)
+    planner, settings = plan.planner, plan.settings
+    entries = Recompute.parse(settings.recompute, settings.num_stages).entries
     hosts = {
         number
         for number, start, stop in stages_of(settings.partition)

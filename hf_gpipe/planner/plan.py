@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
@@ -22,24 +22,19 @@ from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, aw
 from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.table_costs import costs_of_table
+from hf_gpipe.planner.tables import table_of, with_visits_of
 from hf_gpipe.planner.times import TimeEstimate, time_of
 from hf_gpipe.planner.workload import Chunks, PlanInputs, largest_micro_batch
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import (
-    ASYNCHRONOUS_SCHEDULES,
-    LONGEST_WINDOW,
     Costs,
     Placement,
     Schedule,
     Timeline,
     build,
-    recompute_under,
     simulate,
-    with_offloads,
 )
-from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside, with_updates_last
-from hf_gpipe.schedule.visits import check_visits, with_visits
 from hf_gpipe.text import seconds_text, size_text
 
 
@@ -351,51 +346,11 @@ class Planner:
         return [share / (count if settings.zero else 1) for count in table.placement.replicas]
 
     def table(self, settings: DecidedConfig, sizes: Sequence[int] | None = None) -> Schedule:
-        """The table that a pipeline with these settings runs. Their partition is not read.
-
-        That of an asynchronous schedule has a window of about `LONGEST_WINDOW` micro-batches.
-
-        Args:
-            settings: of the pipeline.
-            sizes: of each stage, by which the updates of dealt stages are shared out; None: stages are equal.
-
-        Raises:
-            ScheduleError: there is none, or the schedule is a table that was read and does not have these numbers.
-        """
-        name, num_stages, num_processes = settings.schedule, settings.num_stages, settings.num_processes
+        """The table that a pipeline with these settings runs; arguments and errors are those of `tables.table_of`."""
         num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
-        if (given := self.inputs.tables.get(name)) is not None:
-            asked = num_stages, self.inputs.accumulation * settings.num_micro_batches * self.chunks.most, num_processes
-            if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
-                raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
-            recompute_under(given, settings.recompute)
-            check_processes(self.memory_bytes, self.speeds, given.placement)
-            return self._with_visits(given.of_first(num_micro_batches), settings)
-        placement = settings.placed(name)
-        if sizes is not None and settings.placement is None:
-            placement = placement.balanced(sizes)
-        check_processes(self.memory_bytes, self.speeds, placement)
-        recompute = Recompute.parse(settings.recompute, num_stages)
-        if name not in ASYNCHRONOUS_SCHEDULES:
-            of_table, chunks = recompute.of_table, self.chunks.most
-            table = build(name, num_stages, num_micro_batches, placement, of_table, chunks=chunks, is_checked=False)
-            return self._with_visits(with_offloads(table, recompute.host_stages), settings)
-        steps = [num_micro_batches] * max(4, LONGEST_WINDOW // num_micro_batches)
-        table = build(name, num_stages, sum(steps), placement, recompute.of_table, steps=steps, is_checked=False)
-        return with_offloads(table, recompute.host_stages)
-
-    def _with_visits(self, table: Schedule, settings: DecidedConfig) -> Schedule:
-        if not settings.offload_weights:
-            return table
-        table = with_visits(table)
-        check_visits(table, are_trained=settings.offload_weights == "all")
-        return self.with_updates(table)
-
-    def with_updates(self, table: Schedule) -> Schedule:
-        """The same table with updates where a run has them: of dealt stages beside backwards, if nothing needs the norm
-        of the whole gradient."""
-        is_beside = not self.inputs.needs_norm and self.inputs.updates == 1 and can_update_beside(table)
-        return with_updates_beside(table) if is_beside else with_updates_last(table)
+        table = table_of(settings, self.inputs, num_micro_batches, self.chunks.most, sizes)
+        check_processes(self.memory_bytes, self.speeds, table.placement)
+        return table
 
     def host_size(self, num_processes: int) -> int:
         """How many of so many workers a machine has; all of them in a cluster of one level."""
@@ -454,7 +409,8 @@ class Planner:
             run = placement.stages_run_by(number)
             processes.append(ProcessPlan(number, own, memory(number, run), time_of(timeline, number)))
         plans = []
-        for number, (stage, entry) in enumerate(zip(stages, entries_of(settings), strict=True)):
+        entries = Recompute.parse(settings.recompute, settings.num_stages).entries
+        for number, (stage, entry) in enumerate(zip(stages, entries, strict=True)):
             # Of several replicas the first, which has most micro-batches.
             process = processes[placement.workers[number][0]]
             is_alone = len(process.stages) == 1
@@ -480,7 +436,7 @@ class Planner:
         if self.num_forwards:
             number = self.micro_batches_of_step(settings.num_micro_batches)
             table = build("forward_only", settings.num_stages, number, placement, is_checked=False)
-            table = self._with_visits(table, settings)
+            table = with_visits_of(table, settings, self.inputs)
             own = float(simulate(table, self.table_costs(settings, table)).total_seconds)
             forwards = self.num_forwards * own
         if (of_tokens := self.of_tokens) is not None:
@@ -502,10 +458,3 @@ def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:
     """Which tensors the stored graphs of each stage keep."""
     blocks = Recompute.parse(settings.recompute, settings.num_stages).block_stages
     return ["block" if stage in blocks else "none" for stage in range(settings.num_stages)]
-
-
-def entries_of(settings: DecidedConfig) -> tuple[str | int, ...]:
-    """One entry per stage of what it recomputes."""
-    if isinstance(settings.recompute, str):
-        return (settings.recompute,) * settings.num_stages
-    return settings.recompute

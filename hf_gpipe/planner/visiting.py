@@ -9,6 +9,7 @@ from operator import attrgetter
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.table_file import TABLE_FILE, each_stage, with_table_file
+from hf_gpipe.planner.tables import with_updates_of_run
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.pipeline_keys import Visitors
 from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
@@ -116,7 +117,7 @@ def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
     best, tables = plan, set[Schedule]()
 
     def seconds(made: Schedule) -> tuple[float, int]:
-        total = simulate(plan.planner.with_updates(made), costs).total_seconds
+        total = simulate(with_updates_of_run(made, plan.planner.inputs), costs).total_seconds
         return float(total), sum(len(row) for row in made.actions)
 
     most_rounds = table.num_micro_batches // len(table.placement.workers[0]) // len(table.placement.crew_of(0))

@@ -16,11 +16,13 @@ class Recompute:
     """Recomputation of each stage.
 
     Attributes:
+        entries: the value, with one entry for each stage.
         of_table: argument of `hf_gpipe.schedule.build`. Only the recomputation of a whole stage is an action.
         block_stages: stages whose blocks are recomputed inside B, by transformers' own checkpointing.
         host_stages: those that recompute nothing, for what their graphs save goes to the host (`with_offloads`).
     """
 
+    entries: tuple[str | int, ...]
     of_table: str | Limits
     block_stages: frozenset[int]
     host_stages: frozenset[int]
@@ -45,7 +47,7 @@ class Recompute:
         block_stages, host_stages = (
             frozenset(stage for stage, entry in enumerate(entries) if entry == mode) for mode in ("block", "host")
         )
-        return cls(of_table, block_stages, host_stages)
+        return cls(tuple(entries), of_table, block_stages, host_stages)
 
 
 def _limit(entry: str | int) -> int | None:

@@ -1,0 +1,76 @@
+"""The table that a pipeline with given settings runs, with visits of weights, offloads and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.planner.workload import PlanInputs
+from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.schedule import (
+    ASYNCHRONOUS_SCHEDULES,
+    LONGEST_WINDOW,
+    Schedule,
+    build,
+    recompute_under,
+    with_offloads,
+)
+from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside, with_updates_last
+from hf_gpipe.schedule.visits import check_visits, with_visits
+
+
+def table_of(
+    settings: DecidedConfig, inputs: PlanInputs, num_micro_batches: int, chunks: int, sizes: Sequence[int] | None = None
+) -> Schedule:
+    """The table of these settings, whose partition is not read.
+
+    That of an asynchronous schedule has a window of about `LONGEST_WINDOW` micro-batches.
+
+    Args:
+        settings: of the pipeline.
+        inputs: have the tables that were read from files.
+        num_micro_batches: of a step, where each chunk of a row counts.
+        chunks: of each row.
+        sizes: of each stage, by which the updates of dealt stages are shared out; None: stages are equal.
+
+    Raises:
+        ScheduleError: there is none, or the schedule is a table that was read and does not have these numbers.
+    """
+    name, num_stages = settings.schedule, settings.num_stages
+    if (given := inputs.tables.get(name)) is not None:
+        asked = num_stages, inputs.accumulation * settings.num_micro_batches * chunks, settings.num_processes
+        if asked != (given.num_stages, given.num_micro_batches, given.placement.num_processes):
+            raise ScheduleError(f"the table {name} is of other numbers of stages, micro-batches or processes.")
+        recompute_under(given, settings.recompute)
+        return with_visits_of(given.of_first(num_micro_batches), settings, inputs)
+    placement = settings.placed(name)
+    if sizes is not None and settings.placement is None:
+        placement = placement.balanced(sizes)
+    recompute = Recompute.parse(settings.recompute, num_stages)
+    count, steps = num_micro_batches, None
+    if name in ASYNCHRONOUS_SCHEDULES:
+        steps = [num_micro_batches] * max(4, LONGEST_WINDOW // num_micro_batches)
+        count = sum(steps)
+    given_chunks = 1 if steps else chunks
+    built = build(
+        name, num_stages, count, placement, recompute.of_table, steps=steps, chunks=given_chunks, is_checked=False
+    )
+    table = with_offloads(built, recompute.host_stages)
+    return table if steps else with_visits_of(table, settings, inputs)
+
+
+def with_visits_of(table: Schedule, settings: DecidedConfig, inputs: PlanInputs) -> Schedule:
+    """The same table with the visits of these settings."""
+    if not settings.offload_weights:
+        return table
+    table = with_visits(table)
+    check_visits(table, are_trained=settings.offload_weights == "all")
+    return with_updates_of_run(table, inputs)
+
+
+def with_updates_of_run(table: Schedule, inputs: PlanInputs) -> Schedule:
+    """The same table with updates where a run has them: of dealt stages beside backwards, if nothing needs the norm
+    of the whole gradient."""
+    is_beside = not inputs.needs_norm and inputs.updates == 1 and can_update_beside(table)
+    return with_updates_beside(table) if is_beside else with_updates_last(table)
