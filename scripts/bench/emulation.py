@@ -47,6 +47,7 @@ from hf_gpipe.schedule.kinds import (
     WEIGHT,
 )
 from hf_gpipe.schedule.updates import with_updates_beside
+from hf_gpipe.schedule.visits import most_loaded
 
 _FLOAT_BYTES = 4
 #: Layers of a stage with replicas, whose gradients are reduced one after another.
@@ -284,15 +285,23 @@ class WaitingStage:
 
 
 class WaitingVisits:
-    """The same of `VisitingWeights`: copies that go on beside the stages, one after another in each direction."""
+    """The same of `VisitingWeights`: copies that go on beside the stages, one after another in each direction. A copy in
+    waits for a buffer, which a copy out leaves when it ends.
 
-    def __init__(self, setting: Emulated) -> None:
+    Args:
+        setting: has the seconds of the copies.
+        num_buffers: of the process.
+    """
+
+    def __init__(self, setting: Emulated, num_buffers: int) -> None:
         self._in_seconds, self._out_seconds = setting.copy_seconds
         self._in_free = self._out_free = 0.0
+        #: When each buffer is free, in order.
+        self._buffers = [0.0] * num_buffers
         self._there: dict[int, float] = {}
 
     def load(self, stage: int) -> None:
-        self._in_free = max(self._in_free, time.perf_counter()) + self._in_seconds
+        self._in_free = max(self._in_free, self._buffers.pop(0), time.perf_counter()) + self._in_seconds
         self._there[stage] = self._in_free
 
     def enter(self, stage: int, *, adds_gradients: bool) -> None:
@@ -300,6 +309,7 @@ class WaitingVisits:
 
     def drop(self, stage: int) -> None:
         self._out_free = max(self._out_free, time.perf_counter()) + self._out_seconds
+        self._buffers.append(self._out_free)
         del self._there[stage]
 
     def way_home(self) -> Callable[[], None]:
@@ -309,6 +319,7 @@ class WaitingVisits:
         wait_until(self._out_free)
 
     def reset(self) -> None:
+        self._buffers += [0.0] * len(self._there)
         self._there.clear()
 
 
@@ -449,7 +460,7 @@ class _Pipeline:
             seconds = dict(enumerate(setting.reduction_seconds()))
             self.replicas = SlowReplicas(waiting, ties, world, seconds)
         of_head = connect_head(world, lambda name: boundary.dtype) if self.table.divides_head else {}
-        visits = cast(VisitingWeights, WaitingVisits(setting))
+        visits = cast(VisitingWeights, WaitingVisits(setting, most_loaded(self.table)[world.worker]))
         rows = {world.worker: Row(stages, visits)}
         self.executor = Executor(rows, edges, self.replicas, of_head, connect_relays(world))
         self.world = world

@@ -75,10 +75,8 @@ def test_every_training_schedule_is_emulated(figures: dict[str, Any]) -> None:
 
 def test_no_emulated_step_is_faster_than_its_table(figures: dict[str, Any]) -> None:
     for one in figures["emulated"]["results"]:
-        # The table does not know that a reduction begins inside of the last backward. And an emulated copy to a device
-        # does not wait for the copy from it before.
-        setting = one["setting"]
-        assert min(one["seconds"]) >= one["predicted_seconds"] - setting["reduce_seconds"] - setting["copy_seconds"][1]
+        # The table does not know that a reduction begins inside of the last backward.
+        assert min(one["seconds"]) >= one["predicted_seconds"] - one["setting"]["reduce_seconds"]
     assert {one["setting"]["replicas"] for one in figures["emulated"]["results"]} == {1, 2}
 
 
