@@ -285,8 +285,8 @@ class WaitingStage:
 
 
 class WaitingVisits:
-    """The same of `VisitingWeights`: copies that go on beside the stages, one after another in each direction. A copy in
-    waits for a buffer, which a copy out leaves when it ends.
+    """The same of `VisitingWeights`: copies that go on beside the stages, one after another in each direction. A copy
+    in waits for a buffer, which a copy out leaves when it ends.
 
     Args:
         setting: has the seconds of the copies.
