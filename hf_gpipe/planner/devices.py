@@ -152,8 +152,8 @@ def _gpu(
         rates["bfloat16"] = bf16 * 1e12
     memory_bytes = round((memory_gib - _CONTEXT_GIB) * _GIB)
     workspace = None if workspace_mib is None else int(workspace_mib * (1 << 20))
-    others = {"call_seconds": _CALL_SECONDS, "workspace_bytes": workspace}
-    return Device(name, memory_bytes, rates, terabytes * 1e12, LINKS[link], **others)
+    device = Device(name, memory_bytes, rates, terabytes * 1e12, LINKS[link], call_seconds=_CALL_SECONDS)
+    return replace(device, workspace_bytes=workspace)
 
 
 #: The memory is the "total capacity" in torch's messages of CUDA out of memory, rounded down to tenths of a GiB: the

@@ -139,7 +139,7 @@ def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
         Counter(placement.device_of(stage, worker) for stage, worker in placement.places if worker == number)
         for number in range(placement.num_processes)
     ]
-    own = [max(of_devices.values()) for of_devices in stages]
+    own = tuple(max(of_devices.values()) for of_devices in stages)
     if most_loaded(schedule) == own:
         raise ScheduleError(
             f"offload_weights with schedule {schedule.name!r}: the weights of all stages of a device would be there at "

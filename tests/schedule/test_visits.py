@@ -60,7 +60,7 @@ def test_breadth_first_has_two_stages_on_a_device_and_each_visits_twice(
     num_processes: int, stages_each: int, num_micro_batches: int
 ) -> None:
     table = with_visits(breadth_first(num_processes * stages_each, num_micro_batches, num_processes))
-    assert most_loaded(table) == [2] * num_processes
+    assert most_loaded(table) == (2,) * num_processes
     check_visits(table)
     for worker in range(num_processes):
         # The last stages of all turn from forward to backward at once.
@@ -71,7 +71,7 @@ def test_breadth_first_has_two_stages_on_a_device_and_each_visits_twice(
 
 def test_where_nothing_would_be_gained() -> None:
     keeping = with_visits(build("breadth_first", 6, 2, placement_for("breadth_first", 6, 1), "none"))
-    assert most_loaded(keeping) == [6], "a graph may keep weights"
+    assert most_loaded(keeping) == (6,), "a graph may keep weights"
     two_devices = build("breadth_first", 4, 2, Placement([0] * 4, ["cuda:0", "cuda:1"] * 2))
     for table in (keeping, with_visits(breadth_first(4, 2, 2)), with_visits(two_devices)):
         with pytest.raises(ScheduleError, match=r"offload_weights .* all stages of a device .* three stages for each"):
@@ -119,8 +119,8 @@ def test_copies_run_beside_the_actions_and_wait_for_room() -> None:
 def test_placements_with_replicas_and_devices() -> None:
     placement = Placement.interleaved(6, 2).replicated(2)
     table = with_visits(build("breadth_first", 6, 4, placement))
-    assert most_loaded(table) == [2] * 4
+    assert most_loaded(table) == (2,) * 4
     devices = Placement([0] * 6, ["cuda:0", "cuda:1"] * 3)
     check_table(spread := with_visits(build("breadth_first", 6, 4, devices)))
-    assert most_loaded(spread) == [2]
+    assert most_loaded(spread) == (2,)
     assert all(visit.after is None or visit.after.stage % 2 == visit.load.stage % 2 for visit in spread.visits(0))
