@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -99,6 +101,9 @@ def test_the_memory_of_a_gpu_is_what_is_free_and_what_this_process_holds(monkeyp
         monkeypatch.setattr(measure, name, lambda *_: 1e9)
     gpu = torch.device("cuda", 7)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    properties = SimpleNamespace(name="a GPU", total_memory=80 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 << 30)
     assert this_machine(gpu).memory_bytes == 40 << 30
+    assert this_machine(gpu).workspace_bytes == DEVICES["h100"].workspace_bytes
