@@ -139,17 +139,11 @@ class _Lock:
 
     def _end(self, other: Owner) -> None:
         """End this process: another run writes into its directory."""
-        failure = Failure(
+        problem = (
             f"this run said nothing in its output directory {self._path.parent} for {SILENT_SECONDS:g} seconds, and "
-            f"{_name(other)} has taken the directory over; end that one, or leave it to it",
-            EXIT_USER_ERROR,
-            is_consequence=False,
-            time=time.time(),
-            traceback="",
+            f"{_name(other)} has taken the directory over; end that one, or leave it to it"
         )
-        with suppress(Exception):
-            failures.tell(failure)
-        os._exit(EXIT_USER_ERROR)
+        failures.end(Failure(problem, EXIT_USER_ERROR))
 
 
 def _free(path: Path) -> int:

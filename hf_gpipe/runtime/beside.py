@@ -7,17 +7,14 @@ processes work and the loop does not come to the error in a moment, the thread t
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch.distributed as dist
 
 from hf_gpipe.errors import StageError
 from hf_gpipe.runtime import failures
-from hf_gpipe.runtime.job import Job
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import Resource
 
@@ -77,11 +74,7 @@ class Beside:
             self._changed.notify_all()
         if _is_alone() or self._is_raised.wait(_GRACE_SECONDS):
             return
-        code = failures.describe(problem).exit_code
-        with suppress(Exception), failures.telling:
-            if not Job.current().is_failing:
-                failures.report(problem)
-        os._exit(code)
+        failures.end(failures.describe(problem))
 
     def check(self) -> None:
         """Raise the first error of a thread."""

@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -55,6 +55,9 @@ _CLOSED = re.compile(
 #: Held by the thread that tells why this process fails; another thread may find the same cause meanwhile.
 telling = threading.RLock()
 
+#: `Failure` has a field of the name of its module.
+_now = time.time
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -65,16 +68,16 @@ class Failure:
         exit_code: 2 if the user can correct it, else 1.
         is_consequence: whether it failed because another process did.
         time: seconds since the epoch, to tell which process failed first.
-        traceback: Python's, unless the user can correct the failure; then it is empty.
+        traceback: Python's; empty where the user can correct the failure, or a thread has found it.
         is_time_limit: whether it waited too long for another process.
         is_told: whether a process has printed it, for want of a launcher that does.
     """
 
     message: str
-    exit_code: int
-    is_consequence: bool
-    time: float
-    traceback: str
+    exit_code: int = EXIT_FAILURE
+    is_consequence: bool = False
+    time: float = field(default_factory=_now)
+    traceback: str = ""
     is_time_limit: bool = False
     is_told: bool = False
 
@@ -97,7 +100,6 @@ def describe(error: BaseException) -> Failure:
         message=text,
         exit_code=EXIT_USER_ERROR if is_user_error else EXIT_FAILURE,
         is_consequence=_is_consequence(error),
-        time=time.time(),
         traceback="" if is_user_error else "".join(traceback.format_exception(error)),
         is_time_limit=_WAITED in text or isinstance(error, SilentError),
     )
@@ -142,6 +144,18 @@ def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers:
     with telling:
         Job.current().is_failing = True
         return _tell(failure, traceback_file, store_answers)
+
+
+def end(failure: Failure, *, store_answers: bool = True) -> NoReturn:
+    """End this process from a thread, which cannot raise in the main one, and tell why unless that is told already.
+
+    Args:
+        failure, store_answers: as for `tell`.
+    """
+    with contextlib.suppress(Exception), telling:
+        if not Job.current().is_failing:
+            tell(failure, store_answers=store_answers)
+    os._exit(failure.exit_code)
 
 
 def _tell(failure: Failure, traceback_file: Path | None, store_answers: bool) -> int:

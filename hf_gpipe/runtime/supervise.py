@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hf_gpipe.errors import EXIT_FAILURE, EXIT_STOPPED
+from hf_gpipe.errors import EXIT_STOPPED
 from hf_gpipe.runtime.failures import Failure, read_error_file, waited
 from hf_gpipe.runtime.job import NCCL_LIMIT, STACK_SIGNAL, STACK_VARIABLE, WORK_VARIABLE, read_note
 from hf_gpipe.runtime.signals import STOP_SIGNALS, StopSignal
@@ -151,9 +151,9 @@ def first_failure(children: Sequence[Child]) -> Failure | None:
         child = min(silent, key=lambda c: (c.exit_code == -signal.SIGTERM, c.rank in aborted, c.exit_code or 0, c.rank))
         if child.rank in aborted:
             return _with_stuck(aborted[child.rank], ended)
-        return _failure(_unreported_exit(child) + _noticed(consequences))
+        return Failure(_unreported_exit(child) + _noticed(consequences))
     if ended:
-        return _with_stuck(_failure("the processes did not end together"), ended)
+        return _with_stuck(Failure("the processes did not end together"), ended)
     return consequences[0] if consequences else None
 
 
@@ -175,10 +175,6 @@ def environment_of(folder: Path, rank: int, num_processes: int, port: int) -> di
     }
 
 
-def _failure(message: str) -> Failure:
-    return Failure(message, EXIT_FAILURE, is_consequence=False, time=time.time(), traceback="")
-
-
 def _aborted_by_nccl(child: Child) -> Failure | None:
     """The failure of a process that NCCL's watchdog aborted; None for any other.
 
@@ -196,7 +192,7 @@ def _aborted_by_nccl(child: Child) -> Failure | None:
         f"process {child.rank}{', ' * bool(work)}{work}: {waited(float(limit))}, or lost the connection to it, and "
         f"was ended by NCCL's watchdog{_innermost(stacks)}"
     )
-    return replace(_failure(message), traceback=stacks)
+    return Failure(message, traceback=stacks)
 
 
 def _unreported_exit(child: Child) -> str:

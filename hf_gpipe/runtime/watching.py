@@ -15,9 +15,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from hf_gpipe.errors import EXIT_FAILURE
 from hf_gpipe.runtime import failures
-from hf_gpipe.runtime.failures import Failure
 from hf_gpipe.runtime.job import Job
 
 _POLL_SECONDS = 1.0
@@ -83,16 +81,6 @@ def _innermost() -> str:
 
 
 def _end(problem: str, store_answers: bool) -> None:
-    job = Job.current()
-    work = f", {job.work}" if job.work else ""
-    failure = Failure(
-        f"{failures.of_machine()}process {os.environ.get('RANK', '0')}{work}: {problem}",
-        EXIT_FAILURE,
-        is_consequence=False,
-        time=time.time(),
-        traceback="",
-    )
-    with suppress(Exception), failures.telling:
-        if not job.is_failing:
-            failures.tell(failure, store_answers=store_answers)
-    os._exit(EXIT_FAILURE)
+    work = Job.current().work
+    where = f"{failures.of_machine()}process {os.environ.get('RANK', '0')}{', ' * bool(work)}{work}"
+    failures.end(failures.Failure(f"{where}: {problem}"), store_answers=store_answers)

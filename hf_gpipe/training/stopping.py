@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import threading
-import time
 from types import FrameType
 from typing import Any
 
@@ -120,10 +119,7 @@ class StopRequest:
     def _end(self, why: str) -> None:
         name = signal.Signals(self.signal).name
         message = f"process {self._rank} was asked to stop by {name} and ended without saving, since {why}"
-        failure = Failure(message, 128 + self.signal, is_consequence=False, time=time.time(), traceback="")
-        with contextlib.suppress(Exception):
-            failures.tell(failure)
-        os._exit(128 + self.signal)
+        failures.end(Failure(message, 128 + self.signal))
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
