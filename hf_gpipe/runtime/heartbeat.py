@@ -45,26 +45,36 @@ class SilentError(RuntimeError):
 class Heartbeat:
     """The beats of this process, from a thread of its own, and its ear for those of the others.
 
+    A beat also asks the store, whose calls have no time limit: where whoever has it is stopped, they do not return.
+
     Args:
-        store: common to all processes of this start.
+        store: common to all processes of this start, or before they have met, of the job.
         rank: of this process.
         num_processes: of this start.
         limit: a process that does not beat for so long is lost.
     """
 
     def __init__(self, store: dist.Store, rank: int, num_processes: int, limit: timedelta) -> None:
-        self._rank, self._num_processes, self._limit = rank, num_processes, limit
+        self._rank, self._num_processes, self.limit = rank, num_processes, limit
         self._interval = min(limit / _BEATS_PER_LIMIT, _LONGEST_INTERVAL)
         self._is_over = threading.Event()
+        self._asked: float | None = None
         self._answered = 0.0
         # A store's client serves one thread at a time.
         clone: Callable[[], dist.Store] = cast(Any, store).clone  # of which torch's types do not know
         self._store = clone()
         _start(self._beat, clone())
 
+    @property
+    def silent_seconds(self) -> float:
+        """How long the store has not answered the last beat; 0 if it has."""
+        asked = self._asked
+        return 0.0 if asked is None else time.monotonic() - asked
+
     def stop(self) -> None:
         """Beat no more."""
         self._is_over.set()
+        self._asked = None
 
     def wait_for_all(self, name: str, longest: timedelta) -> None:
         """Wait until every process has called this with the same name.
@@ -95,7 +105,7 @@ class Heartbeat:
         _start(listen)
         while not is_done.wait(self._interval.total_seconds()):
             now = time.monotonic()
-            if now - self._answered > (self._limit + self._interval).total_seconds():
+            if now - self._answered > (self.limit + self._interval).total_seconds():
                 raise SilentError("the process that has the store", now - self._answered)
             if now - start > longest.total_seconds():
                 raise RuntimeError(f"waited {now - start:.0f} seconds in vain for all processes to come to their end")
@@ -128,15 +138,18 @@ class Heartbeat:
             last, since = heard[rank]
             if count != last:
                 heard[rank] = count, now
-            elif now - since > self._limit.total_seconds():
+            elif now - since > self.limit.total_seconds():
                 raise SilentError(f"process {rank}", now - since)
 
     def _beat(self, store: dist.Store) -> None:
         try:
             while not self._is_over.wait(self._interval.total_seconds()):
+                self._asked = time.monotonic()
                 store.add(_key(self._rank), 1)
+                self._asked = None
         except RuntimeError:
-            """The store is lost, or its process is at its end. Whoever waits learns it from a client of its own."""
+            # The store is lost, or its process is at its end. Whoever waits learns it from a client of its own.
+            self._asked = None
 
 
 def _start(work: Callable[..., None], *given: object) -> None:

@@ -34,7 +34,6 @@ from hf_gpipe.runtime.meeting import meet
 from hf_gpipe.runtime.open_files import check_open_files
 from hf_gpipe.runtime.secret import signed
 from hf_gpipe.runtime.started import note_launcher
-from hf_gpipe.runtime.store import Answers
 
 Item = TypeVar("Item")
 
@@ -76,7 +75,7 @@ class Job:
         in_forked_child: functions that a forked child of this process calls first, such as a data loader's worker.
         calls: what runtime/calls.py knows of the calls that every process must make; None before the first.
         is_in_call: whether this process is in such a call.
-        answers: of the store at which the processes have met; None: there is none.
+        heartbeat: in the store at which the processes meet; None: there is none.
         failure: what `failures.note` has noted of this process; None: nothing.
         is_failing: whether this process has told why it fails, or tells it now.
         reading_since: since when this process reads a mini-batch, by `time.monotonic`; None: it does not.
@@ -91,12 +90,11 @@ class Job:
         self.in_forked_child: list[Callable[[], None]] = []
         self.calls: Any = None
         self.is_in_call = False
-        self.answers: Answers | None = None
+        self.heartbeat: Heartbeat | None = None
         self.failure: Any = None
         self.is_failing = False
         self.reading_since: float | None = None
         self._store: dist.Store | None = None
-        self._heartbeat: Heartbeat | None = None
         self._world: dist.ProcessGroup | None = None
         self._ranks: tuple[RankFacts, ...] = ()
         self._common_groups: dict[tuple[str, str], dist.ProcessGroup] = {}
@@ -171,7 +169,7 @@ class Job:
         except dist.DistError as error:
             raise UserError(_no_store(error)) from None
         # Until all have met, they may be further apart.
-        self.answers = Answers(store, max(apart, timeout))
+        self.heartbeat = Heartbeat(store, rank, size, max(apart, timeout))
         # The store may have what processes wrote that the launcher has started before.
         self.start = meet(signed(store, "meeting"), rank, size, apart)
         of_start = dist.PrefixStore(self.start, store)
@@ -185,8 +183,8 @@ class Job:
         dist.init_process_group(backend, store=of_torch, rank=rank, world_size=size, timeout=timeout)
         self._follow_default_group()
         self._ranks = ranks
-        self.answers.limit = timeout
-        self._heartbeat = Heartbeat(self._store, rank, size, timeout)
+        self.heartbeat.stop()
+        self.heartbeat = Heartbeat(self._store, rank, size, timeout)
 
     def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
         """Create a group of some processes with the job's time limit; torch's own default is 30 minutes."""
@@ -258,16 +256,14 @@ class Job:
         if not dist.is_initialized():
             return
         self.note(ENDING)
-        if self._heartbeat is None:
+        if self.heartbeat is None:
             dist.barrier(group=self.common_group("gloo"))
         else:
-            self._heartbeat.wait_for_all(
+            self.heartbeat.wait_for_all(
                 "hf_gpipe/ended", max(timedelta(seconds=APART_SECONDS), _END_LIMITS * self.limit)
             )
-            self._heartbeat.stop()
-            assert self.answers is not None, "it is made with the heartbeat"
-            self.answers.stop()
-            self._heartbeat = self.answers = None
+            self.heartbeat.stop()
+            self.heartbeat = None
         self._world, self._common_groups, self._ranks = None, {}, ()
         dist.destroy_process_group()
         self._store = None  # torch's groups had it

@@ -43,11 +43,11 @@ def _watch() -> None:
 
 def _silence_of_store() -> str:
     """Text that says that the store does not answer; empty if it does."""
-    answers = Job.current().answers
-    if answers is None or answers.silent_seconds < _STORE_LIMITS * answers.limit.total_seconds():
+    heartbeat = Job.current().heartbeat
+    if heartbeat is None or heartbeat.silent_seconds < _STORE_LIMITS * heartbeat.limit.total_seconds():
         return ""
     return (
-        f"the process that has the store of this job has said nothing for {answers.silent_seconds:.0f} seconds"
+        f"the process that has the store of this job has said nothing for {heartbeat.silent_seconds:.0f} seconds"
         f"{_stopped_parent()}"
     )
 
