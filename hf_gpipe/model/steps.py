@@ -18,10 +18,11 @@ from hf_gpipe.model.clone import Batch
 from hf_gpipe.partition import partition
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.edges import Edge
-from hf_gpipe.runtime.executor import Executor, Row
+from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.micro_batch import chunks_of, make_micro_batches, split_rows
 from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.runtime.step import Row
 from hf_gpipe.runtime.ties import share_within_process
 from hf_gpipe.schedule.builders import build as build_schedule
 from hf_gpipe.schedule.kinds import BACKWARD, INPUT, UPDATE, WEIGHT

@@ -22,9 +22,10 @@ from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.recipe import TrainingSection
 from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
-from hf_gpipe.runtime.executor import Executor, Row
+from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.loss import whole_logits
+from hf_gpipe.runtime.step import Row
 from hf_gpipe.runtime.teacher import PREFIX
 from hf_gpipe.runtime.ties import trained_by_several
 from hf_gpipe.runtime.visits import VisitingWeights, leave_on_host

@@ -5,102 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.channel import Channel, Shapes
 from hf_gpipe.runtime.divided_head import HeadPart
-from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
-from hf_gpipe.runtime.offload import HostCopies
-from hf_gpipe.runtime.replicas import Replicas
-from hf_gpipe.runtime.stage import Stage
-from hf_gpipe.runtime.timing import ActionTime, Timer
-from hf_gpipe.runtime.versions import Versions
-from hf_gpipe.runtime.visits import VisitingWeights
+from hf_gpipe.runtime.step import Planned, Run, Step, Tensors
 from hf_gpipe.schedule import kinds
-from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import ActionKind
-from hf_gpipe.schedule.table import Schedule
-from hf_gpipe.schedule.versions import Use
-
-Tensors: TypeAlias = dict[str, torch.Tensor]
-UpdateStage = Callable[[int, int], None]
-"""(stage, step of the table) -> None: updates the weights of a stage from its gradients, and drops these."""
-
-
-@dataclass
-class StepResult:
-    """The results of one run of a table in this process.
-
-    Attributes:
-        outputs: the outputs of the last stage for each micro-batch, by its number, in the order of the forwards; empty
-            in the other processes.
-        times: when each action ran, if that was measured.
-        stash_bytes: of an asynchronous table, the most that old versions of weights have held in this process.
-    """
-
-    outputs: dict[int, Tensors] = field(default_factory=dict)
-    times: list[ActionTime] = field(default_factory=list)
-    stash_bytes: int = 0
-
-    @property
-    def loss(self) -> torch.Tensor | None:
-        """The sum of the micro-batches' losses; None in processes without the last stage. Where that is dealt, several
-        devices may have some of them."""
-        losses = [output["loss"] for output in self.outputs.values()]
-        losses = [loss.to(losses[0].device, non_blocking=True) for loss in losses]
-        return sum(losses[1:], losses[0]) if losses else None
-
-
-Sent = tuple[tuple[Channel, tuple[int, int]], ...]
-"""Channel and key of several messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A message of one action, as far as the table tells it."""
-
-    channel: Channel
-    key: tuple[int, int]
-    """The number of the micro-batch, and the turn of the action that sends it: of an edge's messages at one time."""
-    shapes: Callable[[MicroBatch], Shapes]
-    arrived: Sent = ()
-    """Of a message that is received: those of this process that had come before its source ran."""
-
-
-@dataclass(slots=True)
-class Step:
-    """One run of a table in this process: what its actions read and add to."""
-
-    schedule: Schedule
-    shares: Mapping[torch.device, Mapping[int, MicroBatch]]
-    """The micro-batches of this process on each of its devices."""
-    options: StepOptions
-    result: StepResult
-    replicas: Replicas | None
-    versions: Mapping[int, Versions]
-    """Of each stage, in an asynchronous table."""
-    complete: Callable[[], None]
-    """Waits until everything was computed and sent, then reduces."""
-    update: Callable[[], None] | None
-    update_stage: UpdateStage | None
-    timer: Timer | None
-    collect: Callable[[], None]
-    """Waits until gradients of visiting weights are on the host, of dealt stages those of all workers."""
-    send_after: Callable[[Callable[[], None], Planned, Tensors], None]
-    """(wait, action, message) -> None: sends an action's message once `wait` returns, beside the actions after it."""
-    update_beside: Callable[[Step, Planned], None]
-    """Updates a dealt stage once its gradients are on the host, beside the actions after it."""
-    is_updating: bool = False
-    """Whether `update` runs, whose errors are the caller's own."""
-
-
-Run: TypeAlias = Callable[[Step, "Planned", Tensors], Tensors]
-"""(step, action, tensors received) -> the tensors for the neighbouring stage, or the outputs of the last stage."""
 
 
 class Performed(NamedTuple):
@@ -111,39 +25,8 @@ class Performed(NamedTuple):
     """Waits before an action runs that receives no message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """An action of this process with all that follows from the table, looked up once for all steps."""
-
-    action: Action
-    index: int
-    """Number of the micro-batch; -1 for an action that concerns a step."""
-    stage: Stage
-    visits: VisitingWeights
-    """Of the weights of the worker's stages, in a table with L and D."""
-    copies: HostCopies
-    """Of what graphs save on the stage's device, in a table with O and P."""
-    device: torch.device
-    run: Run
-    wait: Callable[[Step, Planned], None] | None
-    expected: tuple[Message, ...]
-    """Those whose receive starts before the action."""
-    received: tuple[Message, ...]
-    """Its own messages."""
-    received_beside: tuple[Message, ...]
-    """Those of an action that waits for them beside the others."""
-    sent: tuple[Message, ...]
-    """The messages that its result is, unless the result is empty."""
-    use: Use | None
-    """The version of the weights that it reads or replaces; None of a reduction, and in a synchronous table."""
-    is_last: bool
-    """Of U or H: whether it is the process's last one. Of a B or W: whether its stage's G can begin in it."""
-    is_moving: bool
-    """Whether forward and backward of its micro-batch are on different workers, where the stage is dealt."""
-
-
 def _forward(step: Step, planned: Planned, received: Tensors) -> Tensors:
-    context = Context(step.shares[planned.device][planned.index], received, step.options)
+    context = step.context(planned, received)
     if step.schedule.is_training:
         where = planned.action.stage, planned.index
         keep_graph, is_offloaded = step.schedule.keeps_graph(*where), step.schedule.is_offloaded(*where)
@@ -156,7 +39,7 @@ def _forward(step: Step, planned: Planned, received: Tensors) -> Tensors:
 
 def _recompute(step: Step, planned: Planned, received: Tensors) -> Tensors:
     if planned.is_moving:
-        planned.stage.take(Context(step.shares[planned.device][planned.index], received, step.options))
+        planned.stage.take(step.context(planned, received))
     planned.stage.recompute(planned.index)
     return {}
 
@@ -180,22 +63,20 @@ def _weight(step: Step, planned: Planned, received: Tensors) -> Tensors:
     return {}
 
 
-def _context(step: Step, planned: Planned, received: Tensors) -> tuple[HeadPart, Context]:
+def _head(planned: Planned) -> HeadPart:
     assert planned.stage.head is not None, "the stage has no part of the head"
-    return planned.stage.head, Context(step.shares[planned.device][planned.index], received, step.options)
+    return planned.stage.head
 
 
 def _logits(step: Step, planned: Planned, received: Tensors) -> Tensors:
-    head, context = _context(step, planned, received)
-    message, outputs = head.score(context, is_training=step.schedule.is_training)
+    message, outputs = _head(planned).score(step.context(planned, received), is_training=step.schedule.is_training)
     if outputs:
         step.result.outputs[planned.index] = outputs
     return message
 
 
 def _logits_gradient(step: Step, planned: Planned, received: Tensors) -> Tensors:
-    head, context = _context(step, planned, received)
-    return head.add_gradient(context)
+    return _head(planned).add_gradient(step.context(planned, received))
 
 
 def _await_gradients(step: Step, planned: Planned) -> None:
@@ -232,7 +113,7 @@ def _update(step: Step, planned: Planned, received: Tensors) -> Tensors:
 
 
 def _await_host_updates(step: Step, planned: Planned) -> None:
-    step.update_beside(step, planned)
+    step.update_beside(planned)
     if planned.is_last:
         step.complete()
 

@@ -25,9 +25,10 @@ from bench.slow_links import SlowReplicas, slow, wait_until
 from hf_gpipe.adapters.batch_norm import BatchNorms
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
-from hf_gpipe.runtime.executor import Executor, Row, StepResult
+from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.runtime.step import Row, StepResult
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.runtime.world import World

@@ -1,0 +1,216 @@
+"""One run of a table in this process: what its actions read, wait for, send and add to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+from hf_gpipe.runtime.beside import Beside
+from hf_gpipe.runtime.channel import Channel, Shapes
+from hf_gpipe.runtime.homes import Homes
+from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
+from hf_gpipe.runtime.offload import HostCopies
+from hf_gpipe.runtime.replicas import Replicas
+from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.runtime.timing import ActionTime, Timer
+from hf_gpipe.runtime.versions import Versions
+from hf_gpipe.runtime.visits import VisitingWeights
+from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.kinds import Resource
+from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.versions import Use
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+UpdateStage = Callable[[int, int], None]
+"""(stage, step of the table) -> None: updates the weights of a stage from its gradients, and drops these."""
+
+
+@dataclass
+class StepResult:
+    """The results of one run of a table in this process.
+
+    Attributes:
+        outputs: the outputs of the last stage for each micro-batch, by its number, in the order of the forwards; empty
+            in the other processes.
+        times: when each action ran, if that was measured.
+        stash_bytes: of an asynchronous table, the most that old versions of weights have held in this process.
+    """
+
+    outputs: dict[int, Tensors] = field(default_factory=dict)
+    times: list[ActionTime] = field(default_factory=list)
+    stash_bytes: int = 0
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """The sum of the micro-batches' losses; None in processes without the last stage. Where that is dealt, several
+        devices may have some of them."""
+        losses = [output["loss"] for output in self.outputs.values()]
+        losses = [loss.to(losses[0].device, non_blocking=True) for loss in losses]
+        return sum(losses[1:], losses[0]) if losses else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The stages that run the row of a worker, and the visits of their weights.
+
+    Attributes:
+        stages: those whose actions may stand in the row, by number.
+        visits: of their weights, for tables with L and D.
+    """
+
+    stages: Mapping[int, Stage]
+    visits: VisitingWeights = field(default_factory=lambda: VisitingWeights({}))
+
+
+Sent = tuple[tuple[Channel, tuple[int, int]], ...]
+"""Channel and key of several messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message of one action, as far as the table tells it."""
+
+    channel: Channel
+    key: tuple[int, int]
+    """The number of the micro-batch, and the turn of the action that sends it: of an edge's messages at one time."""
+    shapes: Callable[[MicroBatch], Shapes]
+    arrived: Sent = ()
+    """Of a message that is received: those of this process that had come before its source ran."""
+
+
+Run: TypeAlias = Callable[["Step", "Planned", Tensors], Tensors]
+"""(step, action, tensors received) -> the tensors for the neighbouring stage, or the outputs of the last stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """An action of this process with all that follows from the table, looked up once for all steps."""
+
+    action: Action
+    index: int
+    """Number of the micro-batch; -1 for an action that concerns a step."""
+    stage: Stage
+    visits: VisitingWeights
+    """Of the weights of the worker's stages, in a table with L and D."""
+    copies: HostCopies
+    """Of what graphs save on the stage's device, in a table with O and P."""
+    device: torch.device
+    run: Run
+    wait: Callable[[Step, Planned], None] | None
+    expected: tuple[Message, ...]
+    """Those whose receive starts before the action."""
+    received: tuple[Message, ...]
+    """Its own messages."""
+    received_beside: tuple[Message, ...]
+    """Those of an action that waits for them beside the others."""
+    sent: tuple[Message, ...]
+    """The messages that its result is, unless the result is empty."""
+    use: Use | None
+    """The version of the weights that it reads or replaces; None of a reduction, and in a synchronous table."""
+    is_last: bool
+    """Of U or H: whether it is the process's last one. Of a B or W: whether its stage's G can begin in it."""
+    is_moving: bool
+    """Whether forward and backward of its micro-batch are on different workers, where the stage is dealt."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One run of a table in this process.
+
+    Attributes:
+        rows, channels, replicas, homes, beside, versions: of the executor; versions are by stage.
+        schedule, micro_batches, options, reduce, update, update_stage: as of `Executor.run`.
+        shares: the micro-batches of this process on each of its devices.
+        timer: None: the step is not measured.
+        result: so far.
+        is_updating: whether `update` runs, whose errors are the caller's own.
+    """
+
+    rows: Mapping[int, Row]
+    channels: Sequence[Channel]
+    replicas: Replicas | None
+    homes: Homes | None
+    beside: Beside
+    versions: Mapping[int, Versions]
+    schedule: Schedule
+    micro_batches: Sequence[MicroBatch]
+    options: StepOptions
+    reduce: Callable[[StepResult], None] | None
+    update: Callable[[], None] | None
+    update_stage: UpdateStage | None
+    shares: Mapping[torch.device, Mapping[int, MicroBatch]]
+    timer: Timer | None
+    result: StepResult = field(default_factory=StepResult)
+    is_updating: bool = False
+
+    def context(self, planned: Planned, received: Tensors) -> Context:
+        """The data that an action on a micro-batch reads."""
+        return Context(self.shares[planned.device][planned.index], received, self.options)
+
+    def send(self, planned: Planned, message: Tensors) -> None:
+        """Hand an action's message over."""
+        for outgoing in planned.sent:
+            shapes = outgoing.shapes(self.micro_batches[outgoing.key[0]])
+            if message or not shapes:  # of some micro-batches nothing crosses a boundary
+                outgoing.channel.send(outgoing.key, message, shapes)
+
+    def send_after(self, wait: Callable[[], None], planned: Planned, message: Tensors) -> None:
+        """Send an action's message once `wait` returns. The host goes on: else the worker's next action would begin
+        late, though its device is free."""
+
+        def send() -> None:
+            wait()
+            self.send(planned, message)
+
+        self.beside.begin(Resource.COPY_OUT, planned.action, send)
+
+    def update_beside(self, planned: Planned) -> None:
+        """Update a dealt stage in a thread, once its gradients are at home. The host goes on."""
+        ways = [wait for row in self.rows.values() if (wait := row.visits.way_home()) is not None]
+
+        def update() -> None:
+            assert self.update_stage is not None, "a table with H needs update_stage"
+            come = time.perf_counter()
+            for wait in ways:
+                wait()
+            for incoming in planned.received_beside:
+                incoming.channel.receive(incoming.key)
+            if self.homes is not None:
+                self.homes.collect_stage(planned.action.stage)
+            begun = time.perf_counter()
+            self.update_stage(planned.action.stage, planned.action.step)
+            if self.timer is not None:
+                self.result.times.append(ActionTime(planned.action, come, time.perf_counter(), begun - come))
+
+        self.beside.begin(Resource.HOST, planned.action, update)
+
+    def collect(self) -> None:
+        """Wait until the gradients of weights that visit are on the host, and of dealt stages those of all workers."""
+        for row in self.rows.values():
+            row.visits.finish()
+        if self.homes is not None:
+            self.homes.collect()
+
+    def flush(self) -> None:
+        """Wait until the threads are done, and all messages have been sent."""
+        self.beside.finish()
+        for channel in self.channels:
+            channel.flush()
+
+    def complete(self) -> None:
+        """Before the update: wait until everything was computed and sent, then call `reduce`."""
+        self.flush()
+        mini_batches = [micro_batch.mini_batch for micro_batch in self.micro_batches]
+        for row in self.rows.values():
+            for number, stage in sorted(row.stages.items()):
+                stage.end_step(mini_batches, None if self.replicas is None else partial(self.replicas.total, number))
+        self.collect()
+        if self.timer is not None:
+            self.timer.synchronize()
+        if self.reduce is not None:
+            self.reduce(self.result)
