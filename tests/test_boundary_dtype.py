@@ -57,13 +57,13 @@ def test_boundaries_are_rounded_and_nothing_else(recompute: str) -> None:
 
 def _in_processes() -> tuple[Result, set[torch.dtype]]:
     sent = set()
-    send = RemoteChannel.send
+    send = RemoteChannel._send
 
-    def noted(self: RemoteChannel, micro_batch: int, tensors: Any, shapes: Any) -> None:
+    def noted(self: RemoteChannel, micro_batch: int, tensors: Any) -> None:
         sent.update(tensor.dtype for tensor in tensors.values())
-        send(self, micro_batch, tensors, shapes)
+        send(self, micro_batch, tensors)
 
-    RemoteChannel.send = noted  # type: ignore[method-assign]
+    RemoteChannel._send = noted  # type: ignore[method-assign]
     return rounded_pipeline("none", replicas=(1, 2, 1))[0], sent
 
 

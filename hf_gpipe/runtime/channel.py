@@ -23,16 +23,32 @@ Key = Hashable
 class Channel(ABC):
     """Messages of named tensors from one stage to its neighbour; they arrive in the order in which they were sent."""
 
-    @abstractmethod
+    #: The type in which wider floating-point tensors travel, and the own type of a tensor by its name; None: their own.
+    narrow: tuple[torch.dtype, Callable[[str], torch.dtype]] | None = None
+
     def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         """Send without waiting. Raises an error if the tensors have not `shapes`, which the receiver expects."""
+        check_shapes(tensors, shapes)
+        message = {name: tensors[name] for name in shapes}
+        if self.narrow is not None:
+            message = {name: tensor.to(narrowed(tensor.dtype, self.narrow[0])) for name, tensor in message.items()}
+        self._send(key, message)
+
+    @abstractmethod
+    def _send(self, key: Key, tensors: Tensors) -> None: ...
 
     def expect(self, key: Key, shapes: Shapes) -> None:  # noqa: B027  # inside of a process there is nothing to do
         """Announce the next message, so that it can arrive while this process computes."""
 
-    @abstractmethod
     def receive(self, key: Key) -> dict[str, torch.Tensor]:
         """Wait for a message that was announced."""
+        received = self._receive(key)
+        if self.narrow is None:
+            return received
+        return {name: tensor.to(self.narrow[1](name)) for name, tensor in received.items()}
+
+    @abstractmethod
+    def _receive(self, key: Key) -> dict[str, torch.Tensor]: ...
 
     def arrived(self, key: Key) -> None:  # noqa: B027  # inside of a process there is nothing to do
         """Free the tensors of a message that the other stage has received."""
@@ -59,11 +75,10 @@ class LocalChannel(Channel):
         self._target = target
         self._messages: dict[Key, dict[str, torch.Tensor]] = {}
 
-    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
-        check_shapes(tensors, shapes)
+    def _send(self, key: Key, tensors: Tensors) -> None:
         self._messages[key] = {name: tensor.to(self._target) for name, tensor in tensors.items()}
 
-    def receive(self, key: Key) -> dict[str, torch.Tensor]:
+    def _receive(self, key: Key) -> dict[str, torch.Tensor]:
         return self._messages.pop(key)
 
     def reset(self) -> None:
@@ -82,8 +97,7 @@ class DeviceChannel(Channel):
         self._streams = torch.cuda.Stream(source), torch.cuda.Stream(target)
         self._messages: dict[Key, tuple[dict[str, torch.Tensor], torch.cuda.Event]] = {}
 
-    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
-        check_shapes(tensors, shapes)
+    def _send(self, key: Key, tensors: Tensors) -> None:
         leaving, arriving = self._streams
         leaving.wait_stream(torch.cuda.current_stream(self._source))
         with torch.cuda.stream(arriving), torch.cuda.stream(leaving):
@@ -93,7 +107,7 @@ class DeviceChannel(Channel):
             tensor.record_stream(leaving)
         self._messages[key] = copies, arriving.record_event()
 
-    def receive(self, key: Key) -> dict[str, torch.Tensor]:
+    def _receive(self, key: Key) -> dict[str, torch.Tensor]:
         copies, arrived = self._messages.pop(key)
         stream = torch.cuda.current_stream(self._target)
         stream.wait_event(arrived)
@@ -131,14 +145,13 @@ class RemoteChannel(Channel):
         self._expected: dict[Key, list[tuple[str, torch.Tensor, dist.Work]]] = {}
         self._has_failed = False
 
-    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
-        check_shapes(tensors, shapes)
+    def _send(self, key: Key, tensors: Tensors) -> None:
         for oldest in list(self._sent):
             if not all(work.is_completed() for work, _ in self._sent[oldest]):
                 break
             del self._sent[oldest]
         message = self._sent.setdefault(key, [])
-        for name in shapes:
+        for name in tensors:
             tensor = tensors[name].contiguous()
             if tensor.dtype != self._dtype_of(name):
                 raise HfGpipeError(f"{name!r} is {tensor.dtype}; the other stage expects {self._dtype_of(name)}")
@@ -155,7 +168,7 @@ class RemoteChannel(Channel):
             message.append((name, buffer, work))
         self._expected[key] = message
 
-    def receive(self, key: Key) -> dict[str, torch.Tensor]:
+    def _receive(self, key: Key) -> dict[str, torch.Tensor]:
         message = self._expected.pop(key)
         for _, _, work in message:
             work.wait()
@@ -185,56 +198,6 @@ class RemoteChannel(Channel):
                 "a step failed in this process, and its messages to and from other processes cannot be taken back; "
                 "correct the cause, and start all processes again, from the last checkpoint where there is one"
             )
-
-
-class WrappedChannel(Channel):
-    """Another channel, of which a subclass changes what is sent and received."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
-        self._channel.send(key, tensors, shapes)
-
-    def expect(self, key: Key, shapes: Shapes) -> None:
-        self._channel.expect(key, shapes)
-
-    def receive(self, key: Key) -> dict[str, torch.Tensor]:
-        return self._channel.receive(key)
-
-    def arrived(self, key: Key) -> None:
-        self._channel.arrived(key)
-
-    def flush(self) -> None:
-        self._channel.flush()
-
-    def reset(self) -> None:
-        self._channel.reset()
-
-    def check(self) -> None:
-        self._channel.check()
-
-
-class NarrowChannel(WrappedChannel):
-    """Sends tensors in a type of fewer bytes over another channel, and gives the receiver their own type again.
-
-    Args:
-        channel: carries the messages.
-        sent: the type; tensors that are not wider, and integers, keep theirs.
-        dtype_of: own type of a carried tensor by its name.
-    """
-
-    def __init__(self, channel: Channel, sent: torch.dtype, dtype_of: Callable[[str], torch.dtype]) -> None:
-        super().__init__(channel)
-        self._sent, self._dtype_of = sent, dtype_of
-
-    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
-        narrow = {name: tensor.to(narrowed(tensor.dtype, self._sent)) for name, tensor in tensors.items()}
-        self._channel.send(key, narrow, shapes)
-
-    def receive(self, key: Key) -> dict[str, torch.Tensor]:
-        received = self._channel.receive(key)
-        return {name: tensor.to(self._dtype_of(name)) for name, tensor in received.items()}
 
 
 def narrowed(dtype: torch.dtype, sent: torch.dtype | None) -> torch.dtype:

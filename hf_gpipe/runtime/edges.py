@@ -10,14 +10,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from hf_gpipe.runtime.channel import (
-    Channel,
-    DeviceChannel,
-    LocalChannel,
-    NarrowChannel,
-    RemoteChannel,
-    narrowed,
-)
+from hf_gpipe.runtime.channel import Channel, DeviceChannel, LocalChannel, RemoteChannel, narrowed
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.messages import Link, communicators, head_communicators, links_between
 
@@ -28,17 +21,6 @@ class Edge:
 
     down: Channel
     up: Channel
-
-    def check(self) -> None:
-        """Raise an error if no message can be sent or received any more, after a failed step."""
-        self.down.check()
-        self.up.check()
-
-    def narrow(self, sent: torch.dtype | None, dtype_of: Callable[[str], torch.dtype]) -> Edge:
-        """The edge on which wider tensors travel in the type `sent`; itself for None."""
-        if sent is None:
-            return self
-        return Edge(NarrowChannel(self.down, sent, dtype_of), NarrowChannel(self.up, sent, dtype_of))
 
 
 Edges: TypeAlias = Mapping[tuple[int, int, int], Edge]
@@ -66,7 +48,9 @@ def connect(
             edge = _edge(
                 world, links, (stage, stage + 1), (worker, following), tags, partial(_sent_dtype, dtypes, sent)
             )
-            edges[stage, worker, following] = edge.narrow(sent, dtypes)
+            if sent is not None:
+                edge.down.narrow = edge.up.narrow = sent, dtypes
+            edges[stage, worker, following] = edge
     return edges
 
 

@@ -252,8 +252,9 @@ class Generator:
 
     def _run(self, stack: StackName, inputs: Inputs, cache: PipelineCache | None) -> dict[str, torch.Tensor]:
         """Run this process's stages of one stack; returns the last one's outputs if it is the stack's last."""
-        for edge in self._edges.values():
-            edge.check()
+        channels = [edge.down for edge in self._edges.values()]
+        for channel in channels:
+            channel.check()
         outputs: dict[str, torch.Tensor] = {}
         for number, stage in self._stages.items():
             if not stage.runs(stack) or self._worker_of(number) not in self._world.workers:
@@ -264,23 +265,23 @@ class Generator:
             try:
                 carry = {}
                 if not self._begins(stage, stack):
-                    channel = self._channel(number - 1)
-                    channel.expect(self._number, self._shapes(stage.start, inputs))
-                    carry = channel.receive(self._number)
+                    before = self._channel(number - 1)
+                    before.expect(self._number, self._shapes(stage.start, inputs))
+                    carry = before.receive(self._number)
                 with self._visits[number].visit(number):
                     outputs = stage(given, carry)
                 if number < self._last[stack]:
                     self._channel(number).send(self._number, outputs, self._shapes(stage.stop, inputs))
                     outputs = {}
             except Exception as error:
-                for edge in self._edges.values():
-                    edge.down.reset()
+                for channel in channels:
+                    channel.reset()
                 raise StageError(
                     f"process {self._world.rank}, stage {number}, generation in the {stack}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        for edge in self._edges.values():
-            edge.down.flush()
+        for channel in channels:
+            channel.flush()
         return outputs
 
     def _begins(self, stage: StageModel, stack: StackName) -> bool:

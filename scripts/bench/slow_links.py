@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.runtime import replicas
-from hf_gpipe.runtime.channel import Channel, Key, Shapes, Tensors, WrappedChannel
+from hf_gpipe.runtime.channel import Channel, Key, Shapes, Tensors
 from hf_gpipe.runtime.edges import Edge
 
 
@@ -26,22 +26,37 @@ def wait_until(end: float) -> None:
         time.sleep(left)
 
 
-class SlowChannel(WrappedChannel):
+class SlowChannel(Channel):
     """A channel whose messages travel so many seconds, one after another. They have one float64, "hidden" (1,)."""
 
     def __init__(self, channel: Channel, seconds: float) -> None:
-        super().__init__(channel)
-        self._seconds = seconds
+        self._channel, self._seconds = channel, seconds
         self._free_at = 0.0
 
-    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
+    def _send(self, key: Key, tensors: Tensors) -> None:
         self._free_at = max(self._free_at, time.perf_counter()) + self._seconds
-        self._channel.send(key, {"hidden": torch.tensor([self._free_at], dtype=torch.float64)}, shapes)
+        time_of_arrival = torch.tensor([self._free_at], dtype=torch.float64)
+        self._channel.send(key, {"hidden": time_of_arrival}, {"hidden": (1,)})
 
-    def receive(self, key: Key) -> dict[str, torch.Tensor]:
+    def _receive(self, key: Key) -> dict[str, torch.Tensor]:
         received = self._channel.receive(key)
         wait_until(float(received["hidden"]))
         return received
+
+    def expect(self, key: Key, shapes: Shapes) -> None:
+        self._channel.expect(key, shapes)
+
+    def arrived(self, key: Key) -> None:
+        self._channel.arrived(key)
+
+    def flush(self) -> None:
+        self._channel.flush()
+
+    def reset(self) -> None:
+        self._channel.reset()
+
+    def check(self) -> None:
+        self._channel.check()
 
 
 def slow(edge: Edge, seconds: float) -> Edge:

@@ -91,7 +91,7 @@ class BlockingChannel(Channel):
         self._messages, self._boundary = messages, boundary
         self._received: dict[int, Any] = {}
 
-    def send(self, micro_batch: int, tensors: Any, shapes: Any) -> None:
+    def _send(self, micro_batch: int, tensors: Any) -> None:
         taken = threading.Event()
         self._messages.put(((micro_batch, dict(tensors)), taken))
         assert taken.wait(SECONDS), "a send that nobody receives"
@@ -102,7 +102,7 @@ class BlockingChannel(Channel):
         assert number == micro_batch, "the messages of two processes are not sent and received in one order"
         self._received[micro_batch] = tensors
 
-    def receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
+    def _receive(self, micro_batch: int) -> dict[str, torch.Tensor]:
         self._messages.received.add((self._boundary, micro_batch))
         return self._received.pop(micro_batch)
 
