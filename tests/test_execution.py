@@ -24,6 +24,7 @@ from hf_gpipe.runtime.micro_batch import split_rows, split_tokens
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.builders import placement_for
 from hf_gpipe.schedule.kinds import RECOMPUTE, UPDATE
+from hf_gpipe.training.timeline import measure_step
 from tests.gloo import run_gloo
 from tests.oracle import (
     VOCABULARY,
@@ -279,7 +280,7 @@ def test_a_measured_step_does_not_count() -> None:
     for is_measured in (False, True):
         pipe = Pipeline(plain_model(config), 2, 2)
         if is_measured:
-            pipe.steps.measure_on([padded_batch(config)])
+            measure_step(pipe, [padded_batch(config)], repeats=1)
             assert pipe.step == 0
             assert all(parameter.grad is None for parameter in pipe.parameters())
         losses.append(float(pipe.train_step(padded_batch(config))))

@@ -98,10 +98,15 @@ class Steps:
         return self.train_on(share(batches, self.world), times, update)
 
     def train_on(
-        self, batches: Sequence[Batch], times: list[ActionTime] | None = None, update: Update | None = None
+        self,
+        batches: Sequence[Batch],
+        times: list[ActionTime] | None = None,
+        update: Update | None = None,
+        update_stage: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """`train_step` for mini-batches that every process already has."""
-        numbers = self._train(batches, times, _waiting(update), waits=True)
+        """`train_step` for mini-batches that every process already has; `update_stage` is that of `train_ahead`."""
+        waiting: Callable[[LossAndNorm], None] | None = None if update is None else lambda numbers: update(*numbers())
+        numbers = self._train(batches, times, waiting, waits=True, update_stage=update_stage)
         self.step += 1
         return numbers()[0]
 
@@ -195,38 +200,6 @@ class Steps:
         """Whether `train_ahead` takes `update_stage`."""
         return can_update_beside(self.decision.full_table)
 
-    def measure_window(self, steps: Sequence[Sequence[Batch]], update: UpdateStage) -> list[ActionTime]:
-        """Measure a window that does not count: `step` stays as it is. As `train_window`; the effects of `update` stay.
-
-        Returns:
-            When each action ran on this process.
-        """
-        times: list[ActionTime] = []
-        self.train_window(steps, update, times)
-        self.step -= len(steps)
-        return times
-
-    def measure_on(
-        self,
-        batches: Sequence[Batch],
-        update: Update | None = None,
-        update_stage: Callable[[int], None] | None = None,
-    ) -> list[ActionTime]:
-        """Measure a training step that does not count: its gradients are dropped and `step` stays as it is.
-
-        Args:
-            batches: as for `train_on`.
-            update: as for `train_step`; its effects stay.
-            update_stage: as for `train_ahead`.
-
-        Returns:
-            When each action ran on this process.
-        """
-        times: list[ActionTime] = []
-        self._train(batches, times, _waiting(update), waits=True, update_stage=update_stage)
-        self.parameters.zero_grad()
-        return times
-
     def _train(
         self,
         batches: Sequence[Batch],
@@ -317,8 +290,3 @@ class Steps:
                 self.decision.verify_chunks(packing=True)
             self._is_packing_verified = True
         return micro_batches
-
-
-def _waiting(update: Update | None) -> Callable[[LossAndNorm], None] | None:
-    """An update that gets the loss and the norm once they are there."""
-    return None if update is None else lambda numbers: update(*numbers())

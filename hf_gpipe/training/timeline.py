@@ -74,11 +74,16 @@ def _measure(
     """The actions of this process in one step or window, in seconds since all processes were ready."""
     pipe.world.barrier()
     origin = time.perf_counter()
+    times: list[ActionTime] = []
+    step = pipe.step
     if pipe.is_asynchronous:
         of_stage = cast(UpdateStage, update) if update is not None else lambda stage, step, norm: None
-        times = pipe.steps.measure_window([batches] * _num_steps(pipe), of_stage)
+        pipe.train_window([batches] * _num_steps(pipe), of_stage, times)
     else:
-        times = pipe.steps.measure_on(batches, cast(Update | None, update), update_beside)
+        pipe.train_on(batches, times, cast(Update | None, update), update_beside)
+        pipe.zero_grad()
+    # It does not count.
+    pipe.step = step
     return [replace(t, start=t.start - origin, end=t.end - origin) for t in times]
 
 
