@@ -27,7 +27,6 @@ from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.loss import whole_logits
 from hf_gpipe.runtime.step import Row
 from hf_gpipe.runtime.teacher import PREFIX
-from hf_gpipe.runtime.ties import trained_by_several
 from hf_gpipe.runtime.visits import VisitingWeights, leave_on_host
 
 logger = logging.getLogger(__name__)
@@ -159,9 +158,10 @@ def _check_no_batch_norm(decision: Decision) -> None:
 
 def _check_no_tie(decision: Decision, parameters: StageParameters) -> None:
     """Raise UserError, on every process, where stages that update by themselves would train one parameter."""
-    for name, stages in trained_by_several(parameters.models, decision.world).items():
-        raise UserError(
-            f"schedule {decision.config.schedule!r}: {name} is tied, stages {stages} train it, and each of them would "
-            "update it at another time; use a model whose weights are not tied (tie_word_embeddings: false), a "
-            "partition that puts its layers into one stage, or a synchronous schedule, such as 1f1b"
-        )
+    for name, stages in sorted(parameters.ties.stages_of.items()):
+        if len(stages) > 1 and parameters.trainable.parameters[name]:
+            raise UserError(
+                f"schedule {decision.config.schedule!r}: {name} is tied, stages {stages} train it, and each of them "
+                "would update it at another time; use a model whose weights are not tied (tie_word_embeddings: "
+                "false), a partition that puts its layers into one stage, or a synchronous schedule, such as 1f1b"
+            )

@@ -81,6 +81,8 @@ class Ties:
                 holders.setdefault(name, []).append(stage)
                 if run is not None:
                     runs.setdefault(name, {})[stage] = run
+        #: The stages that have each parameter of the whole model.
+        self.stages_of = dict(holders)
         #: Stage that owns each parameter of the whole model, or this process's part of it.
         self.owner_stage = {name: stages[0] for name, stages in holders.items()}
         for name, of_stages in runs.items():
@@ -168,17 +170,6 @@ class Ties:
 def _rows_of(model: StageModel, name: str) -> tuple[int, int] | None:
     """The rows of a parameter that a process has, where it has a part of the head; None: it has the whole."""
     return model.division.rows_of(name) if isinstance(model.division, HeadDivision) else None
-
-
-def trained_by_several(models: Mapping[int, StageModel], world: World) -> dict[str, list[int]]:
-    """The trained parameters that several stages of the model have, and these stages. Every process must call it."""
-    mine = {stage: [n for n, p in model.parameters.items() if p.requires_grad] for stage, model in models.items()}
-    stages: dict[str, set[int]] = {}
-    for of_process in world.gather_objects(mine):
-        for stage, names in of_process.items():
-            for name in names:
-                stages.setdefault(name, set()).add(stage)
-    return {name: sorted(own) for name, own in sorted(stages.items()) if len(own) > 1}
 
 
 def share_within_process(
