@@ -343,9 +343,9 @@ MUTANTS = (
     ),
     Mutant(
         "mini-batches on a device are read early",
-        "runtime/batches.py",
-        "value.detach().cpu().clone(",
-        'value.detach().to("cpu", non_blocking=True).clone(',
+        "runtime/wire.py",
+        "tensor.cpu().clone(",
+        'tensor.to("cpu", non_blocking=True).clone(',
         STALE_COPY,
     ),
     Mutant(

@@ -1,8 +1,8 @@
 """One data loader per pipeline: the main process reads the mini-batches and sends them to all, ahead of use.
 
-A random collator or a network stream is read once and so cannot differ between stages. Mini-batches travel as bytes
-in safetensors form, from which every process computes the shapes that it will receive. With replicas each process gets
-the rows of all of them: docs/parallelism.md counts what parts would save.
+A random collator or a network stream is read once and so cannot differ between stages. Mini-batches travel as
+other values do (wire.py), and every process computes from them the shapes that it will receive. With replicas each
+process gets the rows of all of them: docs/parallelism.md counts what parts would save.
 """
 
 from __future__ import annotations
@@ -10,28 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError, MessageError, PeerError
+from hf_gpipe.runtime import wire
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.micro_batch import Batch
-from hf_gpipe.runtime.wire import checked_size, load_tensors
 from hf_gpipe.runtime.world import World
 
 Batches = Sequence[Batch]
-
-
-def pack(batches: Batches) -> torch.Tensor:
-    """Serialise mini-batches into one tensor of bytes. Raises DataError for an entry that is not a tensor."""
-    tensors = {}
-    for number, batch in enumerate(batches):
-        for name, value in tensors_of(batch).items():
-            # A copy: safetensors raises an error for entries that share memory, such as labels that are the ids.
-            tensors[f"{number}.{name}"] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-    return torch.frombuffer(bytearray(safetensors.torch.save(tensors)), dtype=torch.uint8)
 
 
 def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -49,14 +38,17 @@ def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def unpack(data: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Restore the mini-batches that `pack` serialised. Raises MessageError for any other bytes."""
-    batches: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in load_tensors(data).items():
-        number, _, name = key.partition(".")
-        if not number.isdecimal() or not name:
-            raise MessageError(f"a mini-batch of the main process has an entry {key[:80]!r}, and not NUMBER.NAME")
-        batches.setdefault(int(number), {})[name] = tensor
-    return [batches[number] for number in sorted(batches)]
+    """The mini-batches of a message. Raises MessageError for any other bytes."""
+    batches = wire.unpack(data)
+    if not isinstance(batches, list) or not all(map(_is_batch, batches)):
+        raise MessageError("what the main process has sent in place of mini-batches has other types")
+    return batches
+
+
+def _is_batch(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
+    )
 
 
 def share(batches: Batches | None, world: World) -> list[dict[str, torch.Tensor]]:
@@ -127,7 +119,7 @@ class _Messages:
             size = _FAILED
             try:
                 batches = read()
-                self._data = None if batches is None else pack(batches)
+                self._data = None if batches is None else wire.pack([tensors_of(batch) for batch in batches])
                 size = _END if self._data is None else self._data.numel()
             except Exception as error:
                 # Raised with the others' error, at the end of the step that is under way; the report tells this work.
@@ -151,7 +143,7 @@ class _Messages:
         if size == _END:
             return None
         body = self._message[_HEADER_BYTES:]
-        if checked_size(size) > self._room:
+        if wire.checked_size(size) > self._room:
             rest = torch.empty(size - self._room, dtype=torch.uint8) if self._data is None else self._data[self._room :]
             self._world.broadcast(rest, self._world.reader)
             body = torch.cat([body, rest])

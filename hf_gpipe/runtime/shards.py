@@ -253,10 +253,11 @@ class Shards:
         whole = {name: slots for name, slots in states.items() if name not in self._ends}
         for names, ranks, (_, group) in self._replicated():
             mine = {name: {slot: _kind(value) for slot, value in states.get(name, {}).items()} for name in names}
-            kinds = wire.by_rank(wire.gather(mine, group), group, ranks)
+            kinds = wire.gather(mine, group)
             for name in names:
                 holders = self._holders(name)
-                for slot, kind in kinds[holders[0]][name].items():
+                first = dist.get_group_rank(group, ranks[holders[0]])
+                for slot, kind in kinds[first][name].items():
                     value = self._gather(name, states.get(name, {}).get(slot), kind, ranks, group)
                     if self._index[name] == 0:
                         whole.setdefault(name, {})[slot] = value

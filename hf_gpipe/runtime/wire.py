@@ -3,9 +3,9 @@
 A peer that has no business here may have sent a message. So a message can only become one of the types below, each part
 of it is checked, and what does not fit is a `MessageError`: whatever the bytes are, no code of theirs runs.
 
-A message is a file in safetensors form, as a mini-batch is (batches.py). Its tensor "value" has JSON text; the other
-tensors have numbers, by which the text names them. In the text, null, booleans, numbers and strings stand for
-themselves. Everything else is an array, whose first entry is one of the words in `_READERS`:
+A message is a file in safetensors form. Its tensor "value" has JSON text; the other tensors have numbers, by which the
+text names them. In the text, null, booleans, numbers and strings stand for themselves. Everything else is an array,
+whose first entry is one of the words in `_READERS`:
 
     {"loss": (0.5, None)}  ->  ["dict", [["loss", ["tuple", [0.5, null]]]]]
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -87,23 +87,15 @@ def unpack(data: torch.Tensor) -> Any:
         MessageError: the bytes are anything else.
     """
     try:
-        tensors = load_tensors(data)
+        tensors = safetensors.torch.load(data.numpy().tobytes())
         text = tensors.pop(_TEXT)
         if text.dtype != torch.uint8 or text.dim() != 1 or text.numel() > MOST_TEXT_BYTES:
             raise MessageError(f"its text has the shape {tuple(text.shape)} and the type {text.dtype}")
         return _read(json.loads(text.numpy().tobytes()), tensors, 0)
     except MessageError as error:
-        raise MessageError(str(error) if str(error).startswith(_MALFORMED) else f"{_MALFORMED}: {error}") from None
-    except (KeyError, ValueError, TypeError, RecursionError, UserError) as error:
+        raise MessageError(f"{_MALFORMED}: {error}") from None
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError, UserError) as error:
         raise MessageError(f"{_MALFORMED}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
-
-
-def load_tensors(data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of bytes in safetensors form. Raises MessageError for any other bytes."""
-    try:
-        return safetensors.torch.load(data.numpy().tobytes())
-    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise MessageError(f"{_MALFORMED}: {' '.join(str(error).split())[:200]}") from None
 
 
 _MALFORMED = (
@@ -288,22 +280,12 @@ def gather(value: object, group: dist.ProcessGroup) -> list[Any]:
     return [_value(data[:count]) for data, count in zip(everyone, counts, strict=True)]
 
 
-def broadcast(value: object, src: int, group: dist.ProcessGroup) -> Any:
-    """The value of one process of a group, by its rank there, on each of them. Raises as `gather`."""
-    own = _message(value) if dist.get_rank(group) == src else None
-    size = torch.tensor([0 if own is None else own.numel()])
-    dist.broadcast(size, group_src=src, group=group)
-    data = torch.empty(checked_size(int(size)), dtype=torch.uint8) if own is None else own
-    dist.broadcast(data, group_src=src, group=group)
-    return _value(data)
-
-
 def send(value: object, dst: int, group: dist.ProcessGroup) -> None:
     """Send a value to a process of a group, which calls `receive`. Raises UserError on both if it cannot travel."""
     data = _message(value)
     dist.send(torch.tensor([data.numel()]), group_dst=dst, group=group)
     dist.send(data, group_dst=dst, group=group)
-    _value(data[: data.numel()])
+    _value(data)
 
 
 def receive(src: int, group: dist.ProcessGroup) -> Any:
@@ -338,8 +320,3 @@ def checked_size(count: int) -> int:
     if not 0 < count <= MOST_BYTES:
         raise MessageError(f"{_MALFORMED}: it would have {count} bytes")
     return count
-
-
-def by_rank(values: Sequence[Any], group: dist.ProcessGroup, ranks: Sequence[int]) -> list[Any]:
-    """Gathered values in the order of these ranks of the job, which may be another one than the group's."""
-    return [values[dist.get_group_rank(group, rank)] for rank in ranks]

@@ -375,7 +375,7 @@ class World:
 
     def broadcast_value(self, value: Value, src: int) -> Value:
         """The value of the process `src`, on every process. Raises as `gather_objects`."""
-        return value if self.num_processes == 1 else cast(Value, wire.broadcast(value, src, self.group_on(_CPU)))
+        return self._from(src, lambda: value)
 
     # ------------------------------------------------------------------ groups
 
