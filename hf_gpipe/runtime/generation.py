@@ -10,14 +10,12 @@ generate different rows (`spread_rows.py`), each pipeline of them in a lock-step
 from __future__ import annotations
 
 import functools
-import inspect
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
@@ -28,59 +26,14 @@ from hf_gpipe.adapters.dropout import default_generator
 from hf_gpipe.adapters.intercept import extend_class
 from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.adapters.text import check_reads_text
-from hf_gpipe.errors import StageError, UserError, nearest
-from hf_gpipe.runtime import wire
-from hf_gpipe.runtime.agreement import compare
+from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.edges import Edges
-from hf_gpipe.runtime.spread_rows import joined, number_of_parts, part_of, pipelines
+from hf_gpipe.runtime.generate_arguments import GenerateArguments
+from hf_gpipe.runtime.spread_rows import joined, part_of, pipelines
 from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.runtime.world import World
-
-_SECOND_MODEL = "drafts tokens with another model or head, which the pipeline does not have"
-_OUTSIDE = "its method is not part of transformers itself"
-_ONE_PASS = "needs a second forward pass beside the pipeline's"
-_INSIDE = "asks for tensors from inside the stages, which stay there"
-_OWN_CACHE = "every stage keeps its own cache"
-_COMPILED = "stages are not compiled"
-
-#: Arguments of `generate` that raise an error, with the reason: they would change its result or lead to a hang.
-REFUSED = {
-    "assistant_model": _SECOND_MODEL,
-    "assistant_early_exit": _SECOND_MODEL,
-    "prompt_lookup_num_tokens": "needs the logits of several positions at a time",
-    "use_mtp": _SECOND_MODEL,
-    "constraints": _OUTSIDE,
-    "custom_generate": _OUTSIDE,
-    "dola_layers": _OUTSIDE,
-    "force_words_ids": _OUTSIDE,
-    "num_beam_groups": _OUTSIDE,
-    "penalty_alpha": _OUTSIDE,
-    "guidance_scale": _ONE_PASS,
-    "negative_prompt_ids": _ONE_PASS,
-    "token_healing": _ONE_PASS,
-    "output_attentions": _INSIDE,
-    "output_hidden_states": _INSIDE,
-    "encoder_outputs": "the encoder's stages run inside the pipeline; give input_ids",
-    "inputs": "give input_ids",
-    "inputs_embeds": "the embedding is a layer of the first stage; give input_ids",
-    "decoder_inputs_embeds": "the embedding is a layer of a stage; give decoder_input_ids",
-    "cache_implementation": _OWN_CACHE,
-    "past_key_values": _OWN_CACHE,
-    "compile_config": _COMPILED,
-    "max_time": "processes would stop at different tokens; use max_new_tokens",
-    "synced_gpus": "the processes of a pipeline run in lock-step already",
-}
-_CONFIG = "generation_config"
-#: Values of these arguments that change nothing.
-_HARMLESS: dict[str, tuple[object, ...]] = {
-    "num_beam_groups": (1,),
-    "guidance_scale": (1,),
-    "penalty_alpha": (0,),
-    # "hybrid", in older generation configurations, is what transformers does by default today.
-    "cache_implementation": ("dynamic", "hybrid"),
-}
 
 
 def check_generates(adapter: Adapter) -> None:
@@ -127,6 +80,7 @@ class Generator:
         self._last = {adapter.layers[i].stack: stage for stage, layers in enumerate(partition) for i in layers}
         self._model = _in_lock_step(self)
         self._pipelines = pipelines(world.placement)
+        self._arguments = GenerateArguments(adapter, self._model, world, len(self._pipelines))
         several = self._pipelines if len(self._pipelines) > 1 else ()
         self._groups = [world.new_group(tuple(map(world.peer, workers)), world.device) for workers in several]
         #: The pipeline that this process is in during a call, and the group of its processes; None: of all.
@@ -151,7 +105,7 @@ class Generator:
             StageError: the forward of a stage failed.
         """
         streamer = inputs.get("streamer") if self._world.is_reader else None
-        shared, num_parts = self._shared(inputs)
+        shared, num_parts = self._arguments.shared(inputs)
         self._share_random_state()
         if num_parts == 1:
             self._number, self._group = 0, None
@@ -164,12 +118,12 @@ class Generator:
         everyone = self._world.gather_objects(tokens)
         firsts = [self._world.peer(workers[0]) for workers in parts]
         of_pipelines = [part for rank in firsts if (part := everyone[rank]) is not None]
-        return joined(of_pipelines, lambda name: self._setting(shared, name)).to(self.device)
+        return joined(of_pipelines, lambda name: self._arguments.setting(shared, name)).to(self.device)
 
     def _generated(self, shared: Mapping[str, Any], streamer: Any = None) -> Any:
         """The result of `generate` for some rows, in every process of their pipeline."""
         arguments = {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in shared.items()}
-        if self._setting(arguments, "use_cache") is not False:
+        if self._arguments.setting(arguments, "use_cache") is not False:
             arguments["past_key_values"] = PipelineCache(self._stages)
         output = self._model.generate(**arguments, streamer=streamer)
         if isinstance(output, ModelOutput):
@@ -316,80 +270,6 @@ class Generator:
         """The worker that runs a stage in this process's pipeline."""
         return self._world.placement.workers[stage][self._number]
 
-    # ------------------------------------------------------------------ arguments
-
-    def _shared(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """The main process's arguments, with this process's own objects, and how many pipelines generate.
-
-        Raises UserError, on every process, if an argument is not supported, or is no object of the same class in all.
-        """
-        own = {name: value for name, value in inputs.items() if name != "streamer"}
-        if self._world.num_processes == 1:
-            return own, self._checked(own)
-
-        def read() -> tuple[dict[str, Any], dict[str, str], int]:
-            num_parts = self._checked(own)
-            data = {name: _as_data(value) for name, value in own.items() if _travels(value)}
-            return data, {name: _class_of(value) for name, value in own.items() if name not in data}, num_parts
-
-        data, objects, num_parts = self._world.from_reader(read)
-        self._compare(own, data)
-        if objects:
-            missing = [name for name, cls in objects.items() if _class_of(own.get(name)) != cls]
-            for rank, names in enumerate(self._world.gather_objects(missing)):
-                if names:
-                    raise UserError(
-                        f"generate({names[0]}=...) is an object of {objects[names[0]]}, which does not travel between "
-                        f"processes, and process {rank} was given none; give it on every process"
-                    )
-        if isinstance(values := data.get(_CONFIG), dict):
-            data[_CONFIG] = GenerationConfig.from_dict(values)
-        return data | {name: own[name] for name in objects}, num_parts
-
-    def _compare(self, own: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-        """Raise DisagreementError, on every process, where one was given another option than the main process.
-
-        The other processes may leave options out, and their tensors are not read.
-        """
-        main = {name: value for name, value in data.items() if not isinstance(value, torch.Tensor)}
-        mine = {name: _as_data(own[name]) if name in own else value for name, value in main.items()}
-        compare(lambda: mine, "arguments of generate")
-
-    def _checked(self, arguments: Mapping[str, Any]) -> int:
-        """How many pipelines generate. Raises UserError if an argument is not supported."""
-        self._check(arguments)
-        return number_of_parts(arguments, lambda name: self._setting(arguments, name), len(self._pipelines))
-
-    def _check(self, arguments: Mapping[str, Any]) -> None:
-        """Raise UserError for arguments that would be ignored, give wrong results or lead to a hang."""
-        for name, reason in REFUSED.items():
-            value = self._setting(arguments, name)
-            if value is not None and value is not False and value not in _HARMLESS.get(name, ()):
-                raise UserError(f"generate({name}={reprlib.repr(value)}) is not supported by a pipeline: {reason}")
-        if not isinstance(arguments.get("input_ids"), torch.Tensor):
-            given = ", ".join(sorted(arguments)) or "nothing"
-            raise UserError(f"generate() needs input_ids, a tensor of (B, T); it was given {given}")
-        if images := sorted(arguments.keys() & set(self._adapter.image_keys)):
-            raise UserError(f"generate({images[0]}): a pipeline generates from text alone; save the model for others")
-        known = {
-            *inspect.signature(GenerationMixin.generate).parameters,
-            *inspect.signature(self._model.forward).parameters,
-            *vars(GenerationConfig()),
-            "tokenizer",
-        }
-        for name in arguments:
-            if name not in known:
-                raise UserError(f"generate() has no argument {name!r}{nearest(name, known)}")
-
-    def _setting(self, arguments: Mapping[str, Any], name: str) -> Any:
-        """The value that `generate` would use: the argument's, the given configuration's or the model's own."""
-        if name in arguments:  # also None, which overrides the configurations
-            return arguments[name]
-        for config in (arguments.get("generation_config"), self._model.generation_config):
-            if (value := getattr(config, name, None)) is not None:
-                return value
-        return None
-
     def _share_random_state(self) -> None:
         """Use the main process's random state on every process, so that all sample the same tokens."""
         if self._world.num_processes > 1:
@@ -397,19 +277,6 @@ class Generator:
             state = generator.get_state()
             self._world.broadcast(state, self._world.reader)
             generator.set_state(state)
-
-
-def _travels(value: object) -> bool:
-    """Whether an argument is sent to the other processes, and not an object that each of them has."""
-    return isinstance(value, GenerationConfig) or wire.is_sendable(value)
-
-
-def _as_data(value: object) -> object:
-    return value.to_dict() if isinstance(value, GenerationConfig) else value
-
-
-def _class_of(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 class _Encoder:

@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError, UnsupportedModelError, UserError
-from hf_gpipe.runtime.generation import REFUSED
+from hf_gpipe.runtime.generate_arguments import REFUSED
 from hf_gpipe.runtime.spread_rows import pipelines
 from hf_gpipe.schedule.placement import Placement
 from tests.gloo import run_gloo
