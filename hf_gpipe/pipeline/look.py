@@ -27,7 +27,7 @@ def text_of(decision: Decision, models: Mapping[int, StageModel]) -> str:
         words = [f"  stage {stage}", where, f"{len(layers)} layers, {' to '.join(ends)}"]
         if stage in models:
             parameters = models[stage].parameters.values()
-            size = size_text(sum(parameter.numel() * parameter.element_size() for parameter in parameters))
+            size = size_text(sum(parameter.nbytes for parameter in parameters))
             count = sum(parameter.numel() for parameter in parameters)
             words.append(f"{count:,} parameters, {size} on {world.stage_devices[stage]}")
         lines.append("; ".join(words))

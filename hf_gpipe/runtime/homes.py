@@ -21,11 +21,11 @@ from torch import nn
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.offload import ALIGNMENT, aligned
 from hf_gpipe.runtime.world import World
 
 #: Where files are memory that processes share.
 _SHARED_MEMORY = Path("/dev/shm")
-_ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,17 @@ class Homes:
             is_new = name not in self._weights
             if is_new and (parameter.requires_grad or not _is_mapped(parameter.data)):
                 moved[name] = parameter.data
-                sizes.append(_aligned(parameter.nbytes))
+                sizes.append(aligned(parameter.nbytes))
             if parameter.requires_grad:
-                sizes.append(_aligned(parameter.nbytes) + _ALIGNMENT)
+                sizes.append(aligned(parameter.nbytes) + ALIGNMENT)
         owner = next(own for own in placement.workers[stage] if own in self._crew)
         memory = self._memory(sum(sizes), placement.ranks_of(owner)[0])
         is_owner, start = owner in self._world.workers, 0
 
         def piece(size: int) -> torch.Tensor:
             nonlocal start
-            start += _aligned(size)
-            return memory[start - _aligned(size) :][:size]
+            start += aligned(size)
+            return memory[start - aligned(size) :][:size]
 
         for name, parameter in first.parameters.items():
             if name in moved:
@@ -264,7 +264,3 @@ def _is_mapped(tensor: torch.Tensor) -> bool:
         if low <= address < high:
             return inode != "0"
     return False
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -23,8 +23,8 @@ from torch import nn
 SMALLEST_BYTES = 4096
 #: Bytes of a piece of CPU memory. PyTorch rounds pinned memory up to a power of two, and this is one.
 PIECE_BYTES = 1 << 23
-#: A storage begins at a multiple of it.
-_ALIGNMENT = 512
+#: A tensor in memory that several share begins at a multiple of it, as memory that CUDA hands out.
+ALIGNMENT = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +164,7 @@ class HostCopies:
     def leave(self, saved: SavedTensors) -> None:
         """O: begin to copy to the host what a graph has saved. What computes next waits for the graph before."""
         self._finish()
-        sizes = [_aligned(home.nbytes) for home in saved.homes.values()]
+        sizes = [aligned(home.nbytes) for home in saved.homes.values()]
         saved.pieces = [self._piece() for _ in range(-(-sum(sizes) // PIECE_BYTES))]
         if self._is_cuda:
             stream = self._stream("out")
@@ -243,7 +243,7 @@ def _runs(saved: SavedTensors) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             stop = min(home.nbytes, start + PIECE_BYTES - inside)
             yield saved.pieces[number].memory[inside : inside + stop - start], home.part(start, stop)
             start = stop
-        place += _aligned(home.nbytes)
+        place += aligned(home.nbytes)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -259,5 +259,6 @@ def _is_of_weight(tensor: torch.Tensor) -> bool:
     return isinstance(getattr(made.next_functions[0][0], "variable", None), nn.Parameter)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def aligned(size: int) -> int:
+    """A number of bytes rounded up, so that another tensor can begin after them."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

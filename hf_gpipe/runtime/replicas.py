@@ -274,7 +274,7 @@ def in_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         size = 0
         for tensor in some:
             bucket.append(tensor)
-            size += tensor.numel() * tensor.element_size()
+            size += tensor.nbytes
             if size >= BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0

@@ -91,10 +91,6 @@ class Stage:
         self.head: HeadPart | None = None
 
     @property
-    def is_first(self) -> bool:
-        return self.model.is_first
-
-    @property
     def is_last(self) -> bool:
         return self.model.is_last
 
@@ -274,18 +270,18 @@ class Stage:
 
     def input_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the tensors that F receives."""
-        own = {} if self._teacher is None else self._teacher.input_shapes(micro_batch.inputs)
-        return {**self._shapes_at(self.model.start, micro_batch), **own}
+        return self._shapes(micro_batch, is_end=False)
 
     def output_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the tensors that F sends."""
-        own = {} if self._teacher is None else self._teacher.output_shapes(micro_batch.inputs)
-        return {**self._shapes_at(self.model.stop, micro_batch), **own}
+        return self._shapes(micro_batch, is_end=True)
 
-    def _shapes_at(self, boundary: int, micro_batch: MicroBatch) -> Shapes:
+    def _shapes(self, micro_batch: MicroBatch, *, is_end: bool) -> Shapes:
+        boundary = self.model.stop if is_end else self.model.start
         if boundary not in micro_batch.shapes:
             micro_batch.shapes[boundary] = self.model.adapter.carry_shapes(boundary, micro_batch.inputs)
-        return micro_batch.shapes[boundary]
+        of_teacher = {} if self._teacher is None else self._teacher.shapes(micro_batch.inputs, is_end=is_end)
+        return {**micro_batch.shapes[boundary], **of_teacher}
 
     def input_gradient_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the gradients that B sends: only those that an earlier stage needs."""

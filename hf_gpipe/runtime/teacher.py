@@ -57,15 +57,9 @@ class StageTeacher:
     def __init__(self, model: StageModel) -> None:
         self._model = model
 
-    def input_shapes(self, inputs: Inputs) -> Shapes:
-        """Names and shapes of the tensors that it receives."""
-        return self._shapes(self._model.start, inputs)
-
-    def output_shapes(self, inputs: Inputs) -> Shapes:
-        """Names and shapes of the tensors that it sends."""
-        return self._shapes(self._model.stop, inputs)
-
-    def _shapes(self, boundary: int, inputs: Inputs) -> Shapes:
+    def shapes(self, inputs: Inputs, *, is_end: bool) -> Shapes:
+        """Names and shapes of the tensors that it sends, at its end, or receives."""
+        boundary = self._model.stop if is_end else self._model.start
         shapes = self._model.adapter.carry_shapes(boundary, self._own(inputs))
         return {f"{PREFIX}{name}": shape for name, shape in shapes.items()}
 

@@ -79,7 +79,8 @@ class Versions:
         """
         if keeps:
             self._stashed[self._newest] = self._replace(self._copies())
-            self.most_bytes = max(self.most_bytes, sum(map(_bytes, self._stashed.values())))
+            stashed = sum(tensor.nbytes for values in self._stashed.values() for tensor in values)
+            self.most_bytes = max(self.most_bytes, stashed)
         # Graphs that are alive have their own version in memory that nothing writes to; autograd cannot know that.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
             yield
@@ -97,7 +98,3 @@ class Versions:
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data = value
         return replaced
-
-
-def _bytes(values: Values) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in values)

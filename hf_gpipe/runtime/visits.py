@@ -23,9 +23,7 @@ from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.pipeline_keys import Visitors
 from hf_gpipe.runtime.homes import Homes
-
-#: Each weight of a buffer begins at a multiple of it, as memory that CUDA hands out.
-_ALIGNMENT = 512
+from hf_gpipe.runtime.offload import ALIGNMENT, aligned
 
 
 @dataclass(eq=False)
@@ -101,7 +99,7 @@ class VisitingWeights:
         self._gradients = {} if homes is None else {n: homes.gradients(n, model) for n, model in models.items()}
         self._models = models
         self._devices = {stage: model.device for stage, model in models.items()}
-        self.hosted_bytes = {stage: sum(_aligned(p.nbytes) for p in own) for stage, own in self._visiting.items()}
+        self.hosted_bytes = {stage: sum(aligned(p.nbytes) for p in own) for stage, own in self._visiting.items()}
         counts: defaultdict[nn.Parameter, int] = defaultdict(int)
         for own in self._visiting.values():
             for parameter in own:
@@ -127,7 +125,7 @@ class VisitingWeights:
         for parameter, home in homes.items():
             own = buffer.memory[start : start + home.nbytes]
             weights[parameter] = own.view(home.dtype).view(home.shape)
-            start += _aligned(home.nbytes)
+            start += aligned(home.nbytes)
         is_copied, earlier = None, {}
         if buffer.is_free is not None:
             stream = self._stream(device, "in")
@@ -318,9 +316,9 @@ def _pinned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     homes: list[torch.Tensor] = []
     while len(homes) < len(tensors):
-        sizes = [_aligned(tensor.nbytes) for tensor in tensors[len(homes) :]]
+        sizes = [aligned(tensor.nbytes) for tensor in tensors[len(homes) :]]
         # The largest piece that the rest can fill, and of one tensor at least.
-        size = max(1 << sum(sizes).bit_length() - 1, 1 << (sizes[0] - 1).bit_length()) if sizes[0] else _ALIGNMENT
+        size = max(1 << sum(sizes).bit_length() - 1, 1 << (sizes[0] - 1).bit_length()) if sizes[0] else ALIGNMENT
         piece, start = torch.empty(size, dtype=torch.uint8, pin_memory=True), 0
         for tensor, own in zip(tensors[len(homes) :], sizes, strict=True):
             if start + own > size:
@@ -333,7 +331,3 @@ def _pinned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _copy(weights: Mapping[nn.Parameter, torch.Tensor], homes: Mapping[nn.Parameter, torch.Tensor]) -> None:
     for parameter, weight in weights.items():
         weight.copy_(homes[parameter], non_blocking=True)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -57,9 +57,7 @@ def with_gradient(
     """
     ranks = part.ranks
     columns, is_foreign = _columns(logits, targets, is_unit, part.first)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    seen = wide if bound is None else wide.clamp(-bound, bound)
-    is_clipped = None if bound is None else seen != wide
+    seen, is_clipped = _seen(logits, bound)
     own, first = seen.max(-1)
     largest = ranks.largest(own)
     of_target = seen.gather(1, columns).squeeze(1).masked_fill(is_foreign, 0)
@@ -154,12 +152,19 @@ def gradient_of_part(
         smoothing: `label_smoothing`.
     """
     columns, is_foreign = _columns(logits, targets, is_unit, first)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    seen = wide if bound is None else wide.clamp(-bound, bound)
-    is_clipped = None if bound is None else seen != wide
+    seen, is_clipped = _seen(logits, bound)
     gradient = (seen - largest[:, None]).exp_().div_(total[:, None])
     _less_target(gradient, columns, is_foreign, is_clipped, size, smoothing)
     return gradient
+
+
+def _seen(logits: torch.Tensor, bound: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The logits as the loss sees them, in float32 at least, and which of them are clipped."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if bound is None:
+        return wide, None
+    seen = wide.clamp(-bound, bound)
+    return seen, seen != wide
 
 
 def _columns(
