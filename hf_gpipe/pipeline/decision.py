@@ -46,7 +46,6 @@ class PipelineRequest:
     """A pipeline as it is asked for. `Pipeline` says what its arguments mean.
 
     Attributes:
-        model: the model.
         config: how it is cut and run.
         inputs: of the planner; its `packing` says whether training packs rows.
         seed: None: the default of recipes.
@@ -85,8 +84,6 @@ class Decision:
 
     Attributes:
         given, config, planned, loss, links: as of `Pipeline`.
-        adapter: of the model.
-        partition: the layers of each stage.
         world: where the stages are.
         table: of the schedule, where it is the file of one, or was made for the plan.
         planning: the planner's inputs.

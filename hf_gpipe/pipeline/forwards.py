@@ -40,10 +40,8 @@ class Forwards:
 
     Attributes:
         decision: the model, its cut, and the tables.
-        parameters: of this process's stages.
         stages: of this process, by number.
         edges: at the ends of these stages.
-        executor: of these stages.
         visits: of the weights of each of these stages.
         num_micro_batches: of a mini-batch.
         has_new_adapters: whether the model before its training is there, as the model without its PEFT adapters.
@@ -83,7 +81,6 @@ class Forwards:
         Every process calls it and gets the same result. There is no dropout.
 
         Args:
-            rows: the mini-batch.
             with_adapters: whether the PEFT adapters add to their layers; without them it is the base model's.
 
         Returns:

@@ -105,8 +105,6 @@ def whole_model(weights: StageParameters, **calls: Callable[..., Any]) -> PreTra
     """The whole model with the tensors of this process's stages; see `Pipeline.model`.
 
     Args:
-        weights: of the pipeline.
-        calls: its `generate` and `save_pretrained`.
 
     """
     adapter = weights.adapter

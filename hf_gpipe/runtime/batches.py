@@ -67,7 +67,6 @@ def shared_stream(source: Iterator[Batches] | None, world: World) -> Iterator[li
 
     Args:
         source: read in the main process only.
-        world: the processes.
 
     Raises:
         PeerError: reading `source` failed in the main process, which raises the error itself; both after the

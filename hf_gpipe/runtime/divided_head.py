@@ -53,9 +53,6 @@ class HeadPart:
     Args:
         model: the head alone, with the rows of this process.
         rows: those of the stage.
-        stage: its number.
-        num_stages: K.
-        loss: of training.
     """
 
     def __init__(self, model: StageModel, rows: HeadRows, stage: int, num_stages: int, loss: Loss) -> None:

@@ -35,7 +35,6 @@ def connect(
     Every process must call it, because communicators are created by all processes in the same order.
 
     Args:
-        world: the processes and which stages they hold.
         dtype_of: type of a carried tensor, from the number of the stage that receives it and its name.
         sent: type in which wider ones travel, also between stages of one process, so that the numbers do not depend on
             the processes; None: their own.
@@ -60,7 +59,6 @@ def connect_head(world: World, dtype_of: Callable[[str], torch.dtype]) -> dict[t
     Every process must call it.
 
     Args:
-        world: the processes and which stages they hold.
         dtype_of: type of a tensor by its name.
     """
     placement = world.placement

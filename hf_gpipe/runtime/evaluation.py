@@ -45,7 +45,6 @@ class Evaluation:
         Args:
             outputs: by its number, the result of each micro-batch that this process ran on the last stage.
             row_counts: the number of rows of each micro-batch of the mini-batch.
-            world: of the pipeline.
         """
         kept = [outputs[index] for index in sorted(outputs)]
         parts = [kept_outputs[name] for name in _NAMES for kept_outputs in kept]

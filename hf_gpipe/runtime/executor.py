@@ -90,7 +90,6 @@ class Executor:
         Args:
             schedule: a valid table for these stages and this many micro-batches.
             micro_batches: the same on every process.
-            options: of this step.
             reduce: called at the process's last U or H with the results so far, to complete gradients and loss
                 together with the other processes. Its time counts as waiting.
             update: called after `reduce`. Its errors are raised unchanged.

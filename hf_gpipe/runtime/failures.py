@@ -126,7 +126,6 @@ def report(error: BaseException, traceback_file: Path | None = None) -> int:
     """Print why this process fails, once per job, and return its exit code.
 
     Args:
-        error: the exception.
         traceback_file: where to put the traceback of a fault; its path is part of the message.
     """
     return tell(describe(error), traceback_file)
@@ -136,7 +135,6 @@ def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers:
     """Print why this process fails, once per job, and return its exit code.
 
     Args:
-        failure: of this process.
         traceback_file: as for `report`.
         store_answers: if not, it is what all processes have found, and no launcher that is stopped tells it: one
             process of each machine does.
@@ -147,11 +145,7 @@ def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers:
 
 
 def end(failure: Failure, *, store_answers: bool = True) -> NoReturn:
-    """End this process from a thread, which cannot raise in the main one, and tell why unless that is told already.
-
-    Args:
-        failure, store_answers: as for `tell`.
-    """
+    """End this process from a thread, which cannot raise in the main one, and tell why unless that is told already."""
     with contextlib.suppress(Exception), telling:
         if not Job.current().is_failing:
             tell(failure, store_answers=store_answers)

@@ -68,9 +68,7 @@ class GenerateArguments:
     """What is known of the arguments of a pipeline's `generate`.
 
     Attributes:
-        adapter: of the model.
         model: whose `generate` is called.
-        world: the processes.
         num_pipelines: that generate side by side, at most.
     """
 

@@ -51,10 +51,8 @@ class Generator:
 
     Args:
         adapter: the whole model; its `reference.generation_config` gives the defaults.
-        partition: the layers of every stage.
         stages: the stages of this process, by number.
         edges: the edges at the ends of these stages, by stage, its worker and that of the next stage.
-        world: the processes.
         visits: of the weights of each stage of this process.
         heads: the parts of the head that these stages have, where it is divided over all.
     """

@@ -27,7 +27,6 @@ def begin_loss_and_norm(
         loss: of this process's micro-batches on the last stage, a scalar on any device; None where it has none.
         gradients: of this process, each of the model's in one process only; none where the norm is not needed. They are
             read here, and may change afterwards.
-        world: of the pipeline.
         squares: of other gradients of this process the sums of squares, as `sums_of_squares` gives them.
 
     Returns:
@@ -46,7 +45,6 @@ def begin_losses_and_norms(
     Args:
         losses: for each step the parts of its loss that this process has, scalars on any device.
         squares: for each step the sums of squares of gradients that this process has, as `sums_of_squares` gives them.
-        world: of the pipeline.
 
     Returns:
         Waits, and returns the loss and the norm of each step, (steps, 2), the same in every process.

@@ -49,8 +49,6 @@ class Heartbeat:
 
     Args:
         store: common to all processes of this start, or before they have met, of the job.
-        rank: of this process.
-        num_processes: of this start.
         limit: a process that does not beat for so long is lost.
     """
 

@@ -64,7 +64,6 @@ class Homes:
         """Move the weights of a stage to their homes. Every process calls it, with the next stage.
 
         Args:
-            stage: its number.
             models: of the stage, of each worker of this process.
 
         Raises:
@@ -199,9 +198,6 @@ class Homes:
 
 class _SharedFile:
     """A new file of shared memory without a name, which is gone with the last process that maps it, however that ends.
-
-    Args:
-        size: its bytes.
 
     Attributes:
         path: under which other processes open it until `close`.

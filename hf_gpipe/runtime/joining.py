@@ -18,11 +18,6 @@ def join_job(
 ) -> Job:
     """`Job.join`, and in a process of several also the watch (watching.py) and the hook for exceptions (uncaught.py).
 
-    Args:
-        timeout_seconds: as for `Job.join`.
-        threads: as for `Job.join`.
-        settings: as for `Job.join`.
-
     Raises:
         UserError: as `Job.join`.
     """

@@ -37,8 +37,6 @@ def launch(
 
     Args:
         module: must call `Job.join`, and `failures.report` with its errors.
-        args: its arguments.
-        num_processes: number of processes.
         traceback_file: where to put the traceback of a fault.
         threads: CPU threads of each process; None: see `Job.join`.
         stop_seconds: how long the processes may take to end after a signal.

@@ -38,8 +38,6 @@ def meet(store: dist.Store, rank: int, num_processes: int, limit: timedelta) -> 
 
     Args:
         store: common to all, with anything in it.
-        rank: of this process.
-        num_processes: of this start.
         limit: how long to wait for the others.
 
     Returns:

@@ -108,7 +108,6 @@ class Context:
     Attributes:
         micro_batch: the micro-batch, its tensors on the stage's device.
         carry: the tensors received from the previous stage.
-        options: of the step.
         teacher: the logits of a teacher, on the last stage.
     """
 
@@ -240,11 +239,8 @@ def make_micro_batches(
     """The micro-batches of one step: of one mini-batch, or of several whose gradients are accumulated.
 
     Args:
-        adapter: the model's adapter.
         batches: mini-batches; each is cut into at most `num_micro_batches`.
         num_micro_batches: M.
-        seed: the run's seed.
-        step: number of this optimizer step.
         first: the index of the first one, where a table has several steps.
         length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
         packing: whether the rows of a mini-batch are packed, shared out by tokens. Those of a flattened one always are.

@@ -22,11 +22,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def check_main_address(rank: int) -> None:
-    """Raise UserError where this process could never find the main one, instead of trying for minutes.
-
-    Args:
-        rank: of this process.
-    """
+    """Raise UserError where this process could never find the main one, instead of trying for minutes."""
     own = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if rank < own or own == 0 or int(os.environ.get("WORLD_SIZE", "1")) == own:
         return  # on one machine with the main process

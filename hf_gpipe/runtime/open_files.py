@@ -17,9 +17,6 @@ _MANY_FILES = 1 << 16
 def check_open_files(num_processes: int) -> None:
     """Raise this process's limit of open files, so that nobody ends the job by some connections that say nothing.
 
-    Args:
-        num_processes: of the job.
-
     Raises:
         UserError: the system does not allow as many as the job needs.
     """

@@ -41,9 +41,6 @@ def check(
     """Wait until every process is here, and compare them. Every process calls it.
 
     Args:
-        store: that all processes share.
-        rank: of this process.
-        size: the number of processes.
         settings: values that must be the same in every process, by their names.
         limit: how long the processes may start apart.
         prefix: of the keys in the store, new for each check.
@@ -83,11 +80,7 @@ def exchange(
 
 
 def complaints(everyone: Sequence[RankFacts]) -> list[str]:
-    """The problems of the processes of a job, one sentence each.
-
-    Args:
-        everyone: the facts of each process, in order of rank.
-    """
+    """The problems of the processes of a job, one sentence each."""
     lines = []
     for name in everyone[0].versions:
         if differing := _differing([(process.host, process.versions.get(name, "")) for process in everyone]):

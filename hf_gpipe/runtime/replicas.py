@@ -124,9 +124,7 @@ class Replicas:
     """The stages of this process that have replicas in other processes. Every process must create it.
 
     Args:
-        models: the stages of this process, by number.
         ties: sums the gradients of tied parameters over all their copies, replicas included.
-        world: the processes.
     """
 
     def __init__(self, models: Mapping[int, StageModel], ties: Ties, world: World) -> None:
@@ -167,12 +165,7 @@ class Replicas:
                     self._models[stage].batch_norms.gather = partial(_gathered, group, len(ranks))
 
     def check(self, schedule: Schedule, num_micro_batches: int) -> None:
-        """Raise UserError where replicas whose SyncBatchNorms share statistics do not run the same actions.
-
-        Args:
-            schedule: the table.
-            num_micro_batches: of the step.
-        """
+        """Raise UserError where replicas whose SyncBatchNorms share statistics do not run the same actions."""
         placement = self._world.placement
         shared = [stage for stage, model in self._models.items() if model.batch_norms.gather is not None]
         for stage in shared:
@@ -225,7 +218,6 @@ class Replicas:
         """The same as `in_last_backward`, for the last W of a stage.
 
         Args:
-            stage: its number.
             incomplete: the parameters whose gradients this W adds to.
 
         Returns:

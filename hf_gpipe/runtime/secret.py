@@ -60,7 +60,6 @@ class SignedStore(dist.Store):
 
     Args:
         store: has the values.
-        secret: of the run.
         purpose: of these values, such as the name of the processes' start: what was signed for another is refused.
     """
 

@@ -76,7 +76,6 @@ class Shards:
         owner_stage: the stage that each of them belongs to.
         by_element: whether a shard is a run of elements; otherwise it is a whole parameter or nothing.
         replicas: of these stages, for their process groups.
-        world: the processes.
     """
 
     def __init__(
@@ -214,12 +213,7 @@ class Shards:
     # ------------------------------------------------------------------ state
 
     def cut_state(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Keep what is of this replica's shards in the state that an optimizer made before its first step.
-
-        Args:
-            optimizer: whose state is of whole parameters.
-            parameters: that it updates, by name.
-        """
+        """Keep what is of this replica's shards in the state that an optimizer made before its first step."""
         for name, parameter in parameters.items():
             slots = self.cut(name, optimizer.state.pop(parameter, {}))
             if slots:
@@ -267,11 +261,8 @@ class Shards:
         """One slot of the state of a whole parameter, in the first of the ranks.
 
         Args:
-            name: of the parameter.
             own: the value of this replica's shard, if it has one.
             kind: of the first shard's value, as `_kind` gives it.
-            ranks: of the replicas.
-            group: of them.
         """
         if not isinstance(kind, _TensorKind):
             return kind

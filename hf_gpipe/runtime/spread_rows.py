@@ -33,7 +33,6 @@ def number_of_parts(arguments: Mapping[str, Any], setting: Callable[[str], Any],
     """How many parts the rows of a call of `generate` are cut into; 1 where a row's tokens may depend on other rows.
 
     Args:
-        arguments: of the call.
         setting: the value in effect of an argument or a setting, by its name.
         most: the number of pipelines.
     """

@@ -104,7 +104,6 @@ class Stage:
         The value of the loss is complete after B.
 
         Args:
-            context: the micro-batch's record.
             keep_graph: whether backward follows without a recomputation.
             is_offloaded: whether what the graph saves then goes to the host, by `saved`.
         """
@@ -210,7 +209,6 @@ class Stage:
         Of what I kept the last is computed first, for it may still be in a cache of the processor.
 
         Args:
-            micro_batch: its number.
             completed: called with each parameter once all its parts have been added, in the order of I.
         """
         kept = self._kept.pop(micro_batch)

@@ -28,8 +28,6 @@ class Child:
     """A process of the job.
 
     Attributes:
-        rank: its number.
-        process: the handle of the process.
         folder: where it leaves its notes.
         was_ended: whether the launcher had to kill it.
         stack: its stack at that time, as a Python traceback.
@@ -103,7 +101,6 @@ def wait_for_all(children: Sequence[Child], stop: StopSignal, stop_seconds: floa
     """Wait for the end of all processes; kill those that do not end soon after the first one.
 
     Args:
-        children: the processes.
         stop: where a signal to this launcher is noted.
         stop_seconds: how long the processes may take to end after one.
     """

@@ -70,7 +70,6 @@ class StageTeacher:
         """Run the stage.
 
         Args:
-            inputs: of the student's micro-batch.
             carry: what the student's stage has received, with the teacher's tensors among it.
 
         Returns:

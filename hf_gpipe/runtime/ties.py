@@ -58,8 +58,6 @@ class Ties:
     """The shared parameters of a pipeline. Every process must create it, because all create the process groups.
 
     Args:
-        models: the stages of this process, by number.
-        world: the processes.
         homes: of dealt stages, where a tied parameter has one home and no copies; else None.
     """
 

@@ -147,7 +147,6 @@ class VisitingWeights:
         """Before each action of a stage that is there: its device waits for the weights, once.
 
         Args:
-            stage: its number.
             adds_gradients: whether the action adds to the gradients of the weights, so that those of earlier visits
                 must be there.
         """
