@@ -102,11 +102,7 @@ _OWN_STATE = ("_weights", "_calls", "_placed", "_names", "generation_config")
 
 
 def whole_model(weights: StageParameters, **calls: Callable[..., Any]) -> PreTrainedModel:
-    """The whole model with the tensors of this process's stages; see `Pipeline.model`.
-
-    Args:
-
-    """
+    """The whole model with the tensors of this process's stages; see `Pipeline.model`."""
     adapter = weights.adapter
     model = adapter.skeleton()
     if adapter.peft is not None:

@@ -14,49 +14,20 @@ import torch
 Result = TypeVar("Result")
 
 
-class _StoppedError(Exception):
-    """Another rank has failed."""
-
-
-class _Turns:
-    """The turns of the threads, and the messages of each, in order."""
+class _Meeting:
+    """What the threads share: whose turn it is, where they wait for each other, and messages by number and place."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self.sent: list[list[torch.Tensor]] = [[] for _ in range(size)]
-        self.has_failed = False
-        self._running = [True] * size
-        self._turn = 0
-        self._changed = threading.Condition()
-
-    def wait(self, place: int) -> None:
-        """Wait for this rank's turn."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn == place or self.has_failed)
-        if self.has_failed:
-            raise _StoppedError
-
-    def pass_on(self, place: int, *, is_done: bool = False) -> None:
-        """Let the next rank run that is not done."""
-        with self._changed:
-            self._running[place] = not is_done
-            others = [(place + step) % self.size for step in range(1, self.size + 1)]
-            self._turn = next((other for other in others if self._running[other]), place)
-            self._changed.notify_all()
-
-    def fail(self) -> None:
-        """End all of them."""
-        with self._changed:
-            self.has_failed = True
-            self._changed.notify_all()
+        self.turn, self.barrier = threading.Lock(), threading.Barrier(size)
+        self.sent: dict[tuple[int, int], torch.Tensor] = {}
 
 
 class EmulatedRanks:
     """One of the ranks; see `adapters.tensor_parallel.ranks.Ranks`."""
 
-    def __init__(self, turns: _Turns, place: int, *, divides_rows: bool = False) -> None:
-        self.size, self.place, self.divides_rows = turns.size, place, divides_rows
-        self._turns = turns
+    def __init__(self, meeting: _Meeting, place: int, *, divides_rows: bool = False) -> None:
+        self.size, self.place, self.divides_rows = meeting.barrier.parties, place, divides_rows
+        self._meeting, self._num_sent = meeting, 0
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._exchanged(tensor).sum(0, dtype=tensor.dtype)
@@ -80,32 +51,42 @@ class EmulatedRanks:
 
     def _sent_by_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks."""
-        sent = self._turns.sent
-        number = len(sent[self.place])
-        sent[self.place].append(tensor.detach().clone())
+        sent, number = self._meeting.sent, self._num_sent
+        self._num_sent += 1
+        sent[number, self.place] = tensor.detach().clone()
         state = torch.get_rng_state()
-        self._turns.pass_on(self.place)
-        self._turns.wait(self.place)
+        self.meet()
         torch.set_rng_state(state)
-        return [own[number] for own in sent]
+        return [sent[number, place] for place in range(self.size)]
+
+    def meet(self) -> None:
+        """Let the other ranks come as far as this one. Raises BrokenBarrierError where one has failed."""
+        self._meeting.turn.release()
+        try:
+            self._meeting.barrier.wait()
+        finally:
+            self._meeting.turn.acquire()
 
 
 def emulate(size: int, function: Callable[[EmulatedRanks], Result], *, divides_rows: bool = False) -> list[Result]:
     """The results of a function of each of several ranks. Raises what one of them raises."""
-    turns, results, errors = _Turns(size), {}, []
+    meeting, results, errors = _Meeting(size), {}, []
     state = torch.get_rng_state()
+    states = [state] * size
 
     def run(place: int) -> None:
-        try:
-            turns.wait(place)
-            torch.set_rng_state(state)
-            results[place] = function(EmulatedRanks(turns, place, divides_rows=divides_rows))
-            turns.pass_on(place, is_done=True)
-        except _StoppedError:
-            pass
-        except BaseException as error:
-            errors.append(error)
-            turns.fail()
+        ranks = EmulatedRanks(meeting, place, divides_rows=divides_rows)
+        with meeting.turn:
+            try:
+                torch.set_rng_state(state)
+                results[place] = function(ranks)
+                states[place] = torch.get_rng_state()
+                ranks.meet()  # others would wait for ever for the message of one that has ended
+            except threading.BrokenBarrierError:
+                """Another rank has failed."""
+            except BaseException as error:
+                errors.append(error)
+                meeting.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(size)]
     for thread in threads:
@@ -114,4 +95,5 @@ def emulate(size: int, function: Callable[[EmulatedRanks], Result], *, divides_r
         thread.join()
     if errors:
         raise errors[0]
+    torch.set_rng_state(states[-1])
     return [results[place] for place in range(size)]
