@@ -5,11 +5,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-import struct
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+
+import psutil
 
 from hf_gpipe.errors import UserError
 
@@ -17,8 +17,6 @@ from hf_gpipe.errors import UserError
 REACH_SECONDS = 5.0
 #: How long the main process may take to listen after another process has started.
 _LISTENS_SECONDS = 30.0
-#: The request for the IPv4 address of an interface (netdevice(7)).
-_SIOCGIFADDR = 0x8915
 
 
 def check_main_address(rank: int) -> None:
@@ -98,15 +96,10 @@ def stay_on_loopback() -> None:
 
 
 def addresses() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one; on Linux only."""
+    """The first IPv4 address of each network interface that has one."""
     by_interface: dict[str, str] = {}
-    if not sys.platform.startswith("linux"):
-        return by_interface
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has none
-                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                by_interface[name] = socket.inet_ntoa(answer[20:24])
+    for name, own in psutil.net_if_addrs().items():
+        for entry in own:
+            if entry.family == socket.AF_INET:
+                by_interface.setdefault(name, entry.address)
     return by_interface
