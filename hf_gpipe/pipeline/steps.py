@@ -232,7 +232,8 @@ class Steps:
             self.parameters.replicas.finish()
             self.parameters.ties.reduce_gradients()
             gradients = () if update is None or update_stage is not None else self.parameters.counted()
-            numbers.append(begin_loss_and_norm(self._own_loss(result), gradients, self.world, squares))
+            loss = result.loss if self.world.place == 0 else None  # the ranks of a worker have the same
+            numbers.append(begin_loss_and_norm(loss, gradients, self.world, squares))
             if waits:
                 numbers[0]()
                 if times is not None:  # the update after it starts in all processes at the same time
@@ -253,10 +254,6 @@ class Steps:
         if times is not None:
             times.extend(result.times)
         return numbers[0]
-
-    def _own_loss(self, result: StepResult) -> torch.Tensor | None:
-        """The share of the loss that this process adds; the ranks of a worker have the same."""
-        return result.loss if self.world.place == 0 else None
 
     def _micro_batches(self, batches: Sequence[Batch], step: int, first: int = 0) -> list[MicroBatch]:
         """The micro-batches of a training step, whose indices begin with `first`."""

@@ -46,14 +46,6 @@ class _Tie:
         ]
 
 
-@dataclass(frozen=True)
-class _LocalTie:
-    """A parameter with a copy on another device of this process."""
-
-    parameter: torch.nn.Parameter
-    copy: torch.nn.Parameter
-
-
 class Ties:
     """The shared parameters of a pipeline. Every process must create it, because all create the process groups.
 
@@ -63,7 +55,8 @@ class Ties:
 
     def __init__(self, models: Mapping[int, StageModel], world: World, homes: Homes | None = None) -> None:
         self._homes = homes
-        self._local_ties = [] if homes else [_LocalTie(*pair) for pair in share_within_process(models)]
+        #: Parameters with a copy on another device of this process: (the lowest stage's, its copy).
+        self._local_ties = [] if homes else share_within_process(models)
         self._rank = world.rank
         self._holds_values = self._copies_are_fresh = False
         mine = {
@@ -120,15 +113,15 @@ class Ties:
     def leave_out(self, parameters: Set[torch.nn.Parameter]) -> None:
         """Take out parameters that never change: their copies stay right. Every process must call it alike."""
         self._ties = [tie for tie in self._ties if tie.parameter not in parameters]
-        self._local_ties = [pair for pair in self._local_ties if pair.parameter not in parameters]
+        self._local_ties = [pair for pair in self._local_ties if pair[0] not in parameters]
 
     def reduce_gradients(self) -> None:
         """Sum the gradients of each tied parameter into its owners'; the copies then have no gradient."""
-        for pair in self._local_ties:
-            if pair.copy.grad is not None:
-                gradient = pair.copy.grad.to(pair.parameter.device)
-                pair.parameter.grad = gradient if pair.parameter.grad is None else pair.parameter.grad + gradient
-                pair.copy.grad = None
+        for parameter, copy in self._local_ties:
+            if copy.grad is not None:
+                gradient = copy.grad.to(parameter.device)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                copy.grad = None
         for tie in self._ties:
             if not tie.parameter.requires_grad:
                 continue
@@ -161,8 +154,8 @@ class Ties:
         for tie in self._ties:
             for piece in tie.pieces(tie.parameter.data):
                 dist.broadcast(piece, src=tie.owners[0], group=tie.group)
-        for pair in self._local_ties:
-            pair.copy.data.copy_(pair.parameter.data)
+        for parameter, copy in self._local_ties:
+            copy.data.copy_(parameter.data)
 
 
 def _rows_of(model: StageModel, name: str) -> tuple[int, int] | None:
