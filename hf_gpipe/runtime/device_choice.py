@@ -42,17 +42,8 @@ def world_for(config: PipelineConfig, device: DeviceChoice = None) -> World:
             f"{count} processes were started for num_stages={config.num_stages} and replicas={config.replicas}: a "
             f"process holds at least one stage; start at most {config.places}, or raise num_stages or replicas"
         )
-    try:
-        mine: _DeviceRequest | UserError = _DeviceRequest.of(
-            device if device is not None else config.devices or config.device
-        )
-    except UserError as error:
-        mine = error
-    wishes = []
-    for wish in alone.gather_objects(mine):
-        if isinstance(wish, UserError):
-            raise wish
-        wishes.append(wish)
+    chosen = device if device is not None else config.devices or config.device
+    wishes = alone.from_each(lambda: _DeviceRequest.of(chosen))
     devices = _assign(wishes, alone.hosts)[alone.rank]
     if devices[0].startswith("cuda"):
         torch.cuda.set_device(torch.device(devices[0]))

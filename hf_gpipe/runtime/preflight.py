@@ -82,11 +82,12 @@ def exchange(
 def complaints(everyone: Sequence[RankFacts]) -> list[str]:
     """The problems of the processes of a job, one sentence each."""
     lines = []
-    for name in everyone[0].versions:
-        if differing := _differing([(process.host, process.versions.get(name, "")) for process in everyone]):
-            lines.append(f"{name} is {differing}; install the same on all machines")
-    if different := disagreements([(process.host, process.settings) for process in everyone]):
-        lines += [*different, "give all processes the same recipe and the same arguments"]
+    for compared, advice in (
+        ("versions", "install the same on all machines"),
+        ("settings", "give all processes the same recipe and the same arguments"),
+    ):
+        if different := disagreements([(process.host, getattr(process, compared)) for process in everyone]):
+            lines += [*different, advice]
     hosts = {process.host: process for process in everyone}
     boots: dict[str, set[str]] = {}
     for process in everyone:
@@ -134,17 +135,6 @@ def _network_problem(process: RankFacts) -> str:
         f"machine {process.host}: its name resolves to {process.address or 'no address'}, where no other machine "
         f"reaches gloo; set {names} there (with GPUs also NCCL_SOCKET_IFNAME), or correct its /etc/hosts"
     )
-
-
-def _differing(values: Sequence[tuple[str, str]]) -> str:
-    """The values of machines in words, "2.13 on a, 2.11 on b and c"; empty where they are all the same."""
-    hosts: dict[str, list[str]] = {}
-    for host, value in values:
-        if host not in hosts.setdefault(value, []):
-            hosts[value].append(host)
-    if len(hosts) == 1:
-        return ""
-    return ", ".join(f"{value} on {' and '.join(own)}" for value, own in hosts.items())
 
 
 def machines(everyone: Sequence[RankFacts]) -> list[str]:

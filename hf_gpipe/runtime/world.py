@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,13 @@ class World:
 
     Three roles belong to one process each. Today all three are rank 0's, the main process.
     """
+
+    reader: ClassVar[int] = 0
+    """The rank that reads the data, and whose arguments and decisions count for all."""
+    writer: ClassVar[int] = 0
+    """The rank that makes directories, and writes each file that is not of one stage alone."""
+    reporter: ClassVar[int] = 0
+    """The rank that shows progress and prints messages."""
 
     rank: int
     ranks: tuple[RankFacts, ...]
@@ -242,21 +249,6 @@ class World:
     # ------------------------------------------------------------------ roles
 
     @property
-    def reader(self) -> int:
-        """The rank that reads the data, and whose arguments and decisions count for all."""
-        return 0
-
-    @property
-    def writer(self) -> int:
-        """The rank that makes directories, and writes each file that is not of one stage alone."""
-        return 0
-
-    @property
-    def reporter(self) -> int:
-        """The rank that shows progress and prints messages."""
-        return 0
-
-    @property
     def is_reader(self) -> bool:
         return self.rank == self.reader
 
@@ -286,17 +278,23 @@ class World:
         return self._from(self.writer, function, takes_long)
 
     def _from(self, rank: int, function: Callable[[], Value], takes_long: bool = False) -> Value:
+        outcomes = self.from_each(lambda: function() if self.rank == rank else None, takes_long=takes_long)
+        return cast(Value, outcomes[rank])
+
+    def from_each(self, function: Callable[[], Value], *, takes_long: bool = False) -> list[Value]:
+        """Call `function` in every process; its values, in order of rank, on every process. Raises as `from_reader`."""
         outcome: Any = None
         with self.working() if takes_long else nullcontext():
             try:
-                outcome = function() if self.rank == rank else None
+                outcome = function()
             except UserError as error:
                 outcome = error
         # Gathered, not broadcast: no process goes on before all are here.
-        told = self.gather_objects(outcome)[rank]
-        if isinstance(told, UserError):
-            raise outcome if self.rank == rank else told
-        return cast(Value, told)
+        everyone = self.gather_objects(outcome)
+        for rank, told in enumerate(everyone):
+            if isinstance(told, UserError):
+                raise outcome if self.rank == rank else told
+        return everyone
 
     def working(self, limits: float = math.inf) -> AbstractContextManager[None]:
         """Context manager in which each process may work for longer than a message may take; it ends when all have.

@@ -51,7 +51,7 @@ def facts(host: str, **values: Any) -> RankFacts:
         ([facts("n", address=""), facts("n", address="")], []),
         ([facts("n"), facts("m")], []),
         ([facts("n"), facts("m", versions={"torch": "2.11"}), facts("m", versions={"torch": "2.11"})],
-         ["torch is 2.13 on n, 2.11 on m; install the same on all machines"]),
+         ["torch is 2.13 on n (process 0), 2.11 on m (processes 1, 2)", "install the same on all machines"]),
         ([facts("n"), facts("m", settings={"a": "3", "b": "2"})],
          ["a is 1 on n (process 0), 3 on m (process 1)", "give all processes the same recipe and the same arguments"]),
         ([facts("n"), facts("n", settings={"a": "3"}), facts("n", settings={"a": "3", "b": "2"})],
