@@ -43,10 +43,8 @@ def connect(
     edges: dict[tuple[int, int, int], Edge] = {}
     for stage, worker, following in world.placement.edges:
         if {worker, following} & {*world.workers}:
-            dtypes, tags = partial(dtype_of, stage + 1), (2 * stage, 2 * stage + 1)
-            edge = _edge(
-                world, links, (stage, stage + 1), (worker, following), tags, partial(_sent_dtype, dtypes, sent)
-            )
+            dtypes, stages = partial(dtype_of, stage + 1), (stage, stage + 1)
+            edge = _edge(world, links, stages, (worker, following), stage, partial(_sent_dtype, dtypes, sent))
             if sent is not None:
                 edge.down.narrow = edge.up.narrow = sent, dtypes
             edges[stage, worker, following] = edge
@@ -65,9 +63,7 @@ def connect_head(world: World, dtype_of: Callable[[str], torch.dtype]) -> dict[t
     last = placement.num_stages - 1
     links = {link: _communicator(world, link) for link in head_communicators(placement)}
     return {
-        (stage, worker, end): _edge(
-            world, links, (stage, last), (worker, end), (2 * (last + stage), 2 * (last + stage) + 1), dtype_of
-        )
+        (stage, worker, end): _edge(world, links, (stage, last), (worker, end), last + stage, dtype_of)
         for stage, worker, end in placement.head_edges
         if world.worker in (worker, end)
     }
@@ -98,10 +94,10 @@ def _edge(
     links: Mapping[Link, dist.ProcessGroup],
     stages: tuple[int, int],
     workers: tuple[int, int],
-    tags: tuple[int, int],
+    number: int,
     dtype_of: Callable[[str], torch.dtype],
 ) -> Edge:
-    """The edge between two stages, on one worker of each."""
+    """The edge between two stages, on one worker of each; each edge between two workers has another number."""
     (lower, upper), (worker, following) = stages, workers
     if {worker, following} <= {*world.workers}:
         devices = world.device_of(worker, lower), world.device_of(following, upper)
@@ -111,8 +107,8 @@ def _edge(
     peer = world.peer(following if is_sender else worker)
     device = world.device_of(worker, lower) if is_sender else world.device_of(following, upper)
     return Edge(
-        RemoteChannel(peer, tags[0], links[down], device, dtype_of),
-        RemoteChannel(peer, tags[1], links[up], device, dtype_of),
+        RemoteChannel(peer, 2 * number, links[down], device, dtype_of),
+        RemoteChannel(peer, 2 * number + 1, links[up], device, dtype_of),
     )
 
 

@@ -32,5 +32,4 @@ def read(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if not parts:
         return torch.zeros(0, dtype=torch.float64)
-    flat = [part.detach().flatten().to(torch.float64) for part in parts]
-    return torch.cat([part.cpu() if part.device.type == "cpu" else part for part in flat])
+    return torch.cat([part.detach().flatten().to(torch.float64) for part in parts])
