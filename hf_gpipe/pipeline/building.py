@@ -66,8 +66,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
             own[stage].overlap_sums()
         if homes is not None:
             homes.add(stage, {worker: own[stage] for worker, own in run_by.items()})
-    models = {n: run_by[worker][n] for worker in world.workers for n in world.placement.stages_of(worker)}
-    models = dict(sorted(models.items()))
+    models = {n: run_by[worker][n] for n, worker in world.own_workers.items()}
     parts: dict[int, HeadPart] = {}
     if divides_head:
         head = range(num_layers - 1, num_layers)
@@ -87,8 +86,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         worker: Row(parameters.trainable.stages(own, decision.loss, teachers), visits[worker])
         for worker, own in run_by.items()
     }
-    owners = {n: worker for worker in world.workers for n in world.placement.stages_of(worker)}
-    stages = {n: of_workers[owners[n]].stages[n] for n in models}
+    stages = {n: of_workers[worker].stages[n] for n, worker in world.own_workers.items()}
     for number, part in parts.items():
         stages[number].head = part
     if config.num_stages - 1 in models and (reason := whole_logits(adapter, decision.loss)):
@@ -111,7 +109,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         stages,
         edges,
         executor,
-        {n: visits[owners[n]] for n in models},
+        {n: visits[worker] for n, worker in world.own_workers.items()},
         num_micro_batches=config.num_micro_batches,
         has_new_adapters=request.model.has_new_adapters,
     )

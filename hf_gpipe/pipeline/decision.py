@@ -181,7 +181,7 @@ class Decision:
         decision = cls(given, config, planned, adapter, loss, partition, world, links, table, planning, teacher)
         if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
-        _check_dealt(decision, loss)
+        _check_dealt(decision)
         if config.offload_weights:
             check_visits(decision.full_table, are_trained=config.offload_weights == "all")
         if decision.full_table.divides_head:
@@ -260,9 +260,9 @@ class Decision:
         return replace(self.planning, inputs=inputs).planner(config).plan(config)
 
 
-def _check_dealt(decision: Decision, loss: Loss) -> None:
+def _check_dealt(decision: Decision) -> None:
     """Raise UserError where stages are dealt and something needs them in one place."""
-    config, name = decision.config, decision.config.schedule
+    config, name, loss = decision.config, decision.config.schedule, decision.loss
     if not decision.world.placement.is_dealt:
         return
     if config.offload_weights != "all":

@@ -224,15 +224,19 @@ class World:
         return tuple(map(self.peer, self.placement.workers[stage]))
 
     @cached_property
+    def own_workers(self) -> Mapping[int, int]:
+        """Of each stage of this process, ascending, the worker that has it."""
+        return dict(sorted((stage, worker) for worker in self.workers for stage in self.placement.stages_of(worker)))
+
+    @property
     def local_stages(self) -> tuple[int, ...]:
         """The stages of this process, ascending."""
-        return tuple(sorted(stage for worker in self.workers for stage in self.placement.stages_of(worker)))
+        return tuple(self.own_workers)
 
     @cached_property
     def stage_devices(self) -> Mapping[int, torch.device]:
         """The device of each of this process's stages."""
-        owners = {stage: worker for worker in self.workers for stage in self.placement.stages_of(worker)}
-        return {stage: self.device_of(owners[stage], stage) for stage in self.local_stages}
+        return {stage: self.device_of(worker, stage) for stage, worker in self.own_workers.items()}
 
     def leader_of(self, stage: int) -> int:
         """The first process of the stage's first replica: it writes the stage's files."""
