@@ -26,14 +26,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hf_gpipe.errors import EXIT_FAILURE, UserError
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import network, preflight
 from hf_gpipe.runtime.facts import RankFacts
 from hf_gpipe.runtime.heartbeat import Heartbeat
 from hf_gpipe.runtime.meeting import meet
 from hf_gpipe.runtime.open_files import check_open_files
 from hf_gpipe.runtime.secret import signed
-from hf_gpipe.runtime.started import note_launcher
 
 Item = TypeVar("Item")
 
@@ -104,55 +102,18 @@ class Job:
 
     @classmethod
     def current(cls) -> Job:
-        """Return the job of this process; before `join` it has torch's defaults."""
+        """Return the job of this process; before it has joined one, it has torch's defaults."""
         if cls._current is None:
             cls._current = cls()
         return cls._current
-
-    @classmethod
-    def join(
-        cls,
-        timeout_seconds: float = PipelineConfig.timeout_seconds,
-        threads: int | None = None,
-        settings: Mapping[str, str] | None = None,
-    ) -> Job:
-        """Join the job that a launcher started this process for. Without one, or a second time, nothing is joined.
-
-        It works the same in the processes of `hf_gpipe.runtime.launch` and in those of torchrun, `accelerate launch`
-        and srun. The process ends at once when its launcher is gone, and on SIGINT, even while it waits for
-        a message.
-
-        Args:
-            timeout_seconds: how long a process waits for another one, once all have started, before the run fails.
-            threads: CPU threads of this process; None: OMP_NUM_THREADS, or its share of this machine's cores.
-            settings: values that must be the same in every process, by their names. They are also compared in a
-                process group that was there before; None: there nothing is checked.
-
-        Raises:
-            UserError: on every process: they differ, or their machines do not reach each other (runtime/preflight.py);
-                the port is in use; the limit of open files is too low.
-        """
-        note_launcher()
-        job = cls.current()
-        is_new = in_job() and not dist.is_initialized()
-        if is_new and threads is None and "OMP_NUM_THREADS" not in os.environ:
-            threads = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        if threads is not None:
-            torch.set_num_threads(threads)
-        if is_new:
-            job._meet_the_others(timedelta(seconds=timeout_seconds), settings or {})
-        elif settings is not None and dist.is_initialized() and dist.get_world_size() > 1:
-            job._follow_default_group()
-            limit = timedelta(seconds=APART_SECONDS)
-            job._ranks = preflight.check(*job._of_default_group(), settings, limit, job._next_prefix())
-        return job
 
     @property
     def has_met(self) -> bool:
         """Whether this process has found the others by its launcher's word."""
         return self._store is not None
 
-    def _meet_the_others(self, timeout: timedelta, settings: Mapping[str, str]) -> None:
+    def meet(self, timeout: timedelta, settings: Mapping[str, str]) -> None:
+        """Find the other processes by the launcher's word, and connect to them. For arguments see `join_job`."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             # Python's handler runs between two of its own instructions, so never while gloo or NCCL waits.
@@ -185,6 +146,12 @@ class Job:
         self._ranks = ranks
         self.heartbeat.stop()
         self.heartbeat = Heartbeat(self._store, rank, size, timeout)
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """Compare values that must be the same in every process, in a process group that was there before."""
+        self._follow_default_group()
+        limit = timedelta(seconds=APART_SECONDS)
+        self._ranks = preflight.check(*self._of_default_group(), settings, limit, self._next_prefix())
 
     def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
         """Create a group of some processes with the job's time limit; torch's own default is 30 minutes."""

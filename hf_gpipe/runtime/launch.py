@@ -36,9 +36,9 @@ def launch(
     SIGTERM and SIGINT are forwarded to the processes, once; on a second one all of them are killed.
 
     Args:
-        module: must call `Job.join`, and `failures.report` with its errors.
+        module: must call `join_job`, and `failures.report` with its errors.
         traceback_file: where to put the traceback of a fault.
-        threads: CPU threads of each process; None: see `Job.join`.
+        threads: CPU threads of each process; None: see `join_job`.
         stop_seconds: how long the processes may take to end after a signal.
 
     Returns:

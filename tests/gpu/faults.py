@@ -18,7 +18,7 @@ import torch
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError
 from hf_gpipe.runtime import failures
-from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.launch import launch
 from hf_gpipe.runtime.stage import Stage
 from tests.emulated_cuda.comparing import config_of
@@ -90,7 +90,7 @@ def end_together(job: dict[str, Any]) -> dict[str, Any]:
 
 def train(fault: str, struck: Path) -> None:
     """Train until process 1 has its fault."""
-    Job.join()
+    join_job()
     pipe = Pipeline(plain_model(config_of("llama")), num_micro_batches=2, num_stages=_size(), device="cuda")
     forward, calls = Stage.forward, 0
 

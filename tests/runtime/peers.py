@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hf_gpipe.runtime import failures
 from hf_gpipe.runtime.job import Job
+from hf_gpipe.runtime.joining import join_job
 from hf_gpipe.runtime.world import World
 
 
@@ -29,7 +30,7 @@ class Runs:
 def rank(folder: Path) -> int:
     """A process of the run."""
     try:
-        job = Job.join(30.0)
+        job = join_job(30.0)
         world = World.of_job()
         total = world.all_reduce(torch.ones(2))
         found = world.gather_objects(f"of {world.rank}")
@@ -46,7 +47,7 @@ def rank(folder: Path) -> int:
 def uninvited(folder: Path) -> int:
     """Says it is rank 1, as the real one would, and sends an object that runs code where it is unpickled."""
     os.environ.pop("HF_GPIPE_SECRET", None)
-    Job.join(30.0)
+    join_job(30.0)
     group = Job.current().common_group("gloo")
     dist.all_reduce(torch.ones(2), group=group)
     dist.all_gather_object([None, None], Runs(folder / "executed"), group=group)
