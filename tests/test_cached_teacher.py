@@ -74,8 +74,8 @@ def test_all_tokens_are_the_whole_teacher() -> None:
         loss = DistillationLoss(beta=beta)
         log_probs, tokens = torch.log_softmax(zt, -1).topk(11)
         for found, whole in zip(
-            loss.beside_teacher(z, targets, TopK(tokens, log_probs)),  # type: ignore[arg-type]
-            loss.beside_teacher(z, targets, zt),
+            loss.with_gradient(z, targets, teacher=TopK(tokens, log_probs)),
+            loss.with_gradient(z, targets, teacher=zt),
             strict=True,
         ):
             torch.testing.assert_close(found, whole, rtol=0, atol=1e-5)

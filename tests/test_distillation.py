@@ -251,7 +251,7 @@ def test_the_numbers_of_trl() -> None:
     for beta in (0.0, 0.3, 1.0):
         loss = DistillationLoss(beta=beta, temperature=1.7)
         wanted = GKDTrainer.generalized_jsd_loss(z, zt, labels, beta=beta, temperature=1.7)
-        found, _ = loss.beside_teacher(z.flatten(0, 1), labels.flatten(), zt.flatten(0, 1))
+        found, _ = loss.with_gradient(z.flatten(0, 1), labels.flatten(), teacher=zt.flatten(0, 1))
         assert float(found.sum() / (labels != -100).sum()) == pytest.approx(float(wanted), rel=1e-5)
 
 

@@ -78,7 +78,7 @@ class DistillationLoss(TokenLoss):
     def of_logits(self, read: LossInputs, targets: torch.Tensor) -> torch.Tensor:
         length = targets.shape[1]
         parts = [
-            self.beside_teacher(logits, own, read.teacher.whole(slice(row * length, (row + 1) * length)))[0]
+            self.with_gradient(logits, own, teacher=read.teacher.whole(slice(row * length, (row + 1) * length)))[0]
             for row, (logits, own) in enumerate(zip(read.logits, targets, strict=True))
         ]
         return torch.stack(parts)
@@ -88,15 +88,16 @@ class DistillationLoss(TokenLoss):
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return _Planned(**values | {"metrics": None})
 
-    def beside_teacher(
+    def with_gradient(
         self,
         logits: torch.Tensor,
         targets: torch.Tensor,
-        teacher: torch.Tensor,
         *,
+        teacher: Any = None,
         overwrite: bool = False,
         part: VocabularyPart | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert teacher is not None, "its logits are beside the model's"
         dtype = torch.promote_types(logits.dtype, torch.float32)
         gradient = logits if overwrite and logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         losses = logits.new_empty(len(logits), dtype=dtype)
@@ -167,4 +168,4 @@ class _Planned(DistillationLoss):
     def with_gradient(
         self, logits: torch.Tensor, targets: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.beside_teacher(logits, targets, logits.clone(), **options)
+        return super().with_gradient(logits, targets, **{**options, "teacher": logits.clone()})

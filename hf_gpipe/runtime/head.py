@@ -275,7 +275,5 @@ class _Chunks:
         self, logits: torch.Tensor, rows: slice, *, overwrite: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         targets = self._targets[rows]
-        if self._teacher is None:
-            return self._of_tokens.with_gradient(logits, targets, overwrite=overwrite, part=self._part)
-        teacher = self._teacher.of(rows)
-        return self._of_tokens.beside_teacher(logits, targets, teacher, overwrite=overwrite, part=self._part)
+        options: dict[str, Any] = {} if self._teacher is None else {"teacher": self._teacher.of(rows)}
+        return self._of_tokens.with_gradient(logits, targets, overwrite=overwrite, part=self._part, **options)

@@ -285,18 +285,6 @@ class TokenLoss(Loss):
         """The loss of every position (B, T), where the logits are whole."""
         return self(read.logits, targets).view(targets.shape)
 
-    def beside_teacher(
-        self,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        teacher: torch.Tensor,
-        *,
-        overwrite: bool = False,
-        part: VocabularyPart | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`with_gradient` of a loss that reads TEACHER: the teacher's logits (N, V) are of the same positions."""
-        raise NotImplementedError
-
     @property
     def planned(self) -> TokenLoss:
         return replace(self, metrics=None)
@@ -335,6 +323,7 @@ class TokenLoss(Loss):
         logits: torch.Tensor,
         targets: torch.Tensor,
         *,
+        teacher: Any = None,
         overwrite: bool = False,
         part: VocabularyPart | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -343,6 +332,7 @@ class TokenLoss(Loss):
         Args:
             logits: (N, V), without a graph.
             targets: (N,).
+            teacher: the teacher's logits (N, V) of the same positions, where the loss reads TEACHER.
             overwrite: whether the gradient may take the memory of the logits.
             part: of the vocabulary, whose logits these are; None: the whole.
 
