@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -66,10 +67,9 @@ class TemperedLoss(TokenLoss):
     temperature: float = field(default=1.0, kw_only=True)
 
     def with_gradient(
-        self, logits: torch.Tensor, targets: torch.Tensor, *, overwrite: bool = False, part: object = None
+        self, logits: torch.Tensor, targets: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        options: dict[str, object] = {"overwrite": True, "part": part}
-        losses, gradient = super().with_gradient(logits / self.temperature, targets, **options)  # type: ignore[arg-type]
+        losses, gradient = super().with_gradient(logits / self.temperature, targets, **options | {"overwrite": True})
         return losses, gradient.div_(self.temperature)
 
 

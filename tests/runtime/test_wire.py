@@ -178,12 +178,12 @@ def _exchange() -> dict[str, Any]:
     for name, size in {"garbage": 64, "size": 1 << 62, "negative": -1}.items():
         if rank == 0:
             with pytest.raises(MessageError) as refused:
-                wire.broadcast(None, 1, group)
+                wire.receive(1, group)
             found[name] = str(refused.value)
         else:
-            dist.broadcast(torch.tensor([size]), src=1, group=group)
+            dist.send(torch.tensor([size]), group_dst=0, group=group)
             if name == "garbage":
-                dist.broadcast(torch.ones(size, dtype=torch.uint8), src=1, group=group)
+                dist.send(torch.ones(size, dtype=torch.uint8), group_dst=0, group=group)
     world.barrier()
     return found
 
