@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class _Meeting:
-    """What the threads share: whose turn it is, where they wait for each other, and messages by number and place."""
+    """The threads' common state: whose turn it is, where they wait for each other, messages by number and place."""
 
     def __init__(self, size: int) -> None:
         self.turn, self.barrier = threading.Lock(), threading.Barrier(size)

@@ -65,7 +65,7 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """What is known of the arguments of a pipeline's `generate`.
+    """The checks of the arguments of a pipeline's `generate`, which become the same on every process.
 
     Attributes:
         model: whose `generate` is called.
