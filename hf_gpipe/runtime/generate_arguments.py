@@ -1,4 +1,4 @@
-"""The arguments of `generate`: those of the main process, on every process, and none that a pipeline cannot honour."""
+"""The arguments of `generate`: those of the main process on every process, and none that is not supported."""
 
 from __future__ import annotations
 
