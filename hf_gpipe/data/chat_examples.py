@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.chat_labels import ChatEncoder
 from hf_gpipe.data.chats import Conversation, conversation_of
-from hf_gpipe.data.encoded import EncodedConversations, conversations_of
+from hf_gpipe.data.encoded import EncodedConversations
 from hf_gpipe.data.tokenized import IGNORE_INDEX
-from hf_gpipe.errors import DataError
 
 
 class ChatExamples(EncodedConversations):
@@ -38,6 +37,7 @@ class ChatExamples(EncodedConversations):
     """
 
     _name, _columns = "chats", ("input_ids", "labels")
+    _read = staticmethod(conversation_of)
 
     def __init__(
         self,
@@ -49,21 +49,12 @@ class ChatExamples(EncodedConversations):
         assistant_only_loss: bool = True,
         completion_only_loss: bool = True,
     ) -> None:
-        if max_length is not None and max_length < 2:
-            raise DataError(f"max_length is {max_length}; it must be at least 2, to learn the second token")
-        conversations = conversations_of(rows, tokenizer, self._read)
         self._encoder = ChatEncoder(
             tokenizer, assistant_only_loss=assistant_only_loss, completion_only_loss=completion_only_loss
         )
         self._kept = slice(max_length) if truncation_mode == "keep_start" else slice(-(max_length or 0), None)
-        self._max_length = max_length
         options = (truncation_mode, assistant_only_loss, completion_only_loss)
-        self._encode(conversations, tokenizer, max_length, *options)
-        if not len(self):
-            raise DataError(
-                f"no conversation has a target: of {len(conversations)}, {self.num_dropped} had none in their "
-                f"max_length of {max_length} tokens; raise max_length, or give other rows"
-            )
+        super().__init__(rows, tokenizer, max_length=max_length, options=options)
 
     def _example(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray] | None:
         """The ids and labels of a conversation; None if no target is left."""
@@ -76,10 +67,6 @@ class ChatExamples(EncodedConversations):
             return None
         return ids, labels
 
-    def _read(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The parts of a row that are kept; see `hf_gpipe.data.chats.Read`."""
-        return conversation_of(where, row)
-
     def _tokens(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """The ids and labels of a row that `_read` returned."""
         ids, is_learnt = map(np.asarray, self._encoder.encode(where, row))
@@ -88,8 +75,3 @@ class ChatExamples(EncodedConversations):
     def _is_kept(self, labels: np.ndarray) -> bool:
         """Whether there is a target: nothing predicts the first token."""
         return bool((labels[1:] != IGNORE_INDEX).any())
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of each example, for length bucketing."""
-        return list(map(int, self._lengths_of("input_ids")))

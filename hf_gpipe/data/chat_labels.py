@@ -49,14 +49,13 @@ class ChatEncoder:
             ids = self._text(row["text"])
             return ids, [True] * len(ids)
         if isinstance(row["prompt"], str):
-            ids, prompt = self._text(row["prompt"] + row["completion"]), self._tokenizer(row["prompt"])["input_ids"]
+            ids = self._text(row["prompt"] + row["completion"])
             is_learnt = [True] * len(ids)
         else:
             ids, is_learnt = self._chat(where, row, [*row["prompt"], *row["completion"]])
-            rendered = self._render(where, row, row["prompt"], add_generation_prompt=True)
-            prompt = self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
         if self._completion_only:
             # Tokens may merge across the border, and templates may end the prompt in another way without a completion.
+            prompt = ids_of(self._tokenizer, where, row, row["prompt"], add_generation_prompt=True)
             start = num_common(prompt, ids)
             is_learnt = [place >= start and is_own for place, is_own in enumerate(is_learnt)]
         return ids, is_learnt
@@ -70,14 +69,14 @@ class ChatEncoder:
 
     def _chat(self, where: str, row: Mapping[str, Any], messages: Messages) -> tuple[list[int], list[bool]]:
         if not self._assistant_only:
-            ids = self._tokenizer(self._render(where, row, messages), add_special_tokens=False)["input_ids"]
+            ids = ids_of(self._tokenizer, where, row, messages)
             return ids, [True] * len(ids)
         if not self._tokenizer.is_fast:
             raise DataError(
                 f"the tokenizer {self._tokenizer.name_or_path!r} is a slow one, which does not know the tokens of the "
                 "assistant's text; use a fast tokenizer, or data.assistant_only_loss: false"
             )
-        if _MARKER.search(self._template(row)):
+        if _MARKER.search(self._tokenizer.get_chat_template(None, row.get("tools"))):
             marked = apply_template(
                 self._tokenizer, where, row, messages, return_dict=True, return_assistant_tokens_mask=True
             )
@@ -122,10 +121,6 @@ class ChatEncoder:
             spans.append((start, end))
         return spans
 
-    def _template(self, row: Mapping[str, Any]) -> str:
-        template: str = self._tokenizer.get_chat_template(None, row.get("tools"))
-        return template
-
     def _render(self, where: str, row: Mapping[str, Any], messages: Messages, **options: Any) -> str:
         rendered: str = apply_template(self._tokenizer, where, row, messages, tokenize=False, **options)
         return rendered
@@ -143,6 +138,22 @@ def apply_template(
             f"{where}: the chat template refuses the conversation: {' '.join(str(error).split())}; correct the row, or "
             "give another template in data.chat_template"
         ) from error
+
+
+def ids_of(
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    row: Mapping[str, Any],
+    content: str | Messages,
+    *,
+    add_generation_prompt: bool = False,
+) -> list[int]:
+    """The ids of a text, or of some messages of a row as the chat template writes them."""
+    if isinstance(content, str):
+        return list(tokenizer(content)["input_ids"])
+    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+    text = apply_template(tokenizer, where, row, content, **options)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _end(text: str, start: int, until: str, message: Mapping[str, Any], eos: str | None) -> int | None:

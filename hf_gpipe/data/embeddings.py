@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.chats import Conversation
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.encoded import EncodedConversations, conversations_of
+from hf_gpipe.data.encoded import EncodedConversations
 from hf_gpipe.data.fields import check_characters
 from hf_gpipe.errors import DataError, listed
 
@@ -82,19 +82,12 @@ class EmbeddingExamples(EncodedConversations):
         max_length: int | None = 512,
         texts: int | None = None,
     ) -> None:
-        conversations = conversations_of(rows, tokenizer, partial(embedded_of, texts=texts))
-        self._tokenizer, self._max_length = tokenizer, max_length
-        self._encode(conversations, tokenizer, max_length)
+        self._read = partial(embedded_of, texts=texts)
+        super().__init__(rows, tokenizer, max_length=max_length)
 
-    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float], ...]:  # type: ignore[override]
+    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float], ...]:
         row = conversation.row
-        most = self._max_length
-        texts = [list(self._tokenizer(text, verbose=False)["input_ids"]) for text in row["texts"]]
-        if most is not None and max(map(len, texts)) > most:
-            self.num_truncated += 1
-            texts = [list(ids) for ids in self._tokenizer(row["texts"], truncation=True, max_length=most)["input_ids"]]
-        if not all(texts):
-            raise DataError(f"{conversation.where}: the tokenizer leaves no tokens of a text; leave the row out")
+        texts = self._cut(conversation.where, row["texts"])
         score = math.nan if row["score"] is None else row["score"]
         return [token for ids in texts for token in ids], [len(ids) for ids in texts], [score]
 

@@ -27,40 +27,53 @@ logger = logging.getLogger(__name__)
 class EncodedConversations(ABC):
     """A dataset of one dict of lists of token ids for each conversation that is kept.
 
+    Args:
+        rows: those of a corpus, or plain ones, which `_read` reads.
+        tokenizer: has a chat template, if the rows have messages.
+        max_length: tokens to which a conversation is cut; None: it is not.
+        options: JSON values on which the examples depend besides.
+
     Attributes:
         num_truncated: how many conversations were cut.
         num_dropped: how many were left out, because nothing to learn was left of them.
+
+    Raises:
+        DataError: a row of another form, messages and a tokenizer without a template, or no row that is kept.
     """
 
     #: Of an entry of the cache.
     _name: str
-    #: The rows, and why some are dropped, in messages.
+    #: The rows, and why some are dropped, in messages; empty: none is.
     _what, _dropped = "conversations", "they then had no target"
     _columns: tuple[str, ...]
     #: Of the columns, those of numbers that are no ids.
     _numbers: tuple[str, ...] = ()
+    #: What is kept of a plain row.
+    _read: Read
     num_truncated: int
     num_dropped: int
 
-    @abstractmethod
-    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | np.ndarray, ...] | None:
-        """The columns of a conversation, which it counts in `num_truncated` or `num_dropped`; None drops it."""
-
-    def _encode(
+    def __init__(
         self,
-        conversations: list[Conversation],
+        rows: Iterable[Conversation | Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
-        max_length: int | None,
-        *options: Any,
+        *,
+        max_length: int | None = 1024,
+        options: Sequence[Any] = (),
     ) -> None:
-        """Make the examples, or find them in the cache; log how many were cut or dropped.
-
-        Args:
-            conversations: the rows.
-            tokenizer: of the examples.
-            max_length: tokens to which a conversation is cut.
-            options: JSON values on which the examples depend besides.
-        """
+        if self._dropped and max_length is not None and max_length < 2:
+            raise DataError(f"max_length is {max_length}; it must be at least 2, for a target and a token before it")
+        self._tokenizer, self._max_length = tokenizer, max_length
+        conversations = [
+            row if isinstance(row, Conversation) else Conversation.of(f"row {number}", row, self._read)
+            for number, row in enumerate(rows)
+        ]
+        has_messages = any('"role"' in conversation.text for conversation in conversations)
+        if has_messages and not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; give a file with one in "
+                "data.chat_template, or the tokenizer of a chat model in tokenizer.path"
+            )
         digest = hashlib.blake2b(digest_size=16)
         for conversation in conversations:
             digest.update(f"{conversation.text}\n".encode())
@@ -68,10 +81,30 @@ class EncodedConversations(ABC):
         folder = cached(self._name, key, lambda folder: self._write(folder, conversations))
         self._table = read_table(folder / "tokens.arrow")
         self.num_truncated, self.num_dropped = read_counts(folder / "counts.json")
+        count, what, why = len(conversations), self._what, self._dropped
+        if self._dropped and not self._table.num_rows:
+            raise DataError(
+                f"of {count} {what} none is left in {max_length} tokens: {self.num_dropped} were dropped because "
+                f"{why}; raise max_length, or give other rows"
+            )
         if self.num_truncated or self.num_dropped:
-            dropped = f", and {self.num_dropped} were dropped because {self._dropped}" if self._dropped else ""
-            counts = (len(conversations), self._what, self.num_truncated, max_length, dropped)
-            logger.warning("of %d %s, %d were cut to %s tokens%s", *counts)
+            dropped = f", and {self.num_dropped} were dropped because {why}" if why else ""
+            logger.warning("of %d %s, %d were cut to %s tokens%s", count, what, self.num_truncated, max_length, dropped)
+
+    @abstractmethod
+    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float] | np.ndarray, ...] | None:
+        """The columns of a conversation, which it counts in `num_truncated` or `num_dropped`; None drops it."""
+
+    def _cut(self, where: str, texts: list[str]) -> list[list[int]]:
+        """The ids of the texts of a row, cut by the tokenizer itself, which knows where special tokens stand."""
+        rows = [list(self._tokenizer(text, verbose=False)["input_ids"]) for text in texts]
+        if self._max_length is not None and max(map(len, rows)) > self._max_length:
+            self.num_truncated += 1
+            cut = self._tokenizer(texts, truncation=True, max_length=self._max_length)
+            rows = [list(ids) for ids in cut["input_ids"]]
+        if not all(rows):
+            raise DataError(f"{where}: the tokenizer leaves no tokens of a text; leave the row out")
+        return rows
 
     def _write(self, folder: Path, conversations: list[Conversation]) -> None:
         self.num_truncated = self.num_dropped = 0
@@ -101,35 +134,12 @@ class EncodedConversations(ABC):
         columns = zip(self._columns, self._table.columns, strict=True)
         return {name: column[index].as_py() for name, column in columns}
 
-    def _lengths_of(self, name: str) -> np.ndarray:
+    def _lengths_of(self, name: str) -> list[int]:
         """The number of tokens in a column of each example."""
-        counts: np.ndarray = pyarrow.compute.list_value_length(self._table.column(name)).to_numpy()
-        return counts
+        lengths: list[int] = pyarrow.compute.list_value_length(self._table.column(name)).to_numpy().tolist()
+        return lengths
 
-
-def conversations_of(
-    rows: Iterable[Conversation | Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    read: Read | None = None,
-) -> list[Conversation]:
-    """Rows as conversations.
-
-    Args:
-        rows: those of a corpus, or plain ones.
-        tokenizer: has a chat template, if the rows have messages.
-        read: of a plain row what is kept; None: `conversation_of`.
-
-    Raises:
-        DataError: a row of another form, or messages and a tokenizer without a template.
-    """
-    conversations = [
-        row if isinstance(row, Conversation) else Conversation.of(f"row {number}", row, read)
-        for number, row in enumerate(rows)
-    ]
-    has_messages = any('"role"' in conversation.text for conversation in conversations)
-    if has_messages and not getattr(tokenizer, "chat_template", None):
-        raise DataError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; give a file with one in "
-            "data.chat_template, or the tokenizer of a chat model in tokenizer.path"
-        )
-    return conversations
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each example, for length bucketing."""
+        return self._lengths_of(self._columns[0])

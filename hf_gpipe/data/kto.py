@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.chats import Conversation, conversation_of
-from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.encoded import conversations_of
-from hf_gpipe.data.preferences import PreferenceExamples
-from hf_gpipe.data.tokenized import IGNORE_INDEX
+from hf_gpipe.data.preferences import PreferenceExamples, answered
 from hf_gpipe.errors import DataError
 
 
@@ -53,14 +49,10 @@ class KTOExamples(PreferenceExamples):
     """
 
     _name, _columns = "kto", ("prompt_ids", "completion_ids", "label")
+    _read = staticmethod(judged_of)
     _answers, _cuts_answers = ("completion",), False
 
-    def _conversations(
-        self, rows: Iterable[Conversation | Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
-    ) -> list[Conversation]:
-        return conversations_of(rows, tokenizer, judged_of)
-
-    def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...] | None:
+    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float], ...] | None:
         ids = super()._example(conversation)
         return None if ids is None else (*ids, [int(conversation.row["label"])])
 
@@ -85,18 +77,14 @@ class KTOCollator:
     has_mismatches: bool = True
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        batch = self._padded([(row["prompt_ids"], row["completion_ids"]) for row in rows])
+        kept = self.pad_token_id, self.max_length
+        batch = answered([(row["prompt_ids"], row["completion_ids"]) for row in rows], *kept)
         batch["desirable"] = torch.tensor([row["label"] for row in rows]).view(-1).bool()
         if self.has_mismatches:
             shifted = [rows[-1], *rows[:-1]]
             pairs = [(row["prompt_ids"], other["completion_ids"]) for row, other in zip(rows, shifted, strict=True)]
-            batch |= {f"KL_{name}": tensor for name, tensor in self._padded(pairs).items()}
+            batch |= {f"KL_{name}": tensor for name, tensor in answered(pairs, *kept).items()}
         for name in ("ref_logps", "ref_KL_logps"):
             if name in rows[0]:
                 batch[name] = torch.tensor([row[name] for row in rows], dtype=torch.float64)
         return batch
-
-    def _padded(self, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:
-        kept = slice(self.max_length)
-        examples = [{"input_ids": (p + a)[kept], "labels": ([IGNORE_INDEX] * len(p) + a)[kept]} for p, a in pairs]
-        return PairCollator(self.pad_token_id)(examples)

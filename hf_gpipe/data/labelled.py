@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.data.chats import Conversation
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.encoded import EncodedConversations, conversations_of
+from hf_gpipe.data.encoded import EncodedConversations
 from hf_gpipe.data.fields import text_in, value_in
 from hf_gpipe.errors import DataError, listed, nearest
 
@@ -81,25 +81,13 @@ class LabelledExamples(EncodedConversations):
         labels: Sequence[str],
         max_length: int = 1024,
     ) -> None:
-        conversations = conversations_of(rows, tokenizer, partial(labelled_of, labels=labels))
-        self._tokenizer, self._max_length = tokenizer, max_length
-        self._encode(conversations, tokenizer, max_length)
+        self._read = partial(labelled_of, labels=labels)
+        super().__init__(rows, tokenizer, max_length=max_length)
 
     def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...]:
         row = conversation.row
-        ids = list(self._tokenizer(row["text"], verbose=False)["input_ids"])
-        if len(ids) > self._max_length:
-            self.num_truncated += 1
-            ids = list(self._tokenizer(row["text"], truncation=True, max_length=self._max_length)["input_ids"])
-        if not ids:
-            raise DataError(f"{conversation.where}: the tokenizer leaves no tokens of the text; leave the row out")
+        (ids,) = self._cut(conversation.where, [row["text"]])
         return ids, [row["label"]]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of each text, for length bucketing."""
-        lengths: list[int] = self._lengths_of("input_ids").tolist()
-        return lengths
 
 
 @dataclass(frozen=True)

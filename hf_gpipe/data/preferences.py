@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data.chat_labels import apply_template
-from hf_gpipe.data.chats import Conversation, num_common, preference_of
+from hf_gpipe.data.chat_labels import ids_of
+from hf_gpipe.data.chats import Conversation, Read, num_common, preference_of
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.encoded import EncodedConversations, conversations_of
+from hf_gpipe.data.encoded import EncodedConversations
 from hf_gpipe.data.tokenized import IGNORE_INDEX
 from hf_gpipe.errors import DataError
 
@@ -37,39 +36,17 @@ class PreferenceExamples(EncodedConversations):
 
     _name, _columns = "preferences", ("prompt_ids", "chosen_ids", "rejected_ids")
     _what, _dropped = "rows", "their prompt is as long"
+    _read: Read = staticmethod(preference_of)
     #: A column that rows of text have not; and the columns of text with the answers to the prompt.
     known_by = "prompt_ids"
     _answers: tuple[str, ...] = ("chosen", "rejected")
     #: Whether they are cut here; otherwise the collator cuts its rows.
     _cuts_answers = True
 
-    def __init__(
-        self,
-        rows: Iterable[Conversation | Mapping[str, Any]],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_length: int | None = 1024,
-    ) -> None:
-        if max_length is not None and max_length < 2:
-            raise DataError(f"max_length is {max_length}; it must be at least 2, for a prompt and an answer")
-        conversations = self._conversations(rows, tokenizer)
-        self._tokenizer, self._max_length = tokenizer, max_length
-        self._encode(conversations, tokenizer, max_length)
-        if not len(self):
-            raise DataError(
-                f"there are no preferences: of {len(conversations)} rows, {self.num_dropped} were dropped because "
-                f"{self._dropped}; raise max_length, which is {max_length} tokens, or give other rows"
-            )
-
-    def _conversations(
-        self, rows: Iterable[Conversation | Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
-    ) -> list[Conversation]:
-        return conversations_of(rows, tokenizer, preference_of)
-
-    def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...] | None:
+    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float], ...] | None:
         row = conversation.row
-        prompt = self._ids(conversation.where, row, row["prompt"], add_generation_prompt=True)
-        wholes = [self._ids(conversation.where, row, row["prompt"] + self._ended(row[n])) for n in self._answers]
+        prompt = ids_of(self._tokenizer, conversation.where, row, row["prompt"], add_generation_prompt=True)
+        wholes = self._answered(conversation.where, row)
         # Tokens may merge across the border, and templates may end the prompt in another way without an answer.
         start = min(num_common(prompt, whole) for whole in wholes)
         most = self._max_length
@@ -85,28 +62,27 @@ class PreferenceExamples(EncodedConversations):
             )
         return prompt[:start], *answers
 
-    def _ended(self, answer: Any) -> Any:
-        """Text with the end-of-sequence token behind it."""
-        end = self._tokenizer.eos_token
-        return answer + end if isinstance(answer, str) and end is not None and not answer.endswith(end) else answer
-
-    def _ids(
-        self, where: str, row: Mapping[str, Any], content: Any, *, add_generation_prompt: bool = False
-    ) -> list[int]:
-        if isinstance(content, str):
-            return list(self._tokenizer(content)["input_ids"])
-        text = apply_template(
-            self._tokenizer, where, row, content, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _answered(self, where: str, row: Mapping[str, Any]) -> list[list[int]]:
+        """The ids of the prompt with each answer; text has the end-of-sequence token behind it."""
+        end, answers = self._tokenizer.eos_token, [row[name] for name in self._answers]
+        if isinstance(row["prompt"], str) and end is not None:
+            answers = [answer if answer.endswith(end) else answer + end for answer in answers]
+        return [ids_of(self._tokenizer, where, row, row["prompt"] + answer) for answer in answers]
 
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of the longer answer of each example with its prompt, for length bucketing."""
-        longest = [
-            max(own) for own in zip(*(self._lengths_of(f"{n}_ids").tolist() for n in self._answers), strict=True)
-        ]
-        return [a + b for a, b in zip(self._lengths_of("prompt_ids").tolist(), longest, strict=True)]
+        longest = [max(own) for own in zip(*(self._lengths_of(f"{n}_ids") for n in self._answers), strict=True)]
+        return [a + b for a, b in zip(self._lengths_of("prompt_ids"), longest, strict=True)]
+
+
+def answered(
+    pairs: Sequence[tuple[list[int], list[int]]], pad_token_id: int, max_length: int | None = None
+) -> dict[str, torch.Tensor]:
+    """A mini-batch (N, T) of prompts with an answer each, cut to `max_length` tokens; labels are -100 in prompts."""
+    kept = slice(max_length)
+    rows = [{"input_ids": (p + a)[kept], "labels": ([IGNORE_INDEX] * len(p) + a)[kept]} for p, a in pairs]
+    return PairCollator(pad_token_id)(rows)
 
 
 @dataclass(frozen=True)
@@ -121,8 +97,7 @@ class PreferenceCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         both = [(row["prompt_ids"], row[name]) for row in rows for name in ("chosen_ids", "rejected_ids")]
-        examples = [{"input_ids": p + a, "labels": [IGNORE_INDEX] * len(p) + a} for p, a in both]
-        batch = PairCollator(self.pad_token_id)(examples)
+        batch = answered(both, self.pad_token_id)
         if "ref_chosen_logps" in rows[0]:
             values = [row[name] for row in rows for name in ("ref_chosen_logps", "ref_rejected_logps")]
             batch["ref_logps"] = torch.tensor(values, dtype=torch.float64)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data.chat_labels import apply_template
+from hf_gpipe.data.chat_labels import ids_of
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.errors import DataError
 
@@ -54,13 +54,9 @@ class PromptExamples:
     @staticmethod
     def _ids_of(where: str, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
         prompt = row.get("prompt")
-        if isinstance(prompt, list):
-            prompt = apply_template(tokenizer, where, row, prompt, tokenize=False, add_generation_prompt=True)
-            ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        elif isinstance(prompt, str):
-            ids = list(tokenizer(prompt)["input_ids"])
-        else:
+        if not isinstance(prompt, str | list):
             raise DataError(f"{where}: 'prompt' is {prompt!r}; it must be text, or a list of messages")
+        ids = ids_of(tokenizer, where, row, prompt, add_generation_prompt=True)
         if not ids:
             raise DataError(f"{where}: the tokenizer leaves no tokens of the prompt; leave the row out")
         return ids

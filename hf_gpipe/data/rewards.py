@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.chats import Conversation, preference_of
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.encoded import conversations_of
 from hf_gpipe.data.preferences import PreferenceExamples
 from hf_gpipe.errors import DataError
 
@@ -47,18 +45,11 @@ class RewardExamples(PreferenceExamples):
 
     _name, _columns, _numbers = "rewards", ("chosen_ids", "rejected_ids", "margin"), ("margin",)
     _dropped, known_by = "they are longer", "chosen_ids"
+    _read = staticmethod(compared_of)
 
-    def _conversations(
-        self, rows: Iterable[Conversation | Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
-    ) -> list[Conversation]:
-        return conversations_of(rows, tokenizer, compared_of)
-
-    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float], ...] | None:  # type: ignore[override]
+    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float], ...] | None:
         row = conversation.row
-        wholes = [
-            self._ids(conversation.where, row, row["prompt"] + self._ended(row[name]))
-            for name in ("chosen", "rejected")
-        ]
+        wholes = self._answered(conversation.where, row)
         if self._max_length is not None and max(map(len, wholes)) > self._max_length:
             self.num_dropped += 1
             return None
@@ -67,7 +58,7 @@ class RewardExamples(PreferenceExamples):
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of the longer answer of each example with its prompt, for length bucketing."""
-        both = (self._lengths_of(name).tolist() for name in ("chosen_ids", "rejected_ids"))
+        both = (self._lengths_of(name) for name in ("chosen_ids", "rejected_ids"))
         return [max(pair) for pair in zip(*both, strict=True)]
 
 

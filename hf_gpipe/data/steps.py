@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.chats import Conversation
-from hf_gpipe.data.encoded import EncodedConversations, conversations_of
+from hf_gpipe.data.encoded import EncodedConversations
 from hf_gpipe.data.fields import text_in
 from hf_gpipe.data.tokenized import IGNORE_INDEX
 from hf_gpipe.errors import DataError
@@ -52,6 +52,7 @@ class StepExamples(EncodedConversations):
 
     _name, _columns = "steps", ("input_ids", "labels")
     _what, _dropped = "answers", "no end of a step was left of them"
+    _read = staticmethod(stepwise_of)
 
     def __init__(
         self,
@@ -62,22 +63,18 @@ class StepExamples(EncodedConversations):
         max_length: int | None = 1024,
         last_step_only: bool = False,
     ) -> None:
-        conversations = conversations_of(rows, tokenizer, stepwise_of)
-        self._tokenizer, self._max_length, self._last_only = tokenizer, max_length, last_step_only
-        self._separator = self._ids(step_separator)
+        self._last_only, self._separator = last_step_only, _ids(tokenizer, step_separator)
         if not self._separator:
             raise DataError(f"step_separator {step_separator!r} has no tokens; its last one has the label of a step")
-        self._encode(conversations, tokenizer, max_length, step_separator, last_step_only)
-        if not len(self):
-            raise DataError(f"of {len(conversations)} answers no step is left in {max_length} tokens; raise max_length")
+        super().__init__(rows, tokenizer, max_length=max_length, options=(step_separator, last_step_only))
 
     def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...] | None:
         row = conversation.row
         begin = self._tokenizer.bos_token_id
-        ids = [*([] if begin is None else [begin]), *self._ids(row["prompt"])]
+        ids = [*([] if begin is None else [begin]), *_ids(self._tokenizer, row["prompt"])]
         labels = [IGNORE_INDEX] * len(ids)
         for number, (text, label) in enumerate(zip(row["completions"], row["labels"], strict=True)):
-            step = self._ids(text) + self._separator
+            step = _ids(self._tokenizer, text) + self._separator
             is_learnt = not self._last_only or number + 1 == len(row["labels"])
             ids += step
             labels += [IGNORE_INDEX] * (len(step) - 1) + [label if is_learnt else IGNORE_INDEX]
@@ -88,11 +85,6 @@ class StepExamples(EncodedConversations):
             return None
         return ids[kept], labels[kept]
 
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of each example, for length bucketing."""
-        lengths: list[int] = self._lengths_of("input_ids").tolist()
-        return lengths
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

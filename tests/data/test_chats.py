@@ -108,7 +108,7 @@ def test_either_end_is_kept_and_a_row_without_a_predicted_target_is_dropped(plai
     # Its first target is all that is left, and nothing is left to predict it from.
     one = ChatExamples([*rows[:1], rows[1]], plain, max_length=learnt[0] + 1)
     assert one.num_dropped == 0
-    with pytest.raises(DataError, match="no conversation has a target: of 1, 1 had none in their max_length of 12"):
+    with pytest.raises(DataError, match="of 1 conversations none is left in 12 tokens: 1 were dropped because"):
         ChatExamples(rows[1:], plain, max_length=12)
 
 

@@ -110,7 +110,7 @@ def test_what_is_no_row_of_preferences(row: dict[str, Any], message: str) -> Non
 def test_examples_that_cannot_be_made(plain: Any) -> None:
     row = {"prompt": "abc", "chosen": "d", "rejected": "e"}
     with pytest.raises(
-        DataError, match="there are no preferences: of 1 rows, 1 were dropped because their prompt is as long"
+        DataError, match="of 1 rows none is left in 2 tokens: 1 were dropped because their prompt is as long"
     ):
         PreferenceExamples([row], plain, max_length=2)
     made = tokenizer()

@@ -177,7 +177,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         trained(tmp_path, plain_model(), train_dataset=PreferenceExamples(rows(2), tokenizer()))
     with pytest.raises(DataError, match="row 0: 'margin' is 'big'; it must be a number"):
         RewardExamples([rows(1)[0] | {"margin": "big"}], tokenizer())
-    with pytest.raises(DataError, match="of 3 rows, 3 were dropped because they are longer; raise max_length, which"):
+    with pytest.raises(DataError, match="of 3 rows none is left in 2 tokens: 3 were dropped because they are longer;"):
         RewardExamples(rows(3), tokenizer(), max_length=2)
 
 
