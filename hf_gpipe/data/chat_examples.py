@@ -22,7 +22,7 @@ class ChatExamples(EncodedConversations):
 
     Args:
         rows: conversations in any form that `hf_gpipe.data.chats.conversation_of` describes: a list, a
-            `datasets.Dataset`, or the split of a `ChatCorpus`.
+            `datasets.Dataset`, or the split of a corpus.
         tokenizer: its chat template is applied to messages. A prompt and a completion that are text are joined as they
             are, with an end-of-sequence token behind them.
         max_length: tokens to which conversations are cut; None: they are not. Those without a target in what is left

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_gpipe import strict_json
 from hf_gpipe.data.fields import check_characters
-from hf_gpipe.data.formats import Row, read_json, read_jsonl, read_parquet
-from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES
-from hf_gpipe.data.splits import Splits, drawn, read_splits
+from hf_gpipe.data.formats import Row
+from hf_gpipe.data.splits import Splits, read_splits
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
 from hf_gpipe.recipe.words import shorten
@@ -49,29 +46,12 @@ class Conversation(NamedTuple):
         return values
 
 
-@dataclass(frozen=True)
-class ChatCorpus(Splits[Conversation]):
-    """Conversations in three splits."""
-
-    def texts(self, max_conversations: int | None = None) -> Iterator[str]:
-        """The texts of training conversations, to train a tokenizer on.
-
-        Args:
-            max_conversations: how many are sampled where there are more; None: `MAX_TOKENIZER_EXAMPLES`.
-        """
-        most = max_conversations or MAX_TOKENIZER_EXAMPLES
-        for conversation in drawn(self.train, most, "texts", most):
-            row = conversation.row
-            for part in (row[name] for name in _TEXTS if name in row):
-                yield from [part] if isinstance(part, str) else filter(None, map(text_of_message, part))
-
-
 def chat_corpus(
     data: DataSection,
     read: Read | None = None,
     what: str = "conversations",
     evaluated: Collection[str] = ("validation", "test"),
-) -> ChatCorpus:
+) -> Splits[Conversation]:
     """The conversations of local files, or of a data set of the Hub.
 
     `data.path` is a file, wildcards, or a directory with files whose names end in .jsonl, .json or .parquet, the first
@@ -90,24 +70,20 @@ def chat_corpus(
     def of_rows(rows: Iterable[Row]) -> Iterator[Conversation]:
         return (Conversation.of(where, row, read) for where, row in rows)
 
-    return ChatCorpus(
-        *read_splits(
-            data,
-            of_file=lambda file: of_rows(_rows(file, what)),
-            of_rows=of_rows,
-            text_of=lambda conversation: conversation.text,
-            what=what,
-            evaluated=evaluated,
-        )
+    return read_splits(
+        data,
+        of_rows=of_rows,
+        text_of=lambda conversation: conversation.text,
+        texts_of=_texts,
+        what=what,
+        evaluated=evaluated,
     )
 
 
-def _rows(path: Path, what: str) -> Iterator[Row]:
-    name = path.name.removesuffix(".gz")
-    for suffix, read in ((".jsonl", read_jsonl), (".json", read_json), (".parquet", read_parquet)):
-        if name.endswith(suffix):
-            return read(path)
-    raise DataError(f"data.path: {path} has no {what}; names that end in .jsonl, .json or .parquet are read")
+def _texts(conversation: Conversation) -> Iterator[str]:
+    row = conversation.row
+    for part in (row[name] for name in _TEXTS if name in row):
+        yield from [part] if isinstance(part, str) else filter(None, map(text_of_message, part))
 
 
 def conversation_of(where: str, row: Mapping[str, Any], *, needs_assistant: bool = True) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from hf_gpipe.data.pairs import (
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.reader import PairReader, held_out_of, tags_of, warn_of_few
 from hf_gpipe.data.sources import Part, file_parts
+from hf_gpipe.data.splits import check_training
 from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, read_table
 from hf_gpipe.data.stream import StreamedCorpus, streamed_corpus
 from hf_gpipe.errors import DataError
@@ -125,12 +126,7 @@ def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSe
                 for pair in _shown(part, held_out.pairs(part, open_rows)) if open_rows else ():
                     add(split, pair)
     train.check(str(data.path))
-    if not writers["train"].num_pairs:
-        raise DataError(
-            f"the corpus has no training pairs ({writers['validation'].num_pairs} for validation, "
-            f"{writers['test'].num_pairs} for test); ask for more examples or smaller validation_fraction and "
-            "test_fraction"
-        )
+    check_training({split: writer.num_pairs for split, writer in writers.items()}, "pairs")
     languages = data.languages or sorted(train.languages | held_out.languages)
     about = {"languages": list(languages), "tags": tags, "empty": dict(train.num_empty + held_out.num_empty)}
     (folder / "about.json").write_text(json.dumps(about))

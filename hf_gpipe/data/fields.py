@@ -170,7 +170,8 @@ def value_in(row: Mapping[str, Any], field: str, where: str) -> Any:
         if not isinstance(value, Mapping) or name not in value:
             names = list(_names(row))
             raise DataError(
-                f"{where}: no field {field!r}{nearest(field, names)}; the fields found are {listed(names) or 'none'}"
+                f"{where}: no field {field!r}{nearest(field, names)}; the fields found are {listed(names) or 'none'}: "
+                "correct the name of the field, or the row"
             )
         value = value[name]
     return value

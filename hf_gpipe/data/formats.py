@@ -14,10 +14,10 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO, TypeVar
 
@@ -317,3 +317,43 @@ def read_parallel(path: Path, start: int = 0, *, target_path: Path) -> Iterator[
             )
         if number > start:
             yield f"{path}, line {number}", {SOURCE: source[1].rstrip("\r\n"), TARGET: target[1].rstrip("\r\n")}
+
+
+# ---- paragraphs
+
+
+def read_paragraphs(path: Path, field: str) -> Iterator[Row]:
+    """Each paragraph, lines up to a blank one, as ("file, line 7", {field: its text})."""
+    for is_blank, some in groupby(numbered_lines(path), key=lambda numbered: not numbered[1].strip()):
+        if not is_blank:
+            (first, *_), lines = zip(*some, strict=True)
+            yield f"{path}, line {first}", {field: "".join(lines).rstrip("\r\n")}
+
+
+# ---- any of these
+
+
+def rows_of_file(path: Path, suffixes: Sequence[str], what: str, text_field: str) -> Iterator[Row]:
+    """The rows of a file in the form that the end of its name tells.
+
+    Args:
+        path: the file.
+        suffixes: the ends of names that are read.
+        what: the rows, for the message.
+        text_field: the field that a paragraph of a .txt file is in.
+
+    Raises:
+        DataError: the name ends otherwise, or the file cannot be read.
+    """
+    readers: dict[str, Callable[[Path], Iterator[Row]]] = {
+        ".txt": partial(read_paragraphs, field=text_field),
+        ".jsonl": read_jsonl,
+        ".json": read_json,
+        ".parquet": read_parquet,
+    }
+    allowed = {suffix: read for suffix, read in readers.items() if suffix in suffixes}
+    for suffix, read in allowed.items():
+        if path.name.removesuffix(".gz").endswith(suffix):
+            return read(path)
+    *most, last = allowed
+    raise DataError(f"data.path: {path} has no {what}; names that end in {', '.join(most)} or {last} are read")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import datasets
 import huggingface_hub
 
 from hf_gpipe.data.hub import asked, without_media
+from hf_gpipe.data.splits import split_beside
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 from hf_gpipe.text import size_text
@@ -51,6 +52,30 @@ def as_stored(splits: Any, path: str, field: str, *, is_list: bool = False) -> A
     """
     stored = datasets.Image(decode=False)
     return asked(path, None, partial(splits.cast_column, field, datasets.List(stored) if is_list else stored))
+
+
+def divided(
+    splits: Any, data: DataSection, text_of: Callable[[int], str], what: str, evaluated: Collection[str]
+) -> dict[str, Any]:
+    """The rows of the three splits of a corpus.
+
+    A data set's own splits "validation" and "test" are kept. A split that it has not is cut off from the training rows
+    by a hash of a text of each.
+
+    Args:
+        splits: of the data set.
+        data: the section.
+        text_of: the text of a training row, by its number.
+        what: the rows, in messages.
+        evaluated: the splits to evaluate on; of a data set's own splits the others are left empty.
+
+    Raises:
+        DataError: there is nothing to train on.
+    """
+    train, own = splits["train"], {name: splits[name] for name in ("validation", "test") if name in splits}
+    numbers = split_beside(own, range(len(train)), data, text_of, f"{what} in {data.path}")
+    parts = {name: train.select(rows) for name, rows in numbers.items()}
+    return parts | {name: rows if name in evaluated else rows.select([]) for name, rows in own.items()}
 
 
 class StoredRows:

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from transformers import AutoProcessor, ProcessorMixin
 
 from hf_gpipe.data.hub import without_media
-from hf_gpipe.data.image_files import StoredRows, as_stored, splits_with_images
-from hf_gpipe.data.pairs import SPLITS, split_of
-from hf_gpipe.data.splits import Splits, drawn
+from hf_gpipe.data.image_files import StoredRows, as_stored, divided, splits_with_images
+from hf_gpipe.data.pairs import SPLITS
+from hf_gpipe.data.splits import Splits
 from hf_gpipe.data.tokenized import IGNORE_INDEX
 from hf_gpipe.errors import DataError, UserError, listed, one_line
 from hf_gpipe.recipe import DataSection
@@ -153,8 +153,7 @@ class ImageTextExamples:
 def image_text_corpus(data: DataSection, evaluated: Collection[str] = ("validation", "test")) -> Splits[Any]:
     """The rows of `data.path` in three splits, images not decoded yet.
 
-    A data set's own splits "validation" and "test" are kept. A split that it has not is cut off from the training rows
-    by a hash of the texts of each.
+    Splits that the data set has not are cut off by a hash of the texts of each row (`divided`).
 
     Args:
         data: the section, of the kind "image_text".
@@ -171,21 +170,13 @@ def image_text_corpus(data: DataSection, evaluated: Collection[str] = ("validati
     else:
         columns = listed(splits["train"].column_names)
         raise DataError(f"{data.path} has no field 'images' or 'image'; it has {columns}")
-    own = {name: splits[name] for name in ("validation", "test") if name in splits}
-    fractions = (
-        0.0 if "validation" in own else data.validation_fraction,
-        0.0 if "test" in own else data.test_fraction,
-    )
     texts = splits["train"].remove_columns(name).with_format("arrow")
     decode = without_media(texts.features).decode_example
-    cut: dict[str, list[int]] = {split: [] for split in SPLITS}
-    for number in drawn(list(range(len(texts))), data.max_examples, "max_examples", data.seed):
-        text = json.dumps(decode(texts[number].to_pylist()[0]), sort_keys=True, default=str)
-        cut[split_of(text, *fractions)].append(number)
-    if not cut["train"]:
-        raise DataError(f"{data.path} has no rows to train on; give more, or smaller fractions held out")
-    parts = {split: splits["train"].select(rows) for split, rows in cut.items()}
-    parts |= {split: rows if split in evaluated else rows.select([]) for split, rows in own.items()}
+
+    def text_of(number: int) -> str:
+        return json.dumps(decode(texts[number].to_pylist()[0]), sort_keys=True, default=str)
+
+    parts = divided(splits, data, text_of, "rows", evaluated)
     rows_of: list[Any] = [StoredRows(parts[split], str(data.path), name) for split in SPLITS]
     return Splits(*rows_of)
 

@@ -13,10 +13,10 @@ import transformers
 from transformers import AutoImageProcessor, PreTrainedConfig
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-from hf_gpipe.data.image_files import StoredRows, as_stored, splits_with_images
+from hf_gpipe.data.image_files import StoredRows, as_stored, divided, splits_with_images
 from hf_gpipe.data.labelled import class_of
-from hf_gpipe.data.pairs import SPLITS, split_of
-from hf_gpipe.data.splits import Splits, drawn
+from hf_gpipe.data.pairs import SPLITS
+from hf_gpipe.data.splits import Splits
 from hf_gpipe.errors import DataError, UserError, listed, nearest, one_line
 from hf_gpipe.recipe import DataSection
 
@@ -90,8 +90,7 @@ def shape_read(processor: Any) -> torch.Tensor:
 def image_corpus(data: DataSection, evaluated: Collection[str] = ("validation", "test")) -> Splits[Any]:
     """The images of `data.path` in three splits.
 
-    A data set's own splits "validation" and "test" are kept. A split that it has not is cut off from the training
-    images by a hash of each, its file's name or its bytes.
+    An image is known by its file's name or its bytes, by a hash of which splits are cut off (`divided`).
 
     Args:
         data: the section, of the kind "images".
@@ -109,15 +108,14 @@ def image_corpus(data: DataSection, evaluated: Collection[str] = ("validation", 
                 f"{path} has no field {name!r}; it has {listed(columns)}: set data.image_field and data.label_field"
             )
     splits = as_stored(splits, path, data.image_field)
-    own = {name: splits[name] for name in ("validation", "test") if name in splits}
-    numbers = drawn(list(range(len(splits["train"]))), data.max_examples, "max_examples", data.seed)
-    cut = _cut(splits["train"], numbers, data, own)
-    if not cut["train"]:
-        raise DataError(
-            f"{path} has no images to train on; give more, or smaller validation_fraction and test_fraction"
-        )
-    parts = {name: splits["train"].select(rows) for name, rows in cut.items()}
-    parts |= {name: rows if name in evaluated else rows.select([]) for name, rows in own.items()}
+    files = splits["train"].select_columns([data.image_field])
+
+    def text_of(number: int) -> str:
+        file = files[number][data.image_field] or {}
+        name, content = Path(file.get("path") or ""), file.get("bytes")
+        return f"{name.parent.name}/{name.name}" if content is None else hashlib.blake2b(content).hexdigest()
+
+    parts = divided(splits, data, text_of, "images", evaluated)
     images: list[Any] = [
         Images(
             StoredRows(parts[name], path, data.image_field),
@@ -128,24 +126,6 @@ def image_corpus(data: DataSection, evaluated: Collection[str] = ("validation", 
         for name in SPLITS
     ]
     return Splits(*images)
-
-
-def _cut(rows: Any, numbers: Sequence[int], data: DataSection, own: Collection[str]) -> dict[str, list[int]]:
-    """The numbers of the training rows that each split gets."""
-    fractions = (
-        0.0 if "validation" in own else data.validation_fraction,
-        0.0 if "test" in own else data.test_fraction,
-    )
-    of_splits: dict[str, list[int]] = {name: [] for name in SPLITS}
-    if not any(fractions):
-        return of_splits | {"train": list(numbers)}
-    files = rows.select_columns([data.image_field])
-    for number in numbers:
-        file = files[number][data.image_field] or {}
-        path, content = Path(file.get("path") or ""), file.get("bytes")
-        text = f"{path.parent.name}/{path.name}" if content is None else hashlib.blake2b(content).hexdigest()
-        of_splits[split_of(text, *fractions)].append(number)
-    return of_splits
 
 
 def augmentation_of(transforms: Mapping[str, Any]) -> Augment | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -14,7 +14,6 @@ import pyarrow.compute  # type: ignore[import-untyped]
 
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
 from hf_gpipe.data.store import BATCH_ROWS, in_blocks
-from hf_gpipe.errors import DataError
 
 ENGLISH = "en"
 #: Pairs or documents that a tokenizer is trained on at most, unless told: with more, SentencePiece takes minutes and
@@ -146,30 +145,3 @@ def split_of(key: str, validation_fraction: float, test_fraction: float) -> str:
     if position < test_fraction:
         return "test"
     return "validation" if position < validation_fraction + test_fraction else "train"
-
-
-def split_pairs(
-    pairs: Iterable[Pair],
-    *,
-    languages: list[str],
-    validation_fraction: float,
-    test_fraction: float,
-    target_tags: list[str] | None = None,
-) -> Corpus:
-    """Distribute `pairs` over the splits by a hash of their split key alone.
-
-    The split does not depend on the seed or on other pairs, so a pair keeps its split when the corpus grows, and a
-    model trained on one corpus has never seen the test keys of another. The fractions are met only on average.
-
-    Raises DataError if there are no training pairs.
-    """
-    splits: dict[str, list[Pair]] = {split: [] for split in SPLITS}
-    for pair in pairs:
-        splits[split_of(pair.split_key, validation_fraction, test_fraction)].append(pair)
-    train, validation, test = (splits[split] for split in SPLITS)
-    if not train:
-        raise DataError(
-            f"the corpus has no training pairs ({len(validation)} for validation, {len(test)} for test); "
-            "ask for more examples or smaller validation_fraction and test_fraction"
-        )
-    return Corpus(train, validation, test, languages, target_tags or [])

@@ -1,18 +1,19 @@
-"""Documents or conversations in three splits, from local files or a data set of the Hub."""
+"""Documents, conversations or other items in three splits, from local files or a data set of the Hub."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PairFields
 from hf_gpipe.data.files import SUFFIXES, files_of, held_out_beside_others
-from hf_gpipe.data.formats import Row
-from hf_gpipe.data.pairs import SPLITS, split_of
+from hf_gpipe.data.formats import Row, rows_of_file
+from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES, SPLITS, split_of
 from hf_gpipe.data.progress import progress
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
@@ -20,26 +21,44 @@ from hf_gpipe.recipe import DataSection
 Item = TypeVar("Item")
 
 
+def _no_texts(item: object) -> Iterable[str]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Splits(Generic[Item]):
-    """A corpus without languages."""
+    """A corpus without languages.
 
-    train: list[Item]
-    validation: list[Item]
-    test: list[Item]
+    Attributes:
+        texts_of: the texts of an item that a tokenizer may be trained on.
+    """
+
+    train: Sequence[Item]
+    validation: Sequence[Item]
+    test: Sequence[Item]
+    texts_of: Callable[[Item], Iterable[str]] = field(default=_no_texts, compare=False)
     languages: list[str] = field(default_factory=list)
     target_tags: list[str] = field(default_factory=list)
+
+    def texts(self, max_items: int | None = None) -> Iterator[str]:
+        """The texts of training items, to train a tokenizer on.
+
+        Args:
+            max_items: how many are sampled where there are more; None: `MAX_TOKENIZER_EXAMPLES`.
+        """
+        most = max_items or MAX_TOKENIZER_EXAMPLES
+        return chain.from_iterable(map(self.texts_of, drawn(self.train, most, "texts", most)))
 
 
 def read_splits(
     data: DataSection,
     *,
-    of_file: Callable[[Path], Iterable[Item]],
     of_rows: Callable[[Iterable[Row]], Iterable[Item]],
     text_of: Callable[[Item], str],
+    texts_of: Callable[[Item], Iterable[str]],
     what: str,
     evaluated: Collection[str] = ("validation", "test"),
-) -> tuple[list[Item], list[Item], list[Item]]:
+) -> Splits[Item]:
     """Read `data.path`: local files, otherwise a data set of the Hub or a directory in its form.
 
     A data set's own splits "validation" and "test" are kept. A split that it has not is cut off from the training items
@@ -47,14 +66,11 @@ def read_splits(
 
     Args:
         data: the section.
-        of_file: the items of a file.
-        of_rows: the items of a data set's rows.
+        of_rows: the items of rows.
         text_of: text by which an item is put into a split.
+        texts_of: the texts of an item that a tokenizer may be trained on.
         what: the items, in messages.
         evaluated: the splits to evaluate on; of a data set's own splits the others are left empty.
-
-    Returns:
-        The items of the training, validation and test splits.
 
     Raises:
         DataError: no such files or data set, or nothing to train on.
@@ -65,32 +81,39 @@ def read_splits(
         if data.subset is not None or data.revision is not None:
             key, value = ("subset", data.subset) if data.subset is not None else ("revision", data.revision)
             raise DataError(f"data.{key} is {value!r}, and {path} are files of this machine; leave data.{key} out")
-        items: Iterable[Item] = (item for file in files_of(path, data.kind) for item in of_file(file))
+        files = (rows_of_file(file, SUFFIXES[data.kind], what, data.text_field) for file in files_of(path, data.kind))
+        rows: Iterable[Row] = chain.from_iterable(files)
     else:
         from hf_gpipe.data.hub import hub_parts  # its library takes a second to import
 
         (part,) = hub_parts(data, PairFields.of(data))
-        items = of_rows(part.train())
+        rows = part.train()
         held_out = {"validation": part.validation, "test": part.test}
         own = {
-            name: list(progress(of_rows(rows()), f"reading {name}", what)) if name in evaluated else []
-            for name, rows in held_out.items()
-            if rows
+            name: list(progress(of_rows(open_rows()), f"reading {name}", what)) if name in evaluated else []
+            for name, open_rows in held_out.items()
+            if open_rows
         }
-    read = list(progress(items, f"reading {path}", what))
-    splits = split(
-        drawn(read, data.max_examples, "max_examples", data.seed),
+    read = list(progress(of_rows(rows), f"reading {path}", what))
+    parts = split_beside(own, read, data, text_of, what) | own
+    return Splits(parts["train"], parts["validation"], parts["test"], texts_of)
+
+
+def split_beside(
+    own: Collection[str], items: Sequence[Item], data: DataSection, text_of: Callable[[Item], str], what: str
+) -> dict[str, list[Item]]:
+    """The splits of `data.max_examples` of the items; those whose names are in `own` get none."""
+    return split(
+        drawn(items, data.max_examples, "max_examples", data.seed),
         text_of,
         what,
         validation_fraction=0.0 if "validation" in own else data.validation_fraction,
         test_fraction=0.0 if "test" in own else data.test_fraction,
     )
-    splits |= own
-    return splits["train"], splits["validation"], splits["test"]
 
 
 def split(
-    items: Iterable[Item],
+    items: Sequence[Item],
     text_of: Callable[[Item], str],
     what: str,
     *,
@@ -99,19 +122,28 @@ def split(
 ) -> dict[str, list[Item]]:
     """Distribute items over the splits by a hash of their text, so that equal ones are in the same split.
 
-    The split does not depend on other items, so it stays when the corpus grows. The fractions are met on average.
+    The split does not depend on a seed or on other items, so it stays when the corpus grows, and a model trained on one
+    corpus has never seen the test texts of another. The fractions are met on average.
 
     Raises DataError if there is nothing to train on.
     """
     splits: dict[str, list[Item]] = {name: [] for name in SPLITS}
-    for item in items:
-        splits[split_of(text_of(item), validation_fraction, test_fraction)].append(item)
-    if not splits["train"]:
-        raise DataError(
-            f"there are no {what} to train on ({len(splits['validation'])} for validation, {len(splits['test'])} for "
-            "test); give more, or smaller validation_fraction and test_fraction"
-        )
+    if not validation_fraction and not test_fraction:
+        splits["train"] = list(items)
+    else:
+        for item in items:
+            splits[split_of(text_of(item), validation_fraction, test_fraction)].append(item)
+    check_training({name: len(own) for name, own in splits.items()}, what)
     return splits
+
+
+def check_training(counts: Mapping[str, int], what: str) -> None:
+    """Raise DataError if the training split has no items, given the number in each split."""
+    if not counts["train"]:
+        raise DataError(
+            f"there are no {what} to train on ({counts['validation']} for validation, {counts['test']} for test); give "
+            "more, or smaller validation_fraction and test_fraction"
+        )
 
 
 def is_local(path: str, kind: str) -> bool:
@@ -134,7 +166,7 @@ def _is_of(path: Path, kind: str) -> bool:
     return path.name.endswith(SUFFIXES[kind]) and path.is_file()
 
 
-def drawn(items: list[Item], count: int | None, *seed: object) -> list[Item]:
+def drawn(items: Sequence[Item], count: int | None, *seed: object) -> Sequence[Item]:
     """Sample at most `count` of the items and keep their order."""
     if count is None or count >= len(items):
         return items

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data.fields import check_characters
-from hf_gpipe.data.formats import numbered_lines, read_jsonl, read_parquet
-from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES
+from hf_gpipe.data.fields import text_in
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.splits import Splits, drawn, read_splits
+from hf_gpipe.data.splits import Splits, read_splits
 from hf_gpipe.data.store import in_blocks
-from hf_gpipe.errors import DataError, nearest
+from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
 
-@dataclass(frozen=True)
-class TextCorpus(Splits[str]):
-    """Documents in three splits."""
-
-    def texts(self, max_texts: int | None = None) -> list[str]:
-        """Training documents to train a tokenizer on.
-
-        Args:
-            max_texts: how many are sampled where there are more; None: `MAX_TOKENIZER_EXAMPLES`.
-        """
-        most = max_texts or MAX_TOKENIZER_EXAMPLES
-        return drawn(self.train, most, "texts", most)
-
-
-def text_corpus(data: DataSection) -> TextCorpus:
+def text_corpus(data: DataSection) -> Splits[str]:
     """The documents of local files, or of a data set of the Hub.
 
     `data.path` is a file, wildcards, or a directory with files whose names end in .txt, .jsonl or .parquet, the first
@@ -46,53 +26,15 @@ def text_corpus(data: DataSection) -> TextCorpus:
         DataError: no such files or data set, a name that ends otherwise, rows without the field, or no document to
             train on.
     """
-    return TextCorpus(
-        *read_splits(
-            data,
-            of_file=lambda file: _documents(file, data.text_field),
-            of_rows=lambda rows: texts_of_rows(rows, data.text_field),
-            text_of=str,
-            what="documents",
-        )
+    return read_splits(
+        data,
+        of_rows=lambda rows: filter(
+            None, (text_in(row, data.text_field, where, may_be_empty=True) for where, row in rows)
+        ),
+        text_of=str,
+        texts_of=lambda text: [text],
+        what="documents",
     )
-
-
-def _documents(path: Path, text_field: str) -> Iterator[str]:
-    name = path.name.removesuffix(".gz")
-    if name.endswith(".txt"):
-        yield from _paragraphs(line for _, line in numbered_lines(path))
-    elif name.endswith(".jsonl"):
-        yield from texts_of_rows(read_jsonl(path), text_field)
-    elif name.endswith(".parquet"):
-        yield from texts_of_rows(read_parquet(path), text_field)
-    else:
-        raise DataError(f"data.path: {path} is not a text file; names that end in .txt, .jsonl or .parquet are read")
-
-
-def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    """Lines up to a blank one, together."""
-    for is_blank, some in groupby(lines, key=lambda line: not line.strip()):
-        if not is_blank:
-            yield "".join(some).rstrip("\r\n")
-
-
-def texts_of_rows(rows: Iterable[tuple[str, Mapping[str, Any]]], text_field: str) -> Iterator[str]:
-    """The text in a field of each row that has any; a row comes with what messages call it.
-
-    Raises DataError for a row without the field, or with something else in it; names the row and its fields.
-    """
-    for where, row in rows:
-        if text_field not in row:
-            raise DataError(
-                f"{where}: no field {text_field!r}{nearest(text_field, row)}; data.text_field names the one with the "
-                f"text; the fields found are {', '.join(map(str, row)) or 'none'}"
-            )
-        text = row[text_field]
-        if text is not None and not isinstance(text, str):
-            raise DataError(f"{where}: field {text_field!r} has the type {type(text).__name__}; give text")
-        if text and text.strip():
-            check_characters(text, text_field, where)
-            yield text
 
 
 class TokenBlocks:

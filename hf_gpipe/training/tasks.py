@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, default_data_collator
 from hf_gpipe.data import Corpus, PairStream, StreamedExamples, TokenizedPairs, build_corpus
 from hf_gpipe.data.buckets import training_pairs
 from hf_gpipe.data.chat_examples import ChatExamples
-from hf_gpipe.data.chats import ChatCorpus, Read, chat_corpus, preference_of
+from hf_gpipe.data.chats import Conversation, Read, chat_corpus, preference_of
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.embeddings import EmbeddingExamples, embedded_of
 from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
@@ -26,6 +26,7 @@ from hf_gpipe.data.labelled import LabelCollator, LabelledExamples, labelled_of
 from hf_gpipe.data.preferences import PreferenceExamples
 from hf_gpipe.data.prompts import PromptExamples, prompted_of
 from hf_gpipe.data.rewards import RewardExamples, compared_of
+from hf_gpipe.data.splits import Splits
 from hf_gpipe.data.steps import StepExamples, stepwise_of
 from hf_gpipe.data.text import TokenBlocks, text_corpus
 from hf_gpipe.errors import DataError
@@ -185,7 +186,7 @@ def _of_sequences(
     return Task(rows=rows, evaluate=evaluate, **of_task)
 
 
-def _chats(recipe: Recipe, items: str, read: Read | None = None) -> ChatCorpus:
+def _chats(recipe: Recipe, items: str, read: Read | None = None) -> Splits[Conversation]:
     return chat_corpus(recipe.data, read, items, _evaluated(recipe))
 
 
@@ -213,7 +214,7 @@ def _complete(recipe: Recipe, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase
     return evaluate_completions(pipe, make_rows, *options, tokenizer, grpo.reward, grpo.max_completion_length)
 
 
-def _labelled(recipe: Recipe) -> ChatCorpus:
+def _labelled(recipe: Recipe) -> Splits[Conversation]:
     data = recipe.data
     read = partial(labelled_of, labels=data.labels, text_field=data.text_field, label_field=data.label_field)
     return _chats(recipe, "texts", read)

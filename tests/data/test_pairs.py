@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_gpipe.data import pairs
+from hf_gpipe.data import pairs, splits
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
-from hf_gpipe.data.pairs import Pair, split_pairs, tagged
+from hf_gpipe.data.pairs import Corpus, Pair, tagged
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
@@ -18,12 +18,14 @@ def pairs_with_keys(keys: list[str]) -> list[Pair]:
 
 
 def split(keys: list[str], validation_fraction: float = 0.2, test_fraction: float = 0.2):
-    return split_pairs(
+    parts = splits.split(
         pairs_with_keys(keys),
-        languages=["de"],
+        lambda pair: pair.split_key,
+        "pairs",
         validation_fraction=validation_fraction,
         test_fraction=test_fraction,
     )
+    return Corpus(**parts, languages=["de"], target_tags=[])
 
 
 @settings(max_examples=50, deadline=None)
@@ -71,7 +73,7 @@ def test_impossible_fractions_are_refused(fractions, message):
 
 
 def test_a_corpus_without_training_pairs_is_refused():
-    with pytest.raises(DataError, match=r"no training pairs \(0 for validation, 0 for test\)"):
+    with pytest.raises(DataError, match=r"there are no pairs to train on \(0 for validation, 0 for test\)"):
         split([])
 
 

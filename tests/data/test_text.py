@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.data import splits
-from hf_gpipe.data.text import TextCorpus, TokenBlocks, text_corpus
+from hf_gpipe.data.text import TokenBlocks, text_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
 EVERYTHING: dict[str, Any] = {"validation_fraction": 0.0, "test_fraction": 0.0}
 
 
-def of(path: str, **options: Any) -> TextCorpus:
+def of(path: str, **options: Any) -> splits.Splits:
     return text_corpus(DataSection(kind="text", path=path, **options))
 
 
@@ -72,7 +72,7 @@ def test_a_data_set_s_own_splits_are_kept(where: str, tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"text": "\\ud800"}', "line 1: field 'text' has half of a surrogate pair"),
         ("a.jsonl", '{"txt": "a"}', "no field 'text'; did you mean 'txt'"),
-        ("a.jsonl", '{"text": 3}', "line 1: field 'text' has the type int"),
+        ("a.jsonl", '{"text": 3}', "line 1: field 'text' is 3; it must be text"),
         ("a.txt", "", "no documents to train on"),
         ("a.doc", "text", "names that end in .txt, .jsonl or .parquet are read"),
     ],
@@ -103,8 +103,8 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         of(str(tmp_path / "absent.txt"))
 
 
-def split(documents: list[str], **fractions: float) -> TextCorpus:
-    return TextCorpus(**splits.split(documents, str, "documents", **fractions))
+def split(documents: list[str], **fractions: float) -> splits.Splits:
+    return splits.Splits(**splits.split(documents, str, "documents", **fractions))
 
 
 @settings(deadline=None, max_examples=50)

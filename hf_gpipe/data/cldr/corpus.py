@@ -14,8 +14,9 @@ from hf_gpipe.data.cldr.coverage import cldr_languages, own_words
 from hf_gpipe.data.cldr.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
 from hf_gpipe.data.cldr.templates import TEMPLATES, Phrase
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
-from hf_gpipe.data.pairs import Corpus, Pair, language_tag, split_pairs, tagged
+from hf_gpipe.data.pairs import Corpus, Pair, language_tag, tagged
 from hf_gpipe.data.progress import progress
+from hf_gpipe.data.splits import split
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
 
@@ -77,13 +78,15 @@ def cldr_corpus(data: DataSection) -> Corpus:
                 pairs.append(Pair(tagged(english, language) if with_tag else english, text, language, english))
     if shortages:
         _warn_of(shortages, len(languages))
-    return split_pairs(
+    splits = split(
         pairs,
-        languages=list(languages),
+        lambda pair: pair.split_key,
+        "pairs",
         validation_fraction=data.validation_fraction,
         test_fraction=data.test_fraction,
-        target_tags=[language_tag(target) for target in targets] if with_tag else [],
     )
+    tags = [language_tag(target) for target in targets] if with_tag else []
+    return Corpus(**splits, languages=list(languages), target_tags=tags)
 
 
 def power_law_count(rank: int, largest: int, smallest: int, exponent: float) -> int:
