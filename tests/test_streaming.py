@@ -82,10 +82,10 @@ def test_a_streamed_run_goes_on_as_if_it_had_not_stopped(recipe, tmp_path, capsy
     ("words", "message"),
     [
         (["training.max_steps=null"], "data.streaming is true, and a stream has no end; set training.max_steps"),
-        (["data.max_examples=5"], "data.max_examples is 5 and streaming is true"),
+        (["data.max_examples=5"], "data.max_examples is 5 (a whole number) and streaming is true"),
         (["data.kind=cldr", "data.streaming=true"], "data.streaming is true (a boolean) and data.kind is cldr, which"),
         (["data.counts={de: many, yo: 1}"], "data.counts.de is 'many' (a string); give the number of its pairs"),
-        (["data.streaming=false", "data.counts={de: 1, yo: 1}"], "data.counts is for data.streaming, which is false"),
+        (["data.streaming=false", "data.counts={de: 1, yo: 1}"], "(a mapping) and streaming is false"),
         (["data.subset={de: 3}"], "data.subset.de is 3 (a whole number); give the name of a subset"),
         (["data.path=./nowhere"], "data.path: there is no directory ./nowhere"),
         (["data.kind=csv", "data.path=nowhere"], "data.path: there is no file nowhere (nowhere does not exist"),

@@ -18,7 +18,6 @@ from hf_gpipe import strict_json
 from hf_gpipe.data.cldr import cldr_corpus
 from hf_gpipe.data.deterministic import stable_fraction
 from hf_gpipe.data.fields import PairFields
-from hf_gpipe.data.files import check_paths
 from hf_gpipe.data.pairs import (
     SPLITS,
     Corpus,
@@ -65,8 +64,7 @@ def build_corpus(data: DataSection, order_seed: int = 0) -> Corpus | StreamedCor
     """
     if data.kind == "cldr":
         return cldr_corpus(data)
-    check_paths(data)
-    fields = PairFields.of(data)
+    fields = PairFields(data)
     if data.kind == "hub":
         # Imported here, because it takes half a second in every process.
         from hf_gpipe.data.hub import hub_parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,9 +21,11 @@ SIDES = ("source", "target")
 UNNAMED = ("parallel", "hub")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PairFields:
-    """How a row is turned into pairs.
+    """How a row is turned into pairs, as the section `data` of a recipe says.
+
+    Args:
+        data: the section. Two line-aligned files have only the fields "source" and "target".
 
     Attributes:
         source_field: the field that holds the source; "translation.de" is the field "de" inside "translation", and
@@ -32,55 +33,32 @@ class PairFields:
         target_field: the field that holds the target, in the same form.
         language_field: the field that holds the code of the side that is not English; None: the reader of the rows
             knows it.
-        split_by: pairs that are equal on this side (of the fields, not of the direction) go to the same split.
-        direction: None: from source_field to target_field, unchanged; "to_english", "from_english" or "both": the
-            sides are swapped where needed.
-        english: the side that is English, "source" or "target"; None: if only one side's field has "{language}", the
-            other side.
         target_tag: whether sources start with the tag of their target's language; always if there are several.
-        skip_empty: whether a row without text on one side is skipped; otherwise it is an error.
 
     Raises:
         DataError: a direction is given and no side is known to be English.
     """
 
-    source_field: str
-    target_field: str
-    language_field: str | None
-    split_by: str
-    direction: str | None
-    english: str | None
-    target_tag: bool
-    skip_empty: bool
-
-    @classmethod
-    def of(cls, data: DataSection) -> PairFields:
-        """The fields of a recipe; two line-aligned files have only the fields "source" and "target"."""
+    def __init__(self, data: DataSection) -> None:
         is_parallel = data.kind == "parallel"
-        return cls(
-            source_field=SOURCE if is_parallel else data.source_field,
-            target_field=TARGET if is_parallel else data.target_field,
-            language_field=None if is_parallel else data.language_field,
-            split_by=data.split_by,
-            direction=data.direction,
-            english=data.english,
-            target_tag=data.target_tag,
-            # Parallel text has an empty line where a sentence has no translation.
-            skip_empty=data.kind in UNNAMED if data.skip_empty is None else data.skip_empty,
-        )
-
-    def __post_init__(self) -> None:
-        if self.direction is not None and self.english_side is None:
+        self.source_field = SOURCE if is_parallel else data.source_field
+        self.target_field = TARGET if is_parallel else data.target_field
+        self.language_field = None if is_parallel else data.language_field
+        self.target_tag = data.target_tag
+        self._direction, self._english, self._split_by = data.direction, data.english, data.split_by
+        # Parallel text has an empty line where a sentence has no translation.
+        self._skip_empty = data.kind in UNNAMED if data.skip_empty is None else data.skip_empty
+        if self._direction is not None and self.english_side is None:
             raise DataError(
-                f"direction is {self.direction!r} and no field tells which side is English; set english to source "
+                f"direction is {self._direction!r} and no field tells which side is English; set english to source "
                 f"or target, or write {PLACEHOLDER} into the other side's field"
             )
 
     @cached_property
     def english_side(self) -> str | None:
-        """The side that is English; None if it is not known."""
-        if self.english is not None:
-            return self.english
+        """The side that is English; None if it is not known, by `english` or by one "{language}" in the fields."""
+        if self._english is not None:
+            return self._english
         has = [PLACEHOLDER in field for field in (self.source_field, self.target_field)]
         return None if has[0] == has[1] else SIDES[has.index(False)]
 
@@ -91,11 +69,11 @@ class PairFields:
 
     def targets(self, languages: Sequence[str]) -> list[str]:
         """The codes of the target languages of pairs of `languages`, as far as they are known."""
-        if self.direction == "both":
+        if self._direction == "both":
             return [ENGLISH, *languages]
-        if self.direction is None:
+        if self._direction is None:
             return [ENGLISH] if self.english_side == "target" else list(languages)
-        return [ENGLISH] if self.direction == "to_english" else list(languages)
+        return [ENGLISH] if self._direction == "to_english" else list(languages)
 
     def has_tags(self, languages: Sequence[str]) -> bool:
         """Whether sources have a tag; empty `languages`: there may be several, which are known after reading."""
@@ -121,12 +99,12 @@ class PairFields:
         known = ONE_LANGUAGE if language is None else language
         sides = []
         for field in (self.source_field, self.target_field):
-            text = text_in(row, field.replace(PLACEHOLDER, known), where, may_be_empty=self.skip_empty)
+            text = text_in(row, field.replace(PLACEHOLDER, known), where, may_be_empty=self._skip_empty)
             if text is None:
                 return []
             sides.append(text)
         source, target = sides
-        key = source if self.split_by == "source" else target
+        key = source if self._split_by == "source" else target
         made = []
         for side in self._target_sides:
             from_, to = (source, target) if side == "target" else (target, source)
@@ -137,9 +115,9 @@ class PairFields:
     @cached_property
     def _target_sides(self) -> list[str]:
         """The sides that are the target of a pair."""
-        if self.direction in (None, "both"):
-            return ["target"] if self.direction is None else ["target", "source"]
-        return [side for side in SIDES if (side == self.english_side) == (self.direction == "to_english")]
+        if self._direction in (None, "both"):
+            return ["target"] if self._direction is None else ["target", "source"]
+        return [side for side in SIDES if (side == self.english_side) == (self._direction == "to_english")]
 
 
 def text_in(row: Mapping[str, Any], field: str, where: str, *, may_be_empty: bool = False) -> Any:

@@ -87,7 +87,7 @@ def check_files(data: DataSection) -> None:
         read_template(data.chat_template)
     if data.kind in ("cldr", "images", *SEQUENCE_KINDS):
         return
-    path = check_paths(data)
+    path = str(data.path)
     if data.kind == "hub":
         is_a_directory = Path(path).is_absolute() or path.startswith((".", "~"))
         if is_a_directory and PLACEHOLDER not in path and not Path(path).is_dir():
@@ -143,13 +143,3 @@ def _check_file(path: str, data: DataSection, key: str) -> None:
         if data.made_by is None:
             raise
         raise DataError(f"{error}, or make the file: {data.made_by}") from error
-
-
-def check_paths(data: DataSection) -> str:
-    """The path of the pairs. Raises DataError if it, or the path of the translations, is missing."""
-    if not data.path:
-        what = "data set" if data.kind == "hub" else "file"
-        raise DataError(f"a {data.kind} corpus needs `path`, the {what} with its pairs")
-    if data.kind == "parallel" and not data.target_path:
-        raise DataError("a parallel corpus needs `target_path`, the file with the translations of the lines of `path`")
-    return data.path

@@ -86,7 +86,7 @@ def read_splits(
     else:
         from hf_gpipe.data.hub import hub_parts  # its library takes a second to import
 
-        (part,) = hub_parts(data, PairFields.of(data))
+        (part,) = hub_parts(data, PairFields(data))
         rows = part.train()
         held_out = {"validation": part.validation, "test": part.test}
         own = {

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hf_gpipe.errors import DataError
-from hf_gpipe.recipe.section import MAY_CHANGE, Count, Fraction, Kinds, NotNegative, Text, section
+from hf_gpipe.recipe.section import MAY_CHANGE, Count, Fraction, Kinds, NotNegative, Text, refuse_given, section
+from hf_gpipe.recipe.words import show
 
 LOCAL_KINDS = ("jsonl", "csv", "parquet", "parallel")
 ROW_KINDS = (*LOCAL_KINDS, "hub")
@@ -70,6 +71,24 @@ Kind = Literal[
     "images",
     "image_text",
 ]
+
+
+#: The files of kinds that read files of these names, or a data set of the Hub.
+_FILES = {
+    "text": ".txt, .jsonl or .parquet",
+    **dict.fromkeys(ROW_LENGTH_KINDS, ".jsonl, .json or .parquet"),
+    "images": "a directory of images, or .parquet",
+    "image_text": ".parquet",
+}
+#: What the required path of a kind is.
+_PATHS = {
+    "jsonl": "the file, one JSON object per line",
+    "csv": "the file, whose first line names the columns",
+    "parquet": "the file",
+    "parallel": "the file with a source on each line",
+    "hub": "the id of a data set of the Hub, or a directory of that form",
+    **{kind: f"{files} files, or a Hub data set's name" for kind, files in _FILES.items()},
+}
 
 
 @section()
@@ -256,8 +275,43 @@ class DataSection:
                 f"validation_fraction {self.validation_fraction} and test_fraction {self.test_fraction} leave nothing "
                 "to train on; their sum must be below 1."
             )
-        if self.streaming and self.max_examples is not None:
+        if self.path is None and self.kind in _PATHS:
+            raise DataError(f"path is missing and kind is {self.kind}; give {_PATHS[self.kind]}.")
+        if self.kind == "parallel" and self.target_path is None:
             raise DataError(
-                f"max_examples is {self.max_examples} and streaming is true; a stream has no end to draw from: leave "
-                "one of them out."
+                "target_path is missing and kind is parallel; give the file with the translations of the lines of path."
+            )
+        if self.kind == "cldr":
+            self._check_cldr()
+        if self.kind in _FILES and self.subset is not None and not isinstance(self.subset, str):
+            raise DataError(
+                f"subset is {show(self.subset)} and kind is {self.kind}, which reads one subset; give its name."
+            )
+        for language, name in self.subset.items() if isinstance(self.subset, dict) else ():
+            if not isinstance(name, str) or not name:
+                raise DataError(f"subset.{language} is {show(name)}; give the name of a subset.")
+        for language, number in (self.counts or {}).items():
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise DataError(
+                    f"counts.{language} is {show(number)}; give the number of its pairs, a whole number of at least 1."
+                )
+        if self.streaming:
+            why = "streaming is true, and a stream has no end to draw from; set it to false"
+            refuse_given(self, ("max_examples",), why)
+        elif self.kind in ROW_KINDS:
+            why = "streaming is false: without it all pairs are counted and shuffled; set streaming"
+            refuse_given(self, ("counts", "shuffle_buffer"), why)
+
+    def _check_cldr(self) -> None:
+        if not self.languages and self.num_languages is None:
+            raise DataError("languages is empty; name some, such as [de, fr, es], or set num_languages.")
+        if self.languages and self.num_languages is not None:
+            raise DataError(
+                f"languages names {len(self.languages)} languages and num_languages is {self.num_languages}; leave one "
+                "of the two out."
+            )
+        if self.min_examples_per_language > self.examples_per_language:
+            raise DataError(
+                f"min_examples_per_language is {self.min_examples_per_language}, more than examples_per_language, "
+                f"{self.examples_per_language}; lower the one or raise the other."
             )

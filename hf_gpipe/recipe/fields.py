@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field
 
+from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.data import PAIRS, DataSection
 from hf_gpipe.recipe.losses import (
     DistillationSection,
@@ -25,10 +26,12 @@ from hf_gpipe.recipe.section import (
     Key,
     Text,
     keys_of,
+    refuse_given,
     section,
 )
 from hf_gpipe.recipe.strict_yaml import write
 from hf_gpipe.recipe.training import TrainingSection
+from hf_gpipe.recipe.transformer import with_transformer
 
 
 @section()
@@ -67,6 +70,31 @@ class ModelSection:
     double_quantization: bool = False
     """With nf4 and fp4: whether the scales of the 4-bit blocks are quantised too, which saves 0.4 bits per weight."""
 
+    def __post_init__(self) -> None:
+        model_type = self.config.get("model_type")
+        if model_type is not None and not isinstance(model_type, str):
+            raise UserError(f"config.model_type is {model_type!r}; it must be a name such as marian or llama.")
+        if self.path is None and not model_type:
+            raise UserError(
+                "path and config.model_type are missing; give path (a Hub id or a directory) for the weights of a "
+                "model, or config.model_type (marian, llama, ...) with the fields of its config for a new one."
+            )
+        if self.path is not None:
+            why = f"path is {self.path!r}, whose model has a size and weights already; leave path out"
+            refuse_given(self, ("transformer", "depth_scaled_feed_forward"), why)
+        elif self.transformer is not None:
+            with_transformer(self.config, self.transformer, "transformer", "config.")
+        if self.quantization not in ("nf4", "fp4"):
+            why = f"quantization is {self.quantization or 'null'}; set that to nf4 or fp4"
+            refuse_given(self, ("double_quantization",), why)
+        if self.quantization is not None:
+            why = f"quantization is {self.quantization}, and it is for new weights that are trained; leave that out"
+            refuse_given(self, ("depth_scaled_feed_forward",), why)
+            if self.dtype == "float64":
+                raise UserError(
+                    "quantization is for dtype float32, bfloat16 or float16, and it is float64; set bfloat16."
+                )
+
 
 @section()
 class LoraSection:
@@ -92,6 +120,13 @@ class LoraSection:
     path: Text | None = None
     """A directory with saved adapters of the model at `model.path`, in peft's format, that are trained on. They bring
     the settings of all other keys of this section."""
+
+    def __post_init__(self) -> None:
+        others = [name for name in keys_of(LoraSection) if name != "path"]
+        if self.path is not None:
+            refuse_given(self, others, f"path is {self.path!r}, whose adapters have their own settings; leave path out")
+        elif self.r is None:
+            refuse_given(self, others, "r is null, so there is no LoRA; set r")
 
     @property
     def is_on(self) -> bool:

@@ -13,6 +13,8 @@ from hf_gpipe.recipe.section import (
     NotNegative,
     Positive,
     Text,
+    keys_of,
+    refuse_given,
     section,
 )
 
@@ -78,6 +80,11 @@ class PreferencesSection:
 
     disable_dropout: Annotated[bool, PREFERENCES] = True
     """Whether the model has no dropout in training."""
+
+    def __post_init__(self) -> None:
+        for name, _, users in unused_by_loss(self):
+            why = f"loss_type is {self.loss_type}, which does not use it; choose one of {users}"
+            refuse_given(self, (name,), why)
 
 
 KTOType = Literal["kto", "apo_zero_unpaired"]
@@ -227,3 +234,7 @@ class DistillationSection:
 
     cross_entropy_share: Annotated[float, Field(ge=0, le=1), OF_TOKENS] = 0.0
     """Share of the cross-entropy of the targets in the loss; the divergence has the rest."""
+
+    def __post_init__(self) -> None:
+        if self.teacher is None and self.top_k_file is None:
+            refuse_given(self, keys_of(DistillationSection), "teacher is null; name a teacher")

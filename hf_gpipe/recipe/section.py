@@ -7,7 +7,7 @@ whether a resumed run may change it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -65,11 +65,7 @@ class Kinds:
     names: tuple[str, ...]
 
 
-class _MayChange:
-    """The type of MAY_CHANGE."""
-
-
-MAY_CHANGE = _MayChange()
+MAY_CHANGE = object()
 """Marks a key, or a whole section, that a resumed run may change: it decides neither the model nor what it learns."""
 
 
@@ -173,6 +169,19 @@ def keys_of(cls: type) -> dict[str, Key]:
         text = " ".join(texts.get(name, "").split())
         keys[name] = Key(name, text, default, is_required, kinds, MAY_CHANGE in info.metadata, cls)
     return keys
+
+
+def refuse_given(of_section: Any, names: Iterable[str], why: str) -> None:
+    """Raise UserError for a key of a section that differs from its default.
+
+    Args:
+        of_section: the section.
+        names: of the keys.
+        why: what they are not allowed beside, and how to change that.
+    """
+    for name in names:
+        if (value := getattr(of_section, name)) != keys_of(type(of_section))[name].default:
+            raise UserError(f"{name} is {show(value)} and {why}, or leave {name} out.")
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.data import OF_TEXT
 from hf_gpipe.recipe.section import (
     MAY_CHANGE,
@@ -16,8 +17,10 @@ from hf_gpipe.recipe.section import (
     NotNegative,
     Positive,
     Text,
+    refuse_given,
     section,
 )
+from hf_gpipe.recipe.words import show
 
 
 @section()
@@ -172,3 +175,18 @@ class TrainingSection:
     resume: Annotated[Literal["auto", "never"], MAY_CHANGE] = "auto"
     """auto: resume from the last complete checkpoint in `output_dir`, if there is one; never: start from scratch and
     delete the checkpoints in it."""
+
+    def __post_init__(self) -> None:
+        if not self.push_to_hub:
+            refuse_given(self, ("hub_model_id", "hub_private_repo"), "push_to_hub is false; set it to true")
+        if self.lr_scheduler_type != "warmup_stable_decay":
+            why = f"lr_scheduler_type is {self.lr_scheduler_type}, which does not use it; use warmup_stable_decay"
+            refuse_given(self, ("decay_steps",), why)
+        if self.bf16 and self.fp16:
+            raise UserError("bf16 and fp16 are both true; set one of them to false.")
+        every, saved = self.eval_steps, self.save_steps
+        if self.load_best_model_at_end and (every is None or saved != every):
+            raise UserError(
+                f"load_best_model_at_end is true, eval_steps is {show(every)} and save_steps is {show(saved)}; every "
+                "model that is evaluated must have a checkpoint: set both to the same number."
+            )

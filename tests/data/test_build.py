@@ -21,5 +21,5 @@ def test_kind_chooses_the_corpus(tmp_path):
 
 
 def test_a_missing_path_is_an_error():
-    with pytest.raises(DataError, match="needs `path`"):
+    with pytest.raises(DataError, match="path is missing and kind is jsonl; give the file"):
         corpus(kind="jsonl")

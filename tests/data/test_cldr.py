@@ -248,7 +248,7 @@ def test_many_shortages_are_one_short_line(caplog):
     ("options", "message"),
     [
         ({"languages": []}, "languages is empty; .* or set num_languages"),
-        ({"num_languages": 3}, "languages names 4 and num_languages is 3; give the one or the other"),
+        ({"num_languages": 3}, "languages names 4 languages and num_languages is 3; leave one of the two out"),
         (
             {"languages": [], "num_languages": 9999, "templates": TEMPLATES_OF_RECIPES},
             r"num_languages is 9999, and \d+ of CLDR's languages have words of their own .* month.*; ask for at most",
@@ -260,7 +260,7 @@ def test_many_shortages_are_one_short_line(caplog):
             {"templates": ["durations"]},
             r"templates: 'durations' is unknown; did you mean 'duration'\?; choose from month",
         ),
-        ({"examples_per_language": 50}, "examples_per_language is 50, less than min_examples_per_language, 100"),
+        ({"examples_per_language": 50}, "min_examples_per_language is 100, more than examples_per_language, 50"),
         ({"languages": ["haw"], "templates": ["script"]}, "no words in 'haw' for the templates script"),
     ],
 )

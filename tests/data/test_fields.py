@@ -13,7 +13,7 @@ OPUS = {"source_field": "translation.{language}", "target_field": "translation.e
 
 
 def fields_of(**options) -> PairFields:
-    return PairFields.of(DataSection(kind="jsonl", **{**OPUS, **options}))
+    return PairFields(DataSection(kind="jsonl", path="x", **{**OPUS, **options}))
 
 
 def made(row=ROW, language="de", tags=False, **options) -> list[tuple[str, str, str, str]]:

@@ -177,7 +177,7 @@ def test_a_stream_without_training_pairs_ends_with_a_word(tmp_path):
         ("csv", "missing.csv", None, r"data\.path: there is no file .*missing\.csv \(missing\.csv does not exist"),
         ("jsonl", "{language}.jsonl.gz", None, r"xx\.jsonl\.gz does not exist"),
         ("parallel", "de-en.de", "missing", r"data\.target_path: there is no file .*missing"),
-        ("parallel", "de-en.de", None, "needs `target_path`"),
+        ("parallel", "de-en.de", None, "target_path is missing and kind is parallel"),
         ("parallel", ".", "de-en.en", "cannot be read: it is not known which of its files to read; name the file"),
         ("hub", "missing", None, "there is no directory .*missing"),
     ],

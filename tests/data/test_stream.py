@@ -183,7 +183,11 @@ def test_rows_that_are_left_are_closed(tmp_path):
 
     part = Part("x", None, lambda: Rows([tmp_path / "x.jsonl"], read_jsonl))
     reader = BlockReader(
-        part, PairReader(PairFields.of(DataSection(kind="jsonl")), [], False), (0.0, 0.0), rows_of_block=4, seed=0
+        part,
+        PairReader(PairFields(DataSection(kind="jsonl", path="x")), [], False),
+        (0.0, 0.0),
+        rows_of_block=4,
+        seed=0,
     )
     next(reader)
     assert not closed

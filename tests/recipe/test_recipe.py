@@ -170,22 +170,25 @@ def test_a_bad_file_is_refused_with_the_line(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.config={}", "the model is missing; give model.path"),
+        ("model.config={}", "model.path and config.model_type are missing; give path"),
         ("model.config.model_type=3", "model.config.model_type is 3"),
         ("data.kind=jsonl", "data.path is missing"),
-        ("data.languages=[]", "data.languages is empty; name some, such as [de, fr, es], or set data.num_languages"),
-        ("data.num_languages=102", "data.languages names 2 languages and data.num_languages is 102; leave one"),
+        ("data.languages=[]", "data.languages is empty; name some, such as [de, fr, es], or set num_languages"),
+        ("data.num_languages=102", "data.languages names 2 languages and num_languages is 102; leave one"),
         ("data.min_examples_per_language=5000", "data.min_examples_per_language is 5000"),
         ("data.test_fraction=0.95", "their sum must be below 1"),
         ("pipeline={num_stages: 1, num_processes: 2}", "pipeline.num_processes is 2 and num_stages is 1"),
         ("pipeline={num_stages: 1, replicas: [2, 1]}", "pipeline.replicas [2, 1] has 2 entries for 1 stages"),
         ("pipeline={num_stages: 1, partition: [2, 3]}", "pipeline.partition [2, 3] has 2 entries and num_stages is 1"),
         ("model.quantization=nf4", "lora.r is null, so there would be nothing to train"),
-        ("model.double_quantization=true", "model.quantization nf4 and fp4, and it is null"),
-        ("lora.target_modules=[q_proj]", "lora.target_modules is ['q_proj'] (a list) and lora.r is null"),
+        (
+            "model.double_quantization=true",
+            "quantization is null; set that to nf4 or fp4, or leave double_quantization out",
+        ),
+        ("lora.target_modules=[q_proj]", "lora.target_modules is ['q_proj'] (a list) and r is null"),
         (
             "lora={path: there, r: 4}",
-            "lora.r is 4 (a whole number) and lora.path is 'there', whose adapters have their own",
+            "lora.r is 4 (a whole number) and path is 'there', whose adapters have their own",
         ),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_recipe_names_the_repository_and_the_services(tmp_path: Path) -> None:
     args = arguments_of(parse_recipe(text, [f"training.{option}" for option in options]))
     assert (args.report_to, args.run_name) == (["tensorboard"], "one")
     assert (args.push_to_hub, args.hub_model_id, args.hub_private_repo) == (True, "me/model", None)
-    with pytest.raises(RecipeError, match=r"hub_model_id is 'me/model' .* training\.push_to_hub is false"):
+    with pytest.raises(RecipeError, match=r"hub_model_id is 'me/model' .* push_to_hub is false"):
         parse_recipe(text, ["training.hub_model_id=me/model"])
     with pytest.raises(UserError, match=r"report_to: .*wandbb"):
         trainer(tmp_path, report_to=["wandbb"])

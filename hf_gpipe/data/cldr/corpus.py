@@ -42,20 +42,17 @@ def cldr_corpus(data: DataSection) -> Corpus:
     where `target_tag` asks for it. Pairs are split by their English side, so that no test sentence was seen in
     training in another language, by another template or in the other direction.
 
-    Raises DataError for an unknown language or template, both or neither of `languages` and `num_languages`, or a
-    language that has no words for any of the templates.
+    Raises DataError for an unknown language or template, or a language that has no words for any of the templates.
     """
     _check_choices("templates", data.templates, TEMPLATES)
     direction = data.direction or "to_english"
-    languages = _chosen_languages(data.languages, data.num_languages, data.templates)
+    if data.num_languages is None:
+        _check_languages(data.languages)
+        languages = list(data.languages)
+    else:
+        languages = cldr_languages(data.num_languages, data.templates)
     smallest, largest = data.min_examples_per_language, data.examples_per_language
-    if largest < smallest:
-        raise DataError(
-            f"examples_per_language is {largest}, less than min_examples_per_language, {smallest}; raise the one or "
-            "lower the other"
-        )
-
-    targets = {"to_english": ["en"], "from_english": list(languages), "both": ["en", *languages]}[direction]
+    targets = {"to_english": ["en"], "from_english": languages, "both": ["en", *languages]}[direction]
     with_tag = data.target_tag or len(targets) > 1
     names = list(data.templates) or list(TEMPLATES)
     rank_of = ranks(languages, data.rank_seed)
@@ -86,7 +83,7 @@ def cldr_corpus(data: DataSection) -> Corpus:
         test_fraction=data.test_fraction,
     )
     tags = [language_tag(target) for target in targets] if with_tag else []
-    return Corpus(**splits, languages=list(languages), target_tags=tags)
+    return Corpus(**splits, languages=languages, target_tags=tags)
 
 
 def power_law_count(rank: int, largest: int, smallest: int, exponent: float) -> int:
@@ -153,22 +150,7 @@ def _warn_of(shortages: list[tuple[str, int, int]], num_languages: int) -> None:
     )
 
 
-def _chosen_languages(languages: Sequence[str], num_languages: int | None, templates: Sequence[str]) -> list[str]:
-    if num_languages is None:
-        _check_languages(languages)
-        return list(languages)
-    if languages:
-        raise DataError(
-            f"languages names {len(languages)} and num_languages is {num_languages}; give the one or the other"
-        )
-    if num_languages < 1:
-        raise DataError(f"num_languages is {num_languages}; it must be at least 1")
-    return cldr_languages(num_languages, templates)
-
-
 def _check_languages(languages: Sequence[str]) -> None:
-    if not languages:
-        raise DataError("languages is empty; name at least one CLDR locale, such as [de, fr, es], or set num_languages")
     named: dict[str, str] = {}
     for language in languages:
         locale = str(known_locale(language))
