@@ -21,7 +21,7 @@ def check(recipe: Recipe, locations: Locations | None = None) -> None:
     """
     _check_kind(recipe, locations)
     try:
-        for check_some in (_check_training, _check_adapters, _check_rows, _check_labels, _check_precision):
+        for check_some in (_check_training, _check_adapters, _check_rows, _check_devices, _check_precision):
             check_some(recipe)
     except RecipeError as error:
         raise RecipeError(f"{locations.source}: {error}" if locations else str(error)) from None
@@ -114,13 +114,20 @@ def _check_rows(recipe: Recipe) -> None:
             "use at least 2."
         )
 
-
-def _check_labels(recipe: Recipe) -> None:
     data = recipe.data
     if data.kind in LABELLED.names and len(set(data.labels)) < max(2, len(data.labels)):
         raise RecipeError(
             f"data.kind is {data.kind} and data.labels is {show(data.labels)}; name each class once, at least two, "
             "such as [negative, positive]."
+        )
+
+
+def _check_devices(recipe: Recipe) -> None:
+    devices, processes = recipe.pipeline.devices, recipe.pipeline.num_processes or 1
+    if devices is not None and len(devices) % processes:
+        raise RecipeError(
+            f"pipeline.devices {list(devices)} cannot be shared out evenly between {processes} processes; give the "
+            "same number of devices to each."
         )
 
 

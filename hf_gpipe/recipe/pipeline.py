@@ -23,11 +23,11 @@ from hf_gpipe.recipe.pipeline_keys import (
     PipelineKeys,
     Visitors,
 )
+from hf_gpipe.recipe.pipeline_rules import check
 from hf_gpipe.recipe.section import Count, NotNegative, OneOf, Positive, keys_of, section
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.recipe.words import choices
 from hf_gpipe.schedule import (
-    ASYNCHRONOUS_SCHEDULES,
     DEALT,
     DIVIDED_HEAD,
     TABLE_SUFFIX,
@@ -53,144 +53,8 @@ class PipelineConfig(PipelineKeys):
     def __post_init__(self) -> None:
         if vars(self)["num_stages"] is None:
             object.__setattr__(self, "num_stages", self._stages_of_processes())
-        if self.is_mesh_open:
-            self._check_open_mesh()
-        else:
-            self._check_mesh()
-        for name, value in (("partition", self.partition), ("recompute", self.recompute)):
-            if isinstance(value, tuple) and len(value) != self.num_stages:
-                raise UserError(
-                    f"{name} {list(value)} has {len(value)} entries and num_stages is {self.num_stages}; give one "
-                    "entry for each stage."
-                )
-        for name, of_processes in (("memory", self.memory), ("speeds", self.speeds)):
-            if isinstance(of_processes, tuple) and self.num_processes not in (None, len(of_processes)):
-                raise UserError(
-                    f"{name} {list(of_processes)} has {len(of_processes)} entries and num_processes is "
-                    f"{self.num_processes}; give one entry for each process."
-                )
-        if self.devices == ():
-            raise UserError("devices [] is empty; name at least one device, or leave it out.")
-        if self.torch_compile_backend is not None and not self.torch_compile:
-            raise UserError(
-                f"torch_compile_backend is {self.torch_compile_backend!r} and torch_compile is false; set "
-                "torch_compile to true, or leave the backend out."
-            )
-        if self.schedule in ASYNCHRONOUS_SCHEDULES:
-            self._check_asynchronous()
-        if self.tensor_parallel > 1:
-            self._check_tensor_parallel()
-        elif self.sequence_parallel:
-            raise UserError(
-                "sequence_parallel is true and tensor_parallel is 1, so nothing has parts of the positions; give "
-                "tensor_parallel, or leave sequence_parallel out."
-            )
-        if isinstance(self.sequence_chunks, str):
-            self.most_chunk_tokens  # noqa: B018  # raises for a text that is no number
-            if is_table_file(self.schedule):
-                raise UserError(
-                    f"sequence_chunks is {self.sequence_chunks!r} and schedule is {self.schedule}, a table of so many "
-                    "chunks as it says; give that number as sequence_chunks."
-                )
-        if self.chunk_taper != 0 and not self.cuts_rows:
-            raise UserError(
-                f"chunk_taper is {self.chunk_taper} and sequence_chunks is 1, so rows are whole; give sequence_chunks, "
-                "or leave chunk_taper out."
-            )
-        if self.chunk_taper == AUTO and self.partition == "profile":
-            raise UserError(
-                "chunk_taper is auto and partition is profile, which measures chunks of one length; give a number, "
-                "such as 0, or partition auto."
-            )
-        if self.offload_weights == AUTO and is_table_file(self.schedule):
-            raise UserError(
-                f"offload_weights is auto and schedule is {self.schedule}, a table; give the weights that visit under "
-                "it, or leave offload_weights out."
-            )
-        if "host" in (self.recompute or ()) and self.offload_weights not in (None, AUTO):
-            raise UserError(
-                f"recompute is {self.recompute if isinstance(self.recompute, str) else list(self.recompute)} and "
-                f"offload_weights {self.offload_weights}: graphs on the host keep weights on the device; let recompute "
-                "be stage, or leave offload_weights out."
-            )
-        if self.schedule in DEALT and self.offload_weights not in ("all", AUTO):
-            raise UserError(
-                f"schedule is {self.schedule} and offload_weights {self.offload_weights or 'null'}: its stages are "
-                "dealt to all processes, so all weights visit, adapters too; set offload_weights to all, or use "
-                "another schedule."
-            )
-        without_chunks = (*DIVIDED_HEAD, *DEALT)
-        if self.cuts_rows and self.schedule in (*ASYNCHRONOUS_SCHEDULES, *without_chunks):
-            others = [name for name in SYNCHRONOUS_SCHEDULES if name not in without_chunks]
-            raise UserError(
-                f"sequence_chunks is {self.sequence_chunks} and schedule is {self.schedule}, which has no order for "
-                f"rows that are cut into chunks; use one of {', '.join(others)}, or leave sequence_chunks out."
-            )
+        check(self)
         self.memory_bytes  # noqa: B018  # raises for a text that is no size
-
-    def _check_tensor_parallel(self) -> None:
-        """Raise UserError for what divided layers do not go with, and for what the planner would choose."""
-        size = self.tensor_parallel
-        if self.schedule in ASYNCHRONOUS_SCHEDULES:
-            raise UserError(
-                f"tensor_parallel is {size} and schedule is {self.schedule}, which do not go together; leave one of "
-                "them out."
-            )
-
-    def _check_asynchronous(self) -> None:
-        """Raise UserError for what an asynchronous schedule cannot run with."""
-        if self.is_mesh_open:
-            name = "num_stages" if self.num_stages == AUTO else "replicas"
-            raise UserError(
-                f"schedule is {self.schedule} and {name} is auto; give {name}, for with it the numbers of an "
-                "asynchronous schedule change."
-            )
-        if self.zero:
-            raise UserError(
-                f"schedule is {self.schedule} and zero is {self.zero}: replicas share the whole step of an optimizer, "
-                "and here each stage updates by itself; use zero 0, or a synchronous schedule, such as 1f1b."
-            )
-        if self.torch_compile:
-            raise UserError(
-                f"schedule is {self.schedule} and torch_compile is true: compiled blocks would not see the versions of "
-                "the weights that the schedule keeps; leave torch_compile out, or use a synchronous schedule."
-            )
-
-    def _check_mesh(self) -> None:
-        """Raise UserError where stages, replicas, placement and processes do not fit each other."""
-        num_stages, replicas = self.mesh
-        replicas_of(num_stages, replicas)
-        if self.num_processes is not None and self.num_processes > self.places:
-            raise UserError(
-                f"num_processes is {self.num_processes} and num_stages is {num_stages}; a process without a stage "
-                "has nothing to do: use at most as many processes as stages, or more replicas."
-            )
-        if self.zero and self.places == num_stages:
-            raise UserError(
-                f"zero is {self.zero} and replicas is {replicas}: no stage has replicas that could share its "
-                "optimizer's state; use zero 0, or at least 2 replicas of a stage."
-            )
-        if self.placement is not None and is_table_file(self.schedule):
-            raise UserError(f"placement is {self.placement!r} and {self.schedule} has a placement; leave it out.")
-        has_order = self.places > num_stages or self.placement is not None
-        if self.num_processes is not None and has_order and not is_table_file(self.schedule):
-            self.placed("gpipe")
-
-    def _check_open_mesh(self) -> None:
-        """Raise UserError where something says how many stages or replicas there are, and the planner is to choose."""
-        open_names = [name for name in ("num_stages", "replicas") if getattr(self, name) == AUTO]
-        lists = [name for name in ("partition", "recompute", "replicas") if isinstance(getattr(self, name), tuple)]
-        if self.num_stages == AUTO and lists:
-            raise UserError(
-                f"num_stages is auto and {lists[0]} is a list with one entry per stage; give num_stages, or let "
-                f"{lists[0]} be auto."
-            )
-        if self.placement is not None or is_table_file(self.schedule):
-            given = "placement" if self.placement is not None else "the table"
-            raise UserError(
-                f"{open_names[0]} is auto, and {given} says how many stages and replicas there are; give the numbers "
-                "too."
-            )
 
     def _stages_of_processes(self) -> int:
         """`num_stages` where it is not given: by the lists that have an entry per stage, or by the processes."""
