@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hf_gpipe.errors import DataError
-from hf_gpipe.recipe.section import MAY_CHANGE, Count, Fraction, Kinds, NotNegative, Text, refuse_given, section
+from hf_gpipe.recipe.section import MAY_CHANGE, Count, Fraction, Kinds, NotNegative, OneOf, Text, refuse_given, section
 from hf_gpipe.recipe.words import show
 
 LOCAL_KINDS = ("jsonl", "csv", "parquet", "parallel")
@@ -32,45 +32,18 @@ ROWS = Kinds(ROW_KINDS)
 FIELDS = Kinds(("jsonl", "csv", "parquet", "hub"))
 TEXT = Kinds(("text",))
 CHAT = Kinds(("chat",))
-PREFERENCES = Kinds(("preferences",))
-KTO = Kinds(("kto",))
-REWARDS = Kinds(("rewards",))
 STEPS = Kinds(("process_rewards",))
 CLASSIFICATION = Kinds(("classification",))
-EMBEDDINGS = Kinds(("embeddings",))
-PROMPTS = Kinds(("prompts",))
 IMAGES = Kinds(("images",))
 IMAGE_TEXT = Kinds(("image_text",))
 LABELLED = Kinds((*CLASSIFICATION.names, *IMAGES.names))
 MESSAGES = Kinds(MESSAGE_KINDS)
 ROW_LENGTHS = Kinds(ROW_LENGTH_KINDS)
 PAIRS = Kinds((*CLDR.names, *ROWS.names))
-OF_TOKENS = Kinds((*PAIRS.names, *TEXT.names, *CHAT.names))
 OF_TEXT = Kinds((*PAIRS.names, *SEQUENCE_KINDS))
 BY_TARGETS = Kinds((*PAIRS.names, *TEXT.names))
 READ = Kinds((*ROWS.names, *SEQUENCE_KINDS, *IMAGES.names))
 OF_THE_HUB = Kinds(("hub", *SEQUENCE_KINDS, *IMAGES.names))
-
-
-Kind = Literal[
-    "cldr",
-    "jsonl",
-    "csv",
-    "parquet",
-    "parallel",
-    "hub",
-    "text",
-    "chat",
-    "preferences",
-    "kto",
-    "rewards",
-    "process_rewards",
-    "classification",
-    "embeddings",
-    "prompts",
-    "images",
-    "image_text",
-]
 
 
 #: The files of kinds that read files of these names, or a data set of the Hub.
@@ -95,7 +68,7 @@ _PATHS = {
 class DataSection:
     """The corpus. A key that its kind does not use is an error."""
 
-    kind: Kind
+    kind: Annotated[str, OneOf(("cldr", *ROW_KINDS, *SEQUENCE_KINDS, *IMAGES.names))]
     """Where the data come from. cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from
     local files: jsonl, one JSON object per line; csv, also with tabs; parquet; parallel, two text files whose lines
     translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:

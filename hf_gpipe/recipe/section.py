@@ -128,8 +128,10 @@ def dotted(path: tuple[object, ...]) -> str:
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def section(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
+def section(*, kw_only: bool = True, kinds: tuple[str, ...] | None = None) -> Callable[[type[T]], type[T]]:
     """Decorator that makes a class a frozen dataclass whose values are checked strictly: nothing is converted.
+
+    `kinds` are the kinds of data that use its keys; None: all do, except for keys that are marked with others.
 
     A value that does not fit raises a `MisfitError`.
     """
@@ -147,7 +149,7 @@ def section(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
                 names = [section_field.name for section_field in fields(made)]
                 raise _misfit(error, made, dict(zip(names, args, strict=False)) | values) from None
 
-        made.__init__ = checked
+        made.__init__, made.__kinds__ = checked, kinds
         return made
 
     return decorate
@@ -164,7 +166,7 @@ def keys_of(cls: type) -> dict[str, Key]:
     keys = {}
     for name, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]  # pydantic's, of any section
         is_required = info.is_required()
-        kinds = next((mark.names for mark in info.metadata if isinstance(mark, Kinds)), None)
+        kinds = next((mark.names for mark in info.metadata if isinstance(mark, Kinds)), getattr(cls, "__kinds__", None))
         default = None if is_required else info.get_default(call_default_factory=True)
         text = " ".join(texts.get(name, "").split())
         keys[name] = Key(name, text, default, is_required, kinds, MAY_CHANGE in info.metadata, cls)
