@@ -10,80 +10,55 @@ import gc
 import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hf_gpipe.adapters.transformer_size import transformer_config
-    from hf_gpipe.pipeline import Pipeline
-    from hf_gpipe.recipe import PipelineConfig
-    from hf_gpipe.runtime.custom_loss import LogitsLoss, RowLoss
-    from hf_gpipe.runtime.distillation import DistillationLoss
-    from hf_gpipe.runtime.loss import Loss, LossInputs, Reads
-    from hf_gpipe.training.arguments import PipelineTrainingArguments
-    from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
-    from hf_gpipe.training.embedding_loss import EmbeddingLoss
-    from hf_gpipe.training.embeddings import PipelineEmbeddingConfig, PipelineEmbeddingTrainer
-    from hf_gpipe.training.grpo import PipelineGRPOConfig, PipelineGRPOTrainer
-    from hf_gpipe.training.kto import PipelineKTOConfig, PipelineKTOTrainer
-    from hf_gpipe.training.reward import PipelineRewardConfig, PipelineRewardTrainer
-    from hf_gpipe.training.sft import PipelineSFTTrainer
-    from hf_gpipe.training.sft_config import PipelineSFTConfig
-    from hf_gpipe.training.trainer import PipelineTrainer
+if TYPE_CHECKING:  # `as` tells type checkers that a name is public
+    from hf_gpipe.adapters.transformer_size import transformer_config as transformer_config
+    from hf_gpipe.pipeline import Pipeline as Pipeline
+    from hf_gpipe.recipe import PipelineConfig as PipelineConfig
+    from hf_gpipe.runtime.custom_loss import LogitsLoss as LogitsLoss
+    from hf_gpipe.runtime.custom_loss import RowLoss as RowLoss
+    from hf_gpipe.runtime.distillation import DistillationLoss as DistillationLoss
+    from hf_gpipe.runtime.loss import Loss as Loss
+    from hf_gpipe.runtime.loss import LossInputs as LossInputs
+    from hf_gpipe.runtime.loss import Reads as Reads
+    from hf_gpipe.training.arguments import PipelineTrainingArguments as PipelineTrainingArguments
+    from hf_gpipe.training.dpo import PipelineDPOConfig as PipelineDPOConfig
+    from hf_gpipe.training.dpo import PipelineDPOTrainer as PipelineDPOTrainer
+    from hf_gpipe.training.embedding_loss import EmbeddingLoss as EmbeddingLoss
+    from hf_gpipe.training.embeddings import PipelineEmbeddingConfig as PipelineEmbeddingConfig
+    from hf_gpipe.training.embeddings import PipelineEmbeddingTrainer as PipelineEmbeddingTrainer
+    from hf_gpipe.training.grpo import PipelineGRPOConfig as PipelineGRPOConfig
+    from hf_gpipe.training.grpo import PipelineGRPOTrainer as PipelineGRPOTrainer
+    from hf_gpipe.training.kto import PipelineKTOConfig as PipelineKTOConfig
+    from hf_gpipe.training.kto import PipelineKTOTrainer as PipelineKTOTrainer
+    from hf_gpipe.training.reward import PipelineRewardConfig as PipelineRewardConfig
+    from hf_gpipe.training.reward import PipelineRewardTrainer as PipelineRewardTrainer
+    from hf_gpipe.training.sft import PipelineSFTTrainer as PipelineSFTTrainer
+    from hf_gpipe.training.sft_config import PipelineSFTConfig as PipelineSFTConfig
+    from hf_gpipe.training.trainer import PipelineTrainer as PipelineTrainer
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "DistillationLoss",
-    "EmbeddingLoss",
-    "LogitsLoss",
-    "Loss",
-    "LossInputs",
-    "Pipeline",
-    "PipelineConfig",
-    "PipelineDPOConfig",
-    "PipelineDPOTrainer",
-    "PipelineEmbeddingConfig",
-    "PipelineEmbeddingTrainer",
-    "PipelineGRPOConfig",
-    "PipelineGRPOTrainer",
-    "PipelineKTOConfig",
-    "PipelineKTOTrainer",
-    "PipelineRewardConfig",
-    "PipelineRewardTrainer",
-    "PipelineSFTConfig",
-    "PipelineSFTTrainer",
-    "PipelineTrainer",
-    "PipelineTrainingArguments",
-    "Reads",
-    "RowLoss",
-    "__version__",
-    "transformer_config",
-]
-
-_MODULE_OF = {
-    "DistillationLoss": "hf_gpipe.runtime.distillation",
-    "EmbeddingLoss": "hf_gpipe.training.embedding_loss",
-    "LogitsLoss": "hf_gpipe.runtime.custom_loss",
-    "Loss": "hf_gpipe.runtime.loss",
-    "LossInputs": "hf_gpipe.runtime.loss",
-    "Pipeline": "hf_gpipe.pipeline",
-    "PipelineConfig": "hf_gpipe.recipe",
-    "PipelineDPOConfig": "hf_gpipe.training.dpo",
-    "PipelineDPOTrainer": "hf_gpipe.training.dpo",
-    "PipelineEmbeddingConfig": "hf_gpipe.training.embeddings",
-    "PipelineEmbeddingTrainer": "hf_gpipe.training.embeddings",
-    "PipelineGRPOConfig": "hf_gpipe.training.grpo",
-    "PipelineGRPOTrainer": "hf_gpipe.training.grpo",
-    "PipelineKTOConfig": "hf_gpipe.training.kto",
-    "PipelineKTOTrainer": "hf_gpipe.training.kto",
-    "PipelineRewardConfig": "hf_gpipe.training.reward",
-    "PipelineRewardTrainer": "hf_gpipe.training.reward",
-    "PipelineSFTConfig": "hf_gpipe.training.sft_config",
-    "PipelineSFTTrainer": "hf_gpipe.training.sft",
-    "PipelineTrainer": "hf_gpipe.training.trainer",
-    "PipelineTrainingArguments": "hf_gpipe.training.arguments",
-    "Reads": "hf_gpipe.runtime.loss",
-    "RowLoss": "hf_gpipe.runtime.custom_loss",
-    "transformer_config": "hf_gpipe.adapters.transformer_size",
+_NAMES_OF = {
+    "adapters.transformer_size": ("transformer_config",),
+    "pipeline": ("Pipeline",),
+    "recipe": ("PipelineConfig",),
+    "runtime.custom_loss": ("LogitsLoss", "RowLoss"),
+    "runtime.distillation": ("DistillationLoss",),
+    "runtime.loss": ("Loss", "LossInputs", "Reads"),
+    "training.arguments": ("PipelineTrainingArguments",),
+    "training.dpo": ("PipelineDPOConfig", "PipelineDPOTrainer"),
+    "training.embedding_loss": ("EmbeddingLoss",),
+    "training.embeddings": ("PipelineEmbeddingConfig", "PipelineEmbeddingTrainer"),
+    "training.grpo": ("PipelineGRPOConfig", "PipelineGRPOTrainer"),
+    "training.kto": ("PipelineKTOConfig", "PipelineKTOTrainer"),
+    "training.reward": ("PipelineRewardConfig", "PipelineRewardTrainer"),
+    "training.sft": ("PipelineSFTTrainer",),
+    "training.sft_config": ("PipelineSFTConfig",),
+    "training.trainer": ("PipelineTrainer",),
 }
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _NAMES_OF.items() for name in names}
+
+__all__ = sorted([*_MODULE_OF, "__version__"])
 
 
 def __getattr__(name: str) -> object:
@@ -102,4 +77,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -11,7 +11,8 @@ import difflib
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from types import NoneType
+from typing import Any, ClassVar
 
 #: Exit codes of a command other than 0: a failure; an error that the user can correct; a signal stopped the training
 #: after a checkpoint was saved, so that the same command resumes it (EX_TEMPFAIL of sysexits.h).
@@ -24,6 +25,9 @@ class HfGpipeError(Exception):
 
 class UserError(HfGpipeError):
     """Something the user can correct: the message says what was found, what is allowed and the next step."""
+
+    #: The attributes that travel with it between processes, and their types.
+    travelling: ClassVar[Mapping[str, tuple[type, ...]]] = {}
 
 
 class RecipeError(UserError):
@@ -41,6 +45,8 @@ class PartitionError(UserError):
         fullness: where the memory is too little, how many times the limit of a stage would be enough; else inf.
     """
 
+    travelling: ClassVar = {"fullness": (float,)}
+
     def __init__(self, message: str, fullness: float = math.inf) -> None:
         super().__init__(message)
         self.fullness = fullness
@@ -52,6 +58,8 @@ class ScheduleError(UserError):
     Attributes:
         line: the beginning of the wrong line of the table's text, such as "process 1"; None: it is not a single line.
     """
+
+    travelling: ClassVar = {"line": (str, NoneType)}
 
     def __init__(self, message: str, line: str | None = None) -> None:
         super().__init__(message)
@@ -90,18 +98,8 @@ class MessageError(HfGpipeError):
     """A message of another process is not what it must be; says what was found."""
 
 
-#: The exceptions that travel between processes, by their names, and the attributes that travel with each.
-_TRAVELLING: dict[str, tuple[type[UserError], dict[str, tuple[type, ...]]]] = {
-    "UserError": (UserError, {}),
-    "RecipeError": (RecipeError, {}),
-    "DataError": (DataError, {}),
-    "PartitionError": (PartitionError, {"fullness": (float,)}),
-    "ScheduleError": (ScheduleError, {"line": (str, type(None))}),
-    "UnsupportedModelError": (UnsupportedModelError, {}),
-    "CheckpointError": (CheckpointError, {}),
-    "DisagreementError": (DisagreementError, {}),
-    "MissingAttributeError": (MissingAttributeError, {}),
-}
+#: The exceptions that travel between processes, by their names.
+_TRAVELLING = {cls.__name__: cls for cls in (UserError, *UserError.__subclasses__())}
 
 
 def error_to_data(error: UserError) -> tuple[str, str, dict[str, Any]]:
@@ -109,15 +107,16 @@ def error_to_data(error: UserError) -> tuple[str, str, dict[str, Any]]:
 
     An error of any other class becomes one of the nearest of its bases.
     """
-    name = next(cls.__name__ for cls in type(error).__mro__ if _TRAVELLING.get(cls.__name__, (None,))[0] is cls)
-    return name, str(error), {attribute: getattr(error, attribute) for attribute in _TRAVELLING[name][1]}
+    name = next(cls.__name__ for cls in type(error).__mro__ if _TRAVELLING.get(cls.__name__) is cls)
+    return name, str(error), {attribute: getattr(error, attribute) for attribute in _TRAVELLING[name].travelling}
 
 
 def error_of_data(name: str, message: str, attributes: Mapping[str, Any]) -> UserError:
     """The error of these data. Raises MessageError where they are not those of an error that may travel."""
     if name not in _TRAVELLING:
         raise MessageError(f"no error of class {name[:80]!r} travels between processes")
-    cls, types = _TRAVELLING[name]
+    cls = _TRAVELLING[name]
+    types = cls.travelling
     if attributes.keys() != types.keys() or not all(isinstance(attributes[key], types[key]) for key in types):
         raise MessageError(f"a {name} with the attributes {str(dict(attributes))[:80]}")
     return cls(message, **attributes)
