@@ -222,10 +222,10 @@ def commands_page() -> str:
     os.environ["COLUMNS"] = "100"
     helps = {
         module.__name__.rpartition(".")[2]: module._parser().format_help().strip()
-        for module in (generate, launch, merge, plan)
+        for module in (check, generate, launch, merge, plan)
     }
     train = USAGE.format(recipe=recipe_help()).strip()
-    return COMMANDS.format(note=NOTE, user=EXIT_USER_ERROR, train=train, check=check.USAGE.strip(), **helps)
+    return COMMANDS.format(note=NOTE, user=EXIT_USER_ERROR, train=train, **helps)
 
 
 PAGES = {

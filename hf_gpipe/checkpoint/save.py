@@ -204,32 +204,28 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
 def publish(directory: Path, shards: Mapping[str, Shard]) -> None:
     """Make the written shards and the prepared files the directory's checkpoint, with digests, in the main process."""
     with digests.updated(directory) as entries:
-        _publish(directory, shards, entries)
-
-
-def _publish(directory: Path, shards: Mapping[str, Shard], entries: dict[str, Entry]) -> None:
-    entries |= publish_files(directory)
-    weights = {p for p in directory.iterdir() if p.name == SAFE_WEIGHTS_NAME or _SHARD.fullmatch(p.name)}
-    outdated = {p for p in weights if p.name not in shards}
-    index = directory / SAFE_WEIGHTS_INDEX_NAME
-    if len(shards) == 1:
-        (file, shard) = next(iter(shards.items()))
-        (directory / file).replace(directory / SAFE_WEIGHTS_NAME)
-        entries[SAFE_WEIGHTS_NAME] = shard.entry
-        outdated.discard(directory / SAFE_WEIGHTS_NAME)
-        index.unlink(missing_ok=True)
-        entries.pop(SAFE_WEIGHTS_INDEX_NAME, None)
-    else:
-        sizes = [size for shard in shards.values() for size in shard.sizes.values()]
-        content = {
-            "metadata": {"total_parameters": sum(n for n, _ in sizes), "total_size": sum(b for _, b in sizes)},
-            "weight_map": {name: file for file, shard in sorted(shards.items()) for name in shard.sizes},
-        }
-        new_index = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.tmp"
-        new_index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        entries[SAFE_WEIGHTS_INDEX_NAME] = digests.entry_of_file(new_index)
-        new_index.replace(index)
-        entries |= {file: shard.entry for file, shard in shards.items()}
-    for path in outdated:
-        entries.pop(path.name, None)
-        path.unlink()
+        entries |= publish_files(directory)
+        weights = {p for p in directory.iterdir() if p.name == SAFE_WEIGHTS_NAME or _SHARD.fullmatch(p.name)}
+        outdated = {p for p in weights if p.name not in shards}
+        index = directory / SAFE_WEIGHTS_INDEX_NAME
+        if len(shards) == 1:
+            (file, shard) = next(iter(shards.items()))
+            (directory / file).replace(directory / SAFE_WEIGHTS_NAME)
+            entries[SAFE_WEIGHTS_NAME] = shard.entry
+            outdated.discard(directory / SAFE_WEIGHTS_NAME)
+            index.unlink(missing_ok=True)
+            entries.pop(SAFE_WEIGHTS_INDEX_NAME, None)
+        else:
+            sizes = [size for shard in shards.values() for size in shard.sizes.values()]
+            content = {
+                "metadata": {"total_parameters": sum(n for n, _ in sizes), "total_size": sum(b for _, b in sizes)},
+                "weight_map": {name: file for file, shard in sorted(shards.items()) for name in shard.sizes},
+            }
+            new_index = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.tmp"
+            new_index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+            entries[SAFE_WEIGHTS_INDEX_NAME] = digests.entry_of_file(new_index)
+            new_index.replace(index)
+            entries |= {file: shard.entry for file, shard in shards.items()}
+        for path in outdated:
+            entries.pop(path.name, None)
+            path.unlink()

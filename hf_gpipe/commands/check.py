@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_gpipe.commands.base import loading, run_command
+from hf_gpipe.commands.base import Parser, loading, run_with_options
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.recipe import load_recipe
 
-USAGE = """\
-usage: python -m hf_gpipe check recipe.yaml [key=value ...]
-       python -m hf_gpipe check MODEL [--trust-remote-code]
-
+DESCRIPTION = """\
 Makes a tiny clone of a model's configuration, runs it in stages, and compares the loss and every gradient with the
-plain transformers model. No weights are read. Exit code: 0 exact, 1 not exact, 2 an error that you can correct.
-
-  recipe.yaml           a recipe; its number of stages is tried, and one stage per layer
-  key=value             replaces a value of the recipe, for example pipeline.num_stages=4
-  MODEL                 a Hub id or a directory with a config.json; 3 stages are tried, and one stage per layer
-  --trust-remote-code   run the Python code that comes with the model
+plain transformers model. No weights are read. The number of stages of a recipe is tried, otherwise 3 stages; and one
+stage per layer. Exit code: 0 exact, 1 not exact, 2 an error that you can correct.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if not args or {"-h", "--help"} & set(args):
-        print(USAGE)
-        return 0 if args else 2
-    return run_command(lambda: _check(args))
+    return run_with_options(argv, _parser(), _check)
 
 
-def _check(args: Sequence[str]) -> int:
+def _parser() -> Parser:
+    parser = Parser(DESCRIPTION, "check")
+    parser.add_argument("model", help="a recipe.yaml, a Hub id, or a directory with a config.json")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of the recipe")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code of the model")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> int:
     with loading():
         import torch
         import transformers
@@ -44,18 +41,22 @@ def _check(args: Sequence[str]) -> int:
         from hf_gpipe.model.exactness import CloneError, compare
 
     num_stages = 3
-    if args[0].endswith((".yaml", ".yml")):
+    if options.model.endswith((".yaml", ".yml")):
         from hf_gpipe.training.recipe_model import model_config
 
-        recipe = load_recipe(args[0], args[1:])
+        trusting = ["model.trust_remote_code=true"] if options.trust_remote_code else []
+        recipe = load_recipe(options.model, [*options.overrides, *trusting])
         config, trust_remote_code = model_config(recipe, None), recipe.model.trust_remote_code
         if isinstance(recipe.pipeline.num_stages, int):
             num_stages = recipe.pipeline.num_stages
     else:
-        trust_remote_code = "--trust-remote-code" in args
-        if unknown := [arg for arg in args[1:] if arg != "--trust-remote-code"]:
-            raise UserError(f"{unknown[0]!r} is not understood; key=value goes with a recipe, a file named *.yaml")
-        source = str(Path(args[0]).parent) if Path(args[0]).name == "config.json" else args[0]
+        trust_remote_code = options.trust_remote_code
+        if options.overrides:
+            raise UserError(
+                f"{options.overrides[0]!r} is not understood; key=value goes with a recipe, a file named *.yaml"
+            )
+        path = Path(options.model)
+        source = str(path.parent) if path.name == "config.json" else options.model
         config = read_config(source, trust_remote_code=trust_remote_code)
     if image_classifier_of(config) is not None:
         raise UserError(

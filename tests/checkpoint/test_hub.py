@@ -150,7 +150,7 @@ def test_a_crash_during_a_save_leaves_the_old_checkpoint(tmp_path: Path, monkeyp
     old.save_pretrained(tmp_path)
     expected = weights(old)
     new = Pipeline(tiny_config("llama"), 3, seed=2)
-    for victim in ("save_file", "_publish"):
+    for victim in ("save_file", "publish_files"):
         monkeypatch.setattr(save, victim, _crash)
         with pytest.raises(KeyboardInterrupt):
             new.save_pretrained(tmp_path)
