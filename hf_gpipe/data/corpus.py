@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pyarrow  # type: ignore[import-untyped]
 from typing_extensions import TypedDict
@@ -30,13 +31,16 @@ from hf_gpipe.data.pairs import (
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.reader import PairReader, held_out_of, tags_of, warn_of_few
 from hf_gpipe.data.sources import Part, file_parts
-from hf_gpipe.data.splits import check_training
+from hf_gpipe.data.splits import Splits, check_training
 from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, read_table
 from hf_gpipe.data.stream import StreamedCorpus, streamed_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
 logger = logging.getLogger(__name__)
+
+AnyCorpus: TypeAlias = Corpus | StreamedCorpus | Splits[Any]
+"""A corpus of any kind, on which a tokenizer can be trained."""
 
 #: Keys that decide how pairs are used, but not which pairs the corpus has.
 _NOT_OF_THE_PAIRS = (

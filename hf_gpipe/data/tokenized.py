@@ -9,7 +9,7 @@ from copy import deepcopy
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow  # type: ignore[import-untyped]
@@ -22,6 +22,9 @@ from hf_gpipe.data.store import cached, fingerprint, read_counts, read_table, wr
 from hf_gpipe.data.threads import in_turn
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
+
+if TYPE_CHECKING:
+    from hf_gpipe.data.stream import PairStream
 
 logger = logging.getLogger(__name__)
 
@@ -223,20 +226,6 @@ def _lengths(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
     return pyarrow.compute.list_value_length(column)
 
 
-@runtime_checkable
-class PairsWithState(Protocol):
-    """An iterable of pairs with a state to resume from."""
-
-    def __iter__(self) -> Iterator[Pair]:
-        """The pairs, starting at the loaded state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the next pair, as JSON values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state."""
-
-
 class StreamedExamples:
     """The examples of TokenizedPairs over a stream of pairs: an iterable of {"input_ids", "labels"} with a state.
 
@@ -249,7 +238,7 @@ class StreamedExamples:
 
     def __init__(
         self,
-        stream: PairsWithState,
+        stream: PairStream,
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_source_tokens: int,

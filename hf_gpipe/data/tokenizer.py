@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import sentencepiece
 import tokenizers
@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_gpipe import strict_json
+from hf_gpipe.data.corpus import AnyCorpus
 from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import cached, fingerprint
@@ -33,21 +34,6 @@ SPACE = "\u2581"  # SentencePiece's visible space
 #: Patterns of the files that make a tokenizer, and of those that only go with one.
 _VOCABULARIES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", "*.tiktoken", "tekken.json")
 _BESIDE_VOCABULARIES = ("special_tokens_map.json", "added_tokens.json", "chat_template*", "*_chat_templates/*")
-
-
-class Trainable(Protocol):
-    """A corpus that a tokenizer can be trained on."""
-
-    @property
-    def train(self) -> Any:
-        """The pairs or documents to train on."""
-
-    @property
-    def target_tags(self) -> list[str]:
-        """The tags that sources may start with."""
-
-    def texts(self, most: int | None = None, /) -> Iterable[str]:
-        """The texts, at most those of so many pairs or documents; None: the corpus's own limit."""
 
 
 def has_tokenizer(directory: str | Path) -> bool:
@@ -117,7 +103,7 @@ def train_tokenizer(
     return tokenizer
 
 
-def trained_tokenizer(corpus: Trainable, section: TokenizerSection) -> PreTrainedTokenizerFast:
+def trained_tokenizer(corpus: AnyCorpus, section: TokenizerSection) -> PreTrainedTokenizerFast:
     """The tokenizer that a recipe wants trained on a corpus; the cache keeps it for the next run on the same corpus."""
 
     def train(to: Path) -> None:

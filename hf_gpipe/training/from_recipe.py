@@ -11,11 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.image_text import FORMS, UNREAD, images_of_row
-from hf_gpipe.data import Corpus, StreamedCorpus
+from hf_gpipe.data.corpus import AnyCorpus
 from hf_gpipe.data.files import read_template
 from hf_gpipe.data.image_text import blank_row, read_processor
 from hf_gpipe.data.images import image_processor, shape_read
-from hf_gpipe.data.splits import Splits
 from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer, trained_tokenizer
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError
 from hf_gpipe.model.opening import adapter_of, chain_of, open_chain
@@ -31,8 +30,6 @@ from hf_gpipe.training.kto_loss import KTOLoss
 from hf_gpipe.training.preference_loss import NotingLoss, PreferenceLoss
 from hf_gpipe.training.recipe_model import model_config, spec_of
 from hf_gpipe.training.reward_loss import RewardLoss
-
-AnyCorpus = Corpus | StreamedCorpus | Splits[Any]
 
 
 def check_model(recipe: Recipe) -> None:

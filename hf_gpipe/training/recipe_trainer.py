@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
+from hf_gpipe.data.corpus import AnyCorpus
 from hf_gpipe.data.teacher_file import TeacherCollator, TeacherFile, WithTeacher
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
@@ -15,7 +16,7 @@ from hf_gpipe.training.checkable import checked_by
 from hf_gpipe.training.dpo import PipelineDPOConfig, PipelineDPOTrainer
 from hf_gpipe.training.embeddings import PipelineEmbeddingConfig, PipelineEmbeddingTrainer
 from hf_gpipe.training.evaluate_translation import PerCharacter, without_logits
-from hf_gpipe.training.from_recipe import AnyCorpus, sorts_rows
+from hf_gpipe.training.from_recipe import sorts_rows
 from hf_gpipe.training.grpo import PipelineGRPOConfig, PipelineGRPOTrainer
 from hf_gpipe.training.held_out import accuracy
 from hf_gpipe.training.kto import PipelineKTOConfig, PipelineKTOTrainer

@@ -18,6 +18,7 @@ from hf_gpipe.data.buckets import training_pairs
 from hf_gpipe.data.chat_examples import ChatExamples
 from hf_gpipe.data.chats import Conversation, Read, chat_corpus, preference_of
 from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.corpus import AnyCorpus
 from hf_gpipe.data.embeddings import EmbeddingExamples, embedded_of
 from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
 from hf_gpipe.data.images import ImageExamples, image_corpus
@@ -39,7 +40,7 @@ from hf_gpipe.training.evaluate_translation import (
     characters_of,
     evaluate_translation,
 )
-from hf_gpipe.training.from_recipe import AnyCorpus, image_text_processor_of, processor_of, tokenizer_of
+from hf_gpipe.training.from_recipe import image_text_processor_of, processor_of, tokenizer_of
 from hf_gpipe.training.held_out import (
     Evaluate,
     evaluate_classes,
