@@ -35,9 +35,9 @@ class Conversation(NamedTuple):
     text: str
 
     @classmethod
-    def of(cls, where: str, row: Mapping[str, Any], read: Read | None = None) -> Conversation:
-        """A row of any form that `read` knows; None: `conversation_of`. Raises DataError."""
-        return cls(where, json.dumps((read or conversation_of)(where, row), ensure_ascii=False))
+    def of(cls, where: str, row: Mapping[str, Any], read: Read) -> Conversation:
+        """A row of any form that `read` knows. Raises DataError."""
+        return cls(where, json.dumps(read(where, row), ensure_ascii=False))
 
     @property
     def row(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def chat_corpus(
     """
 
     def of_rows(rows: Iterable[Row]) -> Iterator[Conversation]:
-        return (Conversation.of(where, row, read) for where, row in rows)
+        return (Conversation.of(where, row, read or conversation_of) for where, row in rows)
 
     return read_splits(
         data,
@@ -114,17 +114,11 @@ def conversation_of(where: str, row: Mapping[str, Any], *, needs_assistant: bool
         given = {name: value for name, value in given.items() if name not in ("prompt", "completion")}
         given["messages"] = answered = _messages(where, "messages", given["messages"])
     else:
-        prompt, answered = given["prompt"], given["completion"]
-        if isinstance(prompt, str) != isinstance(answered, str):
-            raise DataError(f"{where}: one of 'prompt' and 'completion' is text and the other is not; use one form")
-        if isinstance(prompt, str):
-            for name in ("prompt", "completion"):
-                check_characters(given[name], name, where)
+        _read_columns(where, given, ("prompt", "completion"))
+        if isinstance(answered := given["completion"], str):
             if not answered.strip():
                 raise DataError(f"{where}: 'completion' is empty, so nothing is learnt; leave the row out")
-            return {"prompt": prompt, "completion": answered}
-        given["prompt"] = _messages(where, "prompt", prompt)
-        given["completion"] = answered = _messages(where, "completion", answered)
+            return {name: given[name] for name in ("prompt", "completion")}
     if needs_assistant and not any(message["role"] == "assistant" for message in answered):
         name = "messages" if "messages" in given else "completion"
         roles = ", ".join(dict.fromkeys(message["role"] for message in answered))
@@ -153,18 +147,7 @@ def preference_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
             f"'prompt'; the columns found are {listed(list(map(str, row)))}"
         )
     columns = [name for name in ("prompt", "chosen", "rejected") if name in given]
-    is_text = {name: isinstance(given[name], str) for name in columns}
-    if len(set(is_text.values())) > 1:
-        forms = ", ".join(f"{name!r} is {'text' if is_text[name] else 'not'}" for name in columns)
-        raise DataError(
-            f"{where}: {forms}; give all of them as text, or all as lists of messages (leave 'prompt' out where "
-            "'chosen' and 'rejected' begin with it)"
-        )
-    for name in columns:
-        if is_text[name]:
-            check_characters(given[name], name, where)
-        else:
-            given[name] = _messages(where, name, given[name])
+    _read_columns(where, given, columns)
     if "prompt" not in given:
         chosen, rejected = given["chosen"], given["rejected"]
         shared = num_common(chosen, rejected)
@@ -181,6 +164,20 @@ def preference_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     _read_tools(where, given)
     kept = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
     return {name: given[name] for name in kept if name in given}
+
+
+def _read_columns(where: str, given: dict[str, Any], columns: Sequence[str]) -> None:
+    """Read the messages of columns, which must all be text or all be messages."""
+    is_text = {name: isinstance(given[name], str) for name in columns}
+    if len(set(is_text.values())) > 1:
+        forms = ", ".join(f"{name!r} is {'text' if is_text[name] else 'not'}" for name in columns)
+        hint = " (leave 'prompt' out where both answers begin with it)" if len(columns) > 2 else ""
+        raise DataError(f"{where}: {forms}; give all of them as text, or all as lists of messages{hint}")
+    for name in columns:
+        if is_text[name]:
+            check_characters(given[name], name, where)
+        else:
+            given[name] = _messages(where, name, given[name])
 
 
 def _read_tools(where: str, given: dict[str, Any]) -> None:

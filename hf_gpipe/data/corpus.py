@@ -122,10 +122,10 @@ def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSe
 
         for place, part in enumerate(parts):
             fractions = held_out_of(part, data)
-            for pair in _shown(part, train.pairs(part, part.train)) if drawn is None else drawn[place]:
+            for pair in _shown(part, train.pairs(part, part.train())) if drawn is None else drawn[place]:
                 add(split_of(pair.split_key, *fractions), pair)
             for split, open_rows in (("validation", part.validation), ("test", part.test)):
-                for pair in _shown(part, held_out.pairs(part, open_rows)) if open_rows else ():
+                for pair in _shown(part, held_out.pairs(part, open_rows())) if open_rows else ():
                     add(split, pair)
     train.check(str(data.path))
     check_training({split: writer.num_pairs for split, writer in writers.items()}, "pairs")
@@ -170,7 +170,7 @@ def _drawn_places(parts: Sequence[Part], read: PairReader, data: DataSection) ->
     """The `max_examples` pairs sampled from all parts, for each part in order; None: all pairs are taken."""
     if data.max_examples is None:
         return None
-    every = ((place, pair) for place, part in enumerate(parts) for pair in _shown(part, read.pairs(part, part.train)))
+    every = ((place, pair) for place, part in enumerate(parts) for pair in _shown(part, read.pairs(part, part.train())))
     of_part: list[list[Pair]] = [[] for _ in parts]
     for place, pair in _drawn(every, data.max_examples, data.seed):
         of_part[place].append(pair)

@@ -72,6 +72,8 @@ def text_of(path: Path, newline: str | None = None) -> Iterator[TextIO]:
         raise DataError(f"data file {path} does not exist (looked in {Path.cwd()}); correct `path`") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"data file {path} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error.reason}); convert the file") from error
 
 
 class _Unpacked(io.RawIOBase):
@@ -95,29 +97,22 @@ class _Unpacked(io.RawIOBase):
 
 
 def lines_of(opened: TextIO, path: Path) -> Iterator[str]:
-    """The lines of an open file. Raises DataError for one that is too long."""
+    """The lines of an open file. Raises DataError for one that is too long, or for bytes that are not UTF-8."""
     number = 0
-    while line := opened.readline(_LONGEST_LINE + 1):
-        number += 1
-        if len(line) > _LONGEST_LINE:
-            raise DataError(f"{path}, line {number} has more than {_LONGEST_LINE} characters; divide it")
-        yield line
+    try:
+        while line := opened.readline(_LONGEST_LINE + 1):
+            number += 1
+            if len(line) > _LONGEST_LINE:
+                raise DataError(f"{path}, line {number} has more than {_LONGEST_LINE} characters; divide it")
+            yield line
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, after line {number}, is not UTF-8 ({error.reason}); convert the file") from error
 
 
 def numbered_lines(path: Path, newline: str | None = None) -> Iterator[tuple[int, str]]:
     """Every line with its number from 1. Raises DataError if the file cannot be read or is not UTF-8."""
-    number = 0
     with text_of(path, newline) as opened:
-        try:
-            for number, line in enumerate(lines_of(opened, path), start=1):
-                yield number, line
-        except UnicodeDecodeError as error:
-            raise not_utf8(path, number, error) from error
-
-
-def not_utf8(path: Path, last_line: int, error: UnicodeDecodeError) -> DataError:
-    """The error for bytes that are not UTF-8, somewhere after line `last_line`."""
-    return DataError(f"{path}, after line {last_line}, is not UTF-8 ({error.reason}); convert the file")
+        yield from enumerate(lines_of(opened, path), start=1)
 
 
 # ---- JSON Lines
@@ -165,20 +160,14 @@ def _object(text: str, where: str) -> dict[str, Any]:
 def read_json(path: Path, start: int = 0) -> Iterator[Row]:
     """The entries of a JSON array, as ("file, entry 7", the object); a file of another form is read as JSON Lines."""
     with text_of(path) as opened:
-        try:
-            is_array = opened.read(1024).lstrip().startswith("[")
-        except UnicodeDecodeError as error:
-            raise not_utf8(path, 0, error) from error
+        is_array = opened.read(1024).lstrip().startswith("[")
     if not is_array:
         yield from read_jsonl(path, start)
         return
     with text_of(path) as opened:
         most = max(_LONGEST_ARRAY, path.stat().st_size)
-        try:
-            # In blocks: one read takes the memory that it is allowed to fill, not what there is.
-            text = "".join(islice(iter(partial(opened.read, _BLOCK), ""), most // _BLOCK + 2))
-        except UnicodeDecodeError as error:
-            raise not_utf8(path, 0, error) from error
+        # In blocks: one read takes the memory that it is allowed to fill, not what there is.
+        text = "".join(islice(iter(partial(opened.read, _BLOCK), ""), most // _BLOCK + 2))
     brackets = text.count("[") + text.count("{")
     if len(text) > most or (brackets > strict_json.MOST_VALUES and brackets * 8 > len(text)):
         raise DataError(f"{path} is a JSON array that is too large to be read at once; write one object per line")
@@ -235,8 +224,6 @@ def read_csv(path: Path, start: int = 0, delimiter: str | None = None) -> Iterat
             yield from _csv_rows(reader, path, start)
         except csv.Error as error:
             raise DataError(f"{path}, line {reader.line_num} is not CSV ({error}); correct the line") from error
-        except UnicodeDecodeError as error:
-            raise not_utf8(path, reader.line_num, error) from error
 
 
 def _csv_rows(reader: Any, path: Path, start: int) -> Iterator[Row]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hf_gpipe.data.fields import ONE_LANGUAGE, PairFields
 from hf_gpipe.data.formats import Row
 from hf_gpipe.data.pairs import Pair
-from hf_gpipe.data.sources import Part, Rows
+from hf_gpipe.data.sources import Part
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
 
@@ -27,12 +27,8 @@ class PairReader:
         #: Rows without text on one side, by the name of their part.
         self.num_empty: Counter[str] = Counter()
 
-    def pairs(self, part: Part, open_rows: Callable[[], Rows]) -> Iterator[Pair]:
-        """The pairs of a part's rows, in order, of the requested languages."""
-        return self.pairs_of_rows(part, open_rows())
-
-    def pairs_of_rows(self, part: Part, rows: Iterable[Row]) -> Iterator[Pair]:
-        """The same for some rows of the part."""
+    def pairs(self, part: Part, rows: Iterable[Row]) -> Iterator[Pair]:
+        """The pairs of rows of a part, in order, of the requested languages."""
         for where, row in rows:
             made = self.fields.pairs(where, row, part.language, tags=self.tags)
             if not made:

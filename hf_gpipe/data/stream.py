@@ -161,7 +161,7 @@ class BlockReader:
         self._is_last_block = len(rows) < self._rows_of_block
         pairs = [
             pair
-            for pair in self._reader.pairs_of_rows(self._part, rows)
+            for pair in self._reader.pairs(self._part, rows)
             if split_of(pair.split_key, *self._held_out) == "train"
         ]
         self._gave_any = self._gave_any or bool(pairs)
@@ -262,12 +262,12 @@ def _held_out(
         of_part = [part.language or ONE_LANGUAGE] if fields.language_field is None else list(languages)
         for split, open_rows in (("validation", part.validation), ("test", part.test)):
             if open_rows is not None:
-                pairs = ((split, pair) for pair in reader.pairs(part, open_rows))
+                pairs = ((split, pair) for pair in reader.pairs(part, open_rows()))
                 splits[split] += _first(pairs, [split], of_part, limit)[split]
         fractions = held_out_of(part, data)
         wanted = [split for split, fraction in zip(("validation", "test"), fractions, strict=True) if fraction > 0]
         if wanted:
-            read = progress(reader.pairs(part, part.train), f"finding held-out pairs of {part.name}", "pairs")
+            read = progress(reader.pairs(part, part.train()), f"finding held-out pairs of {part.name}", "pairs")
             first = _first(((split_of(pair.split_key, *fractions), pair) for pair in read), wanted, of_part, limit)
             for split in wanted:
                 splits[split] += first[split]

@@ -181,7 +181,7 @@ def test_a_template_that_does_not_show_what_the_assistant_says(
             "x: messages has no assistant turn (only user), so nothing is learnt; leave the row out",
         ),
         ({"prompt": PAIR, "completion": PAIR[:1]}, "completion has no assistant turn"),
-        ({"prompt": "a", "completion": PAIR}, "one of 'prompt' and 'completion' is text and the other is not"),
+        ({"prompt": "a", "completion": PAIR}, "'prompt' is text, 'completion' is not"),
         ({"prompt": "a", "completion": " "}, "'completion' is empty"),
         ({"messages": PAIR, "tools": "[{"}, "tools is text that is not JSON"),
     ],
@@ -212,7 +212,7 @@ def test_the_example_s_conversations_are_read() -> None:
 def test_files_directories_and_their_splits(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": str(number)}, PAIR[1]]} for number in range(40)]
     everything: dict[str, Any] = {"validation_fraction": 0.0, "test_fraction": 0.0}
-    texts = [Conversation.of("", row).text for row in rows]
+    texts = [Conversation.of("", row, conversation_of).text for row in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "b.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
