@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.commands.base import loading
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A recipe, the devices it is planned for, and their planner.
+    """A recipe and the devices it is planned for.
 
     Attributes:
         recipe: on the devices that the options name.
@@ -39,7 +40,7 @@ class PlanRequest:
         devices: of each process, or the one that all have.
         cluster: the links between the processes; None: every pair has the device's link.
         table: the schedule, where it is a file.
-        planner: of all this.
+        is_profiled: whether the layers are measured.
     """
 
     recipe: Recipe
@@ -47,7 +48,7 @@ class PlanRequest:
     devices: Sequence[Device]
     cluster: Cluster | None
     table: Schedule | None
-    planner: Planner
+    is_profiled: bool
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> PlanRequest:
@@ -60,8 +61,9 @@ class PlanRequest:
         for limit in limits if options.memory else ():
             read_bytes(limit, "--memory")
         with loading():
-            from hf_gpipe.planner.choose import best_plan
             from hf_gpipe.planner.network import read_cluster
+
+            import_module("hf_gpipe.planner.choose")  # and torch and transformers with it
 
         device, *others = _devices(options)
         if options.devices is not None and num_devices is None:
@@ -104,20 +106,20 @@ class PlanRequest:
         table = config.table(recipe.training.gradient_accumulation_steps, config.processes)
         if table is not None:
             config = replace(config, recompute=recompute_under(table, config.recompute))
-        recipe = _with_vocabulary(recipe)
-        planner = _planner(recipe, config, (device, *others), cluster, table, is_profiled=options.profile)
+        request = cls(_with_vocabulary(recipe), config, (device, *others), cluster, table, options.profile)
+        request.planner.lighter = {keys: partial(request._plan_with, keys, options) for keys in _lighter(recipe)}
+        return request
 
-        def plan_with(keys: str) -> Plan:
-            other = load_recipe(options.recipe, [*options.overrides, *keys.split()])
-            other = replace(recipe, model=other.model, lora=other.lora)
-            lighter = _planner(other, config, (device, *others), cluster, table, is_profiled=options.profile)
-            try:
-                return best_plan(lighter, config)
-            except PartitionError:
-                return _unlimited(lighter, config)
+    def _plan_with(self, keys: str, options: argparse.Namespace) -> Plan:
+        """The plan with some more keys of the model, also where it does not fit."""
+        from hf_gpipe.planner.choose import best_plan
 
-        planner.lighter = {keys: partial(plan_with, keys) for keys in _lighter(recipe)}
-        return cls(recipe, config, (device, *others), cluster, table, planner)
+        other = load_recipe(options.recipe, [*options.overrides, *keys.split()])
+        lighter = replace(self, recipe=replace(self.recipe, model=other.model, lora=other.lora))
+        try:
+            return best_plan(lighter.planner, self.config)
+        except PartitionError:
+            return lighter._unlimited()
 
     def divided(self, options: argparse.Namespace) -> Iterator[PlanRequest]:
         """The same with layers divided among 2, 4 and 8 devices, where devices are given and the model allows it."""
@@ -127,6 +129,54 @@ class PlanRequest:
             overrides = [*options.overrides, f"pipeline.tensor_parallel={size}"]
             with suppress(UserError):
                 yield PlanRequest.of(argparse.Namespace(**{**vars(options), "overrides": overrides}))
+
+    @cached_property
+    def planner(self) -> Planner:
+        """Of all this; the layers are measured or traced when it is made."""
+        from hf_gpipe.planner.choose import micro_batch_counts
+        from hf_gpipe.planner.of_model import planner_of
+        from hf_gpipe.planner.speeds import rated_speeds
+        from hf_gpipe.planner.workload import PlanInputs
+        from hf_gpipe.training.from_recipe import loss_of, workload_of
+        from hf_gpipe.training.recipe_model import teacher_of
+
+        recipe, config, adapter = self.recipe, self.config, _adapter(self.recipe)
+        if config.cuts_rows:
+            _check_chunks(recipe, config, adapter)
+        if config.tensor_parallel > 1:
+            from hf_gpipe.model.tensor_parallel import check_division
+
+            check_division(adapter, config.division, is_compiled=config.torch_compile)
+        teacher, spec = None, teacher_of(recipe)
+        if spec is not None:
+            from hf_gpipe.model.teacher import open_teacher
+
+            teacher = open_teacher(spec, adapter, _here())
+        inputs = PlanInputs.of_recipe(recipe, workload_of(recipe, adapter.config))
+        if self.table is not None:
+            inputs = replace(inputs, tables={recipe.pipeline.schedule: self.table})
+        try:
+            planner = planner_of(
+                adapter,
+                inputs,
+                self.devices[0],
+                config,
+                loss=loss_of(recipe).planned,
+                as_on_gpu=True,
+                profile_on=_here() if self.is_profiled else None,
+                cluster=self.cluster,
+                teacher=teacher,
+            )
+            # The layers run here for the first time, in the smallest micro-batch that will be planned.
+            costs = planner.costs(micro_batch_counts(planner.rows, recipe.pipeline.num_micro_batches)[-1])
+        except HfGpipeError:
+            raise
+        except Exception as error:  # whatever the family's own code says of its configuration
+            family = adapter.config.model_type
+            raise RecipeError(f"model: transformers cannot make a {family} model of this: {error}") from error
+        if len(self.devices) > 1 and planner.speeds is None:
+            planner.speeds = rated_speeds(costs, self.devices)
+        return planner
 
     @property
     def can_cut_rows(self) -> bool:
@@ -139,7 +189,21 @@ class PlanRequest:
 
     def best(self) -> Plan:
         """The plan, with what is left open chosen. Raises UserError where nothing that is allowed fits."""
-        return _best(self.planner, self.config)
+        from hf_gpipe.planner.advice import smallest_fix
+        from hf_gpipe.planner.choose import best_plan
+
+        try:
+            return best_plan(self.planner, self.config)
+        except PartitionError as error:
+            if self.planner.memory_bytes is None:
+                raise
+            raise PartitionError(f"{error} {smallest_fix(self._unlimited())}") from None
+
+    def _unlimited(self) -> Plan:
+        """The plan where no split fits: without a limit there is one, which knows what would have to change."""
+        from hf_gpipe.planner.choose import best_plan
+
+        return replace(best_plan(self.planner.within(None), self.config), planner=self.planner)
 
     def fits_with(self, plan: Plan, lengths: Mapping[str, Any], chunk_tokens: int | None = None) -> bool:
         """Whether a plan of this request also fits with other values of keys of `data`.
@@ -153,7 +217,7 @@ class PlanRequest:
         from hf_gpipe.planner.chunks import chunk_counts
 
         recipe = replace(self.recipe, data=replace(self.recipe.data, **lengths))
-        planner = _planner(recipe, self.config, self.devices, self.cluster, self.table, is_profiled=False)
+        planner = replace(self, recipe=recipe, is_profiled=False).planner
         settings = plan.settings
         if chunk_tokens is not None:
             cut = replace(self.config, sequence_chunks=f"{chunk_tokens} tokens")
@@ -184,25 +248,6 @@ def _count(text: str | None) -> int | None:
     if count < 1:
         raise UserError(f"--devices is {count}; a pipeline needs at least 1.")
     return count
-
-
-def _best(planner: Planner, config: PipelineConfig) -> Plan:
-    from hf_gpipe.planner.advice import smallest_fix
-    from hf_gpipe.planner.choose import best_plan
-
-    try:
-        return best_plan(planner, config)
-    except PartitionError as error:
-        if planner.memory_bytes is None:
-            raise
-        raise PartitionError(f"{error} {smallest_fix(_unlimited(planner, config))}") from None
-
-
-def _unlimited(planner: Planner, config: PipelineConfig) -> Plan:
-    """The plan where no split fits: the same without a limit can be planned, and knows what would have to change."""
-    from hf_gpipe.planner.choose import best_plan
-
-    return replace(best_plan(planner.within(None), config), planner=planner)
 
 
 def _lighter(recipe: Recipe) -> list[str]:
@@ -308,62 +353,6 @@ def _device_alone(options: argparse.Namespace) -> Device:
         raise UserError("--flops and --bandwidth go together: give both, or a --device.")
     link = LINKS["pcie4"] if options.link is None else link_between(options.link)
     return custom(None, read_flops(options.flops, "--flops"), read_bandwidth(options.bandwidth, "--bandwidth"), link)
-
-
-def _planner(
-    recipe: Recipe,
-    config: PipelineConfig,
-    devices: Sequence[Device],
-    cluster: Cluster | None,
-    table: Schedule | None,
-    *,
-    is_profiled: bool,
-) -> Planner:
-    """The planner of a recipe; `is_profiled` says to measure the layers; the rest is as in `PlanRequest`."""
-    from hf_gpipe.planner.choose import micro_batch_counts
-    from hf_gpipe.planner.of_model import planner_of
-    from hf_gpipe.planner.speeds import rated_speeds
-    from hf_gpipe.planner.workload import PlanInputs
-    from hf_gpipe.training.from_recipe import loss_of, workload_of
-    from hf_gpipe.training.recipe_model import teacher_of
-
-    adapter = _adapter(recipe)
-    if config.cuts_rows:
-        _check_chunks(recipe, config, adapter)
-    if config.tensor_parallel > 1:
-        from hf_gpipe.model.tensor_parallel import check_division
-
-        check_division(adapter, config.division, is_compiled=config.torch_compile)
-    teacher, spec = None, teacher_of(recipe)
-    if spec is not None:
-        from hf_gpipe.model.teacher import open_teacher
-
-        teacher = open_teacher(spec, adapter, _here())
-    inputs = PlanInputs.of_recipe(recipe, workload_of(recipe, adapter.config))
-    if table is not None:
-        inputs = replace(inputs, tables={recipe.pipeline.schedule: table})
-    try:
-        planner = planner_of(
-            adapter,
-            inputs,
-            devices[0],
-            config,
-            loss=loss_of(recipe).planned,
-            as_on_gpu=True,
-            profile_on=_here() if is_profiled else None,
-            cluster=cluster,
-            teacher=teacher,
-        )
-        # The layers run here for the first time, in the smallest micro-batch that will be planned.
-        costs = planner.costs(micro_batch_counts(planner.rows, recipe.pipeline.num_micro_batches)[-1])
-    except HfGpipeError:
-        raise
-    except Exception as error:  # whatever the family's own code says of its configuration
-        family = adapter.config.model_type
-        raise RecipeError(f"model: transformers cannot make a {family} model of this: {error}") from error
-    if len(devices) > 1 and planner.speeds is None:
-        planner.speeds = rated_speeds(costs, devices)
-    return planner
 
 
 def _here() -> torch.device:

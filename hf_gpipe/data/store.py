@@ -76,16 +76,10 @@ def cached(name: str, key: str, write: Callable[[Path], None]) -> Path:
         return entry
     if problem:
         logger.warning("the prepared data in %s is damaged, and is made again (%s)", entry, problem)
+    # Not by tempfile, whose directories nobody else may read: a cache may serve all users of a machine.
+    made = root / f".{name}-{uuid4().hex}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        # Not by tempfile, whose directories nobody else may read: a cache may serve all users of a machine.
-        made = root / f".{name}-{uuid4().hex}"
-        made.mkdir()
-    except OSError as error:
-        raise DataError(
-            f"the cache directory {root} cannot be written ({error.strerror}); set HF_DATASETS_CACHE to one that can"
-        ) from error
-    try:
+        made.mkdir(parents=True)
         write(made)
         with digests.updated(made) as files:
             files |= {path.relative_to(made).as_posix(): digests.entry_of_file(path) for path in _files(made)}

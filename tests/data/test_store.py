@@ -132,7 +132,7 @@ def test_an_entry_can_be_read_by_whom_the_umask_allows(cache):
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file")
-    with pytest.raises(DataError, match=r"cache directory .* cannot be written .*; set HF_DATASETS_CACHE"):
+    with pytest.raises(DataError, match=r"cache directory .* cannot be written .* set HF_DATASETS_CACHE"):
         corpus(kind="jsonl", path=str(write(tmp_path / "x.jsonl")))
 
 
