@@ -91,7 +91,7 @@ def _partly_on_host(plan: Plan) -> Iterator[Plan]:
 def _carries(planner: Planner, settings: DecidedConfig, start: int, stop: int) -> bool:
     """Whether a graph of these layers travels to the host, or back, while a micro-batch computes. On a CPU none does,
     nor beside weights that visit."""
-    if not planner.device.is_asynchronous or settings.offload_weights:
+    if not planner.device.is_asynchronous or settings.visitors:
         return False
     sums = planner.sums(settings)
     seconds, num_bytes = sums.seconds(start, stop, "none"), sums.graphs["none"].kept_bytes(start, stop)
@@ -148,7 +148,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
         return sums.held(start, stop).num_bytes
 
     # Weights that visit have a buffer for some stages; whether that fits, the plan says.
-    caps = [] if settings.offload_weights else _caps(planner, placement)
+    caps = [] if settings.visitors else _caps(planner, placement)
     largest = max(caps, default=0.0)
 
     def memory_bytes(stage: int, start: int, stop: int) -> float:

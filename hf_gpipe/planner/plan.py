@@ -131,7 +131,7 @@ class Plan:
         share = planner.inputs.state_share(self.costs.dtype)
         placement = self.timeline.schedule.placement
         sums, stages = planner.sums(settings), planner.stage_layers(settings)
-        of_weights = hosted_bytes(sums, stages, placement, settings.offload_weights, share)
+        of_weights = hosted_bytes(sums, stages, placement, settings.visitors, share)
         return [own + away_bytes(sums, stages, self.timeline, process) for process, own in enumerate(of_weights)]
 
     @property
@@ -343,7 +343,7 @@ class Planner:
     def _state_shares(self, settings: DecidedConfig, table: Schedule) -> list[float]:
         """For each stage the bytes of the optimizer's state of a process per byte of the stage's trainable weights."""
         share = self.inputs.state_share(self.costs(settings.num_micro_batches).dtype)
-        return [share / (count if settings.zero else 1) for count in table.placement.replicas]
+        return [share / settings.update_shares(count) for count in table.placement.replicas]
 
     def table(self, settings: DecidedConfig, sizes: Sequence[int] | None = None) -> Schedule:
         """The table that a pipeline with these settings runs; arguments and errors are those of `tables.table_of`."""

@@ -213,7 +213,7 @@ _NO_SPLIT = ("-", "does not fit", "weights stay on their devices", "their memory
 def _ways(result: SearchResult) -> list[str]:
     """Of each way in which weights stay or visit the best plan and its limit, and of adapters trained instead."""
     every = [(way_of(plan), plan) for plan in result.ways]
-    stays = [] if any(plan.settings.offload_weights is None for plan in result.ways) else [_NO_SPLIT]
+    stays = [] if any(plan.settings.visitors is None for plan in result.ways) else [_NO_SPLIT]
     for keys, make in result.leanest.planner.lighter.items():
         with suppress(UserError):
             every.append((f"{keys} (adapters alone are trained)", make()))

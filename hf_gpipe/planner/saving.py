@@ -61,7 +61,7 @@ def offloaded_bytes(plan: Plan) -> list[int]:
     for stage, owned in _owned(plan):
         workers = placement.workers[stage.number]
         for process in workers:
-            sizes[process] += round(share * owned.trainable_bytes / (len(workers) if settings.zero else 1))
+            sizes[process] += round(share * owned.trainable_bytes / settings.update_shares(len(workers)))
     return sizes
 
 
@@ -98,13 +98,13 @@ def visits_text(plan: Plan) -> str:
     """The CPU memory of weights that visit their devices, or of graphs, as a line of the report; empty without."""
     if not any(plan.hosted_bytes):
         return ""
-    beside = ", gradients and the optimizer's state" if plan.settings.offload_weights == "all" else ""
+    beside = ", gradients and the optimizer's state" if plan.settings.visitors == "all" else ""
     return f"{hosted_words(plan)}{beside} are in CPU memory: {_sum_text(plan.hosted_bytes)}"
 
 
 def hosted_words(plan: Plan) -> str:
     """Words for what is in the CPU memory of a plan."""
-    return "activations" if plan.settings.offload_weights is None else "weights that visit"
+    return "activations" if plan.settings.visitors is None else "weights that visit"
 
 
 def _sum_text(sizes: Sequence[int]) -> str:

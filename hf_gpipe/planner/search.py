@@ -51,7 +51,7 @@ def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
     if not results:
         raise errors[0]
     fastest = sorted((plan for result in results for plan in result.fastest), key=_speed)
-    stay = [[plan for plan in result.fastest if plan.settings.offload_weights is None] for result in results]
+    stay = [[plan for plan in result.fastest if plan.settings.visitors is None] for result in results]
     least = min((plan.settings.tensor_parallel for own in stay for plan in own), default=None)
     is_first = not errors and bool(stay[0])
     leanest = min((result.leanest for result in results), key=_leanness)
@@ -64,7 +64,7 @@ def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
 def search(planner: Planner, config: PipelineConfig) -> SearchResult:
     """Try K, replicas, the order of the processes, M, schedule, recomputation and partition on a number of processes.
 
-    The configuration itself is among what is tried. Of all others its number of processes and `zero` alone count.
+    The configuration itself is among what is tried; the others have of it what `PipelineConfig.with_auto` keeps.
 
     Raises:
         PartitionError: there is no split at all.
@@ -72,7 +72,7 @@ def search(planner: Planner, config: PipelineConfig) -> SearchResult:
     free = config.with_auto(config.processes)
     plans = allowed_plans(planner, free)
     asked = [] if config.is_mesh_open else [config]
-    stay = [plan for plan in _first_of_each(_mesh_of, plans) if plan.settings.offload_weights is None]
+    stay = [plan for plan in _first_of_each(_mesh_of, plans) if plan.settings.visitors is None]
     for each in (*asked, *_lean(planner, stay)):
         try:
             plans += allowed_plans(planner, each)
@@ -108,7 +108,7 @@ def _leanness(plan: Plan) -> tuple[float, float]:
 
 
 def _mesh_of(plan: Plan) -> object:
-    return plan.timeline.schedule.placement, plan.settings.offload_weights
+    return plan.timeline.schedule.placement, plan.settings.visitors
 
 
 def _lean(planner: Planner, plans: list[Plan]) -> Iterator[PipelineConfig]:

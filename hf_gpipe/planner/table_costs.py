@@ -34,15 +34,15 @@ def costs_of_table(
 ) -> Costs:
     """The costs for the simulation of a table; `sums` are of the typical chunk, `of_chunks` of each. So many processes
     of a machine copy and update at once."""
-    visitors, is_dealt = settings.offload_weights, table.placement.is_dealt
+    visitors, is_dealt = settings.visitors, table.placement.is_dealt
 
     def update(number: int, stage: StageLayers, count: int) -> float:
         seconds = sums.update_seconds(stage.start, stage.stop, inputs, visitors, host_size) / speeds[number]
-        if not settings.zero or count == 1:
+        if (shares := settings.update_shares(count)) == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
         values = sums.owned(stage.start, stage.stop).trainable_bytes
-        return seconds / count + network.reduce_seconds(number, values) / 2
+        return seconds / shares + network.reduce_seconds(number, values) / 2
 
     def each(
         seconds_of: Callable[[Seconds, float, float, float], float],

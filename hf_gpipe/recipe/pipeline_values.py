@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import COST_STRATEGIES
-from hf_gpipe.recipe.pipeline_keys import AUTO, CHUNK_UNIT, Division, PipelineKeys
+from hf_gpipe.recipe.pipeline_keys import AUTO, CHUNK_UNIT, Division, PipelineKeys, Visitors
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import DEALT, DIVIDED_HEAD, Placement, placement_for, replicas_of
 from hf_gpipe.schedule.actions import parse_number
@@ -29,6 +30,21 @@ class PipelineValues(PipelineKeys):
                 "or start the processes by torchrun."
             )
         return self.num_stages, self.replicas
+
+    @property
+    def visitors(self) -> Visitors | None:
+        """The weights that visit the device of their stage, where the planner need not choose them; None: none does.
+
+        Raises:
+            UserError: they are "auto".
+        """
+        if self.offload_weights == AUTO:
+            raise UserError("offload_weights is auto, which a plan chooses; give frozen or all, or leave it out.")
+        return cast("Visitors | None", self.offload_weights)
+
+    def update_shares(self, count: int) -> int:
+        """Among how many replicas the updates of a stage that has `count` of them are divided."""
+        return count if self.zero else 1
 
     @property
     def divides_head(self) -> bool:
