@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.chat_labels import ChatEncoder
 from hf_gpipe.data.chats import Conversation, conversation_of
 from hf_gpipe.data.encoded import EncodedConversations
-from hf_gpipe.data.tokenized import IGNORE_INDEX
 
 
 class ChatExamples(EncodedConversations):
@@ -70,8 +70,8 @@ class ChatExamples(EncodedConversations):
     def _tokens(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """The ids and labels of a row that `_read` returned."""
         ids, is_learnt = map(np.asarray, self._encoder.encode(where, row))
-        return ids, np.where(is_learnt, ids, IGNORE_INDEX)
+        return ids, np.where(is_learnt, ids, IGNORED_LABEL)
 
     def _is_kept(self, labels: np.ndarray) -> bool:
         """Whether there is a target: nothing predicts the first token."""
-        return bool((labels[1:] != IGNORE_INDEX).any())
+        return bool((labels[1:] != IGNORED_LABEL).any())

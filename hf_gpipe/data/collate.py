@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data.tokenized import IGNORE_INDEX
+from hf_gpipe.adapters import IGNORED_LABEL
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PairCollator:
             "attention_mask": self._pad([[1] * len(row) for row in input_ids], 0),
         }
         if "labels" in rows[0]:
-            batch["labels"] = self._pad([row["labels"] for row in rows], IGNORE_INDEX)
+            batch["labels"] = self._pad([row["labels"] for row in rows], IGNORED_LABEL)
         return batch
 
     def _pad(self, rows: list[list[int]], filler: int) -> torch.Tensor:

@@ -13,18 +13,18 @@ from PIL import Image
 from torch.nn import functional as F
 from transformers import AutoProcessor, ProcessorMixin
 
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.hub import without_media
 from hf_gpipe.data.image_files import StoredRows, as_stored, divided, splits_with_images
 from hf_gpipe.data.pairs import SPLITS
 from hf_gpipe.data.splits import Splits
-from hf_gpipe.data.tokenized import IGNORE_INDEX
 from hf_gpipe.errors import DataError, UserError, listed, one_line
 from hf_gpipe.recipe import DataSection
 
 #: Rows that are looked at for the longest: the images of each are prepared.
 _SAMPLE = 64
 #: Entries with a value for each token, and what fills shorter rows.
-_OF_TOKENS = {"attention_mask": 0, "labels": IGNORE_INDEX, "token_type_ids": 0, "mm_token_type_ids": 0}
+_OF_TOKENS = {"attention_mask": 0, "labels": IGNORED_LABEL, "token_type_ids": 0, "mm_token_type_ids": 0}
 
 
 class ImageTextExamples:
@@ -116,7 +116,7 @@ class ImageTextExamples:
             completion = whole[len(prompt) :]
         example, after = self._prepared(prompt, images), self._prepared(completion, [])
         if self._completion_only:
-            example["labels"] = [IGNORE_INDEX] * len(example["labels"])
+            example["labels"] = [IGNORED_LABEL] * len(example["labels"])
         for name in ("input_ids", *_OF_TOKENS):
             if name in example:
                 example[name] = example[name] + after.get(name, [0] * len(after["input_ids"]))

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.chat_labels import ids_of
 from hf_gpipe.data.chats import Conversation, Read, num_common, preference_of
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.encoded import EncodedConversations
-from hf_gpipe.data.tokenized import IGNORE_INDEX
 from hf_gpipe.errors import DataError
 
 
@@ -81,7 +81,7 @@ def answered(
 ) -> dict[str, torch.Tensor]:
     """A mini-batch (N, T) of prompts with an answer each, cut to `max_length` tokens; labels are -100 in prompts."""
     kept = slice(max_length)
-    rows = [{"input_ids": (p + a)[kept], "labels": ([IGNORE_INDEX] * len(p) + a)[kept]} for p, a in pairs]
+    rows = [{"input_ids": (p + a)[kept], "labels": ([IGNORED_LABEL] * len(p) + a)[kept]} for p, a in pairs]
     return PairCollator(pad_token_id)(rows)
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.chat_examples import ChatExamples
 from hf_gpipe.data.chats import conversation_of
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.fields import check_characters
 from hf_gpipe.data.packed_rows import Piece, packed_rows
-from hf_gpipe.data.tokenized import IGNORE_INDEX
 from hf_gpipe.errors import DataError, UserError, listed
 
 _FORMS = ("messages", "conversations", "completion")
@@ -112,7 +112,7 @@ class SFTExamples(ChatExamples):
         masks = [row[name] for name in names if row.get(name) is not None]
         if any(len(mask) != len(ids) for mask in masks):
             raise DataError(f"a row has {len(ids)} input_ids and a mask of another length; give one value for each")
-        return [token if all(bits) else IGNORE_INDEX for token, *bits in zip(ids, *masks, strict=True)]
+        return [token if all(bits) else IGNORED_LABEL for token, *bits in zip(ids, *masks, strict=True)]
 
     def _tokens(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         if "input_ids" not in row:
@@ -125,7 +125,7 @@ class SFTExamples(ChatExamples):
 
     def _is_kept(self, labels: np.ndarray) -> bool:
         """As TRL does it: only rows that have lost their targets by being cut are left out."""
-        return not self._drops or bool((labels != IGNORE_INDEX).any())
+        return not self._drops or bool((labels != IGNORED_LABEL).any())
 
     def __len__(self) -> int:
         return len(self._pieces) if hasattr(self, "_pieces") else super().__len__()

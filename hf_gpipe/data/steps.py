@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.chats import Conversation
 from hf_gpipe.data.encoded import EncodedConversations
 from hf_gpipe.data.fields import text_in
-from hf_gpipe.data.tokenized import IGNORE_INDEX
 from hf_gpipe.errors import DataError
 
 
@@ -72,15 +72,15 @@ class StepExamples(EncodedConversations):
         row = conversation.row
         begin = self._tokenizer.bos_token_id
         ids = [*([] if begin is None else [begin]), *_ids(self._tokenizer, row["prompt"])]
-        labels = [IGNORE_INDEX] * len(ids)
+        labels = [IGNORED_LABEL] * len(ids)
         for number, (text, label) in enumerate(zip(row["completions"], row["labels"], strict=True)):
             step = _ids(self._tokenizer, text) + self._separator
             is_learnt = not self._last_only or number + 1 == len(row["labels"])
             ids += step
-            labels += [IGNORE_INDEX] * (len(step) - 1) + [label if is_learnt else IGNORE_INDEX]
+            labels += [IGNORED_LABEL] * (len(step) - 1) + [label if is_learnt else IGNORED_LABEL]
         kept = slice(self._max_length)
         self.num_truncated += len(ids) > len(ids[kept])
-        if all(label == IGNORE_INDEX for label in labels[kept]):
+        if all(label == IGNORED_LABEL for label in labels[kept]):
             self.num_dropped += 1
             return None
         return ids[kept], labels[kept]

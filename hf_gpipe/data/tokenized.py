@@ -16,6 +16,7 @@ import pyarrow  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.pairs import Pair, languages_of, texts_in_blocks
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import cached, fingerprint, read_counts, read_table, write_table
@@ -35,9 +36,6 @@ _REMEMBERED_TEXTS = 100_000
 _PAIRS_OF_ONE_THREAD = 20_000
 
 _SCHEMA = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in ("source", "target")])
-
-# Labels of this value are ignored by the loss, in transformers and here.
-IGNORE_INDEX = -100
 
 
 class TokenizedPairs:
@@ -92,7 +90,7 @@ class TokenizedPairs:
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         source, target = (column[index].as_py() for column in self._table.columns)
         if self._decoder_only:
-            return {"input_ids": source + target, "labels": [IGNORE_INDEX] * len(source) + target}
+            return {"input_ids": source + target, "labels": [IGNORED_LABEL] * len(source) + target}
         return {"input_ids": source, "labels": target}
 
     @cached_property

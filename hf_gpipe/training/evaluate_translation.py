@@ -14,10 +14,11 @@ import torch
 from sacrebleu.metrics import BLEU, CHRF
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.buckets import BUCKETS, resource_buckets
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.pairs import ENGLISH, Pair, language_tag
-from hf_gpipe.data.tokenized import IGNORE_INDEX, TokenizedPairs
+from hf_gpipe.data.tokenized import TokenizedPairs
 from hf_gpipe.errors import DataError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.wire import sendable
@@ -302,7 +303,7 @@ def characters_of(
     """The characters of each reference that its tokens stand for: of one that was cut, those of the tokens left."""
     counts = []
     for index, pair in enumerate(pairs):
-        labels = [token for token in rows[index]["labels"] if token != IGNORE_INDEX]
+        labels = [token for token in rows[index]["labels"] if token != IGNORED_LABEL]
         # Only a reference of this length may have been cut.
         is_full = len(labels) >= max_target_tokens
         text = tokenizer.decode(labels, skip_special_tokens=True) if is_full else pair.target
@@ -362,7 +363,7 @@ class PerCharacter:
 
     def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
         """The negative log-likelihood of all references, divided by their characters; natural logarithm."""
-        num_tokens = (prediction.label_ids != IGNORE_INDEX).sum(axis=1)
+        num_tokens = (prediction.label_ids != IGNORED_LABEL).sum(axis=1)
         return {"nll_per_character": float((prediction.losses * num_tokens).sum() / max(self.num_characters, 1))}
 
 

@@ -12,12 +12,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.utils import CONFIG_NAME
 
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.checkpoint.directory import written_whole
 from hf_gpipe.checkpoint.peft import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.prompts import PromptCollator, PromptExamples
-from hf_gpipe.data.tokenized import IGNORE_INDEX
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.training.generating import NEUTRAL
@@ -215,8 +215,8 @@ class PipelineGRPOTrainer(PairTrainer):
         rows = []
         for prompt, completion in zip(prompts, completions, strict=True):
             is_left_out = args.mask_truncated_completions and completion[-1] != end
-            labels = [IGNORE_INDEX] * len(completion) if is_left_out else completion
-            rows.append({"input_ids": prompt + completion, "labels": [IGNORE_INDEX] * len(prompt) + labels})
+            labels = [IGNORED_LABEL] * len(completion) if is_left_out else completion
+            rows.append({"input_ids": prompt + completion, "labels": [IGNORED_LABEL] * len(prompt) + labels})
         made: dict[str, torch.Tensor] = PairCollator(0 if end is None else end)(rows)
         total = summed(rewards, self._reward_weights)
         self._note_rollouts(rewards, total.view(-1, count), completions, end, is_training=is_training)
