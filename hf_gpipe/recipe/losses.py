@@ -50,12 +50,24 @@ def unused_by_loss(options: Any) -> Iterator[tuple[str, Any, str]]:
             yield name, value, " and ".join(users)
 
 
-@section(kinds=("preferences",))
-class PreferencesSection:
-    """The loss of preferences (DPO and others), for that kind of data; keys as in TRL."""
+@section()
+class _AgainstReference:
+    """The keys of losses that compare the model with a reference, the model before its training."""
 
     beta: Positive = 0.1
     """How far the model may go from the reference, the model before its training; larger: less far."""
+
+    precompute_ref_log_probs: bool = False
+    """Whether the reference's log-probabilities are computed once before the training, instead of in each step with the
+    adapters turned off. Without `lora.r` they always are."""
+
+    disable_dropout: bool = True
+    """Whether the model has no dropout in training."""
+
+
+@section(kinds=("preferences",))
+class PreferencesSection(_AgainstReference):
+    """The loss of preferences (DPO and others), for that kind of data; keys as in TRL."""
 
     loss_type: LossType = "sigmoid"
     """Loss of a pair. sigmoid: DPO; robust, hinge, ipo, sigmoid_norm, nca_pair, bco_pair, sppo_hard, apo_zero and
@@ -74,13 +86,6 @@ class PreferencesSection:
     reference_free: bool = False
     """Whether the reference is left out."""
 
-    precompute_ref_log_probs: bool = False
-    """Whether the reference's log-probabilities are computed once before the training, instead of in each step with the
-    adapters turned off. Without `lora.r` they always are."""
-
-    disable_dropout: bool = True
-    """Whether the model has no dropout in training."""
-
     def __post_init__(self) -> None:
         for name, _, users in unused_by_loss(self):
             why = f"loss_type is {self.loss_type}, which does not use it; choose one of {users}"
@@ -91,11 +96,8 @@ KTOType = Literal["kto", "apo_zero_unpaired"]
 
 
 @section(kinds=("kto",))
-class KTOSection:
+class KTOSection(_AgainstReference):
     """The loss of answers that are wanted or not (KTO), for that kind of data; keys as in TRL's KTOConfig."""
-
-    beta: Positive = 0.1
-    """How far the model may go from the reference, the model before its training; larger: less far."""
 
     loss_type: KTOType = "kto"
     """kto: beside the mean log-ratio of the mini-batch's prompts with the answers of other prompts, which two more
@@ -106,13 +108,6 @@ class KTOSection:
 
     undesirable_weight: NotNegative = 1.0
     """Factor of the loss of each other answer."""
-
-    precompute_ref_log_probs: bool = False
-    """Whether the reference's log-probabilities are computed once before the training, instead of in each step with the
-    adapters turned off. Without `lora.r` they always are."""
-
-    disable_dropout: bool = True
-    """Whether the model has no dropout in training."""
 
 
 @section(kinds=("rewards",))
