@@ -97,7 +97,7 @@ def _check_rows(recipe: Recipe) -> None:
         (*PAIRED_KINDS, "kto", "embeddings", "prompts"),
         "whose mini-batches and loss are of several rows together",
     )
-    _refuse(recipe, of_tokens, LABELLED.names, "whose rows have one label each and are padded")
+    _refuse(recipe, of_tokens, LABELLED, "whose rows have one label each and are padded")
     with_images = (*of_tokens, "pipeline.sequence_chunks", "tokenizer.path")
     _refuse(recipe, with_images, ("image_text",), "whose rows have images")
     if recipe.data.kind == "image_text" and recipe.model.path is None:
@@ -115,7 +115,7 @@ def _check_rows(recipe: Recipe) -> None:
         )
 
     data = recipe.data
-    if data.kind in LABELLED.names and len(set(data.labels)) < max(2, len(data.labels)):
+    if data.kind in LABELLED and len(set(data.labels)) < max(2, len(data.labels)):
         raise RecipeError(
             f"data.kind is {data.kind} and data.labels is {show(data.labels)}; name each class once, at least two, "
             "such as [negative, positive]."

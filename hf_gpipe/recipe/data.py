@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hf_gpipe.errors import DataError
-from hf_gpipe.recipe.section import MAY_CHANGE, Count, Fraction, Kinds, NotNegative, OneOf, Text, refuse_given, section
+from hf_gpipe.recipe.section import MAY_CHANGE, Count, Fraction, NotNegative, OneOf, Text, refuse_given, section
 from hf_gpipe.recipe.words import show
 
-LOCAL_KINDS = ("jsonl", "csv", "parquet", "parallel")
-ROW_KINDS = (*LOCAL_KINDS, "hub")
+#: The kinds of data that use a key, in its annotation; with another kind the key is an error.
+ROW_KINDS = ("jsonl", "csv", "parquet", "parallel", "hub")
 
 #: Kinds whose rows are messages, or text in their place.
 MESSAGE_KINDS = ("chat", "preferences", "kto", "rewards", "prompts")
@@ -27,23 +27,18 @@ ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "process_rewards", "classification", "embedd
 #: Kinds whose rows are one sequence, which decoder-only models learn.
 SEQUENCE_KINDS = ("text", *ROW_LENGTH_KINDS)
 
-CLDR = Kinds(("cldr",))
-ROWS = Kinds(ROW_KINDS)
-FIELDS = Kinds(("jsonl", "csv", "parquet", "hub"))
-TEXT = Kinds(("text",))
-CHAT = Kinds(("chat",))
-STEPS = Kinds(("process_rewards",))
-CLASSIFICATION = Kinds(("classification",))
-IMAGES = Kinds(("images",))
-IMAGE_TEXT = Kinds(("image_text",))
-LABELLED = Kinds((*CLASSIFICATION.names, *IMAGES.names))
-MESSAGES = Kinds(MESSAGE_KINDS)
-ROW_LENGTHS = Kinds(ROW_LENGTH_KINDS)
-PAIRS = Kinds((*CLDR.names, *ROWS.names))
-OF_TEXT = Kinds((*PAIRS.names, *SEQUENCE_KINDS))
-BY_TARGETS = Kinds((*PAIRS.names, *TEXT.names))
-READ = Kinds((*ROWS.names, *SEQUENCE_KINDS, *IMAGES.names))
-OF_THE_HUB = Kinds(("hub", *SEQUENCE_KINDS, *IMAGES.names))
+CLDR = ("cldr",)
+FIELDS = ("jsonl", "csv", "parquet", "hub")
+CHAT = ("chat",)
+STEPS = ("process_rewards",)
+IMAGES = ("images",)
+IMAGE_TEXT = ("image_text",)
+LABELLED = ("classification", *IMAGES)
+PAIRS = (*CLDR, *ROW_KINDS)
+OF_TEXT = (*PAIRS, *SEQUENCE_KINDS)
+BY_TARGETS = (*PAIRS, "text")
+READ = (*ROW_KINDS, *SEQUENCE_KINDS, *IMAGES)
+OF_THE_HUB = ("hub", *SEQUENCE_KINDS, *IMAGES)
 
 
 #: The files of kinds that read files of these names, or a data set of the Hub.
@@ -68,7 +63,7 @@ _PATHS = {
 class DataSection:
     """The corpus. A key that its kind does not use is an error."""
 
-    kind: Annotated[str, OneOf(("cldr", *ROW_KINDS, *SEQUENCE_KINDS, *IMAGES.names))]
+    kind: Annotated[str, OneOf(("cldr", *ROW_KINDS, *SEQUENCE_KINDS, *IMAGES))]
     """Where the data come from. cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from
     local files: jsonl, one JSON object per line; csv, also with tabs; parquet; parallel, two text files whose lines
     translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:
@@ -144,13 +139,13 @@ class DataSection:
     images: a directory that has one of images for each class, .parquet files, or the id of a data set. image_text:
     .parquet files, a directory of them, or the id of a data set. Required."""
 
-    made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROWS] = None
+    made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROW_KINDS] = None
     """Command that makes the file at `path`; the error says it if the file is not there."""
 
-    target_path: Annotated[Text | None, Kinds(("parallel",))] = None
+    target_path: Annotated[Text | None, ("parallel",)] = None
     """Like `path`, for the files with the targets; required."""
 
-    delimiter: Annotated[Annotated[str, Field(min_length=1, max_length=1)] | None, Kinds(("csv",))] = None
+    delimiter: Annotated[Annotated[str, Field(min_length=1, max_length=1)] | None, ("csv",)] = None
     """Character between values; null: a tab in .tsv files, which are read without quoting, otherwise a comma."""
 
     subset: Annotated[Text | list[Text] | dict[str, Any] | None, OF_THE_HUB] = None
@@ -170,11 +165,11 @@ class DataSection:
     language_field: Annotated[Text | None, FIELDS] = None
     """Field that holds the language; null: none does."""
 
-    english: Annotated[Literal["source", "target"] | None, ROWS] = None
+    english: Annotated[Literal["source", "target"] | None, ROW_KINDS] = None
     """Which side is English; `direction` needs to know it. null: if only one side's field has {language} in it, the
     other side."""
 
-    text_field: Annotated[Text, Kinds((*TEXT.names, *CLASSIFICATION.names, *IMAGE_TEXT.names))] = "text"
+    text_field: Annotated[Text, ("text", "classification", *IMAGE_TEXT)] = "text"
     """Field that holds a document, or the text to classify; in a .txt file each paragraph is a document."""
 
     images_per_row: Annotated[Count, IMAGE_TEXT] = 1
@@ -197,7 +192,7 @@ class DataSection:
     labels: Annotated[list[Text], LABELLED] = field(default_factory=list)
     """Names of the classes, such as [negative, positive]: the model's first output is for the first. Required."""
 
-    max_length: Annotated[int, Field(ge=2), ROW_LENGTHS] = 1024
+    max_length: Annotated[int, Field(ge=2), ROW_LENGTH_KINDS] = 1024
     """Maximum length of a conversation, of a prompt with its answer, or of a single text, in tokens; longer ones
     are truncated. Those that have no target left are dropped and counted. prompts: longer ones are an error."""
 
@@ -210,36 +205,36 @@ class DataSection:
     last_step_only: Annotated[bool, STEPS] = False
     """Whether only the label of the last step is learnt, and not those of all steps."""
 
-    chat_template: Annotated[Text | None, MESSAGES] = None
+    chat_template: Annotated[Text | None, MESSAGE_KINDS] = None
     """File with a Jinja chat template, used and saved in place of the tokenizer's own; null: its own is used."""
 
     assistant_only_loss: Annotated[bool, CHAT] = True
     """Whether only what the assistant says is learnt, or all tokens of a conversation."""
 
-    completion_only_loss: Annotated[bool, Kinds((*CHAT.names, *IMAGE_TEXT.names))] = True
+    completion_only_loss: Annotated[bool, (*CHAT, *IMAGE_TEXT)] = True
     """Whether only completions are learnt, or prompts too, where rows have a prompt and a completion."""
 
-    split_by: Annotated[Literal["source", "target"], ROWS] = "source"
+    split_by: Annotated[Literal["source", "target"], ROW_KINDS] = "source"
     """Pairs that are equal on this side go to the same split; splits that a data set has already stay as they are."""
 
-    skip_empty: Annotated[bool | None, ROWS] = None
+    skip_empty: Annotated[bool | None, ROW_KINDS] = None
     """Whether pairs without text on one side are skipped and counted, instead of an error; null: for parallel and hub
     only."""
 
     max_examples: Annotated[Count | None, READ] = None
     """Number of pairs, documents, conversations or images to sample before they are split; null: all."""
 
-    max_held_out: Annotated[Count | None, ROWS] = None
+    max_held_out: Annotated[Count | None, ROW_KINDS] = None
     """Maximum number of pairs per language in validation, and in test; null: all, or 2000 with `streaming`."""
 
-    streaming: Annotated[bool, ROWS] = False
+    streaming: Annotated[bool, ROW_KINDS] = False
     """Whether pairs are read during training, over and over, instead of all at once before it."""
 
-    counts: Annotated[dict[str, Any] | None, ROWS] = None
+    counts: Annotated[dict[str, Any] | None, ROW_KINDS] = None
     """With `streaming`: number of training pairs of each language, such as {de: 4500000, yo: 10000}, if the data do not
     tell; `temperature` needs it."""
 
-    shuffle_buffer: Annotated[Count, ROWS] = 1000
+    shuffle_buffer: Annotated[Count, ROW_KINDS] = 1000
     """With `streaming`: number of rows per language that are held in memory and shuffled at a time."""
 
     def __post_init__(self) -> None:

@@ -204,7 +204,7 @@ class GRPOSection:
     """Whether the model has no dropout in training."""
 
 
-@section(kinds=(*PAIRS.names, "text", "chat"))
+@section(kinds=(*PAIRS, "text", "chat"))
 class DistillationSection:
     """A teacher, whose probabilities of tokens the model learns; keys as in TRL's GKDConfig."""
 

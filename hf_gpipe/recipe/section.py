@@ -1,7 +1,7 @@
 """A section of a recipe: a frozen dataclass that pydantic validates, with metadata for each field.
 
-A field's annotation is its check, the string under it is its help, and `Annotated` adds which kinds of data use it and
-whether a resumed run may change it.
+A field's annotation is its check, the string under it is its help, and `Annotated` adds which kinds of data use it, a
+tuple of their names, and whether a resumed run may change it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,6 @@ class _OrNull:
 
 OR_NULL = _OrNull()
 """Marks a key that may be null until what it stands for is known: its type is that of the value afterwards."""
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """The kinds of data that use a key; with another kind the key is an error."""
-
-    names: tuple[str, ...]
 
 
 MAY_CHANGE = object()
@@ -166,7 +159,7 @@ def keys_of(cls: type) -> dict[str, Key]:
     keys = {}
     for name, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]  # pydantic's, of any section
         is_required = info.is_required()
-        kinds = next((mark.names for mark in info.metadata if isinstance(mark, Kinds)), getattr(cls, "__kinds__", None))
+        kinds = next((mark for mark in info.metadata if isinstance(mark, tuple)), getattr(cls, "__kinds__", None))
         default = None if is_required else info.get_default(call_default_factory=True)
         text = " ".join(texts.get(name, "").split())
         keys[name] = Key(name, text, default, is_required, kinds, MAY_CHANGE in info.metadata, cls)

@@ -179,4 +179,4 @@ def loss_of(recipe: Recipe) -> Loss:
 
 def sorts_rows(recipe: Recipe) -> bool:
     """Whether rows of similar length share a mini-batch; images are all alike."""
-    return recipe.training.length_bucketing and recipe.data.kind in OF_TEXT.names
+    return recipe.training.length_bucketing and recipe.data.kind in OF_TEXT

@@ -235,7 +235,7 @@ def _of_answers(measure: Evaluate, examples: Any, read: Read, evaluating: str, i
 
 TASKS: dict[str, Task] = {
     **dict.fromkeys(
-        PAIRS.names,
+        PAIRS,
         Task(
             evaluating="translating pairs",
             items="pairs",
