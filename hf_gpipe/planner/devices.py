@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.partition.cluster import Level
-from hf_gpipe.recipe.sizes import read_bytes
+from hf_gpipe.recipe.sizes import number_and_unit, read_bytes
 
 Entry = TypeVar("Entry")
 _GIB = 1 << 30
@@ -302,7 +302,7 @@ def read_flops(text: str, name: str) -> float:
     Raises:
         UserError: the text is not a rate, or has no unit.
     """
-    number, unit = _split(text, name, "312TFLOPS")
+    number, unit = number_and_unit(text, name, "a rate", "312TFLOPS")
     match = re.fullmatch(r"([kmgtp]?)flops?(/s)?", unit.lower())
     if match is None:
         raise UserError(f"{name} is {text!r}; the unit {unit!r} is not one of MFLOPS, GFLOPS, TFLOPS, PFLOPS.")
@@ -315,7 +315,7 @@ def read_bandwidth(text: str, name: str) -> float:
     Raises:
         UserError: the text is not a bandwidth, or has no unit.
     """
-    number, unit = _split(text, name, "900GB/s")
+    number, unit = number_and_unit(text, name, "a rate", "900GB/s")
     match = re.fullmatch(r"([kKmMgGtT]?)(i?)(B|b|bit)(?:/s|ps)", unit)
     if match is None:
         raise UserError(f"{name} is {text!r}; the unit {unit!r} is not one of MB/s, GB/s, TB/s, GiB/s, Gb/s.")
@@ -326,20 +326,6 @@ def read_bandwidth(text: str, name: str) -> float:
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _PREFIXES = {prefix: 1000.0**power for prefix, power in _POWERS.items()}
-_NUMBER_AND_UNIT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z/]*)\s*")
-
-
-def _split(text: str, name: str, example: str) -> tuple[float, str]:
-    """A number above 0 and its unit."""
-    match = _NUMBER_AND_UNIT.fullmatch(text)
-    if match is None:
-        raise UserError(f"{name} is {text!r}; write a number and a unit, such as {example}.")
-    number, unit = match.groups()
-    if not unit:
-        raise UserError(f"{name} is {text!r}, without a unit; write for example {example}.")
-    if float(number) <= 0:
-        raise UserError(f"{name} is {text!r}; it must be above 0.")
-    return float(number), unit
 
 
 def _find(what: str, name: str, table: Mapping[str, Entry]) -> Entry:

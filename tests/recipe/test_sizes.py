@@ -30,7 +30,8 @@ def test_sizes_that_are_understood(text: str, size: int) -> None:
         ("much", "is not a size; write a number and a unit, such as 80GiB"),
         ("", "is not a size"),
         ("-1GiB", "is not a size"),
-        ("0GiB", "it must be at least one byte"),
+        ("0GiB", "it must be above 0"),
+        (".1B", "it must be at least one byte"),
     ],
 )
 def test_sizes_that_are_not(text: str, message: str) -> None:
