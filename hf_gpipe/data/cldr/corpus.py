@@ -8,7 +8,7 @@ English. The number of pairs may follow a power law over the languages, as in th
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from hf_gpipe.data.cldr.coverage import cldr_languages, own_words
 from hf_gpipe.data.cldr.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
@@ -44,7 +44,10 @@ def cldr_corpus(data: DataSection) -> Corpus:
 
     Raises DataError for an unknown language or template, or a language that has no words for any of the templates.
     """
-    _check_choices("templates", data.templates, TEMPLATES)
+    for name in data.templates:
+        if name not in TEMPLATES:
+            hint = nearest(name, TEMPLATES)
+            raise DataError(f"templates: {name!r} is unknown{hint}; choose from {', '.join(TEMPLATES)}")
     direction = data.direction or "to_english"
     if data.num_languages is None:
         _check_languages(data.languages)
@@ -159,9 +162,3 @@ def _check_languages(languages: Sequence[str]) -> None:
         if locale in named:
             raise DataError(f"languages: {named[locale]!r} and {language!r} are the same; name each language once")
         named[locale] = language
-
-
-def _check_choices(key: str, names: Sequence[str], allowed: Collection[str]) -> None:
-    for name in names:
-        if name not in allowed:
-            raise DataError(f"{key}: {name!r} is unknown{nearest(name, allowed)}; choose from {', '.join(allowed)}")
