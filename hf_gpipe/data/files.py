@@ -63,6 +63,21 @@ def held_out_beside_others(files: Sequence[Path]) -> list[Path]:
     return held_out if len(held_out) < len(files) else []
 
 
+def is_local(path: str, kind: str) -> bool:
+    """Whether `path` means files of this machine that have documents or conversations, there or not."""
+    if glob.has_magic(path) or path.endswith(SUFFIXES[kind]):
+        return True
+    try:
+        place = Path(path).expanduser()
+        files = _found(place, kind) if place.is_dir() else []
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+    # A directory with splits has the form of a data set, unless its documents are paragraphs, of which `datasets` knows
+    # nothing.
+    has_splits = bool(held_out_beside_others(files)) and not any(".txt" in file.name for file in files)
+    return place.is_file() or (bool(files) and not has_splits)
+
+
 def _found(path: Path, kind: str) -> list[Path]:
     if path.is_dir():
         # Without a suffix the files of a kind cannot be told from others.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PairFields
-from hf_gpipe.data.files import SUFFIXES, files_of, held_out_beside_others
+from hf_gpipe.data.files import SUFFIXES, files_of, is_local
 from hf_gpipe.data.formats import Row, rows_of_file
 from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES, SPLITS, split_of
 from hf_gpipe.data.progress import progress
@@ -144,26 +142,6 @@ def check_training(counts: Mapping[str, int], what: str) -> None:
             f"there are no {what} to train on ({counts['validation']} for validation, {counts['test']} for test); give "
             "more, or smaller validation_fraction and test_fraction"
         )
-
-
-def is_local(path: str, kind: str) -> bool:
-    """Whether `path` means files of this machine that have documents or conversations, there or not."""
-    if glob.has_magic(path) or path.endswith(SUFFIXES[kind]):
-        return True
-    try:
-        place = Path(path).expanduser()
-        files = [file for file in place.iterdir() if _is_of(file, kind)] if place.is_dir() else []
-    except (OSError, ValueError):  # a name that no file can have
-        return False
-    # A directory with splits has the form of a data set, unless its documents are paragraphs, of which `datasets` knows
-    # nothing.
-    has_splits = bool(held_out_beside_others(files)) and not any(".txt" in file.name for file in files)
-    return place.is_file() or (bool(files) and not has_splits)
-
-
-def _is_of(path: Path, kind: str) -> bool:
-    """Whether a file's name ends as those that are read."""
-    return path.name.endswith(SUFFIXES[kind]) and path.is_file()
 
 
 def drawn(items: Sequence[Item], count: int | None, *seed: object) -> Sequence[Item]:
