@@ -19,10 +19,6 @@ from hf_gpipe.recipe import DataSection
 Item = TypeVar("Item")
 
 
-def _no_texts(item: object) -> Iterable[str]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Splits(Generic[Item]):
     """A corpus without languages.
@@ -34,7 +30,7 @@ class Splits(Generic[Item]):
     train: Sequence[Item]
     validation: Sequence[Item]
     test: Sequence[Item]
-    texts_of: Callable[[Item], Iterable[str]] = field(default=_no_texts, compare=False)
+    texts_of: Callable[[Item], Iterable[str]] = field(default=lambda item: (), compare=False)
     languages: list[str] = field(default_factory=list)
     target_tags: list[str] = field(default_factory=list)
 
