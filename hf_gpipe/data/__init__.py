@@ -20,35 +20,21 @@ through them:
     collate                examples to tensors
 """
 
-from hf_gpipe.data.batches import length_bucketed_batches, shuffled_batches
-from hf_gpipe.data.chat_examples import ChatExamples
-from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.corpus import build_corpus
-from hf_gpipe.data.labelled import LabelCollator, LabelledExamples
-from hf_gpipe.data.pairs import Corpus, Pair
-from hf_gpipe.data.preferences import PreferenceCollator, PreferenceExamples
-from hf_gpipe.data.sft import SFTCollator, SFTExamples
-from hf_gpipe.data.stream import PairStream, StreamedCorpus
-from hf_gpipe.data.tokenized import StreamedExamples, TokenizedPairs
-from hf_gpipe.data.tokenizer import train_tokenizer
-
-__all__ = [
-    "ChatExamples",
-    "Corpus",
-    "LabelCollator",
-    "LabelledExamples",
-    "Pair",
-    "PairCollator",
-    "PairStream",
-    "PreferenceCollator",
-    "PreferenceExamples",
-    "SFTCollator",
-    "SFTExamples",
-    "StreamedCorpus",
-    "StreamedExamples",
-    "TokenizedPairs",
-    "build_corpus",
-    "length_bucketed_batches",
-    "shuffled_batches",
-    "train_tokenizer",
-]
+from hf_gpipe.data.batches import length_bucketed_batches as length_bucketed_batches
+from hf_gpipe.data.batches import shuffled_batches as shuffled_batches
+from hf_gpipe.data.chat_examples import ChatExamples as ChatExamples
+from hf_gpipe.data.collate import PairCollator as PairCollator
+from hf_gpipe.data.corpus import build_corpus as build_corpus
+from hf_gpipe.data.labelled import LabelCollator as LabelCollator
+from hf_gpipe.data.labelled import LabelledExamples as LabelledExamples
+from hf_gpipe.data.pairs import Corpus as Corpus
+from hf_gpipe.data.pairs import Pair as Pair
+from hf_gpipe.data.preferences import PreferenceCollator as PreferenceCollator
+from hf_gpipe.data.preferences import PreferenceExamples as PreferenceExamples
+from hf_gpipe.data.sft import SFTCollator as SFTCollator
+from hf_gpipe.data.sft import SFTExamples as SFTExamples
+from hf_gpipe.data.stream import PairStream as PairStream
+from hf_gpipe.data.stream import StreamedCorpus as StreamedCorpus
+from hf_gpipe.data.tokenized import StreamedExamples as StreamedExamples
+from hf_gpipe.data.tokenized import TokenizedPairs as TokenizedPairs
+from hf_gpipe.data.tokenizer import train_tokenizer as train_tokenizer

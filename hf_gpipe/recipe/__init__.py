@@ -9,49 +9,25 @@ from typing import Any
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe.build import apply_overrides, build, drop_unused, kind_of
 from hf_gpipe.recipe.check import check
-from hf_gpipe.recipe.data import ROW_LENGTH_KINDS, SEQUENCE_KINDS, DataSection
+from hf_gpipe.recipe.data import ROW_LENGTH_KINDS as ROW_LENGTH_KINDS
+from hf_gpipe.recipe.data import SEQUENCE_KINDS as SEQUENCE_KINDS
+from hf_gpipe.recipe.data import DataSection as DataSection
 from hf_gpipe.recipe.extends import read_with_bases, refuse_extends
-from hf_gpipe.recipe.fields import (
-    EvaluationSection,
-    LoraSection,
-    ModelSection,
-    Recipe,
-    TokenizerSection,
-    may_change,
-)
-from hf_gpipe.recipe.help import recipe_help, section_help
-from hf_gpipe.recipe.losses import PreferencesSection
-from hf_gpipe.recipe.pipeline import DecidedConfig, PipelineConfig
-from hf_gpipe.recipe.pipeline_keys import AUTO, Division, RecomputeChoice
-from hf_gpipe.recipe.section import keys_of
+from hf_gpipe.recipe.fields import ModelSection as ModelSection
+from hf_gpipe.recipe.fields import Recipe
+from hf_gpipe.recipe.fields import TokenizerSection as TokenizerSection
+from hf_gpipe.recipe.fields import may_change as may_change
+from hf_gpipe.recipe.help import recipe_help as recipe_help
+from hf_gpipe.recipe.help import section_help as section_help
+from hf_gpipe.recipe.losses import PreferencesSection as PreferencesSection
+from hf_gpipe.recipe.pipeline import DecidedConfig as DecidedConfig
+from hf_gpipe.recipe.pipeline import PipelineConfig as PipelineConfig
+from hf_gpipe.recipe.pipeline_keys import AUTO as AUTO
+from hf_gpipe.recipe.pipeline_keys import Division as Division
+from hf_gpipe.recipe.pipeline_keys import RecomputeChoice as RecomputeChoice
+from hf_gpipe.recipe.section import keys_of as keys_of
 from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
-from hf_gpipe.recipe.training import TrainingSection
-
-__all__ = [
-    "AUTO",
-    "ROW_LENGTH_KINDS",
-    "SEQUENCE_KINDS",
-    "DataSection",
-    "DecidedConfig",
-    "Division",
-    "EvaluationSection",
-    "LoraSection",
-    "ModelSection",
-    "PipelineConfig",
-    "PreferencesSection",
-    "Recipe",
-    "RecomputeChoice",
-    "TokenizerSection",
-    "TrainingSection",
-    "check",
-    "keys_of",
-    "load_recipe",
-    "load_saved",
-    "may_change",
-    "parse_recipe",
-    "recipe_help",
-    "section_help",
-]
+from hf_gpipe.recipe.training import TrainingSection as TrainingSection
 
 #: Recipes are passed on, and reading or planning one must not run code that its author names.
 _TRUST = ("model", "trust_remote_code")
