@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import pyarrow  # type: ignore[import-untyped]
 from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
@@ -32,7 +31,7 @@ from hf_gpipe.data.progress import progress
 from hf_gpipe.data.reader import PairReader, held_out_of, tags_of, warn_of_few
 from hf_gpipe.data.sources import Part, file_parts
 from hf_gpipe.data.splits import Splits, check_training
-from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, read_table
+from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, read_table, table_writer
 from hf_gpipe.data.stream import StreamedCorpus, streamed_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
@@ -110,15 +109,26 @@ def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSe
     train, held_out = PairReader(fields, data.languages, tags), PairReader(fields, data.languages, tags)
     drawn = _drawn_places(parts, train, data)
     kept: Counter[tuple[str, str]] = Counter()
+    counts, blocks = dict.fromkeys(SPLITS, 0), {split: list[Pair]() for split in SPLITS}
     with ExitStack() as stack:
-        writers = {split: stack.enter_context(_Writer(folder / f"{split}.arrow")) for split in SPLITS}
+        streams = {
+            split: stack.enter_context(table_writer(folder / f"{split}.arrow", PairTable.SCHEMA)) for split in SPLITS
+        }
+
+        def flush(split: str) -> None:
+            if blocks[split]:
+                streams[split].write_batch(PairTable.batch_of(blocks[split]))
+                blocks[split].clear()
 
         def add(split: str, pair: Pair) -> None:
             if split != "train" and data.max_held_out is not None:
                 kept[split, pair.language] += 1
                 if kept[split, pair.language] > data.max_held_out:
                     return
-            writers[split].add(pair)
+            counts[split] += 1
+            blocks[split].append(pair)
+            if len(blocks[split]) == BATCH_ROWS:
+                flush(split)
 
         for place, part in enumerate(parts):
             fractions = held_out_of(part, data)
@@ -127,8 +137,10 @@ def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSe
             for split, open_rows in (("validation", part.validation), ("test", part.test)):
                 for pair in _shown(part, held_out.pairs(part, open_rows())) if open_rows else ():
                     add(split, pair)
+        for split in SPLITS:
+            flush(split)
     train.check(str(data.path))
-    check_training({split: writer.num_pairs for split, writer in writers.items()}, "pairs")
+    check_training(counts, "pairs")
     languages = data.languages or sorted(train.languages | held_out.languages)
     about = {"languages": list(languages), "tags": tags, "empty": dict(train.num_empty + held_out.num_empty)}
     (folder / "about.json").write_text(json.dumps(about))
@@ -136,34 +148,6 @@ def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSe
 
 def _shown(part: Part, pairs: Iterable[Pair]) -> Iterable[Pair]:
     return progress(pairs, f"reading {part.name}", "pairs")
-
-
-class _Writer:
-    """Writes pairs to an Arrow file, block by block."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._block, self.num_pairs = path, list[Pair](), 0
-
-    def __enter__(self) -> _Writer:
-        self._file = pyarrow.OSFile(str(self._path), "wb")
-        self._stream = pyarrow.ipc.new_stream(self._file, PairTable.SCHEMA)
-        return self
-
-    def add(self, pair: Pair) -> None:
-        self._block.append(pair)
-        self.num_pairs += 1
-        if len(self._block) == BATCH_ROWS:
-            self._flush()
-
-    def __exit__(self, *_: object) -> None:
-        self._flush()
-        self._stream.close()
-        self._file.close()
-
-    def _flush(self) -> None:
-        if self._block:
-            self._stream.write_batch(PairTable.batch_of(self._block))
-            self._block.clear()
 
 
 def _drawn_places(parts: Sequence[Part], read: PairReader, data: DataSection) -> list[list[Pair]] | None:

@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from uuid import uuid4
@@ -133,9 +134,16 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
 
 
+@contextmanager
+def table_writer(path: Path, schema: pyarrow.Schema) -> Iterator[Any]:
+    """Context manager that makes an Arrow file, whose batches are given to `write_batch` of what it yields."""
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+        yield writer
+
+
 def write_table(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch]) -> None:
     """Write an Arrow file, batch by batch."""
-    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+    with table_writer(path, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
 
