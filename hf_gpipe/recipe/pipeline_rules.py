@@ -1,4 +1,4 @@
-"""What keys of the section `pipeline` do not allow beside each other."""
+"""The rules between the keys of the section `pipeline`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the keys of the section `pipeline` mean together: the mesh, the placement, and how rows and layers are cut."""
+"""The meaning of the keys of `pipeline` together: the mesh, the placement, and how rows and layers are cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_gpipe.schedule.actions import parse_number
 
 
 class PipelineValues(PipelineKeys):
-    """What is read off the keys of `PipelineConfig`."""
+    """The values that are read off the keys of `PipelineConfig`."""
 
     @property
     def mesh(self) -> tuple[int, int | tuple[int, ...]]:
