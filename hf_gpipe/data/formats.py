@@ -313,8 +313,8 @@ def read_paragraphs(path: Path, field: str) -> Iterator[Row]:
     """Each paragraph, lines up to a blank one, as ("file, line 7", {field: its text})."""
     for is_blank, some in groupby(numbered_lines(path), key=lambda numbered: not numbered[1].strip()):
         if not is_blank:
-            (first, *_), lines = zip(*some, strict=True)
-            yield f"{path}, line {first}", {field: "".join(lines).rstrip("\r\n")}
+            first, line = next(some)
+            yield f"{path}, line {first}", {field: "".join([line, *(line for _, line in some)]).rstrip("\r\n")}
 
 
 # ---- any of these
