@@ -9,7 +9,6 @@ a process has several stages, the search has the even meshes only. The simulator
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate, combinations, islice, pairwise, permutations
 
 from hf_gpipe.partition.count import by_count
@@ -45,17 +44,11 @@ def device_classes(memory_bytes: MemoryLimit, speeds: Sequence[float] | None, nu
 
 
 def with_mesh(config: PipelineConfig, placement: Placement) -> PipelineConfig:
-    """The configuration with the mesh of a placement. ZeRO-1 needs replicas: without them its `zero` is 0."""
+    """The configuration with the mesh of a placement."""
     counts = placement.replicas
     replicas = counts[0] if len(set(counts)) == 1 else counts
     usual = placement_for("gpipe", len(counts), placement.num_processes, replicas)
-    return replace(
-        config,
-        num_stages=len(counts),
-        replicas=replicas,
-        placement=None if placement == usual else str(placement),
-        zero=config.zero if placement.has_replicas else 0,
-    )
+    return config.on_mesh(len(counts), replicas, placement=None if placement == usual else str(placement))
 
 
 class Meshes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from operator import attrgetter
 
 from hf_gpipe.errors import UserError
@@ -74,11 +73,9 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
         for num_stages in _numbers_of_stages(planner, config, schedule, own_size):
             for count in counts:
                 is_possible = True
-                yield replace(
-                    config,
-                    num_stages=num_stages,
-                    replicas=1 if config.replicas == AUTO else config.replicas,
-                    zero=0 if config.replicas in (AUTO, 1) else config.zero,
+                yield config.on_mesh(
+                    num_stages,
+                    1 if isinstance(config.replicas, str) else config.replicas,
                     num_micro_batches=count,
                     schedule=schedule,
                     recompute="stage" if config.recompute == AUTO else config.recompute,

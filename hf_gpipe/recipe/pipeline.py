@@ -29,6 +29,7 @@ from hf_gpipe.schedule import (
     is_table_file,
     read_table,
     recompute_under,
+    replicas_of,
 )
 
 
@@ -165,6 +166,11 @@ class PipelineConfig(PipelineValues):
         names = ("num_stages", "replicas", "num_micro_batches", "schedule", "recompute", "partition", "offload_weights")
         values = dict.fromkeys(names, AUTO) | {"placement": None, "num_processes": num_processes}
         return PipelineConfig(**{**vars(self), **values})
+
+    def on_mesh(self, num_stages: int, replicas: int | tuple[int, ...], **values: Any) -> PipelineConfig:
+        """A copy with a mesh and other values. Without replicas nothing shares an update, so `zero` is 0."""
+        shares = max(replicas_of(num_stages, replicas)) > 1
+        return replace(self, num_stages=num_stages, replicas=replicas, zero=self.zero if shares else 0, **values)
 
     def decided(self, **values: Any) -> DecidedConfig:
         """A copy with `values`, which replace everything that is left to the planner."""
