@@ -99,7 +99,8 @@ class MessageError(HfGpipeError):
 
 
 #: The exceptions that travel between processes, by their names.
-_TRAVELLING = {cls.__name__: cls for cls in (UserError, *UserError.__subclasses__())}
+_CLASSES: list[type[UserError]] = [UserError, *UserError.__subclasses__()]
+_TRAVELLING = {cls.__name__: cls for cls in _CLASSES}
 
 
 def error_to_data(error: UserError) -> tuple[str, str, dict[str, Any]]:

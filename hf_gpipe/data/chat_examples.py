@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.chat_labels import ChatEncoder
-from hf_gpipe.data.chats import Conversation, conversation_of
+from hf_gpipe.data.chats import Conversation, Read, conversation_of
 from hf_gpipe.data.encoded import EncodedConversations
 
 
@@ -37,7 +37,7 @@ class ChatExamples(EncodedConversations):
     """
 
     _name, _columns = "chats", ("input_ids", "labels")
-    _read = staticmethod(conversation_of)
+    _read: Read = staticmethod(conversation_of)
 
     def __init__(
         self,

@@ -174,8 +174,9 @@ def refuse_given(of_section: Any, names: Iterable[str], why: str) -> None:
         names: of the keys.
         why: what they are not allowed beside, and how to change that.
     """
+    cls: type = type(of_section)
     for name in names:
-        if (value := getattr(of_section, name)) != keys_of(type(of_section))[name].default:
+        if (value := getattr(of_section, name)) != keys_of(cls)[name].default:
             raise UserError(f"{name} is {show(value)} and {why}, or leave {name} out.")
 
 
