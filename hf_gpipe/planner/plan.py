@@ -400,7 +400,7 @@ class Planner:
 
         def memory(process: int, own: Sequence[int]) -> MemoryEstimate:
             libraries = self._library_bytes(table)[process]
-            visitors = settings.offload_weights
+            visitors = settings.visitors
             return estimate_memory(sums, stages, timeline, process, own, state_shares, visitors, libraries)
 
         processes = []

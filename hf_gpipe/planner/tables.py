@@ -62,10 +62,10 @@ def table_of(
 
 def with_visits_of(table: Schedule, settings: DecidedConfig, inputs: PlanInputs) -> Schedule:
     """The same table with the visits of these settings."""
-    if not settings.offload_weights:
+    if not settings.visitors:
         return table
     table = with_visits(table)
-    check_visits(table, are_trained=settings.offload_weights == "all")
+    check_visits(table, are_trained=settings.visitors == "all")
     return with_updates_of_run(table, inputs)
 
 

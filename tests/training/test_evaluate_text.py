@@ -85,7 +85,7 @@ training: {output_dir: out}
         parse_recipe(text, ["data.path=null"])
     with pytest.raises(RecipeError, match=r"data\.temperature is 5\.0 \(a number\) and data\.kind is text"):
         parse_recipe(text, ["data.temperature=5"])
-    with pytest.raises(RecipeError, match=r"data\.subset is \{.*\(a mapping\) and data\.kind is text"):
+    with pytest.raises(RecipeError, match=r"data\.subset is \{.*\(a mapping\) and kind is text"):
         parse_recipe(text, ["data.subset={de: de}"])
 
 
