@@ -265,10 +265,10 @@ class DataSection:
                 )
         if self.streaming:
             why = "streaming is true, and a stream has no end to draw from; set it to false"
-            refuse_given(self, ("max_examples",), why)
+            refuse_given(self, ("max_examples",), why, DataError)
         elif self.kind in ROW_KINDS:
             why = "streaming is false: without it all pairs are counted and shuffled; set streaming"
-            refuse_given(self, ("counts", "shuffle_buffer"), why)
+            refuse_given(self, ("counts", "shuffle_buffer"), why, DataError)
 
     def _check_cldr(self) -> None:
         if not self.languages and self.num_languages is None:

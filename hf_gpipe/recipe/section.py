@@ -166,8 +166,8 @@ def keys_of(cls: type) -> dict[str, Key]:
     return keys
 
 
-def refuse_given(of_section: Any, names: Iterable[str], why: str) -> None:
-    """Raise UserError for a key of a section that differs from its default.
+def refuse_given(of_section: Any, names: Iterable[str], why: str, error: type[UserError] = UserError) -> None:
+    """Raise `error` for a key of a section that differs from its default.
 
     Args:
         of_section: the section.
@@ -177,7 +177,7 @@ def refuse_given(of_section: Any, names: Iterable[str], why: str) -> None:
     cls: type = type(of_section)
     for name in names:
         if (value := getattr(of_section, name)) != keys_of(cls)[name].default:
-            raise UserError(f"{name} is {show(value)} and {why}, or leave {name} out.")
+            raise error(f"{name} is {show(value)} and {why}, or leave {name} out.")
 
 
 @functools.cache
