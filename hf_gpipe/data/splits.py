@@ -30,9 +30,9 @@ class Splits(Generic[Item]):
     train: Sequence[Item]
     validation: Sequence[Item]
     test: Sequence[Item]
-    texts_of: Callable[[Item], Iterable[str]] = field(default=lambda item: (), compare=False)
     languages: list[str] = field(default_factory=list)
     target_tags: list[str] = field(default_factory=list)
+    texts_of: Callable[[Item], Iterable[str]] = field(default=lambda item: (), compare=False)
 
     def texts(self, max_items: int | None = None) -> Iterator[str]:
         """The texts of training items, to train a tokenizer on.
@@ -90,7 +90,7 @@ def read_splits(
         }
     read = list(progress(of_rows(rows), f"reading {path}", what))
     parts = split_beside(own, read, data, text_of, what) | own
-    return Splits(parts["train"], parts["validation"], parts["test"], texts_of)
+    return Splits(parts["train"], parts["validation"], parts["test"], texts_of=texts_of)
 
 
 def split_beside(
