@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
+
+Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""A tensor -> another one."""
 
 
 class Ranks(Protocol):
@@ -105,7 +108,7 @@ class ProcessRanks:
         return end
 
 
-def enter(tensor: torch.Tensor, ranks: Ranks, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+def enter(tensor: torch.Tensor, ranks: Ranks, meanwhile: Callable[[], object] = lambda: None) -> torch.Tensor:
     """A tensor that is the same on every rank, where each uses it in another way: backward sums its gradient.
 
     Args:
@@ -113,37 +116,39 @@ def enter(tensor: torch.Tensor, ranks: Ranks, meanwhile: Callable[[], None] | No
         ranks: of the worker.
         meanwhile: called in backward while the gradient is summed.
     """
-    entered: torch.Tensor = _Enter.apply(tensor, ranks, meanwhile)
-    return entered
+    return exchange(tensor, lambda same: same.view_as(same), ending(ranks.begin_total, meanwhile))
 
 
 def leave(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """The sum of every rank's part, which all ranks go on to use alike."""
-    left: torch.Tensor = _Leave.apply(tensor, ranks)
-    return left
+    return exchange(tensor, ranks.total, lambda outer: outer)
 
 
-class _Enter(torch.autograd.Function):
+def ending(begin: Callable[[torch.Tensor], Callable[[], torch.Tensor]], meanwhile: Callable[[], object]) -> Change:
+    """A sum over the ranks that `begin` begins and that is waited for after `meanwhile` has been called."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        end = begin(tensor)
+        meanwhile()
+        return end()
+
+    return change
+
+
+def exchange(tensor: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
+    """What `forward` makes of a tensor. In backward, `backward` makes the tensor's gradient of that of the result."""
+    made: torch.Tensor = _Exchange.apply(tensor, forward, backward)
+    return made
+
+
+class _Exchange(torch.autograd.Function):
+    """See `exchange`."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, meanwhile: Callable[[], None] | None) -> torch.Tensor:
-        ctx.of = ranks, meanwhile
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, tensor: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
+        ctx.of_gradient = backward
+        return forward(tensor)
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ranks, meanwhile = ctx.of
-        if meanwhile is None:
-            return ranks.total(outer), None, None
-        total = ranks.begin_total(outer)
-        meanwhile()
-        return total(), None, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        return ranks.total(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return outer, None
+        return ctx.of_gradient(outer), None, None

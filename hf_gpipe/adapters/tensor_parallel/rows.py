@@ -11,12 +11,11 @@ divided layers is not kept: backward gathers it again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from hf_gpipe.adapters.tensor_parallel.cuts import dealt, lengths
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, ending, exchange
 
 DIM = 1
 """The positions of hidden states (B, T, D)."""
@@ -50,67 +49,16 @@ class Rows:
 
     def divide(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of hidden states that are the same on every rank."""
-        part: torch.Tensor = _Divide.apply(whole, self)
-        return part
+        return exchange(whole, self.own, self.gathered)
 
     def join(self, part: torch.Tensor) -> torch.Tensor:
         """Whole hidden states, which all ranks go on to use alike."""
-        whole: torch.Tensor = _Join.apply(part, self)
-        return whole
+        return exchange(part, self.gathered, self.own)
 
-    def enter(self, part: torch.Tensor, meanwhile: Callable[[], None]) -> torch.Tensor:
+    def enter(self, part: torch.Tensor, meanwhile: Callable[[], object]) -> torch.Tensor:
         """Whole hidden states, of which each rank makes something else; `meanwhile` as of `ranks.enter`."""
-        whole: torch.Tensor = _EnterWhole.apply(part, self, meanwhile)
-        return whole
+        return exchange(part, self.gathered, ending(self.begin_total, meanwhile))
 
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum of what all ranks made."""
-        part: torch.Tensor = _LeaveInParts.apply(tensor, self)
-        return part
-
-
-class _Divide(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return rows.own(whole)
-
-    @staticmethod
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.rows.gathered(outer), None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return rows.gathered(part)
-
-    @staticmethod
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.rows.own(outer), None
-
-
-class _EnterWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, rows: Rows, meanwhile: Callable[[], None]) -> torch.Tensor:
-        ctx.of = rows, meanwhile
-        return rows.gathered(part)
-
-    @staticmethod
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        rows, meanwhile = ctx.of
-        total = rows.begin_total(outer)
-        meanwhile()
-        return total(), None, None
-
-
-class _LeaveInParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return rows.begin_total(tensor)()
-
-    @staticmethod
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.rows.gathered(outer), None
+        return exchange(tensor, lambda own: self.begin_total(own)(), self.gathered)

@@ -26,7 +26,7 @@ from hf_gpipe.adapters.quantised import is_4bit, part_of_4bit
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut
 from hf_gpipe.adapters.tensor_parallel.masks import WholeMasks
 from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, leave
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, exchange, leave
 from hf_gpipe.adapters.tensor_parallel.region import Region
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 from hf_gpipe.adapters.weight_gradients import DuringSums, WeightGradients
@@ -91,9 +91,13 @@ class Division:
         weight = next(iter(self.plan.heads.values()), None)
         if weight is None:
             return part
-        cut = replace(self.plan.cuts[weight], dim=part.dim() - 1)
-        whole: torch.Tensor = _Gather.apply(part, cut, self.ranks)
-        return whole
+        cut, ranks = replace(self.plan.cuts[weight], dim=part.dim() - 1), self.ranks
+        # All ranks go on with them alike.
+        return exchange(
+            part,
+            lambda own: ranks.total(cut.spread(own, ranks.place)),
+            lambda outer: cut.part(outer, ranks.place),
+        )
 
     def apply(self, model: nn.Module, ties: Mapping[str, str], blocks: frozenset[str]) -> None:
         """Divide a model with weights, whole or a stage's. It shares no parameter with another model any more.
@@ -375,17 +379,3 @@ class _BlockWithDropout(_Block):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with WholeMasks(self._region) if self.training else nullcontext():
             return super().forward(*args, **kwargs)
-
-
-class _Gather(torch.autograd.Function):
-    """Logits (..., V) from the parts of all ranks, which then go on alike."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, cut: Cut, ranks: Ranks) -> torch.Tensor:
-        ctx.of = cut, ranks
-        return ranks.total(cut.spread(part, ranks.place))
-
-    @staticmethod
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cut, ranks = ctx.of
-        return cut.part(outer, ranks.place), None, None
