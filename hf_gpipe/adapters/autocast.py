@@ -34,28 +34,24 @@ class Autocast:
         if self.dtype not in HALF_PRECISION:
             raise UserError(f"autocast={self.dtype}: expected torch.bfloat16, torch.float16 or None")
 
-    def scope(self) -> AbstractContextManager[object]:
-        """Context manager in which a forward runs.
 
-        Autocast keeps the weights that it has converted, until the outermost context ends. They lead gradients to the
-        weights only where they were converted with a graph, so a forward without one keeps none.
-        """
-        return torch.autocast(self.device.type, self.dtype, cache_enabled=torch.is_grad_enabled())
+def scope_of(autocast: Autocast | None) -> AbstractContextManager[object]:
+    """Context manager in which a forward runs; with None it changes nothing.
 
-    def keeping_weights(self) -> AbstractContextManager[object]:
-        """Context manager in which forwards with a graph convert each weight once. No weight may change in it.
-
-        What it keeps is one copy in half precision of each weight that such a forward has converted.
-        """
-        # Not enabled: only forwards run under autocast. But it is the outermost context, with which the cache ends.
-        return torch.autocast(self.device.type, self.dtype, enabled=False)
+    Autocast keeps the weights that it has converted, until the outermost context ends. They lead gradients to the
+    weights only where they were converted with a graph, so a forward without one keeps none.
+    """
+    if autocast is None:
+        return nullcontext()
+    return torch.autocast(autocast.device.type, autocast.dtype, cache_enabled=torch.is_grad_enabled())
 
 
 def keeping_weights(autocast: Autocast | None) -> AbstractContextManager[object]:
-    """`Autocast.keeping_weights`; with None it changes nothing."""
-    return nullcontext() if autocast is None else autocast.keeping_weights()
+    """Context manager in which forwards with a graph convert each weight once. No weight may change in it.
 
-
-def scope_of(autocast: Autocast | None) -> AbstractContextManager[object]:
-    """Context manager in which a forward runs; with None it changes nothing."""
-    return nullcontext() if autocast is None else autocast.scope()
+    What it keeps is one copy in half precision of each weight that such a forward has converted.
+    """
+    if autocast is None:
+        return nullcontext()
+    # Not enabled: only forwards run under autocast. But it is the outermost context, with which the cache ends.
+    return torch.autocast(autocast.device.type, autocast.dtype, enabled=False)

@@ -7,7 +7,6 @@ row may be longer than the table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,13 +14,7 @@ from torch import nn
 
 from hf_gpipe.adapters.intercept import extend_class
 from hf_gpipe.adapters.layers import StackName
-
-
-class Borders:
-    """The packed row that is under way: the tokens of each document, for each stack; empty for other rows."""
-
-    def __init__(self) -> None:
-        self.lengths: Mapping[StackName, tuple[int, ...]] = {}
+from hf_gpipe.adapters.stubs import Port
 
 
 def is_position_table(module: str) -> bool:
@@ -30,21 +23,21 @@ def is_position_table(module: str) -> bool:
     return "position" in own or own == "wpe"
 
 
-def number_anew(table: nn.Module, stack: StackName, borders: Borders) -> None:
+def number_anew(table: nn.Module, stack: StackName, port: Port) -> None:
     """Let a table of a stack number the tokens of each document from its beginning. Call it once per module."""
-    table._borders, table._stack = borders, stack  # type: ignore[assignment]
+    table._port, table._stack = port, stack  # type: ignore[assignment]
     extend_class(table, _NumbersAnew)
 
 
 class _NumbersAnew:
     """Mixed into the class of a table of positions: see `number_anew`."""
 
-    _borders: Borders
+    _port: Port
     _stack: StackName
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]  # the table's own class follows in the MRO
-        if (lengths := self._borders.lengths.get(self._stack)) is None:
+        if (lengths := self._port.lengths.get(self._stack)) is None:
             return call(*args, **kwargs)
         alone, start = [], 0
         for length in lengths:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters.autocast import scope_of
 from hf_gpipe.adapters.base import Adapter, Inputs, Tensors
 from hf_gpipe.adapters.batch_norm import BatchNorms
-from hf_gpipe.adapters.document_positions import Borders, is_position_table, number_anew
+from hf_gpipe.adapters.document_positions import is_position_table, number_anew
 from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, key
 from hf_gpipe.adapters.head import DeferredLogits, Projection
 from hf_gpipe.adapters.intercept import extend_class
@@ -40,6 +40,10 @@ class StageModel:
 
     It is built on the meta device and takes memory once it gets its weights (see checkpoint/hub.py). Then `seal` must
     be called once.
+
+    Attributes:
+        parameters: once it is sealed, its parameters by Hugging Face name; a tied one once, under its source's name.
+        buffers: its persistent buffers, likewise.
     """
 
     def __init__(self, adapter: Adapter, start: int, stop: int) -> None:
@@ -48,7 +52,6 @@ class StageModel:
         self.model = adapter.skeleton()
         self.port = Port()
         self.router_port = RouterPort(is_last=self.is_last)
-        self._borders = Borders()
         self._projection: Projection | None = None
         #: Where the stage's linear layers put their weight gradients; None: they are autograd's.
         self.weight_gradients: WeightGradients | None = None
@@ -163,8 +166,8 @@ class StageModel:
         """Complete the stage once its weights are in memory: insert the last stubs, the dropout seeds and the input."""
         tied = dict(self.model.named_parameters(remove_duplicate=False))
         names = dict.fromkeys(self.parameter_names)
-        self._parameters = {n: tied[n] for n in names if n in tied}
-        self._buffers = {n: b for n, b in self.model.named_buffers() if n in names}
+        self.parameters: dict[str, nn.Parameter] = {n: tied[n] for n in names if n in tied}
+        self.buffers: dict[str, torch.Tensor] = {n: b for n, b in self.model.named_buffers() if n in names}
         for stack in self.adapter.stacks:
             own = [layer.name for layer in self.layers if layer.name in stack.blocks]
             if own and own[0] != stack.blocks[0]:
@@ -179,7 +182,7 @@ class StageModel:
             # A table without weights, as M2M100's sines, belongs to no layer, and is in every stage.
             for name, module in self.model.get_submodule(stack.path).named_children():
                 if is_position_table(name) and not isinstance(module, EmbeddingStub):
-                    number_anew(module, stack.name, self._borders)
+                    number_anew(module, stack.name, self.port)
         for layer in self.layers:
             for position, name in enumerate(layer.modules):
                 is_entrance = layer is self.layers[0] and layer.kind != "embedding" and position == 0
@@ -198,11 +201,6 @@ class StageModel:
         self._layer_keys = {name: key(name) for layer in self.layers for name in layer.modules}
         self.batch_norms = BatchNorms(self.model)
         self.model.train()
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This stage's parameters by Hugging Face name; a tied one once, under its source's name."""
-        return self._parameters
 
     def add_noise(self, alpha: float | None) -> None:
         """Add noise to the embeddings (B, T, D) of training, if this stage makes them (NEFTune, arXiv 2310.05914).
@@ -303,8 +301,8 @@ class StageModel:
     def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Replace a parameter by another tensor, wherever this stage uses it."""
         for model in self.models:
-            replace_tensor(model, self._parameters[name], parameter)
-        self._parameters[name] = parameter
+            replace_tensor(model, self.parameters[name], parameter)
+        self.parameters[name] = parameter
 
     def adopt(self, head: StageModel, division: HeadDivision, *, is_first: bool) -> None:
         """Take a part of the head beside the stage's layers.
@@ -316,8 +314,8 @@ class StageModel:
         """
         self.head, self.division = head, division
         if is_first:
-            self._parameters = {**head.parameters, **self._parameters}
-            self._buffers = {**head.buffers, **self._buffers}
+            self.parameters = {**head.parameters, **self.parameters}
+            self.buffers = {**head.buffers, **self.buffers}
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
@@ -345,11 +343,6 @@ class StageModel:
     def whole_shape(self, name: str, part: torch.Tensor) -> torch.Size:
         """The shape of the whole that `part` takes a part of."""
         return self.division.whole_shape(name, part) if isinstance(self.division, Division) else part.shape
-
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """This stage's persistent buffers by Hugging Face name."""
-        return self._buffers
 
     def deferred_logits(self) -> DeferredLogits | None:
         """For a forward that leaves out the logits; None where the stage makes none, or can only make them whole."""
@@ -386,7 +379,7 @@ class StageModel:
         self.port.received = carry.get("hidden")
         self.router_port.open(self.adapter.routers, carry, routers)
         # Positions that are given begin anew already.
-        self._borders.lengths = {} if "position_ids" in inputs else self.adapter.document_lengths(inputs)
+        self.port.lengths = {} if "position_ids" in inputs else self.adapter.document_lengths(inputs)
         try:
             with self._seeded(micro_batch_seed, row_seeds):
                 if deferred is None or self._projection is None:

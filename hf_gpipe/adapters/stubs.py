@@ -13,6 +13,7 @@ layers runs exactly once, on the sender.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from torch import nn
 
 from hf_gpipe.adapters.dropout import DropoutSeeds
 from hf_gpipe.adapters.intercept import intercept
+from hf_gpipe.adapters.layers import StackName
 
 
 class Port:
-    """The hidden states that enter and leave a stage's model in one forward.
+    """What enters and leaves a stage's model in one forward: the hidden states, and how a packed row is divided.
 
     It holds tensors only while `StageModel.__call__` runs. Backward does not read it: the received states enter
     outside of the part that a block's activation checkpointing runs again, so a recomputation never gets the tensors
@@ -34,9 +36,12 @@ class Port:
         self.received: torch.Tensor | None = None
         self.captured: torch.Tensor | None = None
         self.seeds: DropoutSeeds | None = None
+        #: Of a packed row the tokens of each document, for each stack; empty for other rows.
+        self.lengths: Mapping[StackName, tuple[int, ...]] = {}
 
     def close(self) -> None:
         self.received = self.captured = self.seeds = None
+        self.lengths = {}
 
 
 class PassThrough(nn.Module):
