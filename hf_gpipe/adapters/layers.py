@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from transformers import PreTrainedModel
-
-from hf_gpipe.adapters.probe import BlockForm, Observation
 
 LayerKind = Literal["vision", "embedding", "block", "norm", "head"]
 StackName = Literal["encoder", "decoder"]
@@ -34,11 +33,44 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Given:
+    """Shape and type of hidden states of a tiny clone, (B, T, ..., D)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Dimensions between the length and the width, in models with several residual streams."""
+        return self.shape[2:-1]
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """How the blocks of a stack return hidden states.
+
+    Attributes:
+        num_outputs: length of the returned tuple or list, hidden states first; None: they are returned alone.
+        hidden: the hidden states that are returned.
+    """
+
+    num_outputs: int | None
+    hidden: Given
+
+
+@dataclass(frozen=True)
 class Stack:
-    """Consecutive blocks, and the modules before and after them, by their names in the whole model."""
+    """A list of blocks that run in order, each once, and the modules before and after them, by their names in a model.
+
+    Attributes:
+        block_list: the list of the blocks.
+        blocks: in their order.
+        idle: modules with weights that a forward on ids alone does not call, such as an image encoder.
+        output: the class that the module around the list returns.
+    """
 
     name: StackName
-    path: str
+    block_list: str
     embedding: tuple[str, ...]
     blocks: tuple[str, ...]
     norm: tuple[str, ...]
@@ -46,27 +78,19 @@ class Stack:
     idle: tuple[str, ...]
     output: type
 
+    @property
+    def path(self) -> str:
+        """The module around the list."""
+        return self.block_list.rpartition(".")[0]
+
+    def of(self, model: PreTrainedModel) -> Stack:
+        """The same stack of a model with another number of blocks."""
+        numbers = range(len(model.get_submodule(self.block_list)))
+        return replace(self, blocks=tuple(f"{self.block_list}.{number}" for number in numbers))
+
     def layers(self) -> Iterator[Layer]:
         yield Layer(self.embedding[0], "embedding", self.name, self.embedding, self.idle)
         for block in self.blocks:
             yield Layer(block, "block", self.name, (block,))
         if self.norm:
             yield Layer(self.norm[0], "norm", self.name, self.norm)
-
-
-def stacks_of(model: PreTrainedModel, observation: Observation) -> tuple[Stack, ...]:
-    """The stacks of the whole model, from what was observed on its tiny clone."""
-    names: tuple[StackName, ...] = ("encoder", "decoder") if len(observation.stacks) == 2 else ("decoder",)
-    return tuple(
-        Stack(
-            name=name,
-            path=seen.blocks.rpartition(".")[0],
-            embedding=seen.before,
-            blocks=tuple(f"{seen.blocks}.{j}" for j in range(len(model.get_submodule(seen.blocks)))),
-            norm=seen.after,
-            form=seen.form,
-            idle=() if i else observation.idle,
-            output=seen.output,
-        )
-        for i, (name, seen) in enumerate(zip(names, observation.stacks, strict=True))
-    )

@@ -16,37 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast, scope_of
 from hf_gpipe.adapters.head import FoundProjection, find_projection
+from hf_gpipe.adapters.layers import BlockForm, Given, Stack, StackName
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UnsupportedModelError
 
 BATCH, SOURCE_LENGTH, TARGET_LENGTH = 2, 6, 5
-
-
-@dataclass(frozen=True)
-class Given:
-    """Shape and type of hidden states of the tiny clone, for ids (BATCH, SOURCE_LENGTH or TARGET_LENGTH)."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def streams(self) -> tuple[int, ...]:
-        """Dimensions between the length and the width, in models with several residual streams."""
-        return self.shape[2:-1]
-
-
-@dataclass(frozen=True)
-class BlockForm:
-    """How the blocks of a stack return hidden states.
-
-    Attributes:
-        num_outputs: length of the returned tuple or list, hidden states first; None: they are returned alone.
-        hidden: the hidden states that are returned.
-    """
-
-    num_outputs: int | None
-    hidden: Given
 
 
 @dataclass(frozen=True)
@@ -59,17 +34,6 @@ class ObservedRouter:
 
 
 @dataclass(frozen=True)
-class ObservedStack:
-    """A list of blocks that ran in order, each once; `output` is the class that the module around it returns."""
-
-    blocks: str
-    form: BlockForm
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    output: type
-
-
-@dataclass(frozen=True)
 class Observation:
     """A model's stacks in the order in which they are called.
 
@@ -78,7 +42,6 @@ class Observation:
         head: the module that ran last; None: that was a block, of a model without a head.
         projection: the linear layer in the head that makes the logits, if they can be made in parts.
         embeddings: modules before the blocks whose input is not hidden states.
-        idle: modules with weights that a forward on ids alone does not call, such as an image encoder.
         inputs: the first tensor that each module outside of the blocks, and each stack's first block, received.
         routers: those whose logits the auxiliary loss of a mixture of experts is computed from; empty without one.
         constants: parameters outside of the blocks that no gradient can reach, such as a table of sines.
@@ -86,11 +49,10 @@ class Observation:
         embedding_tables: the tables that were looked up.
     """
 
-    stacks: tuple[ObservedStack, ...]
+    stacks: tuple[Stack, ...]
     head: str | None
     projection: FoundProjection
     embeddings: frozenset[str]
-    idle: tuple[str, ...]
     inputs: dict[str, Given]
     routers: tuple[ObservedRouter, ...]
     constants: frozenset[str]
@@ -182,19 +144,18 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
     if not after[-1] and has_logits:
         raise UnsupportedModelError(f"{family}: nothing with weights runs after the blocks; a head is needed")
     head = after[-1].pop() if after[-1] else None
+    idle = tuple(name for name in units if name not in calls.entered)
+    names: tuple[StackName, ...] = ("encoder", "decoder") if len(lists) == 2 else ("decoder",)
     stacks = []
     for i, name in enumerate(lists):
-        forms = {calls.forms[f"{name}.{j}"] for j in range(_length(model, name))}
+        forms = {calls.forms[f"{name}.{j}"] for j in range(len(model.get_submodule(name)))}
         form = forms.pop()
         if forms or form is None:
             raise UnsupportedModelError(f"{family}: the blocks of {name!r} return hidden states in different forms")
-        stacks.append(
-            ObservedStack(
-                name, form, tuple(before[i]), tuple(after[i]), calls.outputs.get(parents[i], type(calls.result))
-            )
-        )
+        output = calls.outputs.get(parents[i], type(calls.result))
+        of_stack = () if i else idle
+        stacks.append(Stack(names[i], name, tuple(before[i]), (), tuple(after[i]), form, of_stack, output))
     embeddings = {name for units_before in before for name in units_before if calls.forms[name] is None}
-    idle = tuple(name for name in units if name not in calls.entered)
     inputs = {
         name: calls.inputs[name]
         for name in (*units, *(f"{block_list}.0" for block_list in lists))
@@ -214,7 +175,6 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
         head,
         projection,
         frozenset(embeddings),
-        idle,
         inputs,
         _routers(model, calls, lists),
         constants,
@@ -298,10 +258,6 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
     """The hidden states that a layer gets: its first argument, or the first tensor among its keywords."""
     given = args[0] if args else next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
     return given if isinstance(given, torch.Tensor) else None
-
-
-def _length(model: PreTrainedModel, name: str) -> int:
-    return len(model.get_submodule(name))
 
 
 def _block_lists(model: PreTrainedModel, calls: _Calls) -> list[str]:

@@ -15,7 +15,7 @@ from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Tensors
 from hf_gpipe.adapters.batch_keys import check_keys
 from hf_gpipe.adapters.document_positions import is_position_table
 from hf_gpipe.adapters.known_mask import with_known_masks
-from hf_gpipe.adapters.layers import Layer, StackName, stacks_of
+from hf_gpipe.adapters.layers import Layer, StackName
 from hf_gpipe.adapters.position_tables import shared_tables
 from hf_gpipe.adapters.probe import observe_family
 from hf_gpipe.adapters.quantised import Quantisation
@@ -71,7 +71,7 @@ class TextAdapter(Adapter):
             getattr(self.config, name, 0) for name in ("index_topk", "expert_capacity", "chunk_size_feed_forward")
         )
         observation = observe_family(config, dtype, model_class, trust_remote_code=trust_remote_code, autocast=autocast)
-        self.stacks = stacks_of(self.reference, observation)
+        self.stacks = tuple(stack.of(self.reference) for stack in observation.stacks)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
         head = observation.head
         last = [] if head is None else [Layer(head, "head", "decoder", (head,))]
