@@ -108,7 +108,7 @@ class ProcessRanks:
         return end
 
 
-def enter(tensor: torch.Tensor, ranks: Ranks, meanwhile: Callable[[], object] = lambda: None) -> torch.Tensor:
+def enter(tensor: torch.Tensor, ranks: Ranks, meanwhile: Callable[[], object] | None = None) -> torch.Tensor:
     """A tensor that is the same on every rank, where each uses it in another way: backward sums its gradient.
 
     Args:
@@ -116,7 +116,8 @@ def enter(tensor: torch.Tensor, ranks: Ranks, meanwhile: Callable[[], object] = 
         ranks: of the worker.
         meanwhile: called in backward while the gradient is summed.
     """
-    return exchange(tensor, lambda same: same.view_as(same), ending(ranks.begin_total, meanwhile))
+    total = ranks.total if meanwhile is None else ending(ranks.begin_total, meanwhile)
+    return exchange(tensor, lambda same: same.view_as(same), total)
 
 
 def leave(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
