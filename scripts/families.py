@@ -32,8 +32,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_gpipe.adapters import adapter_for
-from hf_gpipe.adapters.families import EXACT, REFUSED
-from hf_gpipe.adapters.image_text import FORMS, UNREAD
+from hf_gpipe.adapters.families import EXACT, REFUSED, UNREAD
+from hf_gpipe.adapters.image_text import FORMS
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UnsupportedModelError, UserError

@@ -9,19 +9,20 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_gpipe.adapters.auto_classes import HEADLESS, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter
-from hf_gpipe.adapters.classifiers import Classifier, check_classifier, is_classifier
+from hf_gpipe.adapters.classifiers import Classifier, check_classifier
 from hf_gpipe.adapters.decoder_only import DecoderOnly
-from hf_gpipe.adapters.embedders import Embedder, is_embedder
+from hf_gpipe.adapters.embedders import Embedder
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
 from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_LATER, VERIFIED_VERSIONS
-from hf_gpipe.adapters.image_text import FORMS, UNREAD, ImageText
-from hf_gpipe.adapters.quantised import Quantisation, find_quantisation, quantised_layers
+from hf_gpipe.adapters.image_text import FORMS, ImageText
+from hf_gpipe.adapters.quantised import find_quantisation, quantised_layers
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.adapters.text import TextAdapter
-from hf_gpipe.adapters.token_classifiers import TokenClassifier, check_token_classifier, is_token_classifier
+from hf_gpipe.adapters.token_classifiers import TokenClassifier, check_token_classifier
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
 _WELL_KNOWN = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "mixtral", "t5", "mt5", "bart", "m2m_100", "marian")
@@ -77,34 +78,22 @@ def build_adapter(
     dtype: torch.dtype,
     attn_implementation: str | None = None,
     model_class: type[PreTrainedModel] | None = None,
-    *,
-    trust_remote_code: bool = False,
-    autocast: Autocast | None = None,
-    quantisation: Quantisation | None = None,
+    **options: Any,
 ) -> TextAdapter:
-    """Like `adapter_for`, but without checking the lists of families."""
+    """The adapter of a model, whatever the lists of families say; the arguments are those of `TextAdapter`."""
+    name = "" if model_class is None else model_class.__name__
     kind: type[TextAdapter] = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
-    if model_class is not None and is_classifier(model_class):
-        check_classifier(config, model_class)
+    if name in SEQUENCE_CLASSIFICATION.names:
+        check_classifier(config, name)
         kind = Classifier
-    elif model_class is not None and is_embedder(model_class):
+    elif name in HEADLESS.names:
         kind = Embedder
-    elif model_class is not None and is_token_classifier(model_class):
-        check_token_classifier(config, model_class)
+    elif name in TOKEN_CLASSIFICATION.names:
+        check_token_classifier(config, name)
         kind = TokenClassifier
     elif config.model_type in FORMS:
         kind = ImageText
-    adapter = kind(
-        config,
-        dtype,
-        attn_implementation,
-        model_class,
-        trust_remote_code=trust_remote_code,
-        autocast=autocast,
-        quantisation=quantisation,
-    )
-    adapter.why_no_images = UNREAD.get(config.model_type, "")
-    return adapter
+    return kind(config, dtype, attn_implementation, model_class, **options)
 
 
 def is_listed(config: PreTrainedConfig) -> bool:

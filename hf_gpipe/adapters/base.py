@@ -111,8 +111,6 @@ class Adapter(ABC):
     target_keys: tuple[str, ...] = ()
     #: Keys of a mini-batch with what rows of tokens have beside them, such as images.
     image_keys: tuple[str, ...] = ()
-    #: Why a model that reads images takes text alone; empty: it does not, or reads them.
-    why_no_images = ""
     #: Whether the model classifies or scores rows: its logits are (B, C), those of one token of each row.
     is_classifier = False
     #: PEFT's name of the task, of which its adapters train the head too; None: they do not.

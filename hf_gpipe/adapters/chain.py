@@ -16,14 +16,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+from transformers import PreTrainedModel
 
+from hf_gpipe.adapters.auto_classes import IMAGE_CLASSIFICATION
 from hf_gpipe.adapters.autocast import Autocast, scope_of
 from hf_gpipe.adapters.base import Adapter, Inputs, Stage, Tensors
 from hf_gpipe.adapters.batch_norm import hold_averages
@@ -245,44 +244,11 @@ _FAILED = (
 )
 
 
-_IMAGE_CLASSIFIERS = frozenset(
-    chain.from_iterable(
-        (names,) if isinstance(names, str) else names for names in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
-    )
-)
-
-
 def is_chain(model: Any) -> bool:
     """Whether a model in memory is a torch module that is not of transformers, or classifies images."""
     if isinstance(model, PreTrainedModel):
-        return type(model).__name__ in _IMAGE_CLASSIFIERS
+        return type(model).__name__ in IMAGE_CLASSIFICATION.names
     return isinstance(model, nn.Module) and not any(isinstance(part, PreTrainedModel) for part in model.modules())
-
-
-def image_classifier_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of a model whose configuration says that it classifies images; None: it is another model."""
-    name = (config.architectures or [""])[0]
-    model_class: type[PreTrainedModel] | None = getattr(transformers, name) if name in _IMAGE_CLASSIFIERS else None
-    return model_class
-
-
-def as_image_classifier(config: PreTrainedConfig, labels: Sequence[str]) -> dict[str, Any]:
-    """The fields by which a configuration becomes that of an image classifier with these classes.
-
-    Raises UnsupportedModelError where transformers has no such class of the family.
-    """
-    names = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
-    if names is None:
-        raise UnsupportedModelError(
-            f"transformers has no model of the family {config.model_type} for AutoModelForImageClassification; choose "
-            "another family, such as resnet or vit"
-        )
-    return {
-        "architectures": [names if isinstance(names, str) else names[0]],
-        "id2label": dict(enumerate(labels)),
-        "label2id": {name: number for number, name in enumerate(labels)},
-        "problem_type": ONE_CLASS,
-    }
 
 
 def _as_meta(made: Any) -> Any:

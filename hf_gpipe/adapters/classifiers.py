@@ -10,12 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
+from transformers import PreTrainedConfig
 
+from hf_gpipe.adapters.auto_classes import SEQUENCE_CLASSIFICATION
 from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Tensors
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
@@ -63,24 +60,6 @@ class Classifier(RowModel):
         check_labels(inputs["labels"], self.config)
 
 
-def is_classifier(model_class: type[PreTrainedModel]) -> bool:
-    """Whether a class is one of AutoModelForSequenceClassification's."""
-    return model_class.__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
-
-
-def classifier_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of a model whose configuration says that it classifies rows; None: it is a language model."""
-    if (config.architectures or [""])[0] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
-        return None
-    return classifier_of_family(config)
-
-
-def classifier_of_family(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """AutoModelForSequenceClassification's class for a configuration's family; None: it has none."""
-    model_class: type[PreTrainedModel] | None = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    return model_class
-
-
 def as_classifier(
     config: PreTrainedConfig, labels: Sequence[str], pad_token_id: int | None, problem_type: str | None = None
 ) -> dict[str, Any]:
@@ -98,23 +77,12 @@ def as_classifier(
     Raises:
         UnsupportedModelError: transformers has no such class of the family.
     """
-    model_class = classifier_of_family(config)
-    if model_class is None:
-        raise UnsupportedModelError(
-            f"transformers has no model of the family {config.model_type} for AutoModelForSequenceClassification; "
-            "choose another family, such as llama or qwen3"
-        )
+    fields = SEQUENCE_CLASSIFICATION.fields(config, labels)
     text = config.get_text_config()
     of_text = {"pad_token_id": pad_token_id if text.pad_token_id is None else text.pad_token_id}
     if text is not config:
         of_text = {next(name for name in config.sub_configs if getattr(config, name, None) is text): of_text}
-    return {
-        "architectures": [model_class.__name__],
-        "id2label": dict(enumerate(labels)),
-        "label2id": {name: number for number, name in enumerate(labels)},
-        "problem_type": problem_type,
-        **of_text,
-    }
+    return {**fields, "problem_type": problem_type, **of_text}
 
 
 def change(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
@@ -127,16 +95,16 @@ def change(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
             setattr(config, name, value)
 
 
-def check_classifier(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
+def check_classifier(config: PreTrainedConfig, model_class: str) -> None:
     """Raise UnsupportedModelError where a class that classifies rows cannot be split, or lacks its padding token."""
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{config.model_type}: {model_class.__name__} cannot be split; among the classes of "
+            f"{config.model_type}: {model_class} cannot be split; among the classes of "
             "AutoModelForSequenceClassification those of decoder-only models can"
         )
     if config.get_text_config().pad_token_id is None:
         raise UnsupportedModelError(
-            f"{config.model_type}: {model_class.__name__} finds the last token of a row by pad_token_id, and the "
+            f"{config.model_type}: {model_class} finds the last token of a row by pad_token_id, and the "
             "configuration has none; set it to the tokenizer's: model.config.pad_token_id = tokenizer.pad_token_id"
         )
 

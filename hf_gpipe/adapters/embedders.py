@@ -6,16 +6,15 @@ from functools import cached_property
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_MAPPING,
 )
 
+from hf_gpipe.adapters.auto_classes import HEADLESS
 from hf_gpipe.adapters.base import Inputs, Tensors
 from hf_gpipe.adapters.classifiers import RowModel
-from hf_gpipe.adapters.guards import HEADLESS
 from hf_gpipe.errors import UnsupportedModelError
 
 
@@ -42,11 +41,6 @@ class Embedder(RowModel):
         return torch.zeros(len(ids), 1, dtype=torch.long, device=ids.device)
 
 
-def is_embedder(model_class: type[PreTrainedModel]) -> bool:
-    """Whether a class is one of AutoModel's, and no language model."""
-    return model_class.__name__ in HEADLESS
-
-
 def is_causal(model: nn.Module) -> bool:
     """Whether a token sees only the tokens before it. Attention says it of itself; without that the family tells."""
     said = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
@@ -61,21 +55,10 @@ def as_embedder(config: PreTrainedConfig) -> dict[str, list[str]]:
 
     Raises UnsupportedModelError where its family has none that can be split.
     """
-    model_class = MODEL_MAPPING.get(type(config), None)
-    if config.is_encoder_decoder or not isinstance(model_class, type) or not is_embedder(model_class):
+    classes = HEADLESS.of_family(config)
+    if config.is_encoder_decoder or len(classes) != 1 or classes[0].__name__ not in HEADLESS.names:
         raise UnsupportedModelError(
             f"{config.model_type} has no model of embeddings that can be split: it is no decoder-only model and no "
-            "encoder; choose another family, such as bert, xlm-roberta or qwen3"
+            f"encoder; choose another family, such as {HEADLESS.families}"
         )
-    return {"architectures": [model_class.__name__]}
-
-
-def embedder_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of a model whose configuration says that it has no head; None: it has one."""
-    name = (config.architectures or [""])[0]
-    model_class = MODEL_MAPPING.get(type(config), None)
-    return (
-        model_class
-        if isinstance(model_class, type) and is_embedder(model_class) and model_class.__name__ == name
-        else None
-    )
+    return {"architectures": [classes[0].__name__]}

@@ -222,3 +222,20 @@ REFUSED = {
     "zamba2": "some of its blocks share weights and read the embeddings again",
     "zaya": "it has weights outside of any layer (input_hidden_states_scale)",
 }
+
+_OF_UNLIKE_SIZES = "its images have unlike numbers of tokens, which follow from image_sizes"
+_DEEP = "what the tower makes enters several blocks"
+_OF_TIMM = "its tower is timm's, which was not there to compare"
+_OF_OWN_FORM = "its entries of images have another form than those that are read"
+_FAILS = "a tiny clone of the plain model fails with images"
+#: Why the images of a family are not read (image_text.py has those that are); others no one has compared.
+UNREAD = {
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "mistral3"), _OF_UNLIKE_SIZES),
+    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), _FAILS),
+    "lighton_ocr": _OF_UNLIKE_SIZES,
+    **dict.fromkeys(("granite_docling", "paddleocr_vl", "video_llama_3"), _OF_OWN_FORM),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _DEEP),
+    **dict.fromkeys(("fast_vlm", "perception_lm"), _OF_TIMM),
+    **dict.fromkeys(("idefics", "mllama"), "its blocks attend to images"),
+    "ovis2": "the tower also makes the features of tokens around an image",
+}

@@ -16,11 +16,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_MAPPING_NAMES,
 )
 
+from hf_gpipe.adapters.auto_classes import HEADLESS, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from hf_gpipe.errors import UnsupportedModelError, UserError, nearest
 from hf_gpipe.recipe.words import shorten, show
 
@@ -34,12 +32,6 @@ _LARGEST = (
 )
 #: Names of probabilities. Of another number some kernels raise an error in the first step, and others never do.
 _PROBABILITY = re.compile(r"(dropout|pdrop|layerdrop|dropout_(p|prob|rate)|drop(_path)?_rate)$")
-
-
-#: Names of AutoModel's classes that are no language models.
-HEADLESS = frozenset(
-    name for names in MODEL_MAPPING_NAMES.values() for name in ([names] if isinstance(names, str) else names)
-) - frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 def check_sizes(fields: Mapping[str, Any], prefix: str = "") -> None:
@@ -270,8 +262,7 @@ def check_model(model: Any) -> None:
         return
     heads = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
     ours = [c for c in type(model).__mro__ if c.__module__.startswith("transformers.models.")]
-    heads |= set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()) | HEADLESS
-    heads |= set(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())
+    heads |= SEQUENCE_CLASSIFICATION.names | TOKEN_CLASSIFICATION.names | HEADLESS.names
     heads |= set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
     if ours and not any(c.__name__ in heads for c in ours):
         raise UnsupportedModelError(

@@ -30,22 +30,6 @@ FORMS: Mapping[str, ImageEntries] = {
     **dict.fromkeys(("exaone4_5", "qwen2_vl", "qwen2_5_vl"), ImagesOfGrids()),
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), ImagesOfRows()),
 }
-_OF_UNLIKE_SIZES = "its images have unlike numbers of tokens, which follow from image_sizes"
-_DEEP = "what the tower makes enters several blocks"
-_OF_TIMM = "its tower is timm's, which was not there to compare"
-_OF_OWN_FORM = "its entries of images have another form than those that are read"
-_FAILS = "a tiny clone of the plain model fails with images"
-#: By model_type why the images of other families are not read; of those that are not here, no one has compared them.
-UNREAD: Mapping[str, str] = {
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "mistral3"), _OF_UNLIKE_SIZES),
-    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), _FAILS),
-    "lighton_ocr": _OF_UNLIKE_SIZES,
-    **dict.fromkeys(("granite_docling", "paddleocr_vl", "video_llama_3"), _OF_OWN_FORM),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _DEEP),
-    **dict.fromkeys(("fast_vlm", "perception_lm"), _OF_TIMM),
-    **dict.fromkeys(("idefics", "mllama"), "its blocks attend to images"),
-    "ovis2": "the tower also makes the features of tokens around an image",
-}
 #: Families whose image token may be outside of the vocabulary.
 _OUTSIDE = ("gemma3", "paligemma")
 #: Entries that a stage adds to its inputs: what the first modules of the tower gave, and the features.

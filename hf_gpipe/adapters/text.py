@@ -14,6 +14,7 @@ from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Tensors
 from hf_gpipe.adapters.batch_keys import check_keys
 from hf_gpipe.adapters.document_positions import is_position_table
+from hf_gpipe.adapters.families import UNREAD
 from hf_gpipe.adapters.known_mask import with_known_masks
 from hf_gpipe.adapters.layers import Layer, StackName
 from hf_gpipe.adapters.position_tables import shared_tables
@@ -178,7 +179,8 @@ class TextAdapter(Adapter):
     def check_keys(self, batch: Tensors) -> None:
         if missing := [name for name in ("input_ids", "labels") if name not in batch]:
             raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
-        check_keys(batch, self.reference, self.target_keys, self.image_keys, self.why_no_images)
+        why_no_images = UNREAD.get(self.given_config.model_type, "")
+        check_keys(batch, self.reference, self.target_keys, self.image_keys, why_no_images)
         if (shifted := batch.get("shift_labels")) is None:
             return
         if self.labels_rows or self.target_keys:

@@ -11,11 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-)
 
+from hf_gpipe.adapters.auto_classes import TOKEN_CLASSIFICATION
 from hf_gpipe.adapters.base import Inputs, Tensors
 from hf_gpipe.adapters.classifiers import check_range
 from hf_gpipe.adapters.decoder_only import DecoderOnly
@@ -50,23 +47,10 @@ class TokenClassifier(DecoderOnly):
         check_range(inputs["labels"], self.config.num_labels, "set num_labels")
 
 
-def is_token_classifier(model_class: type[PreTrainedModel]) -> bool:
-    """Whether a class is one of AutoModelForTokenClassification's."""
-    return model_class.__name__ in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values()
-
-
-def token_classifier_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of a model whose configuration says that it classifies tokens; None: it does not."""
-    if (config.architectures or [""])[0] not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values():
-        return None
-    model_class: type[PreTrainedModel] | None = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
-    return model_class
-
-
-def check_token_classifier(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
+def check_token_classifier(config: PreTrainedConfig, model_class: str) -> None:
     """Raise UnsupportedModelError where a class that classifies tokens cannot be split."""
     if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{config.model_type}: {model_class.__name__} cannot be split")
+        raise UnsupportedModelError(f"{config.model_type}: {model_class} cannot be split")
     if (dropout := getattr(config, "classifier_dropout", None)) not in (None, 0):
         raise UnsupportedModelError(
             f"{config.model_type}: classifier_dropout is {dropout}, and dropout before the head of tokens is not "
@@ -79,14 +63,4 @@ def as_token_classifier(config: PreTrainedConfig, labels: Sequence[str]) -> dict
 
     Raises UnsupportedModelError where transformers has no such class of the family.
     """
-    model_class = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
-    if not isinstance(model_class, type):
-        raise UnsupportedModelError(
-            f"transformers has no model of the family {config.model_type} for AutoModelForTokenClassification; choose "
-            "another family, such as llama or qwen3"
-        )
-    return {
-        "architectures": [model_class.__name__],
-        "id2label": dict(enumerate(labels)),
-        "label2id": {name: number for number, name in enumerate(labels)},
-    }
+    return TOKEN_CLASSIFICATION.fields(config, labels)

@@ -35,7 +35,7 @@ def _check(options: argparse.Namespace) -> int:
         import torch
         import transformers
 
-        from hf_gpipe.adapters.chain import image_classifier_of
+        from hf_gpipe.adapters.auto_classes import IMAGE_CLASSIFICATION
         from hf_gpipe.adapters.quantised import find_quantisation
         from hf_gpipe.checkpoint.configuration import read_config
         from hf_gpipe.model.exactness import CloneError, compare
@@ -58,7 +58,7 @@ def _check(options: argparse.Namespace) -> int:
         path = Path(options.model)
         source = str(path.parent) if path.name == "config.json" else options.model
         config = read_config(source, trust_remote_code=trust_remote_code)
-    if image_classifier_of(config) is not None:
+    if IMAGE_CLASSIFICATION.named_by(config) is not None:
         raise UserError(
             f"check compares models that read text; {config.architectures[0]} is a chain of layers, whose "
             "every tensor is followed when a pipeline is made: docs/image_models.md lists the families"

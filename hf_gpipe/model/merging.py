@@ -16,9 +16,10 @@ from torch import nn
 from transformers.utils import CONFIG_NAME
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.classifiers import as_classifier, classifier_of
+from hf_gpipe.adapters.auto_classes import SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
+from hf_gpipe.adapters.classifiers import as_classifier
 from hf_gpipe.adapters.stage_model import StageModel
-from hf_gpipe.adapters.token_classifiers import as_token_classifier, token_classifier_of
+from hf_gpipe.adapters.token_classifiers import as_token_classifier
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.directory import written_whole
@@ -115,7 +116,7 @@ def classifier_fields(
     if task_type not in ("SEQ_CLS", "TOKEN_CLS"):
         return None
     config = read_config(base, trust_remote_code=trust_remote_code)
-    if classifier_of(config) is not None or token_classifier_of(config) is not None:
+    if SEQUENCE_CLASSIFICATION.named_by(config) or TOKEN_CLASSIFICATION.named_by(config):
         return None
     if (num_labels := num_labels_of(directory)) is None:
         raise UnsupportedModelError(

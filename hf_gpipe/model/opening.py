@@ -14,10 +14,14 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters import Adapter, Autocast, adapter_for, is_known_exact
+from hf_gpipe.adapters.auto_classes import (
+    HEADLESS,
+    IMAGE_CLASSIFICATION,
+    SEQUENCE_CLASSIFICATION,
+    TOKEN_CLASSIFICATION,
+)
 from hf_gpipe.adapters.batch_norm import batch_norms_of
-from hf_gpipe.adapters.chain import Chain, image_classifier_of, is_chain
-from hf_gpipe.adapters.classifiers import classifier_of
-from hf_gpipe.adapters.embedders import embedder_of
+from hf_gpipe.adapters.chain import Chain, is_chain
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model, check_sizes
 from hf_gpipe.adapters.head import FoundProjection
@@ -26,7 +30,6 @@ from hf_gpipe.adapters.patches import find_patches
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.adapters.skeleton import build_skeleton
 from hf_gpipe.adapters.text import TextAdapter
-from hf_gpipe.adapters.token_classifiers import token_classifier_of
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
 from hf_gpipe.model.exactness import verify
@@ -48,7 +51,7 @@ def chain_of(spec: ModelSpec) -> nn.Module | None:
             module = build_skeleton(config, module.dtype, config._attn_implementation, type(module))
     else:
         config = _config_of(spec)
-        model_class = image_classifier_of(config)
+        model_class = IMAGE_CLASSIFICATION.named_by(config)
         if model_class is None:
             return None
         module = build_skeleton(config, _dtype_of(spec, config), spec.attn_implementation, model_class)
@@ -139,8 +142,8 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapt
     names_class = isinstance(model, PreTrainedConfig) or "architectures" in (spec.config_overrides or {})
     if model_class is None:
         # A path alone stands for a language model: some of their checkpoints name the class without a head.
-        model_class = classifier_of(config) or token_classifier_of(config)
-        model_class = model_class or (embedder_of(config) if names_class else None)
+        model_class = SEQUENCE_CLASSIFICATION.named_by(config) or TOKEN_CLASSIFICATION.named_by(config)
+        model_class = model_class or (HEADLESS.named_by(config) if names_class else None)
     adapter = adapter_for(
         config,
         weights,

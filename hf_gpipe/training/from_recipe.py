@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.image_text import FORMS, UNREAD, images_of_row
+from hf_gpipe.adapters.families import UNREAD
+from hf_gpipe.adapters.image_text import FORMS, images_of_row
 from hf_gpipe.data.corpus import AnyCorpus
 from hf_gpipe.data.files import read_template
 from hf_gpipe.data.image_text import blank_row, read_processor

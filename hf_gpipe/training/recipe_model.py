@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_gpipe.adapters.chain import as_image_classifier
+from hf_gpipe.adapters.auto_classes import IMAGE_CLASSIFICATION
 from hf_gpipe.adapters.classifiers import ONE_CLASS, as_classifier, change
 from hf_gpipe.adapters.embedders import as_embedder
 from hf_gpipe.adapters.guards import check_sizes
@@ -78,7 +78,7 @@ def _classifier_fields(recipe: Recipe, config: PreTrainedConfig, pad_token_id: i
     labels, problem = (["LABEL_0"], None) if is_reward else (recipe.data.labels, ONE_CLASS)
     try:
         if recipe.data.kind == "images":
-            return as_image_classifier(config, labels)
+            return IMAGE_CLASSIFICATION.fields(config, labels) | {"problem_type": problem}
         return as_classifier(config, labels, pad_token_id, problem)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"data.kind is {recipe.data.kind}, and {error}") from error

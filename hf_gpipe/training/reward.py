@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_gpipe.adapters.classifiers import as_classifier, classifier_of
+from hf_gpipe.adapters.auto_classes import SEQUENCE_CLASSIFICATION
+from hf_gpipe.adapters.classifiers import as_classifier
 from hf_gpipe.data.rewards import RewardCollator, RewardExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
@@ -63,7 +64,7 @@ class PipelineRewardTrainer(PairTrainer):
         padding = None if self._tokenizer is None else self._padding
 
         def fields_of(config: PreTrainedConfig, is_saved: bool) -> dict[str, Any]:
-            is_ready = is_saved and classifier_of(config) is not None
+            is_ready = is_saved and SEQUENCE_CLASSIFICATION.named_by(config) is not None
             return {} if is_ready else as_classifier(config, ["LABEL_0"], padding)
 
         return as_class(model, fields_of)
