@@ -110,10 +110,9 @@ def is_known_exact(adapter: Adapter) -> bool:
     if not isinstance(adapter, TextAdapter):
         return True
     is_own_code = type(adapter.reference).__module__.startswith("transformers.")
-    is_later = adapter.given_config.model_type in VERIFIED_LATER
-    verified = VERIFIED_VERSIONS[1:] if is_later else VERIFIED_VERSIONS
-    is_verified = ".".join(transformers.__version__.split(".")[:2]) in verified
     config = adapter.given_config
+    verified = VERIFIED_VERSIONS[1:] if config.model_type in VERIFIED_LATER else VERIFIED_VERSIONS
+    is_verified = ".".join(transformers.__version__.split(".")[:2]) in verified
     return is_own_code and is_verified and is_listed(config) and not unlike_default(config)
 
 

@@ -102,7 +102,7 @@ class EncoderDecoder(TextAdapter):
         if "hidden" in carried:
             shapes["hidden"] = self.hidden_shape(boundary, inputs[self.ids_of(self.layers[boundary].stack)])
         if "encoder_hidden" in carried:
-            shapes["encoder_hidden"] = (*inputs["input_ids"].shape, self.stack_width("encoder"))
+            shapes["encoder_hidden"] = (*inputs["input_ids"].shape, self.stack_widths["encoder"])
         return shapes
 
     def _carried(self, boundary: int, inputs: Container[str] = ()) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ class EncoderDecoder(TextAdapter):
             encoder_hidden = carry["encoder_hidden"]
         else:
             # This stage has only the norm or the head: the stack's forward asks for the tensor, no layer reads it.
-            shape = (*inputs["input_ids"].shape, self.stack_width("encoder"))
+            shape = (*inputs["input_ids"].shape, self.stack_widths["encoder"])
             encoder_hidden = torch.zeros((), dtype=self.dtype, device=stage.device).expand(shape)
         if not stage.runs("decoder") or "decoder_input_ids" not in inputs:
             return {"encoder_hidden": encoder_hidden}

@@ -120,7 +120,7 @@ class ImageText(DecoderOnly):
             return {}
         # On the CPU, where the micro-batches are made.
         num_tokens = int((inputs["input_ids"] == self.image_token).sum())
-        return {"images": (num_tokens, self.stack_width("decoder"))}
+        return {"images": (num_tokens, self.stack_widths["decoder"])}
 
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
         return {"images": self.layers[:1]} if boundary == 1 else super().sources(boundary)

@@ -34,10 +34,8 @@ def hand_over(module: nn.Module, gradients: WeightGradients) -> None:
             continue
         if any(p is not None and p._backward_hooks for p in layer._parameters.values()):
             continue  # autograd calls the hooks on gradients
-        if forward is nn.Linear.forward:
+        if forward in (nn.Linear.forward, Conv1D.forward):
             mixin: type = _Linear
-        elif forward is Conv1D.forward:
-            mixin = _Conv1D
         elif _holds_matrices(layer):
             mixin = _Matrices
         else:
@@ -60,7 +58,7 @@ def _is_trained(weight: torch.Tensor) -> bool:
 
 
 class _Linear:
-    """Mixed into the class of an `nn.Linear`."""
+    """Mixed into the class of an `nn.Linear`, or of a `Conv1D`, whose weight is (inputs, outputs)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -69,22 +67,10 @@ class _Linear:
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         if not (torch.is_grad_enabled() and _is_trained(weight)):
-            return F.linear(input, weight, self.bias)
-        return _multiply(self._weight_gradients, input, weight, self.bias)
-
-
-class _Conv1D:
-    """Mixed into the class of a `Conv1D`, whose weight is (inputs, outputs)."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter
-    _weight_gradients: WeightGradients
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not (torch.is_grad_enabled() and _is_trained(self.weight)):
-            output: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the module's own class follows in the MRO
+            output: torch.Tensor = super().forward(input)  # type: ignore[misc]  # the module's own class follows
             return output
-        return _multiply(self._weight_gradients, x, self.weight, self.bias, is_transposed=True)
+        is_transposed = isinstance(self, Conv1D)
+        return _multiply(self._weight_gradients, input, weight, self.bias, is_transposed=is_transposed)
 
 
 class _Matrices:

@@ -115,7 +115,7 @@ class TextAdapter(Adapter):
             return PassThrough(port)
         module = self.reference.get_submodule(name)
         own_width = getattr(module, "embedding_dim", None) or getattr(module, "out_features", None)
-        width = own_width or self.stack_width(layer.stack)
+        width = own_width or self.stack_widths[layer.stack]
         return EmbeddingStub(width, self.dtype, is_of_positions=is_position_table(name))
 
     def hidden_shape(self, boundary: int, ids: torch.Tensor) -> tuple[int, ...]:
@@ -134,22 +134,15 @@ class TextAdapter(Adapter):
     @cached_property
     def _widths(self) -> list[int]:
         """Width of the hidden states before each layer. Cached, since it is needed for every message."""
-        return [self._width(layer) for layer in self.layers]
-
-    def _width(self, layer: Layer) -> int:
-        head = self.reference.get_submodule(layer.modules[0])
-        if layer.kind == "head" and isinstance(
-            head, nn.Linear
-        ):  # OPT's `project_out` makes it narrower than the blocks
-            return head.in_features
-        return self.stack_width(layer.stack)
-
-    def stack_width(self, stack: StackName) -> int:
-        """Width of the hidden states between a stack's blocks."""
-        return self._stack_widths[stack]
+        widths, last = [self.stack_widths[layer.stack] for layer in self.layers], self.layers[-1]
+        head = self.reference.get_submodule(last.modules[0])
+        if last.kind == "head" and isinstance(head, nn.Linear):
+            widths[-1] = head.in_features  # OPT's `project_out` makes it narrower than the blocks
+        return widths
 
     @cached_property
-    def _stack_widths(self) -> dict[StackName, int]:
+    def stack_widths(self) -> dict[StackName, int]:
+        """Width of the hidden states between the blocks of each stack."""
         parts = {layer.stack: getattr(self.config, layer.stack, None) for layer in self.layers}
         configs = {stack: part if isinstance(part, PreTrainedConfig) else self.config for stack, part in parts.items()}
         return {stack: config.get_text_config().hidden_size for stack, config in configs.items()}

@@ -18,7 +18,7 @@ from hf_gpipe.adapters import IGNORED_LABEL, build_adapter, is_listed, unsupport
 from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.tiny import tiny_config
-from hf_gpipe.errors import StageError, UnsupportedModelError, listed
+from hf_gpipe.errors import StageError, UnsupportedModelError, listed, one_line
 from hf_gpipe.model.clone import exact_clone, padded_batch
 from hf_gpipe.model.steps import TOLERANCES, plain_step, split_step
 
@@ -91,12 +91,8 @@ def verify(adapter: TextAdapter, *, splits_backward: bool = False) -> None:
         splits_backward: as of `compare`; one number of stages is tried, for a model of which the check without it has
             passed.
     """
-    config, model_class, trust_remote_code = adapter.given_config, adapter.compared_class, adapter.trust_remote_code
-    comparison = compared_once(
-        adapter,
-        f"in stages {splits_backward}",
-        lambda: _verify(config, model_class, trust_remote_code, splits_backward),
-    )
+    what = f"in stages {splits_backward}"
+    comparison = compared_once(adapter, what, lambda: _verified(adapter, splits_backward))
     adapter.padding_matters |= comparison.padding_matters
 
 
@@ -127,20 +123,20 @@ def compared_once(adapter: TextAdapter, what: str, compare: Callable[[], Result]
     return cast(Result, result)
 
 
-def _verify(
-    config: PreTrainedConfig,
-    model_class: type[PreTrainedModel] | None,
-    trust_remote_code: bool,
-    splits_backward: bool,
-) -> Comparison:
-    where = "in stages"
+def _verified(adapter: TextAdapter, splits_backward: bool) -> Comparison:
+    """The comparison of an exact clone."""
+    config, where = adapter.given_config, "in stages"
     num_stages: tuple[int | None, ...] = (3, None)
     if splits_backward:
         where = "with a schedule that has I and W (1f1b has not)"
         num_stages = (3,)
     try:
         comparison = compare(
-            config, num_stages, model_class, trust_remote_code=trust_remote_code, splits_backward=splits_backward
+            config,
+            num_stages,
+            adapter.compared_class,
+            trust_remote_code=adapter.trust_remote_code,
+            splits_backward=splits_backward,
         )
     except UnsupportedModelError as error:
         reason = str(error).removeprefix(f"{config.model_type}: ")
@@ -188,7 +184,7 @@ def compare(
         except Exception as error:
             failure = error
     else:
-        what = f"{type(failure).__name__}: {first_line(failure)}"
+        what = f"{type(failure).__name__}: {one_line(str(failure), 200)}"
         raise CloneError(f"{family}: a tiny clone of the plain model fails: {what}") from failure
     if isinstance(adapter, UnsupportedModelError):
         raise adapter
@@ -207,7 +203,9 @@ def compare(
         try:
             step = split_step(model, adapter, batch, count, splits_backward=splits_backward)
         except StageError as error:
-            raise UnsupportedModelError(f"{family}: a tiny clone in stages fails: {first_line(error)}") from error
+            raise UnsupportedModelError(
+                f"{family}: a tiny clone in stages fails: {one_line(str(error), 200)}"
+            ) from error
         differences[count] = step.difference(expected)
     return Comparison(
         type(model).__name__, differences, len(expected.gradients), dtype, expected.dtype, adapter.padding_matters
@@ -243,9 +241,3 @@ def _check_own_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> N
             f"{model.config.model_type}: the model's own loss is {float(output.loss):.4g} on a tiny clone, and the "
             f"cross-entropy of {'the next token' if causal else 'the labels'} is {ours:.4g}"
         )
-
-
-def first_line(error: Exception) -> str:
-    """The message of an error as one line of at most 200 characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.document_positions import is_position_table
 from hf_gpipe.adapters.text import check_reads_text
-from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.errors import UnsupportedModelError, one_line
 from hf_gpipe.model.clone import Batch, clone_of, padded_batch
-from hf_gpipe.model.exactness import first_line
 from hf_gpipe.model.steps import stage_models
 
 #: The largest difference of the logits of a float32 model with and without packing, relative to their norm.
@@ -49,7 +48,9 @@ def verify_packing(adapter: Adapter) -> None:
             alone = [stage(clone.with_known_masks(clone.prepare(row)), {})["logits"] for row in rows]
         depends = _depends_on_others(stage, clone.packed(documents), documents)
     except Exception as error:
-        raise UnsupportedModelError(f"{family}: packed rows of a tiny clone fail: {first_line(error)}") from error
+        raise UnsupportedModelError(
+            f"{family}: packed rows of a tiny clone fail: {one_line(str(error), 200)}"
+        ) from error
     expected = torch.cat(alone, dim=1)
     difference = float((packed - expected).norm() / expected.norm())
     # Parts of a model that compute in float32 round in another way when shapes change.

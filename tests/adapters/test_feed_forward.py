@@ -79,7 +79,7 @@ def test_the_projections_of_every_family(family: str) -> None:
         module = adapter.reference.get_submodule(name)
         # GPT-2's Conv1D has its weight the other way round.
         width = module.out_features if isinstance(module, nn.Linear) else module.nf
-        assert width == adapter.stack_width("decoder")
+        assert width == adapter.stack_widths["decoder"]
     assert effect(family, OUTPUT_OF[family]) > 0.03
 
 
