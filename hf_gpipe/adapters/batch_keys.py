@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 import torch
 from transformers import PreTrainedModel
 
+from hf_gpipe.adapters.packing import BORDERS
 from hf_gpipe.errors import DataError
 
 #: Prefixes of the names of inputs that are not text: tensors used instead of token ids, or together with them.
@@ -30,14 +31,15 @@ _SET_BY_PIPELINE = {
         "the stages make the encoder's output and its mask themselves",
     ),
 }
-#: Entries that say where the documents of flattened rows begin.
-_OF_FLATTENED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-#: Entries that a pipeline reads itself.
-_OWN = (
+#: Entries that losses read.
+OF_LOSSES = (
     *("labels", "shift_labels", "ref_logps", "desirable", "kl", "advantages", "old_logps", "ref_token_logps"),
     *("teacher_tokens", "teacher_log_probs"),
-    *_OF_FLATTENED[1:],
 )
+#: Entries that say where the documents of flattened rows begin.
+_OF_FLATTENED = ("position_ids", *BORDERS)
+#: Entries that a pipeline reads itself.
+_OWN = (*OF_LOSSES, *BORDERS)
 
 
 def check_keys(

@@ -7,12 +7,12 @@ from itertools import accumulate
 
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Stage, Tensors
 from hf_gpipe.adapters.documents import Documents, is_flash
 from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.layers import Layer
+from hf_gpipe.adapters.packing import used_columns
 from hf_gpipe.adapters.routers import Router
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import DataError
@@ -20,9 +20,6 @@ from hf_gpipe.errors import DataError
 
 class DecoderOnly(TextAdapter):
     """Llama and similar models: embedding, blocks, norm, head."""
-
-    #: The entry of what the model's forward returns that the last stage gives.
-    result = "logits"
 
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         inputs = dict(micro_batch)
@@ -45,14 +42,25 @@ class DecoderOnly(TextAdapter):
         return super().with_known_masks(inputs)
 
     def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
-        return packed_row(documents, self.reference, is_compiled=is_compiled)
+        model = self.reference
+        row = {name: torch.cat([document[name] for document in documents])[None] for name in documents[0]}
+        lengths = [len(document["input_ids"]) for document in documents]
+        borders = [0, *accumulate(lengths)]
+        if "labels" in row:
+            # The last token of a document does not predict the first one of the next.
+            row["labels"][:, borders[:-1]] = IGNORED_LABEL
+        packed = Documents.of(lengths, model, is_compiled=is_compiled)
+        row["attention_mask"] = KnownMask.of(torch.ones_like(row["input_ids"]), packed)
+        if is_flash(model.config._attn_implementation):
+            row["cu_seq_lens_q"] = row["cu_seq_lens_k"] = torch.tensor(borders, dtype=torch.int32)
+        return row
 
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
         mask = batch.get("attention_mask")
         ids = batch["input_ids"]
         if mask is None or mask.dim() != 2:
             return torch.full(ids.shape[:1], ids.shape[1])
-        return self._used_columns(self._is_used(batch))
+        return used_columns(self._is_used(batch))
 
     def _is_used(self, inputs: Tensors) -> torch.Tensor:
         """Mask (B, T) of the positions that are not padding."""
@@ -99,24 +107,7 @@ class DecoderOnly(TextAdapter):
         output = stage.model(**{"use_cache": False, **forward})
         if stage.is_last:
             loss = {"auxiliary_loss": stage.router_port.loss(stage.model, output)} if has_auxiliary_loss else {}
-            return {"logits": output[self.result], **loss}
+            return {"logits": output["logits" if self.has_head else "last_hidden_state"], **loss}
         routers = self._routers_before(stage.stop) if has_auxiliary_loss else []
         logits = zip(routers, stage.router_port.logits, strict=True)
         return {"hidden": stage.captured()} | {router.name: tensor for router, tensor in logits}
-
-
-def packed_row(
-    documents: Sequence[Tensors], model: PreTrainedModel, *, is_compiled: bool = False
-) -> dict[str, torch.Tensor]:
-    """Inputs of a model's forward: documents one after the other in one row; see `Adapter.packed`."""
-    row = {name: torch.cat([document[name] for document in documents])[None] for name in documents[0]}
-    lengths = [len(document["input_ids"]) for document in documents]
-    borders = [0, *accumulate(lengths)]
-    if "labels" in row:
-        # The last token of a document does not predict the first one of the next.
-        row["labels"][:, borders[:-1]] = IGNORED_LABEL
-    packed = Documents.of(lengths, model, is_compiled=is_compiled)
-    row["attention_mask"] = KnownMask.of(torch.ones_like(row["input_ids"]), packed)
-    if is_flash(model.config._attn_implementation):
-        row["cu_seq_lens_q"] = row["cu_seq_lens_k"] = torch.tensor(borders, dtype=torch.int32)
-    return row

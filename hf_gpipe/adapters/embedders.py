@@ -26,7 +26,6 @@ class Embedder(RowModel):
 
     has_head = False
     scores_targets = False
-    result = "last_hidden_state"
 
     @cached_property
     def ends_with_head(self) -> bool:  # type: ignore[override]  # of a pooler, not of a norm

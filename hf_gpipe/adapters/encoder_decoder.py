@@ -12,6 +12,7 @@ from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Stage, Tensors
 from hf_gpipe.adapters.documents import Documents, is_flash
 from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.layers import Layer, StackName
+from hf_gpipe.adapters.packing import used_columns
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
@@ -67,7 +68,7 @@ class EncoderDecoder(TextAdapter):
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
         mask, ids = batch.get("attention_mask"), batch["input_ids"]
         is_read = mask.bool() if mask is not None and mask.dim() == 2 else torch.ones_like(ids, dtype=torch.bool)
-        return self._used_columns(is_read) + self._used_columns(batch["labels"] != IGNORED_LABEL)
+        return used_columns(is_read) + used_columns(batch["labels"] != IGNORED_LABEL)
 
     def _shift_right(self, labels: torch.Tensor) -> torch.Tensor:
         """The decoder's inputs, as the model itself would make them from the labels (B, T)."""

@@ -7,15 +7,14 @@ as the row with the most. Where an image is read a row has a run of image tokens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
+from hf_gpipe.adapters.base import Tensors
 from hf_gpipe.errors import DataError
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 class ImageEntries(ABC):

@@ -8,15 +8,14 @@ A document of an encoder-decoder has a source and a target. Each micro-batch has
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_gpipe.adapters.base import IGNORED_LABEL
+from hf_gpipe.adapters.base import IGNORED_LABEL, Tensors
 from hf_gpipe.errors import DataError
 
-Batch = Mapping[str, torch.Tensor]
 Document = dict[str, torch.Tensor]
 """The tensors (T,) of a document: input_ids, position_ids, labels and what else a mini-batch has for each token.
 
@@ -26,11 +25,10 @@ Those of a target may be of another length than those of its source.
 #: Entries of flattened mini-batches that say where documents begin, in the forms of kernels.
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
-
 _NO_HOLES = "; to pack rows, pad them on the right only"
 
 
-def is_flattened(batch: Batch) -> bool:
+def is_flattened(batch: Tensors) -> bool:
     """Whether the rows of a mini-batch on the CPU are made of documents."""
     if "attention_mask" in batch:
         # With a mask transformers does not look for documents.
@@ -40,7 +38,7 @@ def is_flattened(batch: Batch) -> bool:
     return restarts or any(name in batch for name in BORDERS)
 
 
-def documents_of(batch: Batch, target_keys: Collection[str] = ()) -> list[Document]:
+def documents_of(batch: Tensors, target_keys: Collection[str] = ()) -> list[Document]:
     """The documents of a mini-batch on the CPU, in order: those of its flattened rows, else its rows without padding.
 
     Args:
@@ -63,7 +61,7 @@ def documents_of(batch: Batch, target_keys: Collection[str] = ()) -> list[Docume
     return documents
 
 
-def _pairs_of(batch: Batch, target_keys: Collection[str]) -> list[Document]:
+def _pairs_of(batch: Tensors, target_keys: Collection[str]) -> list[Document]:
     """The documents of a mini-batch whose rows are pairs of a source and a target."""
     if is_flattened(batch):
         raise DataError(
@@ -74,7 +72,7 @@ def _pairs_of(batch: Batch, target_keys: Collection[str]) -> list[Document]:
     target = {name: tensor for name, tensor in batch.items() if name in target_keys}
     sources = _entries(source, "input_ids", "attention_mask")
     targets = _entries(target, "labels", "decoder_attention_mask")
-    used = _last_used(batch["labels"] != IGNORED_LABEL).tolist()
+    used = used_columns(batch["labels"] != IGNORED_LABEL).clamp(min=1).tolist()
     if (mask := batch.get("decoder_attention_mask")) is not None:
         for row, length in enumerate(used):
             if not mask[row, :length].all():
@@ -90,7 +88,7 @@ def _pairs_of(batch: Batch, target_keys: Collection[str]) -> list[Document]:
     ]
 
 
-def _entries(batch: Batch, like: str, mask: str) -> dict[str, torch.Tensor]:
+def _entries(batch: Tensors, like: str, mask: str) -> dict[str, torch.Tensor]:
     """The entries of a mini-batch that are cut. Raises DataError for one that has another shape than `like`."""
     shape = batch[like].shape
     entries = {name: tensor for name, tensor in batch.items() if name not in (*BORDERS, mask)}
@@ -102,7 +100,7 @@ def _entries(batch: Batch, like: str, mask: str) -> dict[str, torch.Tensor]:
     return entries
 
 
-def as_rows(batch: Batch) -> Batch:
+def as_rows(batch: Tensors) -> Tensors:
     """A flattened mini-batch with its documents as rows (N, T), padded on the right; another one as it is."""
     on_cpu = {name: tensor.cpu() for name, tensor in batch.items()}
     if not is_flattened(on_cpu):
@@ -146,7 +144,7 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(parts[part]) for part in sorted(range(count), key=lambda part: -tokens[part])]
 
 
-def packed_parts(batch: Batch, num_micro_batches: int, target_keys: Collection[str] = ()) -> list[list[Document]]:
+def packed_parts(batch: Tensors, num_micro_batches: int, target_keys: Collection[str] = ()) -> list[list[Document]]:
     """The documents of a mini-batch on the CPU, in min(M, N) parts of about equally many tokens.
 
     Args:
@@ -164,7 +162,7 @@ def packed_parts(batch: Batch, num_micro_batches: int, target_keys: Collection[s
     return [[documents[index] for index in part] for part in balanced(lengths, num_micro_batches)]
 
 
-def _flattened_pieces(batch: Batch) -> list[tuple[int, int, int]]:
+def _flattened_pieces(batch: Tensors) -> list[tuple[int, int, int]]:
     """(row, start, stop) of each document of a flattened mini-batch."""
     ids = batch["input_ids"]
     is_start = torch.zeros(ids.shape, dtype=torch.bool)
@@ -181,7 +179,7 @@ def _flattened_pieces(batch: Batch) -> list[tuple[int, int, int]]:
     return [(row, start, stop) for (row, start), stop in zip(starts, stops, strict=True)]
 
 
-def _row_pieces(batch: Batch) -> list[tuple[int, int, int]]:
+def _row_pieces(batch: Tensors) -> list[tuple[int, int, int]]:
     """(row, start, stop) of the tokens of each row that are not padding."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if mask is None:
@@ -193,7 +191,7 @@ def _row_pieces(batch: Batch) -> list[tuple[int, int, int]]:
         )
     used = mask.bool() | (batch["labels"] != IGNORED_LABEL) if "labels" in batch else mask.bool()
     columns = torch.arange(ids.shape[1])
-    first, stop = used.int().argmax(dim=1, keepdim=True), _last_used(used)[:, None]
+    first, stop = used.int().argmax(dim=1, keepdim=True), used_columns(used).clamp(min=1)[:, None]
     if len(on_the_left := (first > 0).any(dim=1).nonzero()):
         raise DataError(
             f"row {int(on_the_left[0])} is padded on the left, where the plain model counts padding as positions and "
@@ -204,6 +202,6 @@ def _row_pieces(batch: Batch) -> list[tuple[int, int, int]]:
     return [(row, *piece) for row, piece in enumerate(torch.cat([first, stop], dim=1).tolist())]
 
 
-def _last_used(is_used: torch.Tensor) -> torch.Tensor:
-    """For each row of (N, T) the number of columns up to the last used one, at least 1: (N,)."""
-    return (is_used * torch.arange(is_used.shape[1])).amax(dim=1) + 1
+def used_columns(is_used: torch.Tensor) -> torch.Tensor:
+    """For each row of (N, T) the number of columns up to the last used one, (N,)."""
+    return (is_used * torch.arange(1, is_used.shape[1] + 1, device=is_used.device)).amax(dim=1)

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_gpipe.adapters import packing
 from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Tensors
-from hf_gpipe.adapters.batch_keys import check_keys
+from hf_gpipe.adapters.batch_keys import OF_LOSSES, check_keys
 from hf_gpipe.adapters.document_positions import is_position_table
 from hf_gpipe.adapters.families import UNREAD
 from hf_gpipe.adapters.known_mask import with_known_masks
@@ -40,10 +40,7 @@ class TextAdapter(Adapter):
     """
 
     #: Entries that losses alone read.
-    loss_keys = (
-        *("labels", "shift_labels", "ref_logps", "desirable", "kl", "row_gradients", "unit_losses"),
-        *("advantages", "old_logps", "ref_token_logps", "teacher_tokens", "teacher_log_probs"),
-    )
+    loss_keys = (*OF_LOSSES, "row_gradients", "unit_losses")
 
     def __init__(
         self,
@@ -200,11 +197,6 @@ class TextAdapter(Adapter):
         masks = {stack.name: inputs.get(self.mask_of(stack.name)) for stack in self.stacks}
         documents = {stack: getattr(mask, "documents", None) for stack, mask in masks.items()}
         return {stack: of_stack.lengths for stack, of_stack in documents.items() if of_stack is not None}
-
-    @staticmethod
-    def _used_columns(is_used: torch.Tensor) -> torch.Tensor:
-        """For each row of (N, T), the number of columns up to the last used one."""
-        return (is_used * torch.arange(1, is_used.shape[1] + 1, device=is_used.device)).amax(dim=1)
 
     def _trimmed(self, group: Mapping[str, torch.Tensor], is_used: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cut the columns at the end that no row of a micro-batch uses; `group` has the shape of `is_used` (B, T)."""
