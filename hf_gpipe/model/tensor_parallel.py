@@ -52,11 +52,11 @@ def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = 
 
 def _check_rows(adapter: TextAdapter, size: int, *, is_compiled: bool) -> None:
     """Raise UserError where ranks cannot have parts of the positions between divided layers."""
-    plan = plan_of(adapter, size)
+    has_experts = "experts" in plan_of(adapter, size).modules.values() or bool(adapter.routers)
     others = {
         "torch_compile is true": is_compiled,
         "peft_config adds adapters, whose first factors read whole rows": adapter.peft is not None,
-        "the model has experts, whose routers read whole rows": bool(plan.experts or adapter.routers),
+        "the model has experts, whose routers read whole rows": has_experts,
     }
     for what, is_so in others.items():
         if is_so:

@@ -50,7 +50,7 @@ def _plan_of(adapter: Adapter, size: int) -> SplitPlan:
 def _check_quantised(plan: SplitPlan, model: PreTrainedModel) -> None:
     """Raise UserError where a cut of quantised weights goes through a block of them."""
     layers = {id(module) for module in quantised_layers(model)}
-    for name in sorted(plan.columns | plan.rows):
+    for name, part in sorted(plan.modules.items()):
         module: Any = model.get_submodule(name)
         if id(module) not in layers:
             continue
@@ -60,8 +60,8 @@ def _check_quantised(plan: SplitPlan, model: PreTrainedModel) -> None:
                 "of whole rows; use 4 bits, or leave tensor_parallel out"
             )
         runs = [(0, module.in_features)]
-        if name in plan.rows:
-            runs += [run for part in plan.cuts[f"{name}.weight"].parts for run in part]
+        if part == "row":
+            runs += [run for own in plan.cuts[f"{name}.weight"].parts for run in own]
         size = module.weight.blocksize
         if any(end % size for run in runs for end in run):
             raise UserError(
@@ -88,24 +88,19 @@ class _Adapted:
             copies = (f"{wrapped.module}.original_module", f"{wrapped.module}.modules_to_save.{peft.name}")
             if wrapped.tokens is None:
                 self._places[wrapped.module] = copies
-            elif wrapped.module in plain.tables or wrapped.module in plain.heads:
+            elif wrapped.module in plain.weights:
                 raise self._error("trainable_token_indices, the rows of a table that is divided")
         self.plan = replace(
             plain,
             cuts={self._tied(now): cut for name, cut in plain.cuts.items() for now in self._now(name)},
-            columns={now for name in plain.columns for now in self._now(name)},
-            rows={now for name in plain.rows for now in self._now(name)},
-            experts={now for name in plain.experts for now in self._now(name)},
-            tables=self._of_vocabulary(plain.tables),
-            heads=self._of_vocabulary(plain.heads),
+            modules={now: part for name, part in plain.modules.items() for now in self._now(name)},
+            weights={now: self._tied(f"{now}.weight") for name in plain.weights for now in self._now(name)},
             units={now: units for name, units in plain.units.items() for now in self._now(name)},
             heads_of={now: heads for name, heads in plain.heads_of.items() for now in self._now(name)},
-            attributes={now: values for name, values in plain.attributes.items() for now in self._now(name)},
             shared={now for name in plain.shared for now in self._now(name)},
         )
-        for tables in (plain.tables, plain.heads):
-            for name, weight in tables.items():
-                self.plan.cuts |= {self._tied(f"{now}.weight"): plain.cuts[weight] for now in self._now(name)}
+        for name, weight in plain.weights.items():
+            self.plan.cuts |= {self._tied(f"{now}.weight"): plain.cuts[weight] for now in self._now(name)}
         for name, layer in layers.items():
             self._divide(name, layer)
 
@@ -120,33 +115,30 @@ class _Adapted:
     def _tied(self, name: str) -> str:
         return self._peft.ties.get(name, name)
 
-    def _of_vocabulary(self, tables: dict[str, str]) -> dict[str, str]:
-        return {now: self._tied(f"{now}.weight") for name in tables for now in self._now(name)}
-
     def _divide(self, name: str, layer: Any) -> None:
         """Plan for the adapter of a layer."""
         from peft.tuners.lora import Embedding
 
-        plan, own = self.plan, self._peft.name
+        plan, own, part = self.plan, self._peft.name, self._plain.modules.get(name)
         if layer.lora_variant:
             raise self._error(f"{type(layer.lora_variant[own]).__name__.removesuffix('Variant')}, a form of LoRA")
-        if name in self._plain.columns | self._plain.rows:
+        if part in ("column", "row"):
             cut = self._plain.cuts[f"{name}.weight"]
-            if name in self._plain.rows:
-                plan.rows.add(first := f"{name}.lora_A.{own}")
+            if part == "row":
+                plan.modules[first := f"{name}.lora_A.{own}"] = "row"
                 plan.cuts[f"{first}.weight"] = replace(cut, dim=1)
                 return
-            plan.columns.add(second := f"{name}.lora_B.{own}")
+            plan.modules[second := f"{name}.lora_B.{own}"] = "column"
             added = {
                 f"{second}.{parameter}": replace(cut, dim=0) for parameter, _ in layer.lora_B[own].named_parameters()
             }
             plan.cuts |= added
             if cut.is_shared:
                 plan.shared |= added.keys()
-        elif name in self._plain.tables and isinstance(layer, Embedding):
-            cut = self._plain.cuts[self._plain.tables[name]]
+        elif part == "table" and isinstance(layer, Embedding):
+            cut = self._plain.cuts[self._plain.weights[name]]
             plan.cuts[f"{name}.lora_embedding_A.{own}"] = replace(cut, dim=1)
-        elif name in self._plain.experts:
+        elif part == "experts":
             raise self._error("target_parameters, matrices of experts")
 
     def _error(self, what: str) -> UserError:

@@ -34,13 +34,15 @@ class Heads:
     Attributes:
         queries: of each rank the run of its query heads.
         pairs: of each rank the run of the heads of keys and values that they read.
+        width: of a head.
     """
 
     queries: Runs
     pairs: Runs
+    width: int = 1
 
     @classmethod
-    def of(cls, num_queries: int, num_pairs: int, size: int) -> Heads:
+    def of(cls, num_queries: int, num_pairs: int, size: int, width: int = 1) -> Heads:
         """Whole groups for each rank; with fewer groups than ranks, some ranks share one and its queries.
 
         The first rank has as many heads as any. There are as many query heads as ranks, or more.
@@ -48,13 +50,14 @@ class Heads:
         group = num_queries // num_pairs
         if num_pairs >= size:
             pairs = dealt(num_pairs, size)
-            return cls(tuple((group * first, group * stop) for first, stop in pairs), pairs)
+            return cls(tuple((group * first, group * stop) for first, stop in pairs), pairs, width)
         # The first groups have the fewest ranks, and so the longest parts.
         numbers = [stop - first for first, stop in reversed(dealt(size, num_pairs))]
         own = [(pair, first, stop) for pair, number in enumerate(numbers) for first, stop in dealt(group, number)]
         return cls(
             tuple((pair * group + first, pair * group + stop) for pair, first, stop in own),
             tuple((pair, pair + 1) for pair, _, _ in own),
+            width,
         )
 
 

@@ -55,6 +55,11 @@ _ALL_WIDTHS = ("inner_dim", "split_size", "embed_dim", "all_head_size")
 _GROUPS = "num_key_value_groups"
 
 
+#: A linear layer of blocks has a part of its outputs (column) or of its inputs (row), each expert a part of its width,
+#: an embedding of tokens (table), and the linear layer that makes logits (head), a part of the vocabulary.
+Part = Literal["column", "row", "experts", "table", "head"]
+
+
 class _Output(NamedTuple):
     """The units (heads or columns) that the column layers of a module make, and that a row layer then reads."""
 
@@ -69,26 +74,19 @@ class SplitPlan:
     Attributes:
         size: T, the ranks of a worker.
         cuts: of each divided parameter or buffer, under its own name, and not that of an alias.
-        columns, rows: linear layers of blocks.
-        experts: modules with the matrices of experts, of which each rank has a part of every expert.
-        tables: embeddings of tokens that have a part of the vocabulary, each with the name of its weight.
-        heads: linear layers that make the logits of a part of the vocabulary, each with the name of its weight.
+        modules: how each divided module is divided.
+        weights: of tables and heads the names of their weights.
         units: of column layers how many heads or columns each rank makes of what a row layer then reads.
         heads_of: of each attention the heads of each rank.
-        attributes: of each attention the values of each rank's part, for those of these attributes that it has.
         shared: parameters that several ranks have alike and use for their own heads: their gradients are summed.
     """
 
     size: int
     cuts: dict[str, Cut] = field(default_factory=dict)
-    columns: set[str] = field(default_factory=set)
-    rows: set[str] = field(default_factory=set)
-    experts: set[str] = field(default_factory=set)
-    tables: dict[str, str] = field(default_factory=dict)
-    heads: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, Part] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
     units: dict[str, tuple[int, ...]] = field(default_factory=dict)
     heads_of: dict[str, Heads] = field(default_factory=dict)
-    attributes: dict[str, tuple[dict[str, int], ...]] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
 
     @classmethod
@@ -111,9 +109,9 @@ class SplitPlan:
             elif name.endswith(_OF_HEADS):
                 heads = plan._heads(model, name.rpartition(".")[0])
                 plan.cuts[f"{name}.weight"] = Cut.of_packs(1, [heads.queries])
-        for name in plan.attributes:
+        for name in plan.heads_of:
             of_heads = {f"{name}.{own}" for own, _ in model.get_submodule(name).named_parameters()} - plan.cuts.keys()
-            plan.shared |= {path for path in of_heads if path.rpartition(".")[0] not in plan.rows}
+            plan.shared |= {path for path in of_heads if plan.modules.get(path.rpartition(".")[0]) != "row"}
         plan.shared |= {name for name, cut in plan.cuts.items() if cut.is_shared}
         plan._check_covered(model, blocks)
         plan._divide_vocabulary(adapter)
@@ -141,7 +139,7 @@ class SplitPlan:
                 packs = self._packs(model, parent, kind, length)
                 runs = self.heads_of[parent].queries
                 made[parent] = _Output(runs[-1][1], runs)
-            self.columns.add(name)
+            self.modules[name] = "column"
             if kind != "key or value":
                 self.units[name] = lengths(made[parent].runs)
             self.cuts[f"{name}.weight"] = Cut.of_packs(dim, packs)
@@ -154,7 +152,7 @@ class SplitPlan:
         before = ""
         for name, layer in layers:
             parent = name.rpartition(".")[0]
-            if name in self.columns:
+            if self.modules.get(name) == "column":
                 before = parent
             if _kind(model, name) != "row":
                 continue
@@ -162,12 +160,12 @@ class SplitPlan:
             length = layer.weight.shape[dim]
             if read is None or length % read.number:
                 raise _not_covered(model, f"what its layer {name!r} reads is not known")
-            self.rows.add(name)
+            self.modules[name] = "row"
             self.cuts[f"{name}.weight"] = Cut.of_packs(dim, [scaled(read.runs, length // read.number)])
 
     def _divide_experts(self, name: str, module: Any) -> None:
         """Plan for the matrices of experts."""
-        self.experts.add(name)
+        self.modules[name] = "experts"
         for own, (dim, count) in _OF_EXPERTS.items():
             length = getattr(module, own).shape[dim] // count
             self.cuts[f"{name}.{own}"] = Cut.of_packs(dim, [self._dealt(name, length)] * count)
@@ -211,17 +209,19 @@ class SplitPlan:
             raise _not_covered(model, f"{name!r} has {num_queries} heads and {num_pairs} of keys and values")
         if num_queries < self.size:
             raise self._too_few(name, num_queries, "heads")
-        heads = self.heads_of[name] = Heads.of(num_queries, num_pairs, self.size)
-        self.attributes[name] = tuple(
-            {
-                **dict.fromkeys(_HEADS, own),
-                **dict.fromkeys(_ALL_WIDTHS, own * width),
-                **dict.fromkeys(_KEY_VALUE_HEADS, pairs),
-                _GROUPS: own // pairs,
-            }
-            for own, pairs in zip(lengths(heads.queries), lengths(heads.pairs), strict=True)
-        )
-        return heads
+        self.heads_of[name] = Heads.of(num_queries, num_pairs, self.size, width)
+        return self.heads_of[name]
+
+    def attributes(self, attention: str, place: int) -> dict[str, int]:
+        """What an attention shall know of the heads of a rank, by the names of attributes, of which it has some."""
+        heads = self.heads_of[attention]
+        own, pairs = (lengths(runs)[place] for runs in (heads.queries, heads.pairs))
+        return {
+            **dict.fromkeys(_HEADS, own),
+            **dict.fromkeys(_ALL_WIDTHS, own * heads.width),
+            **dict.fromkeys(_KEY_VALUE_HEADS, pairs),
+            _GROUPS: own // pairs,
+        }
 
     def _dealt(self, name: str, count: int) -> Runs:
         if count < self.size:
@@ -241,7 +241,7 @@ class SplitPlan:
             if name.startswith(blocks) and parameter.dim() > 1 and not is_whole:
                 raise _not_covered(model, f"no rule divides its weight {name!r}")
         for block in blocks:
-            if not all(any(name.startswith(block) for name in names) for names in (self.columns, self.rows)):
+            if not {"column", "row"} <= {part for name, part in self.modules.items() if name.startswith(block)}:
                 raise _not_covered(model, f"nothing of its block {block[:-1]!r} is divided")
 
     def _divide_vocabulary(self, adapter: Adapter) -> None:
@@ -254,25 +254,26 @@ class SplitPlan:
         }
         # Adapters may have put a copy beside the head.
         heads = {re.sub(r"\.(original_module|modules_to_save\.[^.]+)", "", name) for name in adapter.projection.names}
-        if len(heads) == 1 and not adapter.is_classifier:
-            self.heads = {name: weights[name] for name in heads}
-            divided |= set(self.heads.values())
-        elif divided & {weights[name] for name in modules if name.startswith(adapter.layers[-1].name)}:
-            return  # the head reads the whole table
+        if len(heads) != 1 or adapter.is_classifier:
+            heads = set()
+            if divided & {weights[name] for name in modules if name.startswith(adapter.layers[-1].name)}:
+                return  # the head reads the whole table
+        divided |= {weights[name] for name in heads}
         for name, module in modules.items():
             if weights[name] not in divided or not hasattr(module, "weight"):
                 continue
             self.cuts[weights[name]] = Cut.of_packs(0, [dealt(len(module.weight), self.size)])
-            if isinstance(module, nn.Embedding):
-                self.tables[name] = weights[name]
-            elif name not in self.heads:
+            is_table = isinstance(module, nn.Embedding)
+            if not is_table and name not in heads:
                 raise _not_covered(model, f"{name!r} has a part of the vocabulary and is no embedding")
-        for name in self.heads:
+            self.modules[name] = "table" if is_table else "head"
+            self.weights[name] = weights[name]
+        for name in heads:
             if (head := modules[name]).bias is not None:
                 bias = f"{name}.bias"
                 self.cuts[ties.get(bias, bias)] = Cut.of_packs(0, [dealt(head.out_features, self.size)])
         for name, buffer in model.named_buffers():
-            if self.heads and name.endswith(_OF_VOCABULARY):
+            if heads and name.endswith(_OF_VOCABULARY):
                 self.cuts[name] = Cut.of_packs(buffer.dim() - 1, [dealt(buffer.shape[-1], self.size)])
 
 

@@ -88,10 +88,10 @@ class Division:
 
     def logits(self, part: torch.Tensor) -> torch.Tensor:
         """Logits of the whole vocabulary (..., V) from those of a part."""
-        weight = next(iter(self.plan.heads.values()), None)
-        if weight is None:
+        head = next((name for name, kind in self.plan.modules.items() if kind == "head"), None)
+        if head is None:
             return part
-        cut, ranks = replace(self.plan.cuts[weight], dim=part.dim() - 1), self.ranks
+        cut, ranks = replace(self.plan.cuts[self.plan.weights[head]], dim=part.dim() - 1), self.ranks
         # All ranks go on with them alike.
         return exchange(
             part,
@@ -136,7 +136,8 @@ class Division:
         for name, module in with_weights.items():
             self._extend(name, module, blocks)
         if self.ranks.divides_rows:
-            for parent in {name.rpartition(".")[0] for name in self.plan.columns} - blocks:
+            columns = [name for name, part in self.plan.modules.items() if part == "column"]
+            for parent in {name.rpartition(".")[0] for name in columns} - blocks:
                 if parent in with_weights:
                     _extended(with_weights[parent], _Entrance, self._region)
 
@@ -149,7 +150,7 @@ class Division:
         """
         self._region.during_sums = during_sums = DuringSums(gradients)
         for name, module in model.named_modules():
-            if name in self.plan.columns:
+            if self.plan.modules.get(name) == "column":
                 hand_over(module, during_sums)
 
     def _sum_gradient(self, name: str, parameter: nn.Parameter) -> None:
@@ -165,45 +166,46 @@ class Division:
 
     def _extend(self, name: str, module: Any, blocks: frozenset[str]) -> None:
         """Change the class and the attributes of one module of the model."""
-        plan, place = self.plan, self.ranks.place
-        if name in plan.columns | plan.rows or name in plan.heads:
+        plan, place, part = self.plan, self.ranks.place, self.plan.modules.get(name)
+        if part in ("column", "row", "head"):
             shape = module.weight.quant_state.shape if is_4bit(module.weight) else module.weight.shape
             outputs, inputs = reversed(shape) if isinstance(module, Conv1D) else shape
             names = ("nf", "nx") if isinstance(module, Conv1D) else ("out_features", "in_features")
             vars(module).update(zip(names, (outputs, inputs), strict=True))
-            if name in plan.heads:
-                cut = plan.cuts[plan.heads[name]]
+            if part == "head":
+                cut = plan.cuts[plan.weights[name]]
                 module.vocabulary = VocabularyPart(cut.parts[place][0][0], cut.parts[-1][0][1], self.ranks)
                 # A hook: those before it, such as of a loss that reads hidden states, see them outside.
                 module.register_forward_pre_hook(lambda _, args: enter(args[0], self.ranks))
             else:
                 module.units, module.is_entrance = plan.units.get(name), name.rpartition(".")[0] in blocks
-                _extended(module, _Column if name in plan.columns else _Row, self._region)
-        elif name in plan.tables:
-            module.first = plan.cuts[plan.tables[name]].parts[place][0][0]
+                _extended(module, _Column if part == "column" else _Row, self._region)
+        elif part == "table":
+            module.first = plan.cuts[plan.weights[name]].parts[place][0][0]
             module.num_embeddings = len(module.weight)
             if module.padding_idx is not None:
                 own = module.padding_idx - module.first
                 module.padding_idx = own if 0 <= own < len(module.weight) else None
             _extended(module, _Table, self._region)
-        elif f"{name}.base_layer" in plan.tables:
+        elif plan.modules.get(f"{name}.base_layer") == "table":
             _extended(module, _AdaptedTable, self._region)
         elif hasattr(module, "lora_dropout"):
+            base = f"{name}.base_layer"
+            units = plan.cuts[f"{base}.weight"].lengths if plan.modules.get(base) == "row" else None
             for dropout in module.lora_dropout.values():
-                dropout.units = (
-                    plan.cuts[f"{base}.weight"].lengths if (base := f"{name}.base_layer") in plan.rows else None
-                )
+                dropout.units = units
                 _extended(dropout, _AdapterDropout, self._region)
-        elif name in plan.experts:
+        elif part == "experts":
             _extended(module, _Experts, self._region)
-        elif name in plan.attributes:
+        elif name in plan.heads_of:
             self._set_heads(name, module)
         elif name in blocks:
             _extended(module, _BlockWithDropout if self._has_dropout else _Block, self._region)
 
     def _set_heads(self, name: str, attention: Any) -> None:
         """Let an attention know its part of the heads alone."""
-        values, place = self.plan.attributes[name][self.ranks.place], self.ranks.place
+        place = self.ranks.place
+        values = self.plan.attributes(name, place)
         config = getattr(attention, "config", None)
         if isinstance(config, PreTrainedConfig):
             attention.config = copy.copy(config)  # some forwards read the numbers there
