@@ -8,16 +8,30 @@ the part that torch.compile compiles. Names of parameters, `isinstance` and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 Before = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 """(args, kwargs) of a call -> the (args, kwargs) that the module gets."""
 After = Callable[[Any], Any]
 """Output of the module -> the output that the caller gets."""
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The hidden states that a layer gets: its first argument, or the first tensor among its keywords, if any."""
+    return args[0] if args else next((value for value in kwargs.values() if isinstance(value, torch.Tensor)), None)
+
+
+def with_hidden(hidden: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer with other hidden states."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    where = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
+    return args, {**kwargs, where: hidden}
 
 
 def intercept(module: nn.Module, before: Before | None = None, after: After | None = None) -> None:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_gpipe.adapters import fake_operations
+from hf_gpipe.adapters.intercept import hidden_of, with_hidden
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.errors import UnsupportedModelError
 
@@ -121,8 +122,7 @@ class _Followed(TorchDispatchMode):
             if name in self.made or index != self._layer + is_entrance:
                 what = "is called again" if name in self.made else "is called out of its order"
                 raise BrokenChainError(f"{self._is_no_chain}: {name!r} {what} after {self._where!r}")
-            where = next((key for key, value in kwargs.items() if isinstance(value, torch.Tensor)), "")
-            hidden = args[0] if args else kwargs.get(where)
+            hidden = hidden_of(args, kwargs)
             if not isinstance(hidden, torch.Tensor):
                 raise BrokenChainError(
                     f"{self._is_no_chain}: {name!r} after {self._where!r} is given a {type(hidden).__name__} where it "
@@ -141,7 +141,7 @@ class _Followed(TorchDispatchMode):
                 if index:
                     # Another tensor, so that all that is read from before this layer comes through its entrance.
                     hidden = self.received[name] = self._note(torch.empty_like(self.given[-1]), before)
-                    args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, where: hidden})
+                    args, kwargs = with_hidden(hidden, args, kwargs)
             self._inside.append(name)
             return args, kwargs
 

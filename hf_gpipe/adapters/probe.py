@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast, scope_of
 from hf_gpipe.adapters.head import FoundProjection, find_projection
+from hf_gpipe.adapters.intercept import hidden_of
 from hf_gpipe.adapters.layers import BlockForm, Given, Stack, StackName
 from hf_gpipe.adapters.skeleton import build
 from hf_gpipe.adapters.tiny import tiny_config
@@ -204,7 +205,7 @@ def _run(model: PreTrainedModel, autocast: Autocast | None = None) -> _Calls:
     def enter(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             calls.entered.setdefault(name, []).append(calls.tick())
-            if (given := _first_tensor(args, kwargs)) is not None:
+            if isinstance(given := hidden_of(args, kwargs), torch.Tensor):
                 calls.inputs.setdefault(name, Given(tuple(given.shape), given.dtype))
 
         return hook
@@ -246,18 +247,12 @@ def _forward(model: PreTrainedModel, autocast: Autocast | None) -> Any:
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> BlockForm | None:
     """Form in which a call returned hidden states; None where the first output has not the shape of the input."""
-    hidden = _first_tensor(args, kwargs)
+    hidden = hidden_of(args, kwargs)
     several = isinstance(output, tuple | list) and len(output) > 0
     returned = output[0] if several else output
-    if hidden is None or not isinstance(returned, torch.Tensor) or hidden.shape != returned.shape:
+    if not (isinstance(hidden, torch.Tensor) and isinstance(returned, torch.Tensor) and hidden.shape == returned.shape):
         return None
     return BlockForm(len(output) if several else None, Given(tuple(returned.shape), returned.dtype))
-
-
-def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The hidden states that a layer gets: its first argument, or the first tensor among its keywords."""
-    given = args[0] if args else next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
-    return given if isinstance(given, torch.Tensor) else None
 
 
 def _block_lists(model: PreTrainedModel, calls: _Calls) -> list[str]:

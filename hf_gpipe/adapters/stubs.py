@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_gpipe.adapters.dropout import DropoutSeeds
-from hf_gpipe.adapters.intercept import intercept
+from hf_gpipe.adapters.intercept import hidden_of, intercept, with_hidden
 from hf_gpipe.adapters.layers import StackName
 
 
@@ -58,8 +58,7 @@ class PassThrough(nn.Module):
         self.num_outputs = num_outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        where = _hidden_argument(args, kwargs)
-        hidden = args[0] if where is None else kwargs[where]
+        hidden = hidden_of(args, kwargs)
         if self.port is not None:
             self.port.captured = hidden
         return hidden if self.num_outputs is None else (hidden, *[None] * (self.num_outputs - 1))
@@ -125,13 +124,6 @@ def resemble(stub: nn.Module, replaced: nn.Module) -> None:
         stub.__dict__[name] = parameter.data
 
 
-def _hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The keyword by which a layer gets its hidden states; None: they are its first positional argument."""
-    if args:
-        return None
-    return next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
-
-
 def admit(module: nn.Module, name: str, port: Port, *, is_entrance: bool) -> None:
     """Make `module` set its dropout seed before each call and, if `is_entrance`, use the received hidden states."""
 
@@ -139,10 +131,7 @@ def admit(module: nn.Module, name: str, port: Port, *, is_entrance: bool) -> Non
         if port.seeds is not None:
             port.seeds.plant(name)
         if is_entrance and port.received is not None:
-            where = _hidden_argument(args, kwargs)
-            if where is None:
-                return (port.received, *args[1:]), kwargs
-            kwargs[where] = port.received
+            return with_hidden(port.received, args, kwargs)
         return args, kwargs
 
     intercept(module, before)

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from hf_gpipe.adapters.intercept import extend_class
+from hf_gpipe.adapters.intercept import extend_class, hidden_of, with_hidden
 from hf_gpipe.adapters.linear import hand_over
 from hf_gpipe.adapters.quantised import is_4bit, part_of_4bit
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut
@@ -237,19 +237,6 @@ def part_of(whole: torch.Tensor, cut: Cut, place: int) -> torch.Tensor:
     return part.requires_grad_(whole.requires_grad)
 
 
-#: The name of hidden states among the arguments of a block or a module in it.
-_HIDDEN = "hidden_states"
-
-
-def _with_hidden(
-    change: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with other hidden states."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    return args, kwargs | {_HIDDEN: change(kwargs[_HIDDEN])}
-
-
 class _Divided:
     """Mixed into the class of a module that has a part; the module's own class follows in the MRO."""
 
@@ -274,7 +261,7 @@ class _Entrance(_Divided):
     there."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _with_hidden(self._region.gather, args, kwargs)
+        args, kwargs = with_hidden(self._region.gather(hidden_of(args, kwargs)), args, kwargs)
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -367,8 +354,8 @@ class _Block(_Divided):
         # The gradients of norms are summed whenever there are any.
         if not (region.ranks.divides_rows and (self.training or torch.is_grad_enabled())):
             return run(*args, **kwargs)
-        with region.dividing(args[0] if args else kwargs[_HIDDEN]) as part:
-            args, kwargs = _with_hidden(lambda _: part, args, kwargs)
+        with region.dividing(hidden_of(args, kwargs)) as part:
+            args, kwargs = with_hidden(part, args, kwargs)
             output = run(*args, **kwargs)
             if isinstance(output, tuple):
                 return region.join(output[0]), *output[1:]
