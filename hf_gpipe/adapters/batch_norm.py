@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_gpipe.adapters.autocast import HALF_PRECISION
-from hf_gpipe.adapters.sync_batch_norm import Gather, is_synchronised, normalise
+from hf_gpipe.adapters.sync_batch_norm import Gather, normalise
 from hf_gpipe.errors import DataError, UnsupportedModelError
 
 
@@ -88,7 +88,7 @@ class BatchNorms:
         self._index = -1
         self._shared: dict[int, dict[str, torch.Tensor]] = {}
         for name, layer in self._layers.items():
-            forward = self._synchronised if is_synchronised(layer) else self._own
+            forward = self._synchronised if isinstance(layer, nn.SyncBatchNorm) else self._own
             layer.forward = partial(forward, name, layer)  # type: ignore[method-assign]
 
     def __bool__(self) -> bool:

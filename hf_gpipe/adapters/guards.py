@@ -57,12 +57,9 @@ def check_sizes(fields: Mapping[str, Any], prefix: str = "") -> None:
                 raise UserError(f"{key} is {show(number)}, expected a whole number; correct it")
             if _PROBABILITY.search(str(name)) and isinstance(number, int | float) and not 0 <= number <= 1:
                 raise UserError(f"{key} is {show(number)}, expected a number of at least 0 and at most 1; correct it")
-            if isinstance(number, int) and abs(number) > (most := _largest(str(name))):
+            most = next(largest for pattern, largest in _LARGEST if pattern.search(str(name)))
+            if isinstance(number, int) and abs(number) > most:
                 raise UserError(f"{key} is {shorten(str(number))}, and at most {most} is allowed; correct it")
-
-
-def _largest(name: str) -> int:
-    return next(most for pattern, most in _LARGEST if pattern.search(name))
 
 
 def check_attention(config: PreTrainedConfig, asked: str | None = None) -> None:
@@ -215,13 +212,10 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, list[str]]]:
         ("backward", (module._backward_hooks, module._backward_pre_hooks)),
     ):
         # transformers leaves hooks of its own once it has recorded outputs; they do nothing in a pipeline.
-        hooks = [hook for some in registered for hook in some.values() if not _is_transformers(hook)]
+        every = [hook for some in registered for hook in some.values()]
+        hooks = [hook for hook in every if not getattr(hook, "__module__", "").startswith("transformers.")]
         if hooks:
             yield kind, [getattr(hook, "__qualname__", repr(hook)) for hook in hooks]
-
-
-def _is_transformers(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").startswith("transformers.")
 
 
 def _scalars(module: nn.Module) -> dict[str, Any]:

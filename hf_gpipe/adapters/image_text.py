@@ -198,14 +198,11 @@ def images_of_row(config: PreTrainedConfig, batch: Tensors) -> RowImages:
         for name in FORMS[config.model_type].names
         if name in batch
     }
-    entries = tuple(
-        (name, tuple(t.shape), str(t.dtype).removeprefix("torch."), _whole_numbers(t)) for name, t in shares.items()
-    )
-    return RowImages(tuple(is_image[row].nonzero().flatten().tolist()), entries)
-
-
-def _whole_numbers(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    return None if tensor.is_floating_point() else tuple(tensor.flatten().tolist())
+    entries = []
+    for name, share in shares.items():
+        values = None if share.is_floating_point() else tuple(share.flatten().tolist())
+        entries.append((name, tuple(share.shape), str(share.dtype).removeprefix("torch."), values))
+    return RowImages(tuple(is_image[row].nonzero().flatten().tolist()), tuple(entries))
 
 
 def example_batch(model: PreTrainedModel, num_images: Sequence[int]) -> dict[str, torch.Tensor]:

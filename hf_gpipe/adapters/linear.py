@@ -108,7 +108,9 @@ class _Products(TorchFunctionMode):
                 offsets = kwargs.get("offs")
                 others = [value for name, value in kwargs.items() if name != "offs" and value is not None]
                 if offsets is not None and not others and not rest:
-                    return _multiply_groups(self._gradients, given, parameter, matrix, offsets)
+                    is_transposed = matrix is parameter
+                    matrices = matrix.detach()
+                    return _MultiplyGroups.apply(given, parameter, matrices, offsets, self._gradients, is_transposed)
             elif matrix.dim() == 2 and matrix.is_contiguous() and parameter.is_contiguous():
                 bias = rest[0] if rest else kwargs.get("bias")
                 is_transposed = func is not F.linear
@@ -158,19 +160,6 @@ def _multiply(
     return output
 
 
-def _multiply_groups(
-    gradients: WeightGradients,
-    given: torch.Tensor,
-    parameter: nn.Parameter,
-    matrices: torch.Tensor,
-    offsets: torch.Tensor,
-) -> torch.Tensor:
-    """`torch._grouped_mm(given, matrices, offs=offsets)`, for a parameter or its transpose."""
-    is_transposed = matrices is parameter
-    output: torch.Tensor = _MultiplyGroups.apply(given, parameter, matrices.detach(), offsets, gradients, is_transposed)
-    return output
-
-
 class _Multiply(torch.autograd.Function):
     """A product by a matrix, and a bias, whose backward does not compute the matrix's gradient: see `_multiply`."""
 
@@ -216,7 +205,10 @@ class _Multiply(torch.autograd.Function):
 
 
 class _MultiplyGroups(torch.autograd.Function):
-    """A product of groups of rows by a matrix each, whose backward does not compute the matrices' gradient."""
+    """`torch._grouped_mm` of groups of rows and a matrix each, whose backward does not compute the matrices' gradient.
+
+    The matrices are a parameter, or its transpose.
+    """
 
     @staticmethod
     def forward(

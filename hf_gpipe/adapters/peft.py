@@ -68,12 +68,13 @@ class PeftAdapter:
         from peft.tuners.tuners_utils import cast_adapter_dtype, check_target_module_exists
 
         # Layers of other stages are stubs. Of another stage's first block, whose table of positions this stage uses,
-        # modules are there without weights. And PEFT puts no adapters into what is trained whole.
+        # modules are there without weights, as plain `nn.Module` (position_tables.py). And PEFT puts no adapters into
+        # what is trained whole.
         whole = tuple(f"{wrapped.module}." for wrapped in self.wrapped if wrapped.tokens is None)
         absent = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, STUBS) or _is_hollow(module) or f"{name}.".startswith(whole)
+            if isinstance(module, STUBS) or type(module) is nn.Module or f"{name}.".startswith(whole)
         ]
         if any(
             check_target_module_exists(self.config, name) for name, _ in model.named_modules() if name not in absent
@@ -257,11 +258,6 @@ def _having_input_embeddings(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.__dict__.pop("get_input_embeddings", None)
-
-
-def _is_hollow(module: nn.Module) -> bool:
-    """Whether a module of another stage was emptied of its weights (see position_tables.py)."""
-    return type(module) is nn.Module
 
 
 def _also_excluded(given: Any, names: list[str]) -> Any:

@@ -246,7 +246,7 @@ def part_of_4bit(parameter: Any, cut: Cut, place: int) -> nn.Parameter:
     vars(part).update(vars(parameter))
     part.quant_state = copy.copy(state)
     part.quant_state.absmax = part_of(scales, state.blocksize).flatten()
-    part.quant_state.shape = cut.shape_of_part(state.shape, place)
+    part.quant_state.shape = cut.part(torch.empty(state.shape, device="meta"), place).shape
     part.quant_state.nested, part.quant_state.state2, part.quant_state.offset = False, None, None
     if getattr(part, "module", None) is not None:
         part.module.quant_state = part.quant_state

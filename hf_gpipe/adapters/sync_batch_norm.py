@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
@@ -61,8 +60,3 @@ class _Normalised(torch.autograd.Function):
         own = torch.stack([wide.sum(others, keepdim=True), (wide * normed).sum(others, keepdim=True)])
         total, product = torch.stack(ctx.gather(own)).sum(0)
         return (scale * (wide - (total + normed * product) / ctx.count)).to(gradient.dtype), None, None, None, None
-
-
-def is_synchronised(layer: nn.Module) -> bool:
-    """Whether a layer asks for the statistics of all replicas."""
-    return isinstance(layer, nn.SyncBatchNorm)

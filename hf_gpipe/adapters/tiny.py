@@ -184,7 +184,8 @@ def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
         if isinstance(sub_config, PreTrainedConfig):
             shrunk[name] = _shrink(value, sub_config)
         elif isinstance(value, list) and len(value) == num_blocks:  # one entry per block
-            shrunk[name] = _spread(_small(name, value, names), NUM_BLOCKS)
+            size = names.get(name.removesuffix("_per_layer"))  # as of `num_attention_heads_per_layer`
+            shrunk[name] = _spread(value, NUM_BLOCKS) if size is None else [size] * NUM_BLOCKS
     if isinstance(full.get("vision_config"), dict):
         _shrink_images(shrunk, full)
     rope = full.get("rope_parameters") or {}
@@ -207,12 +208,6 @@ def _shrink_images(shrunk: dict[str, Any], full: dict[str, Any]) -> None:
         # Of the tiny tower's hidden states, of which there is one more than it has blocks.
         within = [max(-NUM_BLOCKS - 1, min(NUM_BLOCKS, n)) for n in (layers if isinstance(layers, list) else [layers])]
         shrunk["vision_feature_layer"] = within if isinstance(layers, list) else within[0]
-
-
-def _small(name: str, entries: list[Any], sizes: dict[str, int]) -> list[Any]:
-    """A list with one entry per block, made small if it holds sizes, such as `num_attention_heads_per_layer`."""
-    size = sizes.get(name.removesuffix("_per_layer"))
-    return entries if size is None else [size] * len(entries)
 
 
 def _is_size(value: Any) -> bool:

@@ -149,11 +149,19 @@ class DuringSums(WeightGradients):
         super().__init__()
         self._gradients, self._waiting = gradients, list[Product]()
         self._saved = WeakIdKeyDictionary()
-        self._made: list[Regathered] = []
+        #: What backward has gathered again, until a sum has begun.
+        self._gathered: dict[object, torch.Tensor] = {}
 
     def save(self, whole: torch.Tensor, part: torch.Tensor, gather: Whole) -> None:
         """Let layers whose input this is keep a part of it alone; backward gathers the whole again, once for all."""
-        self._saved[whole] = part.detach(), Regathered(gather, self._made)
+        key = object()
+
+        def gathered(part: torch.Tensor) -> torch.Tensor:
+            if key not in self._gathered:
+                self._gathered[key] = gather(part)
+            return self._gathered[key]
+
+        self._saved[whole] = part.detach(), gathered
 
     def saved(self, given: torch.Tensor) -> tuple[torch.Tensor, Whole]:
         kept: tuple[torch.Tensor, Whole] = self._saved.get(given, (given, _same))
@@ -174,26 +182,7 @@ class DuringSums(WeightGradients):
         waiting, self._waiting = self._waiting, []
         for product in waiting:
             self._gradients.put(product)
-        while self._made:
-            self._made.pop().forget()
-
-
-class Regathered:
-    """Gathers the whole of a tensor of which a part is kept, until it is forgotten once."""
-
-    def __init__(self, gather: Whole, made: list[Regathered]) -> None:
-        self._gather, self._made = gather, made
-        self._whole: torch.Tensor | None = None
-
-    def __call__(self, part: torch.Tensor) -> torch.Tensor:
-        if self._whole is None:
-            self._whole = self._gather(part)
-            self._made.append(self)
-        return self._whole
-
-    def forget(self) -> None:
-        """Drop the whole again."""
-        self._whole = None
+        self._gathered.clear()
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
-from hf_gpipe.adapters.sync_batch_norm import is_synchronised
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.runtime.world import World
@@ -155,7 +154,7 @@ class Replicas:
     def _share_statistics(self) -> None:
         """Connect the SyncBatchNorms of replicas. They have groups of their own, for gradients travel beside them."""
         models = [model.adapter.reference for model in self._models.values()]
-        if not any(is_synchronised(layer) for layer in models[0].modules()):
+        if not any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in models[0].modules()):
             return
         for workers in self._world.placement.groups:
             ranks = tuple(map(self._world.peer, workers))

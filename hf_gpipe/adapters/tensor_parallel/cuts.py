@@ -14,16 +14,10 @@ Runs = tuple[tuple[int, int], ...]
 """Runs of indices or of units, each from a first one to the one after its last."""
 
 
-def dealt(count: int, size: int, width: int = 1) -> Runs:
-    """So many units dealt out to ranks as evenly as can be; the first ranks have the most.
-
-    Args:
-        count: of the units.
-        size: T.
-        width: the number of indices of a unit.
-    """
+def dealt(count: int, size: int) -> Runs:
+    """So many units dealt out to so many ranks as evenly as can be; the first ranks have the most."""
     each, more = divmod(count, size)
-    stops = [width * (place * each + min(place, more)) for place in range(size + 1)]
+    stops = [place * each + min(place, more) for place in range(size + 1)]
     return tuple(pairwise(stops))
 
 
@@ -125,12 +119,6 @@ class Cut:
     def lengths(self) -> tuple[int, ...]:
         """The length of each rank's part along the dimension."""
         return tuple(sum(lengths(runs)) for runs in self.parts)
-
-    def shape_of_part(self, whole: Sequence[int], place: int) -> torch.Size:
-        """The shape of a rank's part of a tensor of a shape."""
-        shape = list(whole)
-        shape[self.dim] = self.lengths[place]
-        return torch.Size(shape)
 
     def whole_shape(self, part: torch.Tensor) -> torch.Size:
         """The shape of the whole tensor."""
