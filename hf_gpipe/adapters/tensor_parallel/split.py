@@ -124,7 +124,6 @@ class Division:
             if (own in self.plan.shared or is_of_rows) and not is_4bit(parts[parameter]) and parameter not in summed:
                 summed.add(parameter)
                 self._sum_gradient(own, parts[parameter])
-        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, parts[parameter])
         for name, buffer in list(model.named_buffers()):
