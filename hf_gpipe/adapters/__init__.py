@@ -18,7 +18,8 @@ from hf_gpipe.adapters.embedders import Embedder
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
 from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_LATER, VERIFIED_VERSIONS
 from hf_gpipe.adapters.image_text import FORMS, ImageText
-from hf_gpipe.adapters.quantised import find_quantisation, quantised_layers
+from hf_gpipe.adapters.quantised import Quantisation, find_quantisation, quantised_layers
+from hf_gpipe.adapters.skeleton import Blueprint
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.adapters.text import TextAdapter
@@ -41,7 +42,8 @@ def adapter_for(
     """Return the adapter of a model.
 
     Args:
-        config, dtype, attn_implementation, model_class, trust_remote_code, autocast: as of `Adapter`.
+        config, dtype, attn_implementation, model_class, trust_remote_code: as of `Blueprint`.
+        autocast: mixed precision of every forward; None: everything computes in the type of the weights.
         quantization_config: a transformers.BitsAndBytesConfig to quantise the weights; None: as the configuration says.
 
     Raises:
@@ -55,15 +57,8 @@ def adapter_for(
     if quantisation is not None and quantisation.is_done:
         config = copy.deepcopy(config)
         del config.quantization_config
-    adapter = build_adapter(
-        config,
-        dtype,
-        attn_implementation,
-        model_class,
-        trust_remote_code=trust_remote_code,
-        autocast=autocast,
-        quantisation=quantisation,
-    )
+    blueprint = Blueprint(config, dtype, attn_implementation, model_class, trust_remote_code)
+    adapter = build_adapter(blueprint, autocast, quantisation)
     head = adapter.layers[-1].name
     if quantisation is not None and any(quantised_layers(adapter.reference.get_submodule(head))):
         raise UserError(
@@ -74,13 +69,10 @@ def adapter_for(
 
 
 def build_adapter(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    attn_implementation: str | None = None,
-    model_class: type[PreTrainedModel] | None = None,
-    **options: Any,
+    blueprint: Blueprint, autocast: Autocast | None = None, quantisation: Quantisation | None = None
 ) -> TextAdapter:
     """The adapter of a model, whatever the lists of families say; the arguments are those of `TextAdapter`."""
+    config, model_class = blueprint.config, blueprint.model_class
     name = "" if model_class is None else model_class.__name__
     kind: type[TextAdapter] = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
     if name in SEQUENCE_CLASSIFICATION.names:
@@ -93,7 +85,7 @@ def build_adapter(
         kind = TokenClassifier
     elif config.model_type in FORMS:
         kind = ImageText
-    return kind(config, dtype, attn_implementation, model_class, **options)
+    return kind(blueprint, autocast, quantisation)
 
 
 def is_listed(config: PreTrainedConfig) -> bool:
@@ -128,6 +120,7 @@ __all__ = [
     "IGNORED_LABEL",
     "Adapter",
     "Autocast",
+    "Blueprint",
     "StageModel",
     "adapter_for",
     "build_adapter",

@@ -21,6 +21,7 @@ from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, RowImages, Stage, Tens
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.image_entries import ImageEntries, ImagesInOrder, ImagesOfGrids, ImagesOfRows
 from hf_gpipe.adapters.layers import Layer
+from hf_gpipe.adapters.skeleton import Blueprint
 from hf_gpipe.errors import DataError, UnsupportedModelError
 
 #: By model_type the form of the images, of the families whose features are those of one forward of the tower.
@@ -39,13 +40,14 @@ _OUTPUT, _FEATURES = "output of the tower", "features of the images"
 class ImageText(DecoderOnly):
     """Llava and similar models: vision tower and projector, embedding, blocks, norm, head."""
 
-    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.images = FORMS[config.model_type]
+    def __init__(self, blueprint: Blueprint, *options: Any) -> None:
+        super().__init__(blueprint, *options)
+        family = blueprint.config.model_type
+        self.images = FORMS[family]
         self.image_keys = self.images.names
         first = self.layers[0]
         if not first.idle:
-            raise UnsupportedModelError(f"{config.model_type}: no module is read for images alone")
+            raise UnsupportedModelError(f"{family}: no module is read for images alone")
         #: The modules that read images, in their order.
         self.tower = first.idle
         self.layers = (

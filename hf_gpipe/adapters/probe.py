@@ -6,19 +6,19 @@ that run before and after them, how a block gets its hidden states and in which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.autocast import Autocast, scope_of
 from hf_gpipe.adapters.head import FoundProjection, find_projection
 from hf_gpipe.adapters.intercept import hidden_of
 from hf_gpipe.adapters.layers import BlockForm, Given, Stack, StackName
-from hf_gpipe.adapters.skeleton import build
+from hf_gpipe.adapters.skeleton import Blueprint, build
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UnsupportedModelError
 
@@ -82,15 +82,9 @@ class _Calls:
 _observations: dict[str, Observation] = {}
 
 
-def observe_family(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    model_class: type[PreTrainedModel] | None = None,
-    *,
-    trust_remote_code: bool = False,
-    autocast: Autocast | None = None,
-) -> Observation:
-    """Observe a tiny clone of a configuration. Equal clones are observed once."""
+def observe_family(blueprint: Blueprint, autocast: Autocast | None = None) -> Observation:
+    """Observe a tiny clone of a model. Equal clones are observed once."""
+    config = blueprint.config
     try:
         tiny = tiny_config(config)
     except Exception as error:
@@ -99,11 +93,12 @@ def observe_family(
             f"{type(error).__name__}: {error}"
         ) from error
     tiny._experts_implementation = "eager"  # grouped matrix products do not support every type
-    identity = f"{model_class} {type(config).__name__} {dtype} {autocast} {tiny.to_json_string(use_diff=False)}"
+    what = f"{blueprint.model_class} {type(config).__name__} {blueprint.dtype} {autocast}"
+    identity = f"{what} {tiny.to_json_string(use_diff=False)}"
     if identity not in _observations:
         try:
             with torch.random.fork_rng(devices=[]):
-                clone = build(tiny, dtype, None, model_class, trust_remote_code=trust_remote_code)
+                clone = build(replace(blueprint, config=tiny, attn_implementation=None))
         except Exception as error:
             raise UnsupportedModelError(
                 f"{config.model_type}: a tiny clone of the model cannot be built: {type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,22 +20,34 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from hf_gpipe.adapters.guards import check_attention, check_config, check_sizes
 
 
-def build_skeleton(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    attn_implementation: str | None = None,
-    model_class: type[PreTrainedModel] | None = None,
-    *,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """Build the model of `config` on the meta device: every module and name, no weights.
+@dataclass(frozen=True)
+class Blueprint:
+    """What a Hugging Face model is built from.
+
+    Attributes:
+        config: the model's configuration.
+        dtype: the type of the weights.
+        attn_implementation: "eager", "sdpa" ...; None: transformers chooses.
+        model_class: class of the model; None: the one that transformers' auto classes choose for the configuration.
+        trust_remote_code: whether a configuration may name Python code outside of transformers.
+    """
+
+    config: PreTrainedConfig
+    dtype: torch.dtype = torch.float32
+    attn_implementation: str | None = None
+    model_class: type[PreTrainedModel] | None = None
+    trust_remote_code: bool = False
+
+
+def build_skeleton(blueprint: Blueprint) -> PreTrainedModel:
+    """Build a model on the meta device: every module and name, no weights.
 
     Raises UserError where the configuration asks for something that stages cannot compute exactly, or is absurd.
     """
-    check_sizes(config.to_dict())
-    check_config(config)
+    check_sizes(blueprint.config.to_dict())
+    check_config(blueprint.config)
     with torch.device("meta"), _NoRandomValues():
-        return build(config, dtype, attn_implementation, model_class, trust_remote_code=trust_remote_code)
+        return build(blueprint)
 
 
 def auto_class_of(config: PreTrainedConfig) -> Any:
@@ -46,26 +59,19 @@ def auto_class_of(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
-def build(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    attn_implementation: str | None = None,
-    model_class: type[PreTrainedModel] | None = None,
-    *,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """Build the model of `config` with random weights on torch's default device.
+def build(blueprint: Blueprint) -> PreTrainedModel:
+    """Build a model with random weights on torch's default device.
 
-    Without `model_class` it is the class that transformers' auto classes choose. Raises UserError for an attention that
-    is not installed.
+    Raises UserError for an attention that is not installed.
     """
-    check_attention(config, attn_implementation)
-    config = copy.deepcopy(config)  # transformers changes it
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    if model_class is not None:
-        return model_class._from_config(config, dtype=dtype, **options)
+    attention, dtype = blueprint.attn_implementation, blueprint.dtype
+    check_attention(blueprint.config, attention)
+    config = copy.deepcopy(blueprint.config)  # transformers changes it
+    options = {} if attention is None else {"attn_implementation": attention}
+    if blueprint.model_class is not None:
+        return blueprint.model_class._from_config(config, dtype=dtype, **options)
     auto = auto_class_of(config)
-    return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+    return auto.from_config(config, dtype=dtype, trust_remote_code=blueprint.trust_remote_code, **options)
 
 
 class _NoRandomValues(TorchFunctionMode):

@@ -21,7 +21,7 @@ from hf_gpipe.adapters.position_tables import shared_tables
 from hf_gpipe.adapters.probe import observe_family
 from hf_gpipe.adapters.quantised import Quantisation
 from hf_gpipe.adapters.routers import find_routers
-from hf_gpipe.adapters.skeleton import build_skeleton
+from hf_gpipe.adapters.skeleton import Blueprint, build_skeleton
 from hf_gpipe.adapters.stubs import EmbeddingStub, PassThrough, Port
 from hf_gpipe.errors import DataError, UserError
 
@@ -30,11 +30,7 @@ class TextAdapter(Adapter):
     """A Hugging Face model that reads token ids.
 
     Args:
-        config: the model's configuration; the model is built from it on the meta device, which takes no memory.
-        dtype: the type of the weights.
-        attn_implementation: "eager", "sdpa" ...; None: transformers chooses.
-        model_class: class of the model; None: the one that transformers' auto classes choose for the configuration.
-        trust_remote_code: whether a configuration may name Python code outside of transformers.
+        blueprint: what the model is built from, on the meta device, which takes no memory.
         autocast: mixed precision of every forward; None: everything computes in the type of the weights.
         quantisation: of linear layers; the configuration then has no `quantization_config`.
     """
@@ -43,23 +39,10 @@ class TextAdapter(Adapter):
     loss_keys = (*OF_LOSSES, "row_gradients", "unit_losses")
 
     def __init__(
-        self,
-        config: PreTrainedConfig,
-        dtype: torch.dtype,
-        attn_implementation: str | None = None,
-        model_class: type[PreTrainedModel] | None = None,
-        *,
-        trust_remote_code: bool = False,
-        autocast: Autocast | None = None,
-        quantisation: Quantisation | None = None,
+        self, blueprint: Blueprint, autocast: Autocast | None = None, quantisation: Quantisation | None = None
     ) -> None:
-        self.given_config = config
-        self.autocast = autocast
-        self.quantisation = quantisation
-        self.model_class = model_class
-        self.dtype = dtype
-        self.attn_implementation = attn_implementation
-        self.trust_remote_code = trust_remote_code
+        self.blueprint, self.autocast, self.quantisation = blueprint, autocast, quantisation
+        self.given_config, self.dtype = blueprint.config, blueprint.dtype
         self.reference = self.skeleton()
         #: The text part, where the given one is of a model of images and text.
         self.config = self.reference.config
@@ -68,7 +51,7 @@ class TextAdapter(Adapter):
         self.padding_matters = any(
             getattr(self.config, name, 0) for name in ("index_topk", "expert_capacity", "chunk_size_feed_forward")
         )
-        observation = observe_family(config, dtype, model_class, trust_remote_code=trust_remote_code, autocast=autocast)
+        observation = observe_family(blueprint, autocast)
         self.stacks = tuple(stack.of(self.reference) for stack in observation.stacks)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
         head = observation.head
@@ -87,13 +70,7 @@ class TextAdapter(Adapter):
         self.tables = {stack.name: shared_tables(self.reference, stack.blocks) for stack in self.stacks}
 
     def skeleton(self) -> PreTrainedModel:
-        model = build_skeleton(
-            self.given_config,
-            self.dtype,
-            self.attn_implementation,
-            self.model_class,
-            trust_remote_code=self.trust_remote_code,
-        )
+        model = build_skeleton(self.blueprint)
         if self.quantisation is not None:
             self.quantisation.convert(model)
         return model
@@ -101,7 +78,7 @@ class TextAdapter(Adapter):
     @property
     def compared_class(self) -> type[PreTrainedModel] | None:
         """The class whose tiny clone shows whether the split is exact: of a classifier its family's language model."""
-        return None if self.is_classifier else self.model_class
+        return None if self.is_classifier else self.blueprint.model_class
 
     # ------------------------------------------------------------------ the chain
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_gpipe.adapters.skeleton import build_skeleton
+from hf_gpipe.adapters.skeleton import Blueprint, build_skeleton
 from hf_gpipe.recipe.transformer import with_transformer
 
 PAPER_SIZES = {
@@ -45,7 +44,7 @@ def body_parameters(config: PreTrainedConfig) -> int:
 
     Embeddings, the head, norms, biases and tables do not count.
     """
-    model = build_skeleton(config, torch.float32)
+    model = build_skeleton(Blueprint(config))
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     if (head := model.get_output_embeddings()) is not None:
         tables |= {id(p) for p in head.parameters()}
@@ -54,4 +53,4 @@ def body_parameters(config: PreTrainedConfig) -> int:
 
 def total_parameters(config: PreTrainedConfig) -> int:
     """Number of parameters of the model, a tied one once, counted on the meta device."""
-    return sum(p.numel() for p in build_skeleton(config, torch.float32).parameters())
+    return sum(p.numel() for p in build_skeleton(Blueprint(config)).parameters())

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import IGNORED_LABEL, build_adapter
 from hf_gpipe.adapters.image_text import FORMS, example_batch
-from hf_gpipe.adapters.skeleton import build
+from hf_gpipe.adapters.skeleton import Blueprint, build
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.tiny import tiny_config
 
@@ -33,9 +33,10 @@ def exact_clone(
     tiny = tiny_config(config)
     turn_randomness_off(tiny)
     tiny._experts_implementation = "eager"  # grouped matrix products do not support float64
+    blueprint = Blueprint(tiny, dtype, "eager", model_class, trust_remote_code)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = randomise(build(tiny, dtype, "eager", model_class, trust_remote_code=trust_remote_code))
+        model = randomise(build(blueprint))
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -54,10 +55,10 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
 
 def clone_of(adapter: TextAdapter, dtype: torch.dtype) -> tuple[PreTrainedModel, TextAdapter]:
     """A tiny clone of an adapter's model in training mode, and its adapter, with the attention that the model has."""
-    options = {"trust_remote_code": adapter.trust_remote_code}
-    model = exact_clone(adapter.given_config, dtype, adapter.model_class, **options)
+    given = adapter.blueprint
+    model = exact_clone(given.config, dtype, given.model_class, trust_remote_code=given.trust_remote_code)
     model.set_attn_implementation(attention_of(adapter))
-    return model, build_adapter(model.config, dtype, attention_of(adapter), type(model))
+    return model, build_adapter(Blueprint(model.config, dtype, attention_of(adapter), type(model)))
 
 
 def attention_of(adapter: TextAdapter) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters import IGNORED_LABEL, build_adapter, is_listed, unsupported
+from hf_gpipe.adapters import IGNORED_LABEL, Blueprint, build_adapter, is_listed, unsupported
 from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.tiny import tiny_config
@@ -109,7 +109,8 @@ def compared_once(adapter: TextAdapter, what: str, compare: Callable[[], Result]
     """
     config = adapter.given_config
     tiny = tiny_config(config).to_json_string(use_diff=False)
-    identity = f"{what} {adapter.compared_class} {type(config).__qualname__} {adapter.trust_remote_code} {tiny}"
+    trusts = adapter.blueprint.trust_remote_code
+    identity = f"{what} {adapter.compared_class} {type(config).__qualname__} {trusts} {tiny}"
     result = _compared.get(identity)
     if result is None:
         try:
@@ -135,7 +136,7 @@ def _verified(adapter: TextAdapter, splits_backward: bool) -> Comparison:
             config,
             num_stages,
             adapter.compared_class,
-            trust_remote_code=adapter.trust_remote_code,
+            trust_remote_code=adapter.blueprint.trust_remote_code,
             splits_backward=splits_backward,
         )
     except UnsupportedModelError as error:
@@ -215,7 +216,7 @@ def compare(
 def _adapter_or_reason(model: PreTrainedModel, dtype: torch.dtype) -> TextAdapter | UnsupportedModelError:
     """The adapter of a clone, or why it has none; then the plain model has to run on text, or its error is raised."""
     try:
-        return build_adapter(model.config, dtype, "eager", type(model))
+        return build_adapter(Blueprint(model.config, dtype, "eager", type(model)))
     except UnsupportedModelError as error:
         plain_step(model, padded_batch(model, with_images=False))
         return error

@@ -28,7 +28,7 @@ from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.observations import Shapes
 from hf_gpipe.adapters.patches import find_patches
 from hf_gpipe.adapters.peft_resolve import resolve_peft
-from hf_gpipe.adapters.skeleton import build_skeleton
+from hf_gpipe.adapters.skeleton import Blueprint, build_skeleton
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
@@ -48,13 +48,13 @@ def chain_of(spec: ModelSpec) -> nn.Module | None:
         module = model if is_chain(model) else None
         if isinstance(module, PreTrainedModel) and spec.has_peft_layers:  # which the stages get
             config = module.config
-            module = build_skeleton(config, module.dtype, config._attn_implementation, type(module))
+            module = build_skeleton(Blueprint(config, module.dtype, config._attn_implementation, type(module)))
     else:
         config = _config_of(spec)
         model_class = IMAGE_CLASSIFICATION.named_by(config)
         if model_class is None:
             return None
-        module = build_skeleton(config, _dtype_of(spec, config), spec.attn_implementation, model_class)
+        module = build_skeleton(Blueprint(config, _dtype_of(spec, config), spec.attn_implementation, model_class))
     if module is not None:
         _check_chain(spec, module, is_in_memory=isinstance(model, nn.Module))
     return module

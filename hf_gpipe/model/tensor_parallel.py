@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters import Adapter, build_adapter
+from hf_gpipe.adapters import Adapter, Blueprint, build_adapter
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.masks import dropout_of, masks_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
@@ -90,13 +90,13 @@ def _difference(adapter: TextAdapter, size: int, *, divides_rows: bool) -> float
     """How far the step of a divided clone is from that of the clone. Raises UnsupportedModelError if too far."""
     family, key = adapter.given_config.model_type, "sequence_parallel" if divides_rows else "tensor_parallel"
     try:
-        options = {"trust_remote_code": adapter.trust_remote_code}
-        model = exact_clone(adapter.given_config, torch.float64, adapter.compared_class, **options)
+        given, dtype = adapter.blueprint, torch.float64
+        model = exact_clone(given.config, dtype, adapter.compared_class, trust_remote_code=given.trust_remote_code)
         model.set_attn_implementation(attention_of(adapter))
         for path, probability in masks_of(adapter.config).items():
             *configs, name = path.split(".")
             setattr(reduce(getattr, configs, model.config), name, probability)
-        clone = build_adapter(model.config, torch.float64, attention_of(adapter), type(model))
+        clone = build_adapter(Blueprint(model.config, dtype, attention_of(adapter), type(model)))
         (expected,) = divided_steps(model, clone, 1)
         steps = divided_steps(model, clone, size, divides_rows=divides_rows)
         difference = max(step.difference(expected) for step in steps)

@@ -432,15 +432,7 @@ def _short_adapter(adapter: Adapter) -> Adapter | None:
             setattr(short, name, FEW_BLOCKS)
             for list_name, entries in _block_lists(config, count).items():
                 setattr(short, list_name, entries[:FEW_BLOCKS])
-    few = type(adapter)(
-        short,
-        adapter.dtype,
-        adapter.attn_implementation,
-        adapter.model_class,
-        trust_remote_code=adapter.trust_remote_code,
-        autocast=adapter.autocast,
-        quantisation=adapter.quantisation,
-    )
+    few = type(adapter)(replace(adapter.blueprint, config=short), adapter.autocast, adapter.quantisation)
     # A function or an adapter on the head may have changed it.
     few.projection, few.peft = adapter.projection, adapter.peft
     return few

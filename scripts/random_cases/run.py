@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, adapter_for
 from hf_gpipe.adapters.packing import documents_of
-from hf_gpipe.adapters.skeleton import build
+from hf_gpipe.adapters.skeleton import Blueprint, build
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.clone import Batch, randomise, turn_randomness_off
@@ -174,11 +174,11 @@ def plain_model(config: PreTrainedConfig, dtype: torch.dtype, case: Case) -> Pre
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.number)
         try:
-            model = randomise(build(config, dtype, case.attention))
+            model = randomise(build(Blueprint(config, dtype, case.attention)))
         except ValueError as error:
             if "does not support an attention implementation" not in str(error):
                 raise
-            model = randomise(build(config, dtype, "eager"))
+            model = randomise(build(Blueprint(config, dtype, "eager")))
         if case.lora:
             model = _with_lora(model, dtype, Random(case.number))
     if case.frozen is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_gpipe.adapters import build_adapter
+from hf_gpipe.adapters import Blueprint, build_adapter
 from hf_gpipe.model.clone import exact_clone, padded_batch
 from hf_gpipe.model.steps import stage_models
 from scripts.families import default_config
@@ -14,7 +14,7 @@ from scripts.families import default_config
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox", "gemma2", "mixtral", "t5", "marian"])
 def test_formulas_of_shapes(family: str) -> None:
     model = exact_clone(default_config(family), torch.float32)
-    adapter = build_adapter(model.config, torch.float32, "eager", type(model))
+    adapter = build_adapter(Blueprint(model.config, torch.float32, "eager", type(model)))
     models = stage_models(model, adapter, len(adapter.layers))
     for length in (3, 5):
         batch = {name: tensor[:, :length] for name, tensor in padded_batch(model).items()}

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_gpipe.adapters import StageModel, adapter_for, build_adapter
+from hf_gpipe.adapters import Blueprint, StageModel, adapter_for, build_adapter
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.adapters.quantised import is_4bit, size_of_quantised
 from hf_gpipe.adapters.tensor_parallel import plan as plans
@@ -82,7 +82,7 @@ def difference(
 
         patch.setattr(clone, "tiny_config", tiny)
         model = exact_clone(config, torch.float64)
-    adapter = build_adapter(model.config, torch.float64, "eager", type(model))
+    adapter = build_adapter(Blueprint(model.config, torch.float64, "eager", type(model)))
     (expected,) = divided_steps(model, adapter, 1)
     steps = divided_steps(model, adapter, size, divides_rows=divides_rows)
     return max(step.difference(expected) for step in steps)
@@ -146,7 +146,7 @@ def test_weights_get_their_gradients_while_that_of_the_input_is_summed(monkeypat
 def test_a_given_model_stays_as_it_is_and_ranks_that_differ_are_found() -> None:
     """It shared with the stages what is whole; and whole weights that differ were saved as the first rank had them."""
     model = exact_clone(Qwen3Config(), torch.float64)
-    adapter = build_adapter(model.config, torch.float64, "eager", type(model))
+    adapter = build_adapter(Blueprint(model.config, torch.float64, "eager", type(model)))
     given = {parameter.data_ptr() for parameter in model.parameters()}
 
     def of_rank(ranks: EmulatedRanks, *, differs: bool) -> None:
@@ -173,7 +173,7 @@ def adapted(config: PreTrainedConfig, lora: Any) -> tuple[Any, TextAdapter]:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             nn.init.normal_(parameter, std=0.1)
-    adapter = build_adapter(model.config, torch.float64, "eager", type(plain))
+    adapter = build_adapter(Blueprint(model.config, torch.float64, "eager", type(plain)))
     resolve_peft(adapter, "my-lora", lora, is_new=False)
     return model, adapter
 

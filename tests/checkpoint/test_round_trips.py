@@ -13,7 +13,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters.skeleton import build
+from hf_gpipe.adapters.skeleton import Blueprint, build
 from hf_gpipe.adapters.tiny import tiny_config
 from tests.checkpoint.test_hub import assert_equal, load_plain, saved
 
@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 def test_round_trip(family: str, num_files: int, tmp_path: Path) -> None:
     config = tiny_config(CONFIG_MAPPING[family](**FAMILIES[family]))
     torch.manual_seed(0)
-    plain = build(config, torch.float32)
+    plain = build(Blueprint(config))
     total = sum(p.numel() * p.element_size() for p in plain.parameters())
     kilobytes = 2 * total // 1000 if num_files == 1 else int(total / (num_files - 0.8) / 1000)
     source = tmp_path / "source"
