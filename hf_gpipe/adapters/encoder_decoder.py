@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
@@ -24,6 +24,10 @@ class EncoderDecoder(TextAdapter):
     """Marian, BART and M2M100: a stack of encoder blocks, a stack of decoder blocks with cross-attention, a head."""
 
     target_keys = ("labels", "decoder_input_ids", "decoder_attention_mask")
+    text_keys: Mapping[StackName, tuple[str, str]] = {
+        "encoder": ("input_ids", "attention_mask"),
+        "decoder": ("decoder_input_ids", "decoder_attention_mask"),
+    }
 
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         inputs = dict(micro_batch)
@@ -90,18 +94,12 @@ class EncoderDecoder(TextAdapter):
     def targets(self, inputs: Tensors) -> torch.Tensor:
         return inputs["labels"]
 
-    def ids_of(self, stack: StackName) -> str:
-        return "input_ids" if stack == "encoder" else "decoder_input_ids"
-
-    def mask_of(self, stack: StackName) -> str:
-        return "attention_mask" if stack == "encoder" else "decoder_attention_mask"
-
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
         carried = self._carried(boundary, inputs)
         shapes: dict[str, tuple[int, ...]] = {}
         # In generation each of the two forwards has only the ids of its own stack.
         if "hidden" in carried:
-            shapes["hidden"] = self.hidden_shape(boundary, inputs[self.ids_of(self.layers[boundary].stack)])
+            shapes["hidden"] = self.hidden_shape(boundary, inputs[self.text_keys[self.layers[boundary].stack][0]])
         if "encoder_hidden" in carried:
             shapes["encoder_hidden"] = (*inputs["input_ids"].shape, self.stack_widths["encoder"])
         return shapes

@@ -26,10 +26,6 @@ from hf_gpipe.errors import UnsupportedModelError
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class BrokenChainError(UnsupportedModelError):
-    """The layers form no chain: the message names the tensor, and the two modules."""
-
-
 @dataclass(frozen=True)
 class Observed:
     """The tensors without values that one forward passed on.
@@ -54,9 +50,8 @@ def observe(model: nn.Module, layers: Sequence[Layer], forward: Callable[[], Any
         forward: calls the model on such inputs, and returns its logits.
 
     Raises:
-        BrokenChainError: the layers form no chain.
-        UnsupportedModelError: the forward changes a buffer or a layer's input, so that a recomputed one would do it
-            twice.
+        UnsupportedModelError: the layers form no chain: the message names the tensor and the two modules. Or the
+            forward changes a buffer or a layer's input, so that a recomputed one would do it twice.
     """
     followed = _Followed(model, layers)
     versions = {name: buffer._version for name, buffer in model.named_buffers()}
@@ -121,18 +116,17 @@ class _Followed(TorchDispatchMode):
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
             if name in self.made or index != self._layer + is_entrance:
                 what = "is called again" if name in self.made else "is called out of its order"
-                raise BrokenChainError(f"{self._is_no_chain}: {name!r} {what} after {self._where!r}")
+                raise self._no_chain(f"{name!r} {what} after {self._where!r}")
             hidden = hidden_of(args, kwargs)
             if not isinstance(hidden, torch.Tensor):
-                raise BrokenChainError(
-                    f"{self._is_no_chain}: {name!r} after {self._where!r} is given a {type(hidden).__name__} where it "
-                    "needs a tensor first"
+                raise self._no_chain(
+                    f"{name!r} after {self._where!r} is given a {type(hidden).__name__} where it needs a tensor first"
                 )
             if is_entrance and index:
                 self._check_read(hidden, name)
                 if _memory(hidden) not in self._readers or not hidden.is_floating_point():
-                    raise BrokenChainError(
-                        f"{self._is_no_chain}: {name!r} is given a tensor {text_of(hidden)} that does not depend on "
+                    raise self._no_chain(
+                        f"{name!r} is given a tensor {text_of(hidden)} that does not depend on "
                         f"{self._layers[self._layer].name!r}, which is before it"
                     )
             if is_entrance:
@@ -159,16 +153,16 @@ class _Followed(TorchDispatchMode):
         return leave
 
     def check_result(self, logits: Any) -> None:
-        """Raise BrokenChainError unless the result depends on the last layer alone."""
+        """Raise UnsupportedModelError unless the result depends on the last layer alone."""
         if not isinstance(logits, torch.Tensor):
-            raise BrokenChainError(
+            raise UnsupportedModelError(
                 f"the forward of {type(self._model).__name__} returns a {type(logits).__name__}; it must return a "
                 "tensor, or an object whose attribute logits is one"
             )
         self._check_read(logits, "the result")
         if self._layer != len(self._layers) - 1:
             name = self._layers[self._layer + 1].name
-            raise BrokenChainError(f"{self._is_no_chain}: its forward does not call {name!r}")
+            raise self._no_chain(f"its forward does not call {name!r}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -194,19 +188,18 @@ class _Followed(TorchDispatchMode):
     def _check_read(self, tensor: torch.Tensor, reader: str) -> None:
         readers, maker = self._readers.get(_memory(tensor), (None, ""))
         if readers is not None and not self._inside and _memory(tensor) in self._weights:
-            raise BrokenChainError(
-                f"{self._is_no_chain}: after {reader!r} its forward reads {maker!r} outside of the module that has it; "
+            raise self._no_chain(
+                f"after {reader!r} its forward reads {maker!r} outside of the module that has it; "
                 "let a module of its own read it"
             )
         if readers is not None and self._layer not in readers:
-            raise BrokenChainError(
-                f"{self._is_no_chain}: {reader!r} reads a tensor {text_of(tensor)} of {maker!r}, which is not of the "
+            raise self._no_chain(
+                f"{reader!r} reads a tensor {text_of(tensor)} of {maker!r}, which is not of the "
                 "layer before it; put the modules from the one to the other into one module"
             )
 
-    @property
-    def _is_no_chain(self) -> str:
-        return f"{type(self._model).__name__} is no chain of layers"
+    def _no_chain(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{type(self._model).__name__} is no chain of layers: {what}")
 
     @property
     def _where(self) -> str:

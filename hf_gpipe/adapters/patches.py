@@ -51,13 +51,10 @@ class Patch:
             model: the stage's model, which has the layer.
             source: the model that has the function.
         """
-        setattr(model.get_submodule(self.module), self.attribute, self._of(model, source))
+        setattr(model.get_submodule(self.module), self.attribute, self.value_on(model, source))
 
-    def check(self, model: nn.Module, source: nn.Module) -> None:
-        """Raise UserError where the function cannot be put on another model; the arguments are those of `put`."""
-        self._of(model, source)
-
-    def _of(self, model: nn.Module, source: nn.Module) -> Any:
+    def value_on(self, model: nn.Module, source: nn.Module) -> Any:
+        """The function on another model; the arguments are those of `put`. Raises UserError where it cannot be put."""
         own = model.get_submodule(self.layer)
         modules = {
             id(module): own.get_submodule(name) for name, module in source.get_submodule(self.layer).named_modules()
@@ -96,7 +93,7 @@ def find_patches(model: PreTrainedModel, expected: PreTrainedModel, layers: tupl
                 )
             patches.append(Patch(layer, name, attribute, value))
     for patch in patches:
-        patch.check(expected, model)
+        patch.value_on(expected, model)  # raises its error
     return tuple(patches)
 
 

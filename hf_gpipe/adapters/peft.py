@@ -210,10 +210,6 @@ class PeftAdapter:
         names = {id(tensor): name for name, tensor in state.items()}
         return {f"base_model.model.{name}": names[id(tensor)] for name, tensor in tensors.items()}
 
-    def tensors(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """The adapter's tensors in a model or a stage of it, under the names of PEFT's saved format."""
-        return {saved: tensor_of(model, name) for saved, name in self.saved_names(model).items()}
-
 
 def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
     """The parameter or buffer of this name."""

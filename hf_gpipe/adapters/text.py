@@ -35,6 +35,8 @@ class TextAdapter(Adapter):
         quantisation: of linear layers; the configuration then has no `quantization_config`.
     """
 
+    #: By stack the names of the token ids that it reads, and of their mask.
+    text_keys: Mapping[StackName, tuple[str, str]] = {"decoder": ("input_ids", "attention_mask")}
     #: Entries that losses alone read.
     loss_keys = (*OF_LOSSES, "row_gradients", "unit_losses")
 
@@ -135,14 +137,6 @@ class TextAdapter(Adapter):
                         numbers[layer.stack] = table.num_embeddings - first
         return numbers
 
-    def ids_of(self, stack: StackName) -> str:
-        """Name of the token ids that a stack reads."""
-        return "input_ids"
-
-    def mask_of(self, stack: StackName) -> str:
-        """Name of the mask of the tokens that a stack reads."""
-        return "attention_mask"
-
     def check_keys(self, batch: Tensors) -> None:
         if missing := [name for name in ("input_ids", "labels") if name not in batch]:
             raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
@@ -171,7 +165,7 @@ class TextAdapter(Adapter):
         return packing.as_rows(batch)
 
     def document_lengths(self, inputs: Inputs) -> dict[StackName, tuple[int, ...]]:
-        masks = {stack.name: inputs.get(self.mask_of(stack.name)) for stack in self.stacks}
+        masks = {stack.name: inputs.get(self.text_keys[stack.name][1]) for stack in self.stacks}
         documents = {stack: getattr(mask, "documents", None) for stack, mask in masks.items()}
         return {stack: of_stack.lengths for stack, of_stack in documents.items() if of_stack is not None}
 
@@ -191,7 +185,7 @@ class TextAdapter(Adapter):
         """Raise DataError where inputs, as returned by `prepare`, are longer than the model's table of positions."""
         documents = self.document_lengths(inputs)
         for stack, most in self.num_positions.items():
-            name = self.ids_of(stack)
+            name = self.text_keys[stack][0]
             length = max(documents.get(stack, (inputs[name].shape[1],)))
             if length > most:
                 raise DataError(

@@ -18,6 +18,7 @@ from transformers.utils import CONFIG_NAME
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.auto_classes import SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from hf_gpipe.adapters.classifiers import as_classifier
+from hf_gpipe.adapters.peft import tensor_of
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.adapters.token_classifiers import as_token_classifier
 from hf_gpipe.checkpoint import hub
@@ -72,7 +73,8 @@ def merge(
         )
     whole = adapter.skeleton()
     adapter.lay_out(whole)
-    check_adapters(directory, adapter.peft.tensors(whole))
+    names = adapter.peft.saved_names(whole)
+    check_adapters(directory, {saved: tensor_of(whole, name) for saved, name in names.items()})
     _check_ties(adapter, whole)
     adapter.peft.merge(whole)
     merged = _Merged.of(adapter, whole)
