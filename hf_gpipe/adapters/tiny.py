@@ -35,10 +35,12 @@ _HEADS = _names(
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads"),
     *("encoder_attention_heads", "decoder_attention_heads"),
     *("num_encoder_attention_heads", "num_decoder_attention_heads"),
+    *("mamba_n_heads", "linear_num_heads", "linear_num_value_heads"),
 )
 _HEAD_WIDTHS = _names(
     HEAD_WIDTH,
     *("head_dim", "d_kv", "v_head_dim", "swa_head_dim", "global_head_dim", "kv_channels", "qk_head_dim"),
+    *("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim", "index_head_dim", "mamba_head_dim"),
     "query_pre_attn_scalar",
 )
 _FEED_FORWARD = _names(
@@ -47,64 +49,38 @@ _FEED_FORWARD = _names(
     *("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"),
 )
 _EXPERTS = _names(4, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_VOCABULARIES = _names(
+    VOCABULARY,
+    *("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "encoder_hash_byte_group_vocab"),
+    *("shape_vocab_size", "pronunciation_vocab_size"),
+)
+_POSITIONS = _names(64, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+#: Windows, chunks, ranks of factors, states and parts of heads.
 _OTHER = {
-    "vocab_size": VOCABULARY,
-    "decoder_vocab_size": VOCABULARY,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 8,
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "n_ctx": 64,
-    "max_seq_len": 64,
-    "sliding_window": 4,
-    "window_size": 4,
-    "moe_intermediate_size": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 16,
-    "rotary_dim": 4,
     "first_k_dense_replace": 1,
-    "mamba_d_state": 8,
-    "mamba_d_head": 16,
-    "mamba_n_heads": HEADS,
-    "mamba_dt_rank": 4,
-    "mamba_chunk_size": 4,
-    "state_size": 8,
-    "time_step_rank": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": HEADS,
-    "linear_key_head_dim": HEAD_WIDTH,
-    "linear_value_head_dim": HEAD_WIDTH,
-    "index_head_dim": HEAD_WIDTH,
-    "index_n_heads": 2,
-    "index_topk": 4,
-    "linear_head_dim": HEAD_WIDTH,
-    "mamba_head_dim": HEAD_WIDTH,
-    "moe_shared_expert_intermediate_size": 16,
-    "pronunciation_embed_dim": 16,
-    "shape_embed_dim": 16,
-    "linear_num_heads": HEADS,
-    "shape_vocab_size": VOCABULARY,
-    "pronunciation_vocab_size": VOCABULARY,
-    "encoder_hash_byte_group_vocab": VOCABULARY,
-    "chunk_size": 4,
-    "block_size": 4,
+    **_names(2, "linear_num_key_heads", "index_n_heads"),
+    **_names(4, "sliding_window", "window_size", "chunk_size", "block_size", "mamba_chunk_size", "index_topk"),
+    **_names(4, "qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim", "mamba_dt_rank", "time_step_rank"),
+    **_names(8, "hidden_size_per_layer_input", "kv_lora_rank", "mamba_d_state", "state_size"),
+    **_names(16, "q_lora_rank", "mamba_d_head", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+    **_names(16, "pronunciation_embed_dim", "shape_embed_dim"),
 }
-_SIZES: dict[str, int] = {**_BLOCKS, **_WIDTHS, **_HEADS, **_HEAD_WIDTHS, **_FEED_FORWARD, **_EXPERTS, **_OTHER}
+_SIZES: dict[str, int] = {
+    **_BLOCKS,
+    **_WIDTHS,
+    **_HEADS,
+    **_HEAD_WIDTHS,
+    **_FEED_FORWARD,
+    **_EXPERTS,
+    **_VOCABULARIES,
+    **_POSITIONS,
+    **_OTHER,
+}
 _GROUPED = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads")
 _AT_MOST = {
-    **dict.fromkeys(_GROUPED, HEADS),
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_group": 1,
-    "n_shared_experts": 1,
-    "num_kv_shared_layers": 2,
-    "num_dense_layers": 1,
+    **_names(HEADS, *_GROUPED),
+    **_names(2, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "num_kv_shared_layers"),
+    **_names(1, "n_group", "topk_group", "num_expert_group", "n_shared_experts", "num_dense_layers"),
 }
 #: Lists that transformers derives from other values when they are not given.
 DERIVED = ("layer_types", "mlp_layer_types", "attention_layers", "sparse_layers", "per_layer_config")
