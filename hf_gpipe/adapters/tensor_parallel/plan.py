@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -58,13 +58,6 @@ _GROUPS = "num_key_value_groups"
 #: A linear layer of blocks has a part of its outputs (column) or of its inputs (row), each expert a part of its width,
 #: an embedding of tokens (table), and the linear layer that makes logits (head), a part of the vocabulary.
 Part = Literal["column", "row", "experts", "table", "head"]
-
-
-class _Output(NamedTuple):
-    """The units (heads or columns) that the column layers of a module make, and that a row layer then reads."""
-
-    number: int
-    runs: Runs
 
 
 @dataclass
@@ -122,9 +115,13 @@ class SplitPlan:
         """Whether each rank has as many heads and columns of blocks as any other."""
         return all(len(set(units)) == 1 for units in self.units.values())
 
-    def _divide_columns(self, model: Any, layers: Sequence[tuple[str, Any]]) -> dict[str, _Output]:
-        """Plan for the column layers among the linear layers of blocks; returns what they make, by their parents."""
-        made: dict[str, _Output] = {}
+    def _divide_columns(self, model: Any, layers: Sequence[tuple[str, Any]]) -> dict[str, Runs]:
+        """Plan for the column layers among the linear layers of blocks.
+
+        Returns:
+            By their parents, the units (heads or columns) that they make, and that a row layer then reads.
+        """
+        made: dict[str, Runs] = {}
         for name, layer in layers:
             kind, parent = _kind(model, name), name.rpartition(".")[0]
             if kind in (None, "row"):
@@ -134,20 +131,19 @@ class SplitPlan:
             if kind in ("width", "two widths"):
                 count = length if kind == "width" else length // 2
                 packs = [self._dealt(name, count)] * (length // count)
-                made[parent] = _Output(count, packs[0])
+                made[parent] = packs[0]
             else:
                 packs = self._packs(model, parent, kind, length)
-                runs = self.heads_of[parent].queries
-                made[parent] = _Output(runs[-1][1], runs)
+                made[parent] = self.heads_of[parent].queries
             self.modules[name] = "column"
             if kind != "key or value":
-                self.units[name] = lengths(made[parent].runs)
+                self.units[name] = lengths(made[parent])
             self.cuts[f"{name}.weight"] = Cut.of_packs(dim, packs)
             if layer.bias is not None:
                 self.cuts[f"{name}.bias"] = Cut.of_packs(0, packs)
         return made
 
-    def _divide_rows(self, model: Any, layers: Sequence[tuple[str, Any]], made: Mapping[str, _Output]) -> None:
+    def _divide_rows(self, model: Any, layers: Sequence[tuple[str, Any]], made: Mapping[str, Runs]) -> None:
         """Plan for the row layers: each reads what column layers beside it make, or as in BERT those before it."""
         before = ""
         for name, layer in layers:
@@ -158,10 +154,10 @@ class SplitPlan:
                 continue
             read, dim = made.get(parent, made.get(before)), 0 if isinstance(layer, Conv1D) else 1
             length = layer.weight.shape[dim]
-            if read is None or length % read.number:
+            if read is None or length % read[-1][1]:
                 raise _not_covered(model, f"what its layer {name!r} reads is not known")
             self.modules[name] = "row"
-            self.cuts[f"{name}.weight"] = Cut.of_packs(dim, [scaled(read.runs, length // read.number)])
+            self.cuts[f"{name}.weight"] = Cut.of_packs(dim, [scaled(read, length // read[-1][1])])
 
     def _divide_experts(self, name: str, module: Any) -> None:
         """Plan for the matrices of experts."""
