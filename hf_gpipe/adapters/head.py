@@ -42,13 +42,6 @@ class _Slot:
     number: int
 
 
-@dataclass(frozen=True)
-class _Operation:
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
 class DeferredLogits(TorchFunctionMode):
     """The logits of one forward before they are computed.
 
@@ -67,7 +60,8 @@ class DeferredLogits(TorchFunctionMode):
         super().__init__()
         self.vocabulary: VocabularyPart | None = None
         self._hidden: torch.Tensor | None = None
-        self._operations: list[_Operation] = []
+        #: A function each, with its positional and keyword arguments.
+        self._operations: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self._slots: dict[int, _Slot] = {}
         self._stand_ins: list[torch.Tensor] = []
         self._result: _Slot | None = None
@@ -119,9 +113,9 @@ class DeferredLogits(TorchFunctionMode):
             return values[argument.number] if isinstance(argument, _Slot) else argument
 
         with self._autocast(projected.device):
-            for operation in self._operations:
-                args, kwargs = tree_map(value, (operation.args, dict(operation.kwargs)))
-                values.append(operation.function(*args, **kwargs))
+            for function, recorded, named in self._operations:
+                args, kwargs = tree_map(value, (recorded, named))
+                values.append(function(*args, **kwargs))
         assert self._result is not None, "the forward has not ended"
         return values[self._result.number]
 
@@ -158,7 +152,7 @@ class DeferredLogits(TorchFunctionMode):
         def slot(argument: Any) -> Any:
             return self._slots.get(id(argument), argument) if isinstance(argument, torch.Tensor) else argument
 
-        self._operations.append(_Operation(func, *tree_map(slot, (args, kwargs))))
+        self._operations.append((func, *tree_map(slot, (args, kwargs))))
         self._note(result)
         return result
 

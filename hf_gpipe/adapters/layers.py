@@ -46,25 +46,14 @@ class Given:
 
 
 @dataclass(frozen=True)
-class BlockForm:
-    """How the blocks of a stack return hidden states.
-
-    Attributes:
-        num_outputs: length of the returned tuple or list, hidden states first; None: they are returned alone.
-        hidden: the hidden states that are returned.
-    """
-
-    num_outputs: int | None
-    hidden: Given
-
-
-@dataclass(frozen=True)
 class Stack:
     """A list of blocks that run in order, each once, and the modules before and after them, by their names in a model.
 
     Attributes:
         block_list: the list of the blocks.
         blocks: in their order.
+        num_outputs: length of the tuple or list that a block returns, hidden states first; None: it returns them alone.
+        hidden: the hidden states that a block returns.
         idle: modules with weights that a forward on ids alone does not call, such as an image encoder.
         output: the class that the module around the list returns.
     """
@@ -74,7 +63,8 @@ class Stack:
     embedding: tuple[str, ...]
     blocks: tuple[str, ...]
     norm: tuple[str, ...]
-    form: BlockForm
+    num_outputs: int | None
+    hidden: Given
     idle: tuple[str, ...]
     output: type
 

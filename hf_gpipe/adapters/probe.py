@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters.autocast import Autocast, scope_of
 from hf_gpipe.adapters.head import FoundProjection, find_projection
 from hf_gpipe.adapters.intercept import hidden_of
-from hf_gpipe.adapters.layers import BlockForm, Given, Stack, StackName
+from hf_gpipe.adapters.layers import Given, Stack, StackName
 from hf_gpipe.adapters.skeleton import Blueprint, build
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UnsupportedModelError
@@ -61,13 +61,17 @@ class Observation:
     embedding_tables: frozenset[str] = frozenset()
 
 
+_Form: TypeAlias = tuple[int | None, Given]
+"""How a module returns hidden states: the length of the returned tuple, None where they are alone; and they."""
+
+
 @dataclass
 class _Calls:
     """The calls of one forward: when each module was entered and left, its inputs and outputs."""
 
     entered: dict[str, list[int]] = field(default_factory=dict)
     left: dict[str, list[int]] = field(default_factory=dict)
-    forms: dict[str, BlockForm | None] = field(default_factory=dict)
+    forms: dict[str, _Form | None] = field(default_factory=dict)
     inputs: dict[str, Given] = field(default_factory=dict)
     outputs: dict[str, type] = field(default_factory=dict)
     tensors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -150,7 +154,7 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
             raise UnsupportedModelError(f"{family}: the blocks of {name!r} return hidden states in different forms")
         output = calls.outputs.get(parents[i], type(calls.result))
         of_stack = () if i else idle
-        stacks.append(Stack(names[i], name, tuple(before[i]), (), tuple(after[i]), form, of_stack, output))
+        stacks.append(Stack(names[i], name, tuple(before[i]), (), tuple(after[i]), *form, of_stack, output))
     embeddings = {name for units_before in before for name in units_before if calls.forms[name] is None}
     inputs = {
         name: calls.inputs[name]
@@ -240,14 +244,14 @@ def _forward(model: PreTrainedModel, autocast: Autocast | None) -> Any:
         return model.eval().to(device)(**batch, use_cache=False)
 
 
-def _form(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> BlockForm | None:
+def _form(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> _Form | None:
     """Form in which a call returned hidden states; None where the first output has not the shape of the input."""
     hidden = hidden_of(args, kwargs)
     several = isinstance(output, tuple | list) and len(output) > 0
     returned = output[0] if several else output
     if not (isinstance(hidden, torch.Tensor) and isinstance(returned, torch.Tensor) and hidden.shape == returned.shape):
         return None
-    return BlockForm(len(output) if several else None, Given(tuple(returned.shape), returned.dtype))
+    return (len(output) if several else None, Given(tuple(returned.shape), returned.dtype))
 
 
 def _block_lists(model: PreTrainedModel, calls: _Calls) -> list[str]:

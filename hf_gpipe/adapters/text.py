@@ -61,10 +61,10 @@ class TextAdapter(Adapter):
         self.layers: tuple[Layer, ...] = (*stack_layers, *last)
         self.projection = observation.projection
         #: Hidden states that each layer receives, by its first module; the sizes are the tiny clone's.
-        self._given = {block: stack.form.hidden for stack in self.stacks for block in stack.blocks} | observation.inputs
+        self._given = {block: stack.hidden for stack in self.stacks for block in stack.blocks} | observation.inputs
         blocks = [block for stack in self.stacks for block in stack.blocks]
         self.routers = find_routers(self.reference, blocks, observation)
-        self._num_block_outputs = {block: stack.form.num_outputs for stack in self.stacks for block in stack.blocks}
+        self._num_block_outputs = {block: stack.num_outputs for stack in self.stacks for block in stack.blocks}
         self._embeddings = observation.embeddings
         self._embedding_tables = observation.embedding_tables
         self._constants = observation.constants
