@@ -6,11 +6,9 @@ A key that would be ignored, or cut into micro-batches in a wrong way, is an err
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
 
-import torch
-from transformers import PreTrainedModel
-
+from hf_gpipe.adapters.base import Adapter, Tensors
+from hf_gpipe.adapters.families import UNREAD
 from hf_gpipe.adapters.packing import BORDERS
 from hf_gpipe.errors import DataError
 
@@ -42,29 +40,17 @@ _OF_FLATTENED = ("position_ids", *BORDERS)
 _OWN = (*OF_LOSSES, *BORDERS)
 
 
-def check_keys(
-    batch: Mapping[str, torch.Tensor],
-    model: PreTrainedModel,
-    target_keys: Collection[str] = (),
-    image_keys: Collection[str] = (),
-    why_no_images: str = "",
-) -> None:
-    """Raise DataError for a key of a mini-batch that the stages cannot compute with, or a mask of a wrong shape.
-
-    Args:
-        batch: the mini-batch.
-        model: the model; only its forward's signature is read.
-        target_keys: of the model's adapter; where there are any, the model has an encoder.
-        image_keys: of the model's adapter, with what is not text.
-        why_no_images: why it has none.
-    """
+def check_keys(batch: Tensors, adapter: Adapter) -> None:
+    """Raise DataError for a key of a mini-batch that the stages cannot compute with, or a mask of a wrong shape."""
+    target_keys, image_keys = adapter.target_keys, adapter.image_keys  # where there are targets, there is an encoder
+    model = adapter.reference
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     known = {"input_ids", "attention_mask", *_OWN, *target_keys, *image_keys}
     for name in batch:
         if name.startswith(_NOT_TEXT) and name not in image_keys:
             takes = f"takes token ids and {', '.join(image_keys)}" if image_keys else "takes token ids only"
-            why = f" ({why_no_images})" if why_no_images else ""
+            why = f" ({reason})" if (reason := UNREAD.get(adapter.given_config.model_type)) else ""
             raise DataError(f"the batch has {name!r}; a pipeline of {type(model).__name__} {takes}{why}")
         if reason := _SET_BY_PIPELINE.get(name):
             raise DataError(f"the batch has {name!r}, which is not supported: {reason}; leave it out")

@@ -31,6 +31,11 @@ class RowModel(DecoderOnly):
         labels = {name: inputs.pop(name) for name in ("labels",) if name in inputs}
         return super().prepare(inputs) | labels
 
+    def targets(self, inputs: Tensors) -> torch.Tensor:
+        """Zeros (B, 1), which count the rows."""
+        ids = self.main_input(inputs)
+        return torch.zeros(len(ids), 1, dtype=torch.long, device=ids.device)
+
     def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
         raise UserError(
             f"{type(self.reference).__name__} makes one output of each row, and packed rows are one; leave packing "
@@ -49,11 +54,8 @@ class Classifier(RowModel):
         return inputs["attention_mask"].bool() | is_token
 
     def targets(self, inputs: Tensors) -> torch.Tensor:
-        """The class of each row, (B, 1); for another problem_type zeros, which count the rows."""
-        labels = inputs["labels"]
-        if problem_of(self.config) == ONE_CLASS:
-            return labels[:, None]
-        return torch.zeros(len(labels), 1, dtype=torch.long, device=labels.device)
+        """The class of each row, (B, 1); for another problem_type zeros."""
+        return inputs["labels"][:, None] if problem_of(self.config) == ONE_CLASS else super().targets(inputs)
 
     def check_ids(self, inputs: Inputs) -> None:
         super().check_ids({name: ids for name, ids in inputs.items() if name != "labels"})

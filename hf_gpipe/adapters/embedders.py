@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_gpipe.adapters.auto_classes import HEADLESS
-from hf_gpipe.adapters.base import Inputs, Tensors
+from hf_gpipe.adapters.base import Tensors
 from hf_gpipe.adapters.classifiers import RowModel
 from hf_gpipe.errors import UnsupportedModelError
 
@@ -33,11 +33,6 @@ class Embedder(RowModel):
 
     def _is_used(self, inputs: Tensors) -> torch.Tensor:
         return inputs["attention_mask"].bool()
-
-    def targets(self, inputs: Inputs) -> torch.Tensor:
-        """Zeros (B, 1), which count the rows."""
-        ids = self.main_input(inputs)
-        return torch.zeros(len(ids), 1, dtype=torch.long, device=ids.device)
 
 
 def is_causal(model: nn.Module) -> bool:

@@ -61,12 +61,6 @@ class ImageText(DecoderOnly):
 
     # ------------------------------------------------------------------ its inputs
 
-    @property
-    def image_token(self) -> int:
-        """The token in whose places features are read."""
-        token: int = self.config.image_token_id
-        return token
-
     def reads(self, batch: Mapping[str, Any]) -> bool:
         """Whether a mini-batch, or a micro-batch, has images."""
         return "pixel_values" in batch or _FEATURES in batch or _OUTPUT in batch
@@ -81,21 +75,21 @@ class ImageText(DecoderOnly):
 
     def with_row_images(self, inputs: Tensors, images: RowImages) -> Tensors:
         ids = inputs["input_ids"].clone()
-        ids[:, images.places] = self.image_token
+        ids[:, images.places] = self.config.image_token_id
         with_images = {**inputs, "input_ids": ids}
         for name, shape, named, values in images.entries:
             dtype = getattr(torch, named)
             share = torch.ones(shape, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype).view(shape)
             with_images[name] = share.repeat(len(ids), *[1] * (len(shape) - 1))
         if "mm_token_type_ids" in signature(self.reference.forward).parameters:
-            with_images["mm_token_type_ids"] = (ids == self.image_token).long()
+            with_images["mm_token_type_ids"] = (ids == self.config.image_token_id).long()
         return with_images
 
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         inputs = super().prepare(micro_batch)
         if not self.reads(inputs):
             return inputs
-        if not bool((inputs["input_ids"] == self.image_token).any()):
+        if not bool((inputs["input_ids"] == self.config.image_token_id).any()):
             return {name: tensor for name, tensor in inputs.items() if name not in self.images.names}
         model = self.reference.model
         if hasattr(model, "get_rope_index") and "position_ids" not in inputs:
@@ -110,7 +104,7 @@ class ImageText(DecoderOnly):
     def check_ids(self, inputs: Inputs) -> None:
         if self.config.model_type in _OUTSIDE:
             ids = inputs["input_ids"]
-            inputs = {**inputs, "input_ids": ids.masked_fill(ids == self.image_token, 0)}
+            inputs = {**inputs, "input_ids": ids.masked_fill(ids == self.config.image_token_id, 0)}
         super().check_ids(inputs)
 
     # ------------------------------------------------------------------ the chain
@@ -121,7 +115,7 @@ class ImageText(DecoderOnly):
         if not self.reads(inputs):
             return {}
         # On the CPU, where the micro-batches are made.
-        num_tokens = int((inputs["input_ids"] == self.image_token).sum())
+        num_tokens = int((inputs["input_ids"] == self.config.image_token_id).sum())
         return {"images": (num_tokens, self.stack_widths["decoder"])}
 
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:

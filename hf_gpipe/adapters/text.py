@@ -14,7 +14,6 @@ from hf_gpipe.adapters.autocast import Autocast
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Tensors
 from hf_gpipe.adapters.batch_keys import OF_LOSSES, check_keys
 from hf_gpipe.adapters.document_positions import is_position_table
-from hf_gpipe.adapters.families import UNREAD
 from hf_gpipe.adapters.known_mask import with_known_masks
 from hf_gpipe.adapters.layers import Layer, StackName
 from hf_gpipe.adapters.position_tables import shared_tables
@@ -80,7 +79,7 @@ class TextAdapter(Adapter):
     @property
     def compared_class(self) -> type[PreTrainedModel] | None:
         """The class whose tiny clone shows whether the split is exact: of a classifier its family's language model."""
-        return None if self.is_classifier else self.blueprint.model_class
+        return self.blueprint.model_class if self.task_type is None else None
 
     # ------------------------------------------------------------------ the chain
 
@@ -140,8 +139,7 @@ class TextAdapter(Adapter):
     def check_keys(self, batch: Tensors) -> None:
         if missing := [name for name in ("input_ids", "labels") if name not in batch]:
             raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
-        why_no_images = UNREAD.get(self.given_config.model_type, "")
-        check_keys(batch, self.reference, self.target_keys, self.image_keys, why_no_images)
+        check_keys(batch, self)
         if (shifted := batch.get("shift_labels")) is None:
             return
         if self.labels_rows or self.target_keys:

@@ -24,10 +24,6 @@ class TokenClassifier(DecoderOnly):
 
     task_type = "TOKEN_CLS"
 
-    @property
-    def compared_class(self) -> None:
-        """Its family's language model."""
-
     def skeleton(self) -> PreTrainedModel:
         """Without the dropout before the head, which transformers has where the configuration says nothing of it."""
         model = super().skeleton()
