@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -99,7 +99,7 @@ class Chain(Adapter):
                 "it an nn.Sequential"
             )
         else:
-            self._check_names([name for name, *_ in example])
+            self.check_keys([name for name, *_ in example])
             inputs = tuple(entry for entry in example if entry[0] not in self.loss_keys)
             with self._watched() as model:
                 self.layers = find_layers(model, partial(self._forward_without_memory, model, inputs))
@@ -193,13 +193,10 @@ class Chain(Adapter):
 
     # ------------------------------------------------------------------ its inputs
 
-    def check_keys(self, batch: Tensors) -> None:
-        self._check_names(list(batch))
-
-    def _check_names(self, names: Sequence[str]) -> None:
-        given = [name for name in names if name not in self.loss_keys]
-        if "labels" not in names or not given:
-            raise DataError(f"a mini-batch needs labels and what the model reads; found {names}")
+    def check_keys(self, batch: Collection[str]) -> None:
+        given = [name for name in batch if name not in self.loss_keys]
+        if "labels" not in batch or not given:
+            raise DataError(f"a mini-batch needs labels and what the model reads; found {list(batch)}")
         if len(given) > 1 and (unknown := [name for name in given if name not in self._takes]):
             raise DataError(
                 f"the batch has {unknown[0]!r}, which {type(self.reference).__name__}.forward does not take; leave it "
