@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, leave
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, ending, enter, exchange, leave
 from hf_gpipe.adapters.tensor_parallel.rows import DIM, Rows
 from hf_gpipe.adapters.weight_gradients import DuringSums
 
@@ -56,7 +56,8 @@ class Region:
         """The whole of hidden states that column layers will read. It has entered already."""
         if self.rows is None:
             return tensor
-        whole = self.rows.enter(tensor, self._meanwhile)
+        # Each rank makes something else of it.
+        whole = exchange(tensor, self.rows.gathered, ending(self.rows.begin_total, self._meanwhile))
         self._entered[whole] = whole
         if self.during_sums is not None:
             self.during_sums.save(whole, tensor, self.rows.gathered)
@@ -65,17 +66,18 @@ class Region:
     @contextmanager
     def dividing(self, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
         """Context manager of a block with this rank's part of hidden states (B, T, D)."""
-        self.rows = Rows(hidden.shape[DIM], self.ranks)
+        rows = self.rows = Rows(hidden.shape[DIM], self.ranks)
         part, version = self._joined.get(hidden, (None, 0))
         try:
-            yield part if part is not None and hidden._version == version else self.rows.divide(hidden)
+            is_known = part is not None and hidden._version == version
+            yield part if is_known else exchange(hidden, rows.own, rows.gathered)
         finally:
             self.rows = None
 
     def join(self, part: torch.Tensor) -> torch.Tensor:
         """Whole hidden states, at the end of a block; the next one finds the part again."""
         assert self.rows is not None
-        whole = self.rows.join(part)
+        whole = exchange(part, self.rows.gathered, self.rows.own)
         self._joined[whole] = part, whole._version
         return whole
 
@@ -86,7 +88,9 @@ class Region:
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of what the row layers of all ranks make, or this rank's part of its positions."""
         self.reset()
-        return leave(tensor, self.ranks) if self.rows is None else self.rows.leave(tensor)
+        if (rows := self.rows) is None:
+            return leave(tensor, self.ranks)
+        return exchange(tensor, lambda own: rows.begin_total(own)(), rows.gathered)
 
     @contextmanager
     def being(self, units: tuple[int, ...] | None) -> Iterator[None]:

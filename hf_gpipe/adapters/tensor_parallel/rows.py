@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from hf_gpipe.adapters.tensor_parallel.cuts import dealt, lengths
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, ending, exchange
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 
 DIM = 1
 """The positions of hidden states (B, T, D)."""
@@ -46,19 +46,3 @@ class Rows:
     def begin_total(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to sum a whole tensor over the ranks; the function that is returned gives this rank's part."""
         return self.ranks.begin_total_part(tensor, DIM, self.lengths)
-
-    def divide(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of hidden states that are the same on every rank."""
-        return exchange(whole, self.own, self.gathered)
-
-    def join(self, part: torch.Tensor) -> torch.Tensor:
-        """Whole hidden states, which all ranks go on to use alike."""
-        return exchange(part, self.gathered, self.own)
-
-    def enter(self, part: torch.Tensor, meanwhile: Callable[[], object]) -> torch.Tensor:
-        """Whole hidden states, of which each rank makes something else; `meanwhile` as of `ranks.enter`."""
-        return exchange(part, self.gathered, ending(self.begin_total, meanwhile))
-
-    def leave(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum of what all ranks made."""
-        return exchange(tensor, lambda own: self.begin_total(own)(), self.gathered)
