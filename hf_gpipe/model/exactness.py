@@ -14,13 +14,13 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters import IGNORED_LABEL, Blueprint, build_adapter, is_listed, unsupported
+from hf_gpipe.adapters import Blueprint, build_adapter, is_listed, unsupported
 from hf_gpipe.adapters.structure import unlike_default
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import StageError, UnsupportedModelError, listed, one_line
 from hf_gpipe.model.clone import exact_clone, padded_batch
-from hf_gpipe.model.steps import TOLERANCES, plain_step, split_step
+from hf_gpipe.model.steps import TOLERANCES, next_tokens, plain_step, split_step
 
 #: `TOLERANCES` for float64 models that convert their logits to float32. The stages' loss, which is computed in place,
 #: rounds in another way than torch's; with the same code for the loss they agree within 1e-16.
@@ -235,7 +235,7 @@ def _check_own_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> N
             return
     if output.loss is None or getattr(output, "aux_loss", None) is not None:  # see `_check_coefficient`
         return
-    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL) if causal else batch["labels"]
+    targets = next_tokens(batch["labels"]) if causal else batch["labels"]
     ours = float(F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten()))
     if abs(float(output.loss) - ours) > 1e-3 * max(1.0, abs(ours)):
         raise UnsupportedModelError(

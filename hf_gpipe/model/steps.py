@@ -95,25 +95,22 @@ def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoo
     """
     model.zero_grad()
     causal = not model.config.is_encoder_decoder
-    labels = [rows["labels"][:, 1:] if causal else rows["labels"] for rows in micro_batches]
-    num_tokens = torch.stack([(label != IGNORED_LABEL).sum() for label in labels]).sum()
-    num_rows = sum(len(label) for label in labels)
+    targets = [next_tokens(rows["labels"]) if causal else rows["labels"] for rows in micro_batches]
+    num_tokens = torch.stack([(target != IGNORED_LABEL).sum() for target in targets]).sum()
     total = torch.zeros(())
-    for rows in micro_batches:
+    for rows, target in zip(micro_batches, targets, strict=True):
         # Labels are needed only by an encoder-decoder that makes its decoder's inputs from them.
         makes_inputs = not causal and "decoder_input_ids" not in rows
         given = {name: tensor for name, tensor in rows.items() if name != "labels" or makes_inputs}
         output = model(**given, use_cache=False)
-        # Each position predicts the next token.
-        targets = F.pad(rows["labels"][:, 1:], (0, 1), value=IGNORED_LABEL) if causal else rows["labels"]
         if "logits" in output:
             losses = F.cross_entropy(
-                output.logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=label_smoothing
+                output.logits.flatten(0, 1), target.flatten(), reduction="none", label_smoothing=label_smoothing
             )
             loss = losses.sum() / num_tokens
         else:
             losses = _OfHidden.of_rows(output.last_hidden_state, rows)
-            loss = losses.sum() / num_rows
+            loss = losses.sum() / sum(map(len, targets))
         if getattr(output, "aux_loss", None) is not None:
             auxiliary = auxiliary_loss(model, output)
             loss = loss + auxiliary / len(micro_batches)
@@ -125,12 +122,17 @@ def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoo
     return Step(float(total), gradients, losses.dtype)
 
 
+def next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Labels (B, T) aligned with the logits of a decoder-only model: each position predicts the next token."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
 def _check_coefficient(model: PreTrainedModel, rows: Batch, dtype: torch.dtype, auxiliary: torch.Tensor) -> None:
     """Raise UnsupportedModelError unless the model's own loss has the auxiliary loss with this coefficient."""
     with torch.no_grad():
         output = model(**rows, use_cache=False)
-        targets = F.pad(rows["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-        mean = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL)
+        targets = next_tokens(rows["labels"]).flatten()
+        mean = F.cross_entropy(output.logits.flatten(0, 1), targets, ignore_index=IGNORED_LABEL)
     own = output.loss - mean
     # The model's own loss computes in float32.
     rounding = 1e-4 if dtype in TOLERANCES else 0.1
