@@ -20,8 +20,8 @@ def _names(size: int, *names: str) -> dict[str, int]:
     return dict.fromkeys(names, size)
 
 
-_BLOCKS = _names(
-    NUM_BLOCKS,
+#: Fields of configurations that say how many blocks a stack has.
+BLOCK_COUNTS = (
     *("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
     *("encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers"),
 )
@@ -66,7 +66,7 @@ _OTHER = {
     **_names(16, "pronunciation_embed_dim", "shape_embed_dim"),
 }
 _SIZES: dict[str, int] = {
-    **_BLOCKS,
+    **_names(NUM_BLOCKS, *BLOCK_COUNTS),
     **_WIDTHS,
     **_HEADS,
     **_HEAD_WIDTHS,
@@ -139,7 +139,7 @@ def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
     """Return the values of a configuration, and of the configurations in it, with small sizes."""
     full = config.to_dict()
     shrunk = {name: value for name, value in values.items() if name not in DERIVED}
-    num_blocks = next((full[name] for name in _BLOCKS if _is_size(full.get(name))), None)
+    num_blocks = next((full[name] for name in BLOCK_COUNTS if _is_size(full.get(name))), None)
     names = {config.attribute_map.get(name, name): size for name, size in _SIZES.items()}
     for name, size in names.items():
         if _is_size(full.get(name)) and full[name] != 0:  # 0 turns something off

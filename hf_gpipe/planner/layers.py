@@ -25,6 +25,7 @@ from hf_gpipe.adapters.quantised import size_of_quantised
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.split import part_of
 from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.adapters.tiny import BLOCK_COUNTS
 from hf_gpipe.model.divided_head import why_not_divided
 from hf_gpipe.planner.by_rows import ByRows, Numbers
 from hf_gpipe.planner.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
@@ -39,11 +40,6 @@ Inputs = Mapping[str, torch.Tensor]
 #: A short model has this many blocks per stack.
 FEW_BLOCKS = 8
 
-#: Fields of configurations that say how many blocks a stack has.
-_BLOCK_COUNTS = (
-    *("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
-    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
-)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 #: Attributes that number a block and change nothing else.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
@@ -426,7 +422,7 @@ def _short_adapter(adapter: Adapter) -> Adapter | None:
     if not is_deep or is_nested or adapter.routers:
         return None
     short = copy.deepcopy(config)
-    for name in dict.fromkeys(config.attribute_map.get(name, name) for name in _BLOCK_COUNTS):
+    for name in dict.fromkeys(config.attribute_map.get(name, name) for name in BLOCK_COUNTS):
         count = vars(config).get(name)
         if isinstance(count, int) and count > FEW_BLOCKS:
             setattr(short, name, FEW_BLOCKS)
