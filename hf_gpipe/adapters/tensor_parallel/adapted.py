@@ -32,19 +32,15 @@ def plan_of(adapter: Adapter, size: int) -> SplitPlan:
     """
     plans, key = _plans.setdefault(adapter, {}), (size, adapter.peft is None)
     if key not in plans:
-        plans[key] = _plan_of(adapter, size)
+        plan = SplitPlan.of(adapter, size)
+        if adapter.quantisation is not None:
+            _check_quantised(plan, adapter.reference)
+        if adapter.peft is not None:
+            whole = adapter.skeleton()
+            adapter.lay_out(whole)
+            plan = _Adapted(plan, adapter.peft, whole).plan
+        plans[key] = plan
     return plans[key]
-
-
-def _plan_of(adapter: Adapter, size: int) -> SplitPlan:
-    plan = SplitPlan.of(adapter, size)
-    if adapter.quantisation is not None:
-        _check_quantised(plan, adapter.reference)
-    if adapter.peft is None:
-        return plan
-    whole = adapter.skeleton()
-    adapter.lay_out(whole)
-    return _Adapted(plan, adapter.peft, whole).plan
 
 
 def _check_quantised(plan: SplitPlan, model: PreTrainedModel) -> None:
