@@ -68,7 +68,9 @@ def find_layers(model: nn.Module, forward: Callable[[], Any]) -> tuple[Layer, ..
     while ahead:
         name = ahead.pop(0)
         inner = called_by(name)
-        if inner and (not (done or ahead) or _has_lists(model.get_submodule(name))):
+        parts = model.get_submodule(name).modules()
+        has_lists = any(isinstance(part, nn.ModuleList | nn.ModuleDict | nn.Sequential) for part in parts)
+        if inner and (has_lists or not (done or ahead)):
             with suppress(UnsupportedModelError):
                 finer = _grouped(model, [*done, *inner, *ahead], repeated)
                 observe(model, finer, forward)
@@ -92,10 +94,6 @@ def _calls(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
         for handle in handles:
             handle.remove()
     return order
-
-
-def _has_lists(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.ModuleList | nn.ModuleDict | nn.Sequential) for part in module.modules())
 
 
 def _grouped(model: nn.Module, names: Sequence[str], repeated: set[str]) -> tuple[Layer, ...]:

@@ -62,7 +62,10 @@ def resolve_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = Tru
         if getattr(config, option, None):
             raise UnsupportedModelError(f"{family}: {option} of the adapters is not supported: {reason}; leave it out")
     resolved = copy.deepcopy(config)
-    _name_classifier(adapter, resolved)
+    if adapter.task_type is not None and config.task_type == adapter.task_type:
+        # The head of a model that classifies rows or tokens is trained too, as PEFT does.
+        asked = list(getattr(config, "modules_to_save", None) or ())
+        resolved.modules_to_save = [*asked, *(own for own in ("classifier", "score") if own not in asked)]
     whole = adapter.skeleton()
     try:
         inject_adapter_in_model(known := before_injection(resolved), whole, name)
@@ -107,13 +110,6 @@ def _why_not_held(config: Any) -> str:
         if any(getattr(tuner, method, None) is not getattr(BaseTuner, method, None) for method in methods):
             return reason
     return ""
-
-
-def _name_classifier(adapter: Adapter, config: Any) -> None:
-    """Add the head of a model that classifies rows or tokens to `modules_to_save`, as PEFT does."""
-    if adapter.task_type is not None and config.task_type == adapter.task_type:
-        asked = list(getattr(config, "modules_to_save", None) or ())
-        config.modules_to_save = [*asked, *(name for name in ("classifier", "score") if name not in asked)]
 
 
 def _check_trained(adapter: Adapter, trained: frozenset[str], ties: Mapping[str, str]) -> None:
