@@ -145,7 +145,7 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
         raise UnsupportedModelError(f"{family}: nothing with weights runs after the blocks; a head is needed")
     head = after[-1].pop() if after[-1] else None
     idle = tuple(name for name in units if name not in calls.entered)
-    names: tuple[StackName, ...] = ("encoder", "decoder") if len(lists) == 2 else ("decoder",)
+    stack_names: tuple[StackName, ...] = ("encoder", "decoder") if len(lists) == 2 else ("decoder",)
     stacks = []
     for i, name in enumerate(lists):
         forms = {calls.forms[f"{name}.{j}"] for j in range(len(model.get_submodule(name)))}
@@ -154,7 +154,7 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
             raise UnsupportedModelError(f"{family}: the blocks of {name!r} return hidden states in different forms")
         output = calls.outputs.get(parents[i], type(calls.result))
         of_stack = () if i else idle
-        stacks.append(Stack(names[i], name, tuple(before[i]), (), tuple(after[i]), *form, of_stack, output))
+        stacks.append(Stack(stack_names[i], name, tuple(before[i]), (), tuple(after[i]), *form, of_stack, output))
     embeddings = {name for units_before in before for name in units_before if calls.forms[name] is None}
     inputs = {
         name: calls.inputs[name]

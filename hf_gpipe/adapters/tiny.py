@@ -160,8 +160,8 @@ def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
         if isinstance(sub_config, PreTrainedConfig):
             shrunk[name] = _shrink(value, sub_config)
         elif isinstance(value, list) and len(value) == num_blocks:  # one entry per block
-            size = names.get(name.removesuffix("_per_layer"))  # as of `num_attention_heads_per_layer`
-            shrunk[name] = _spread(value, NUM_BLOCKS) if size is None else [size] * NUM_BLOCKS
+            each = names.get(name.removesuffix("_per_layer"))  # as of `num_attention_heads_per_layer`
+            shrunk[name] = _spread(value, NUM_BLOCKS) if each is None else [each] * NUM_BLOCKS
     if isinstance(full.get("vision_config"), dict):
         _shrink_images(shrunk, full)
     rope = full.get("rope_parameters") or {}
