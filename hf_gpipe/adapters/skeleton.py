@@ -22,7 +22,7 @@ from hf_gpipe.adapters.guards import check_attention, check_config, check_sizes
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a Hugging Face model is built from.
+    """The configuration that a Hugging Face model is built from, and the options beside it.
 
     Attributes:
         config: the model's configuration.

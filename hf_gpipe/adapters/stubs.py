@@ -25,7 +25,7 @@ from hf_gpipe.adapters.layers import StackName
 
 
 class Port:
-    """What enters and leaves a stage's model in one forward: the hidden states, and how a packed row is divided.
+    """The hidden states that enter and leave a stage's model in one forward, with its seeds and documents.
 
     It holds tensors only while `StageModel.__call__` runs. Backward does not read it: the received states enter
     outside of the part that a block's activation checkpointing runs again, so a recomputation never gets the tensors

@@ -209,7 +209,7 @@ class SplitPlan:
         return self.heads_of[name]
 
     def attributes(self, attention: str, place: int) -> dict[str, int]:
-        """What an attention shall know of the heads of a rank, by the names of attributes, of which it has some."""
+        """The numbers of a rank's heads by the names of attributes, of which an attention has some."""
         heads = self.heads_of[attention]
         own, pairs = (lengths(runs)[place] for runs in (heads.queries, heads.pairs))
         return {

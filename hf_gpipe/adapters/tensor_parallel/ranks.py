@@ -137,7 +137,7 @@ def ending(begin: Callable[[torch.Tensor], Callable[[], torch.Tensor]], meanwhil
 
 
 def exchange(tensor: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
-    """What `forward` makes of a tensor. In backward, `backward` makes the tensor's gradient of that of the result."""
+    """The result of `forward`. In backward, `backward` makes the tensor's gradient of that of the result."""
     made: torch.Tensor = _Exchange.apply(tensor, forward, backward)
     return made
 
