@@ -62,7 +62,7 @@ class Observation:
 
 
 _Form: TypeAlias = tuple[int | None, Given]
-"""How a module returns hidden states: the length of the returned tuple, None where they are alone; and their shape and type."""
+"""The number of outputs of a module, None for hidden states alone, and the shape and type of these."""
 
 
 @dataclass
