@@ -106,14 +106,7 @@ class Action:
 
     def source(self, num_stages: int, split: Split = frozenset()) -> Action | None:
         """The neighbouring stage's action whose message this one receives; None if it receives none."""
-        return self._neighbour(-self.kind.way, num_stages, split)
-
-    def consumer(self, num_stages: int, split: Split = frozenset()) -> Action | None:
-        """The neighbouring stage's action that receives this one's message; None if it sends none."""
-        return self._neighbour(self.kind.way, num_stages, split)
-
-    def _neighbour(self, distance: int, num_stages: int, split: Split) -> Action | None:
-        stage = self.stage + distance
+        stage = self.stage - self.kind.way
         if not self.kind.sends or not 0 <= stage < num_stages:
             return None
         if self.kind.takes_gradient:
@@ -141,18 +134,6 @@ def head_sources(action: Action, num_stages: int) -> tuple[Action, ...]:
         return () if source is None else (Action(source, last, m),)
     of_all = LOGITS if action.kind == LOGITS else LOGITS_GRADIENT if action.kind.takes_gradient else None
     return () if of_all is None else tuple(Action(of_all, stage, m) for stage in range(last))
-
-
-def head_consumers(action: Action, num_stages: int, split: Split) -> tuple[Action, ...]:
-    """Where the head is divided, the actions of other stages that receive an action's message about it."""
-    last, m = num_stages - 1, action.micro_batch
-    if m is None:
-        return ()
-    if action.stage < last:
-        into = Action(LOGITS, last, m) if action.kind == LOGITS else gradient_action(last, m, split)
-        return (into,) if action.kind.turn else ()
-    to_all = {FORWARD: LOGITS, LOGITS: LOGITS_GRADIENT}.get(action.kind)
-    return () if to_all is None else tuple(Action(to_all, stage, m) for stage in range(last))
 
 
 def gradient_action(stage: int, micro_batch: int | None, split: Split) -> Action:

@@ -13,12 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.actions import (
-    Action,
-    gradient_action,
-    head_consumers,
-    head_sources,
-)
+from hf_gpipe.schedule.actions import Action, gradient_action, head_sources
 from hf_gpipe.schedule.kinds import (
     DROP,
     FORWARD,
@@ -160,18 +155,15 @@ class Schedule:
 
     def consumers(self, action: Action) -> tuple[Action, ...]:
         """The actions of other stages that receive this one's message."""
-        if action not in self._consumers:
-            consumer = action.consumer(self.num_stages, self.split)
-            of_head = head_consumers(action, self.num_stages, self.split) if self.divides_head else ()
-            far = self._far_consumers.get(action, ()) if self.placement.is_dealt else ()
-            # In evaluation there is no T.
-            of_head = tuple(receiver for receiver in of_head if receiver.kind in self.kinds)
-            self._consumers[action] = (*of_head, *far, *(() if consumer is None else (consumer,)))
-        return self._consumers[action]
+        return self._consumers.get(action, ())
 
     @cached_property
-    def _consumers(self) -> dict[Action, tuple[Action, ...]]:
-        return {}
+    def _consumers(self) -> Mapping[Action, tuple[Action, ...]]:
+        consumers: dict[Action, tuple[Action, ...]] = {}
+        for consumer in (action for row in self.actions for action in row):
+            for source in self.sources(consumer):
+                consumers[source] = (*consumers.get(source, ()), consumer)
+        return consumers
 
     @cached_property
     def _far_sources(self) -> Mapping[Action, tuple[Action, ...]]:
@@ -217,14 +209,6 @@ class Schedule:
     def last_drops(self) -> Mapping[int, Action]:
         """Of each dealt stage without replicas the D after which its gradients are complete, where there is one."""
         return {stage: visits[-1][3] for (stage, _), visits in self._backward_visits.items() if visits[-1][3]}
-
-    @cached_property
-    def _far_consumers(self) -> Mapping[Action, tuple[Action, ...]]:
-        consumers: dict[Action, tuple[Action, ...]] = {}
-        for consumer, sources in self._far_sources.items():
-            for source in sources:
-                consumers[source] = (*consumers.get(source, ()), consumer)
-        return consumers
 
     def concerned(self, process: int, action: Action, kinds: Iterable[ActionKind]) -> Iterator[Action]:
         """Yield the actions of some kinds on the stage and micro-batch of an action that a worker runs; and on its step
@@ -386,16 +370,7 @@ class Schedule:
 
     def text(self) -> str:
         """The text form; `from_text` reads it back exactly."""
-        return write_text(
-            self.name,
-            self.num_stages,
-            self.num_micro_batches,
-            self.placement,
-            self.actions,
-            self.steps,
-            self.versions,
-            self.stashes,
-        )
+        return write_text(self)
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:

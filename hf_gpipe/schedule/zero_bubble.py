@@ -126,9 +126,9 @@ def whole_backwards(order: Sequence[Action], process: int, placement: Placement)
         place = last_on.get(device, -1)
         before = result[place] if place >= 0 else None
         if action.kind == _W and before == Action(_I, action.stage, action.micro_batch):
-            consumer = before.consumer(placement.num_stages)
-            other = consumer and placement.worker_of(consumer.stage, consumer.micro_batch)
-            if consumer is None or (other, device) == (process, placement.device_of(consumer.stage, process)):
+            receiver = action.stage - 1
+            worker = placement.worker_of(receiver, action.micro_batch)
+            if receiver < 0 or placement.place_of(worker, receiver) == (process, device):
                 result[place] = Action(BACKWARD, action.stage, action.micro_batch)
                 continue
         last_on[device] = len(result)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Action, Placement, Schedule, build
 from hf_gpipe.schedule.actions import gradient_action
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, LOGITS, LOGITS_GRADIENT, RECOMPUTE, UPDATE, WEIGHT
 
 F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
 W = WEIGHT
@@ -62,23 +62,24 @@ def test_messages_go_to_the_neighbour() -> None:
     assert Action(F, 1, 5).source(3) == Action(F, 0, 5)
     assert Action(B, 2, 5).source(3) is None
     assert Action(B, 1, 5).source(3) == Action(B, 2, 5)
-    assert Action(F, 2, 5).consumer(3) is None
-    assert Action(B, 0, 5).consumer(3) is None
     assert Action(R, 1, 5).source(3) is None
-    assert Action(R, 1, 5).consumer(3) is None
+    assert Action(W, 1, 5).source(3) is None
+    split = {(2, 5)}
+    assert Action(B, 1, 5).source(3, split) == gradient_action(2, 5, split) == Action(INPUT, 2, 5)
+    assert gradient_action(1, 5, split) == Action(B, 1, 5)
 
 
-@given(st.booleans(), st.integers(0, 5), st.integers(0, 9), st.sets(st.tuples(st.integers(0, 5), st.integers(0, 9))))
-def test_consumer_is_the_inverse_of_source(
-    is_forward: bool, stage: int, micro_batch: int, split: set[tuple[int, int | None]]
-) -> None:
-    action = Action(F, stage, micro_batch) if is_forward else gradient_action(stage, micro_batch, split)
-    assert action.kind == (F if is_forward else INPUT if (stage, micro_batch) in split else B)
-    if source := action.source(6, split):
-        assert source.consumer(6, split) == action
-    if consumer := action.consumer(6, split):
-        assert consumer.source(6, split) == action
-    assert Action(W, stage, micro_batch).source(6, split) is Action(W, stage, micro_batch).consumer(6, split) is None
+def test_each_message_has_one_receiver_or_one_of_each_stage() -> None:
+    table = build("1f1b", 3, 2)
+    assert table.consumers(Action(F, 0, 1)) == (Action(F, 1, 1),)
+    assert (
+        table.consumers(Action(F, 2, 1)) == table.consumers(Action(B, 0, 1)) == table.consumers(Action(R, 1, 1)) == ()
+    )
+    divided = build("vocab_1f1b", 3, 2)
+    assert divided.consumers(Action(F, 2, 1)) == tuple(Action(LOGITS, stage, 1) for stage in range(2))
+    assert divided.consumers(Action(LOGITS, 2, 1)) == tuple(Action(LOGITS_GRADIENT, stage, 1) for stage in range(2))
+    assert divided.consumers(Action(LOGITS_GRADIENT, 0, 1)) == (Action(B, 2, 1),)
+    assert build("vocab_forward_only", 3, 2).consumers(Action(LOGITS, 2, 1)) == ()
 
 
 def test_placements() -> None:
