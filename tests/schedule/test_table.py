@@ -72,9 +72,7 @@ def test_messages_go_to_the_neighbour() -> None:
 def test_each_message_has_one_receiver_or_one_of_each_stage() -> None:
     table = build("1f1b", 3, 2)
     assert table.consumers(Action(F, 0, 1)) == (Action(F, 1, 1),)
-    assert (
-        table.consumers(Action(F, 2, 1)) == table.consumers(Action(B, 0, 1)) == table.consumers(Action(R, 1, 1)) == ()
-    )
+    assert not any(table.consumers(action) for action in (Action(F, 2, 1), Action(B, 0, 1), Action(R, 1, 1)))
     divided = build("vocab_1f1b", 3, 2)
     assert divided.consumers(Action(F, 2, 1)) == tuple(Action(LOGITS, stage, 1) for stage in range(2))
     assert divided.consumers(Action(LOGITS, 2, 1)) == tuple(Action(LOGITS_GRADIENT, stage, 1) for stage in range(2))
