@@ -7,7 +7,6 @@ idle where ".." stands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from hf_gpipe.schedule.actions import Action
@@ -19,7 +18,7 @@ from hf_gpipe.schedule.zero_bubble import forwards_ahead
 _forward, _backward = partial(Action, FORWARD), partial(Action, BACKWARD)
 
 
-def naive(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+def naive(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """One micro-batch after another, through all stages and back, without pipelining.
 
     K = 3, M = 2, without recomputation:
@@ -28,7 +27,7 @@ def naive(num_stages: int, num_micro_batches: int, placement: Placement, limits:
         stage 1  .. F0 .. .. .. B0 -- .. .. .. F1 .. .. .. B1 -- .. ..
         stage 2  .. .. F0 B0 -- .. .. .. .. .. .. F1 B1 -- .. .. .. ..
     """
-    orders = [_one_row_after_another(s, num_micro_batches, placement) for s in range(num_stages)]
+    orders = [_one_row_after_another(s, num_micro_batches, placement) for s in range(placement.num_stages)]
     return merge_with_recomputations(orders, placement, limits)
 
 
@@ -40,7 +39,7 @@ def _one_row_after_another(stage: int, num_micro_batches: int, placement: Placem
     return order
 
 
-def gpipe(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+def gpipe(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """All forwards, then all backwards in reverse order (GPipe, arXiv 1811.06965, section 2.3 and figure 2c).
 
     K = 3, M = 3, without recomputation and with it:
@@ -60,12 +59,12 @@ def gpipe(num_stages: int, num_micro_batches: int, placement: Placement, limits:
     micro_batches = range(num_micro_batches)
     orders = [
         [_forward(s, m) for m in micro_batches] + [_backward(s, m) for m in reversed(micro_batches)]
-        for s in range(num_stages)
+        for s in range(placement.num_stages)
     ]
     return merge_with_recomputations(orders, placement, limits)
 
 
-def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+def gpipe_fused(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """GPipe whose last stage runs each micro-batch's backward right after its forward.
 
     The last stage recomputes nothing and keeps one micro-batch's logits. The other stages run all forwards first; the
@@ -77,7 +76,7 @@ def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, l
         stage 1  .. F0 F1 F2 R0 B0 -- R1 B1 -- R2 B2 -- .. ..
         stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- .. .. .. ..
     """
-    last = num_stages - 1
+    last = placement.num_stages - 1
     micro_batches = range(num_micro_batches)
     orders = [
         [_forward(s, m) for m in micro_batches] + [_backward(s, m) for m in placement.backward_order(micro_batches)]
@@ -87,9 +86,7 @@ def gpipe_fused(num_stages: int, num_micro_batches: int, placement: Placement, l
     return merge_with_recomputations(orders, placement, fused_last(limits))
 
 
-def one_forward_one_backward(
-    num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
-) -> list[list[Action]]:
+def one_forward_one_backward(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """1F1B: a stage alternates one forward and one backward (PipeDream, arXiv 1806.03377), here with the flush that
     keeps GPipe's semantics (PipeDream-Flush, arXiv 2006.09503).
 
@@ -113,26 +110,27 @@ def one_forward_one_backward(
         stage 1  .. F0 F1 R0 .. B0 -- F2 R1 B1 -- F3 R2 B2 -- R3 B3 -- .. ..
         stage 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- .. F3 B3 -- .. .. .. .. ..
     """
+    return merge_with_recomputations(alternating(num_micro_batches, placement), placement, fused_last(limits))
+
+
+def alternating(num_micro_batches: int, placement: Placement, more: int = 0) -> list[list[Action]]:
+    """The order of each stage in 1F1B: each replica runs some forwards first, so many `more` than it needs, and then
+    one with each backward."""
     orders: list[list[Action]] = []
-    for s, workers in enumerate(placement.workers):
-        ahead = forwards_ahead(placement, s)
+    for stage, workers in enumerate(placement.workers):
+        ahead = forwards_ahead(placement, stage) + more
         order: list[Action] = []
         for process in workers:
-            order += alternating(s, placement.micro_batches_of(s, process, num_micro_batches), ahead, placement)
+            own = placement.micro_batches_of(stage, process, num_micro_batches)
+            order += [_forward(stage, m) for m in own[:ahead]]
+            for index, m in enumerate(placement.backward_order(own)):
+                order += [_forward(stage, later) for later in own[index + ahead : index + ahead + 1]]
+                order.append(_backward(stage, m))
         orders.append(order)
-    return merge_with_recomputations(orders, placement, fused_last(limits))
+    return orders
 
 
-def alternating(stage: int, own: Sequence[int], ahead: int, placement: Placement) -> list[Action]:
-    """The order of a replica with these micro-batches: so many forwards ahead, then one with each backward."""
-    order = [_forward(stage, m) for m in own[:ahead]]
-    for index, m in enumerate(placement.backward_order(own)):
-        order += [_forward(stage, later) for later in own[index + ahead : index + ahead + 1]]
-        order.append(_backward(stage, m))
-    return order
-
-
-def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+def forward_only(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """Evaluation: forwards only, no update. `recompute` has nothing to act on.
 
     K = 3, M = 3:
@@ -141,5 +139,5 @@ def forward_only(num_stages: int, num_micro_batches: int, placement: Placement, 
         stage 1  .. F0 F1 F2 ..
         stage 2  .. .. F0 F1 F2
     """
-    orders = [[_forward(s, m) for m in range(num_micro_batches)] for s in range(num_stages)]
+    orders = [[_forward(s, m) for m in range(num_micro_batches)] for s in range(placement.num_stages)]
     return merge_with_recomputations(orders, placement, limits)

@@ -15,7 +15,7 @@ from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations
 
 
-def breadth_first(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+def breadth_first(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """Stages assigned to the processes in turn, each of which runs all micro-batches before the process turns to its
     next one (arXiv 2211.05953).
 
@@ -29,16 +29,15 @@ def breadth_first(num_stages: int, num_micro_batches: int, placement: Placement,
         stage 2  .. .. F0 F1 .. .. B0 -- B1 -- .. .. .. .. ..
         stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. ..
     """
-    orders = _breadth_first_orders(num_stages, num_micro_batches, placement)
+    orders = _breadth_first_orders(num_micro_batches, placement)
     return merge_with_recomputations(orders, placement, fused_last(limits))
 
 
-def _breadth_first_orders(num_stages: int, num_micro_batches: int, placement: Placement) -> list[list[Action]]:
+def _breadth_first_orders(num_micro_batches: int, placement: Placement) -> list[list[Action]]:
     """The forwards and backwards of each device of each process, whose stages may be anywhere.
 
     The last stage runs each micro-batch's backward right after its forward, and those of a row's chunks, the last one
-    first, right after their forwards. The backwards of the other stages follow in
-    the order in which gradients arrive.
+    first, right after their forwards. The backwards of the other stages follow in the order in which gradients arrive.
     """
     orders: dict[tuple[int, str | None], list[Action]] = {}
 
@@ -49,7 +48,7 @@ def _breadth_first_orders(num_stages: int, num_micro_batches: int, placement: Pl
                 for kind in kinds:
                     order += [Action(kind, stage, m) for m in (row if kind == FORWARD else reversed(row))]
 
-    last = num_stages - 1
+    last = placement.num_stages - 1
     for stage in range(last):
         run(stage, FORWARD)
     run(last, FORWARD, BACKWARD)

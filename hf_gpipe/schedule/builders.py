@@ -23,10 +23,10 @@ from hf_gpipe.schedule.basic import forward_only, gpipe, gpipe_fused, naive, one
 from hf_gpipe.schedule.breadth_first import breadth_first
 from hf_gpipe.schedule.file import TABLE_SUFFIX
 from hf_gpipe.schedule.interleaved import interleaved_1f1b
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE, REDUCE, UPDATE
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE
 from hf_gpipe.schedule.placement import Placement, replicas_of
 from hf_gpipe.schedule.recompute import Limits
-from hf_gpipe.schedule.round_robin import Deal, deal_of, round_robin_orders
+from hf_gpipe.schedule.round_robin import deal_for, round_robin_orders
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.text_form import MOST_ACTIONS
 from hf_gpipe.schedule.updates import with_updates
@@ -34,13 +34,13 @@ from hf_gpipe.schedule.validate import check_table
 from hf_gpipe.schedule.vocabulary import vocab_1f1b, vocab_forward_only, vocab_gpipe
 from hf_gpipe.schedule.zero_bubble import v_half, whole_backwards, zb_h1, zb_h2, zb_v
 
-Builder = Callable[[int, int, Placement, Limits], list[list[Action]]]
-"""(num_stages, num_micro_batches, placement, limits of stored graphs) -> each process's actions, without G and U."""
+Builder = Callable[[int, Placement, Limits], list[list[Action]]]
+"""(num_micro_batches, placement, limits of stored graphs) -> each process's actions, without G and U."""
 
 RECOMPUTE_MODES = ("stage", "none")
 
 
-def round_robin(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+def round_robin(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """Slots of forwards and backwards that are dealt to the processes in turn, whatever their stages, whose weights
     visit (RoundPipe, arXiv 2604.27085): see `hf_gpipe.schedule.round_robin`.
 
@@ -52,20 +52,14 @@ def round_robin(num_stages: int, num_micro_batches: int, placement: Placement, l
         process 0  0F0 1F0 2F0 0F1 1F1 2F1 2R0 2B0 --- 2R1 2B1 --- ... 0R0 0B0 --- 0R1 0B1 ---
         process 1  ... ... ... 3F0 3B0 --- 3F1 3B1 --- ... 1R0 1B0 --- 1R1 1B1 --- ... ... ...
     """
-    deal = _deal_of_equal_stages(num_stages, num_micro_batches, placement)
+    ticks = ([kind.ticks] * placement.num_stages for kind in (FORWARD, RECOMPUTE, BACKWARD))
+    deal = deal_for(placement, num_micro_batches, *ticks)
     if None in limits[: deal.together.start]:
         raise ScheduleError(
             "schedule 'round_robin' recomputes, for the backward of a stage is on another worker than its forward; let "
             "recompute be stage."
         )
     return round_robin_orders(placement, num_micro_batches, deal)
-
-
-def _deal_of_equal_stages(num_stages: int, num_micro_batches: int, placement: Placement) -> Deal:
-    size = len(placement.crew_of(0))
-    count = -(-num_micro_batches // len(placement.crews)) if placement.is_dealt else num_micro_batches
-    forward, recompute, backward = ([kind.ticks] * num_stages for kind in (FORWARD, RECOMPUTE, BACKWARD))
-    return deal_of(forward, recompute, backward, size, count)
 
 
 SPLIT_SCHEDULES: dict[str, Builder] = {"zb_h1": zb_h1, "zb_h2": zb_h2, "zb_v": zb_v, "v_half": v_half}
@@ -235,7 +229,7 @@ def build(
     if is_asynchronous:
         table = _build_asynchronous(name, tuple(steps or [num_micro_batches]), placement, limits)
     else:
-        table = _build(name, num_stages, num_micro_batches, placement, limits)
+        table = _build(name, num_micro_batches, placement, limits)
     if is_checked:
         check_once(table)
     return table
@@ -251,34 +245,12 @@ def _build_asynchronous(name: str, steps: tuple[int, ...], placement: Placement,
 
 
 @lru_cache(maxsize=256)
-def _build(name: str, num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> Schedule:
-    orders = SCHEDULES[name](num_stages, num_micro_batches, placement, limits)
+def _build(name: str, num_micro_batches: int, placement: Placement, limits: Limits) -> Schedule:
+    orders = SCHEDULES[name](num_micro_batches, placement, limits)
     orders = [whole_backwards(order, process, placement) for process, order in enumerate(orders)]
-    if placement.is_dealt and name in DEALT:
+    if any(action.kind.takes_gradient for order in orders for action in order):
         orders = with_updates(orders, placement)
-    elif any(action.kind.takes_gradient for order in orders for action in order):
-        for process, order in enumerate(orders):
-            orders[process] = _with_reductions(order, process, placement)
-            # The updates of a process stand at its end, where every gradient is complete: see `validate`.
-            orders[process] += [Action(UPDATE, stage) for stage in placement.stages_of(process)]
-    return Schedule(name, num_stages, num_micro_batches, placement, tuple(tuple(order) for order in orders))
-
-
-def _with_reductions(order: list[Action], process: int, placement: Placement) -> list[Action]:
-    """The order of a process, with a G of each stage that has replicas.
-
-    It stands directly after the process's last B or W of the stage, so that it overlaps with what the process still
-    runs; at the end if there is none. A G never stands before that of a deeper stage, so all processes have one
-    order of them.
-    """
-    last = {action.stage: index for index, action in enumerate(order) if action.kind.completes_micro_batch}
-    waiting = [stage for stage in placement.stages_of(process) if placement.replicas[stage] > 1]
-    result: list[Action] = []
-    for index, action in enumerate(order):
-        result.append(action)
-        while waiting and last.get(waiting[-1], len(order)) <= index:
-            result.append(Action(REDUCE, waiting.pop()))
-    return result + [Action(REDUCE, stage) for stage in reversed(waiting)]
+    return Schedule(name, placement.num_stages, num_micro_batches, placement, tuple(map(tuple, orders)))
 
 
 def _one(replicas: int | Sequence[int]) -> int:

@@ -32,12 +32,10 @@ from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.basic import naive, one_forward_one_backward
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD
 from hf_gpipe.schedule.placement import Placement
-from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
+from hf_gpipe.schedule.recompute import Limits, fused_last, of_processes
 
 
-def interleaved_1f1b(
-    num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
-) -> list[list[Action]]:
+def interleaved_1f1b(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """1F1B with v = K/P stages per process, assigned in turn: stage s is on process s % P (Megatron-LM, Narayanan et
     al. 2021, arXiv 2104.04473, section 2.2 and figure 4).
 
@@ -57,20 +55,15 @@ def interleaved_1f1b(
         stage 2  .. .. F0 F1 .. .. B0 -- .. B1 -- F2 .. .. F3 .. .. .. B2 -- .. B3 -- .. .. .. ..
         stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. .. F2 B2 -- F3 B3 -- .. .. .. .. .. ..
     """
-    has_several_devices = len(set(placement.devices or ())) > 1
-    is_one_process = placement.replicas == (placement.num_processes,) * num_stages
-    if is_one_process and not has_several_devices:
-        return naive(num_stages, num_micro_batches, placement, fused_last(limits))
+    is_one_process = placement.replicas == (placement.num_processes,) * placement.num_stages
+    if is_one_process and not placement.has_several_devices:
+        return naive(num_micro_batches, placement, fused_last(limits))
     if is_one_process or len(placement.places) == placement.num_processes:
-        return one_forward_one_backward(num_stages, num_micro_batches, placement, limits)
-    orders = _interleaved_orders(num_stages, num_micro_batches, placement)
-    if not has_several_devices:
-        return [with_recomputations(order, fused_last(limits)) for order in orders]
-    of_stages = [[action for order in orders for action in order if action.stage == s] for s in range(num_stages)]
-    return merge_with_recomputations(of_stages, placement, fused_last(limits))
+        return one_forward_one_backward(num_micro_batches, placement, limits)
+    return of_processes(_interleaved_orders(num_micro_batches, placement), placement, fused_last(limits))
 
 
-def _interleaved_orders(num_stages: int, num_micro_batches: int, placement: Placement) -> list[list[Action]]:
+def _interleaved_orders(num_micro_batches: int, placement: Placement) -> list[list[Action]]:
     """The forwards and backwards of each process.
 
     Raises:
@@ -82,13 +75,13 @@ def _interleaved_orders(num_stages: int, num_micro_batches: int, placement: Plac
         raise ScheduleError(
             "schedule 'interleaved_1f1b' needs stages that are assigned to the processes in turn, the same number to "
             f"each, and as many replicas of every stage; the placement is {placement}. Use "
-            f"Placement.interleaved({num_stages}, P), or replicated(D) of it."
+            f"Placement.interleaved({placement.num_stages}, P), or replicated(D) of it."
         )
     orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
     for replica in range(num_replicas):
         own = placement.micro_batches_of(0, placement.workers[0][replica], num_micro_batches)
         rows = placement.rows_of(own)
-        for stage, order in enumerate(_orders_of_pipeline(num_stages, num_processes, rows, placement.chunks)):
+        for stage, order in enumerate(_orders_of_pipeline(placement.num_stages, num_processes, rows, placement.chunks)):
             orders[placement.workers[stage][replica]] = order
     return orders
 

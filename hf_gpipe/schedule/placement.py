@@ -238,6 +238,11 @@ class Placement:
         return max(self.replicas) > 1
 
     @property
+    def has_several_devices(self) -> bool:
+        """Whether the stages are on several devices by name."""
+        return len(set(self.devices or ())) > 1
+
+    @property
     def crews(self) -> tuple[tuple[int, ...], ...]:
         """Where stages are dealt, of each replica of the pipeline its workers, ascending."""
         return tuple(tuple(sorted({own[r] for own in self.workers})) for r in range(min(self.replicas)))

@@ -36,6 +36,16 @@ def merge_with_recomputations(orders: list[list[Action]], placement: Placement, 
     return merge([with_recomputations(replica, limits) for replica in replicas], placement)
 
 
+def of_processes(orders: list[list[Action]], placement: Placement, limits: Limits) -> list[list[Action]]:
+    """The orders of processes with recomputations; a process with several devices starts its actions in the order in
+    which they can run."""
+    if not placement.has_several_devices:
+        return [with_recomputations(order, limits) for order in orders]
+    every = range(placement.num_stages)
+    of_stages = [[action for order in orders for action in order if action.stage == stage] for stage in every]
+    return merge_with_recomputations(of_stages, placement, limits)
+
+
 def with_recomputations(order: Sequence[Action], limits: Limits) -> list[Action]:
     """The order of a stage, or of a process with several stages, with the R that the stages' limits need.
 

@@ -153,23 +153,32 @@ def dealt_table(
     Raises:
         ScheduleError: the placement does not deal its stages.
     """
-    size, replicas = len(placement.crew_of(0)), max(1, len(placement.crews))
-    deal = deal_of(forward, recompute, backward, size, -(-count // replicas), most_stages, num_rounds)
+    deal = deal_for(placement, count, forward, recompute, backward, most_stages, num_rounds)
     orders = round_robin_orders(placement, count, deal)
     return Schedule(name, placement.num_stages, count, placement, tuple(map(tuple, with_updates(orders, placement))))
 
 
-def round_robin_orders(placement: Placement, num_micro_batches: int, deal: Deal) -> list[list[Action]]:
-    """The actions of each worker, with L and D.
-
-    Raises:
-        ScheduleError: the placement does not deal its stages.
-    """
+def deal_for(
+    placement: Placement,
+    count: int,
+    forward: Sequence[Seconds],
+    recompute: Sequence[Seconds],
+    backward: Sequence[Seconds],
+    most_stages: int | None = None,
+    num_rounds: int | None = None,
+) -> Deal:
+    """`deal_of` a pipeline of a placement, with the arguments and the error of `dealt_table`."""
     if not placement.is_dealt:
         raise ScheduleError(
             f"schedule 'round_robin' and the placement {placement} do not go together: its stages have workers of "
             "their own, and these are dealt; leave the placement out."
         )
+    size, count = len(placement.crew_of(0)), -(-count // len(placement.crews))
+    return deal_of(forward, recompute, backward, size, count, most_stages, num_rounds)
+
+
+def round_robin_orders(placement: Placement, num_micro_batches: int, deal: Deal) -> list[list[Action]]:
+    """The actions of each worker of a placement that deals its stages, with L and D."""
     orders: list[list[Action]] = [[] for _ in range(placement.num_processes)]
     num_visits: dict[int, int] = {}
     for replica, crew in enumerate(placement.crews):

@@ -1,4 +1,4 @@
-"""Puts the updates of dealt stages at the end of each row, or on the host beside backwards.
+"""Puts reductions and updates into each row; the updates of dealt stages also on the host, beside backwards.
 
 U stands at the end, because clipping and the decision to skip an update need the gradients of all stages. Where nothing
 needs the gradients of all stages, H updates a stage as soon as its own gradients are complete (RoundPipe, arXiv
@@ -22,13 +22,26 @@ from hf_gpipe.schedule.validate import check_table
 
 
 def with_updates(orders: Sequence[Sequence[Action]], placement: Placement) -> list[list[Action]]:
-    """The order of each worker with G and U at its end: only then are the gradients of dealt stages complete."""
-    ends: list[list[Action]] = []
-    for worker in range(len(orders)):
+    """The order of each worker with a U of each of its stages at the end, where every gradient is complete, and a G of
+    those that have replicas.
+
+    G stands directly after the worker's last B or W of the stage, so that it overlaps with what the worker still runs;
+    at the end if there is none, and where stages are dealt, for others have B of the stage too. A G never stands before
+    that of a deeper stage, so all workers have one order of them.
+    """
+    results: list[list[Action]] = []
+    for worker, order in enumerate(orders):
         own = placement.stages_of(worker)
-        ends.append([Action(REDUCE, stage) for stage in reversed(own) if placement.replicas[stage] > 1])
-        ends[-1] += [Action(UPDATE, stage) for stage in own]
-    return [[*order, *end] for order, end in zip(orders, ends, strict=True)]
+        last = {action.stage: index for index, action in enumerate(order) if action.kind.completes_micro_batch}
+        waiting = [stage for stage in own if placement.replicas[stage] > 1]
+        result: list[Action] = []
+        for index, action in enumerate(order):
+            result.append(action)
+            while waiting and not placement.is_dealt and last.get(waiting[-1], len(order)) <= index:
+                result.append(Action(REDUCE, waiting.pop()))
+        result += [Action(REDUCE, stage) for stage in reversed(waiting)]
+        results.append(result + [Action(UPDATE, stage) for stage in own])
+    return results
 
 
 def can_update_beside(schedule: Schedule) -> bool:

@@ -7,10 +7,9 @@ from hf_gpipe.schedule.basic import alternating
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, LOGITS, LOGITS_GRADIENT
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.recompute import Limits, merge_with_recomputations
-from hf_gpipe.schedule.zero_bubble import forwards_ahead
 
 
-def vocab_gpipe(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+def vocab_gpipe(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """GPipe with the head divided over the stages (vocabulary parallelism, arXiv 2411.05288): `_with_divided_head`.
 
     The backwards are in the order of the forwards: the last stage has the gradients in the order in which it has the
@@ -23,11 +22,12 @@ def vocab_gpipe(num_stages: int, num_micro_batches: int, placement: Placement, l
         stage 2  .. .. F0 F1 F2 S0 S1 T0 -- S2 T1 -- T2 -- B0 -- B1 -- B2 -- .. .. .. ..
     """
     micro_batches = range(num_micro_batches)
-    orders = [[Action(kind, s, m) for kind in (FORWARD, BACKWARD) for m in micro_batches] for s in range(num_stages)]
+    stages = range(placement.num_stages)
+    orders = [[Action(kind, s, m) for kind in (FORWARD, BACKWARD) for m in micro_batches] for s in stages]
     return _with_divided_head(orders, num_micro_batches, placement, limits)
 
 
-def vocab_1f1b(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+def vocab_1f1b(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """1F1B with the head divided over the stages (vocabulary parallelism, arXiv 2411.05288): `_with_divided_head`.
 
     Between F and B of the last stage all stages run S, and then all run T. So a stage has two micro-batches more under
@@ -39,19 +39,10 @@ def vocab_1f1b(num_stages: int, num_micro_batches: int, placement: Placement, li
         stage 1  .. F0 F1 F2 F3 S0 S1 T0 -- S2 T1 -- .. .. .. B0 -- S3 T2 -- B1 -- T3 -- .. B2 -- B3 -- .. ..
         stage 2  .. .. F0 F1 F2 .. S0 S1 T0 -- S2 T1 -- B0 -- F3 B1 -- S3 T2 -- T3 -- B2 -- B3 -- .. .. .. ..
     """
-    orders: list[list[Action]] = []
-    for s, workers in enumerate(placement.workers):
-        ahead = forwards_ahead(placement, s) + 2
-        order: list[Action] = []
-        for process in workers:
-            order += alternating(s, placement.micro_batches_of(s, process, num_micro_batches), ahead, placement)
-        orders.append(order)
-    return _with_divided_head(orders, num_micro_batches, placement, limits)
+    return _with_divided_head(alternating(num_micro_batches, placement, more=2), num_micro_batches, placement, limits)
 
 
-def vocab_forward_only(
-    num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
-) -> list[list[Action]]:
+def vocab_forward_only(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """Evaluation with the head divided over the stages.
 
     K = 3, M = 3:
@@ -60,7 +51,7 @@ def vocab_forward_only(
         stage 1  .. F0 F1 F2 S0 S1 S2 ..
         stage 2  .. .. F0 F1 F2 S0 S1 S2
     """
-    orders = [[Action(FORWARD, s, m) for m in range(num_micro_batches)] for s in range(num_stages)]
+    orders = [[Action(FORWARD, s, m) for m in range(num_micro_batches)] for s in range(placement.num_stages)]
     return _with_divided_head(orders, num_micro_batches, placement, limits)
 
 

@@ -20,12 +20,12 @@ from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, WEIGHT
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.placement import Placement
-from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, with_recomputations
+from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, of_processes
 
 _F, _I, _W = FORWARD, INPUT, WEIGHT
 
 
-def zb_h1(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+def zb_h1(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """1F1B with a split backward and 1F1B's memory (ZB-H1, arXiv 2401.10241, section 2.2 and figure 3).
 
     Stage s starts with K-s-1 forwards, as in 1F1B, and runs the W of a micro-batch with the I of the s-th after it. So
@@ -41,7 +41,7 @@ def zb_h1(num_stages: int, num_micro_batches: int, placement: Placement, limits:
     return _split_1f1b(num_micro_batches, placement, limits, doubled=False)
 
 
-def zb_h2(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+def zb_h2(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """ZB-H1 with about twice the forwards before the first backward (ZB-H2, arXiv 2401.10241, section 2.2, figure 3).
 
     Stage s starts with 2(K-s-1) forwards and runs the W of a micro-batch with the I of the 2s-th after it. So at most
@@ -58,7 +58,7 @@ def zb_h2(num_stages: int, num_micro_batches: int, placement: Placement, limits:
     return _split_1f1b(num_micro_batches, placement, limits, doubled=True)
 
 
-def zb_v(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+def zb_v(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """Two stages per process in the shape of a V, and 1F1B's memory (ZB-V, arXiv 2401.10241, section 6).
 
     Process k of P has the stages k and 2P-1-k: a micro-batch goes down all processes and up again, so the last process
@@ -89,10 +89,10 @@ def zb_v(num_stages: int, num_micro_batches: int, placement: Placement, limits: 
             process = placement.workers[number][replica]
             own = placement.micro_batches_of(number, process, num_micro_batches)
             orders[process] = _zb_v_order(number, num_processes, own, placement)
-    return _v_placed(orders, placement, limits)
+    return of_processes(orders, placement, fused_last(limits))
 
 
-def v_half(num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
+def v_half(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
     """The placement of zb_v with half of 1F1B's memory (V-Half, arXiv 2405.15362, section 3).
 
     Every process holds at most P+2 (stage, micro-batch) pairs between F and W, as much as P/2+1 micro-batches of 1F1B.
@@ -221,15 +221,7 @@ def _zb_v_order(number: int, num_processes: int, own: Sequence[int], placement: 
 def _v_listed(
     num_micro_batches: int, placement: Placement, limits: Limits, limit: float, in_flight: Sequence[float] | None = None
 ) -> list[list[Action]]:
-    work = Work.of_equal_stages(placement.num_stages, [limit == 0 for limit in fused_last(limits)])
+    limits = fused_last(limits)
+    work = Work.of_equal_stages(placement.num_stages, [graphs == 0 for graphs in limits])
     most = [limit] * placement.num_processes
-    return _v_placed(best_listed(placement, num_micro_batches, work, most, in_flight).orders, placement, limits)
-
-
-def _v_placed(orders: list[list[Action]], placement: Placement, limits: Limits) -> list[list[Action]]:
-    """The orders with recomputations; a process with several devices starts its actions in the order they can run."""
-    if len(set(placement.devices or ())) <= 1:
-        return [with_recomputations(order, fused_last(limits)) for order in orders]
-    every = range(placement.num_stages)
-    of_stages = [[action for order in orders for action in order if action.stage == stage] for stage in every]
-    return merge_with_recomputations(of_stages, placement, fused_last(limits))
+    return of_processes(best_listed(placement, num_micro_batches, work, most, in_flight).orders, placement, limits)

@@ -15,10 +15,11 @@ from itertools import accumulate, product
 
 from bench.emulation import Emulated
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule import Action, Costs, Placement, Schedule, Timeline, build, check_table, placement_for, simulate
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT
+from hf_gpipe.schedule import Costs, Placement, Schedule, Timeline, build, check_table, placement_for, simulate
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, WEIGHT
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
+from hf_gpipe.schedule.updates import with_updates
 
 GRAPH, RECEIVED, DEFERRED = 16, 1, 10
 #: By head, K and graphs, the seconds of the shortest table of M = 2 K micro-batches.
@@ -164,11 +165,8 @@ def listed(case: Case, stages_each: int = 1) -> tuple[float, Schedule, float]:
     start = time.process_time()
     best = best_listed(placement, case.micro_batches, work, [case.limit] * case.processes, effort=effort)
     took = time.process_time() - start
-    rows = [
-        (*order, *(Action(UPDATE, stage) for stage in placement.stages_of(process)))
-        for process, order in enumerate(best.orders)
-    ]
-    table = Schedule("listed", count, case.micro_batches, placement, tuple(rows))
+    rows = with_updates(best.orders, placement)
+    table = Schedule("listed", count, case.micro_batches, placement, tuple(map(tuple, rows)))
     check_table(table)
     timeline = case.timeline(table)
     assert case.fits(timeline)
