@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 
 from hf_gpipe.errors import PartitionError, nearest
 from hf_gpipe.partition.count import by_count
 from hf_gpipe.partition.optimal import StageCost, by_cost, stages_of
 
-__all__ = ["COST_STRATEGIES", "STRATEGIES", "StageCost", "by_cost", "by_count", "partition", "stages_of"]
+__all__ = ["COST_STRATEGIES", "COUNT", "StageCost", "by_cost", "by_count", "partition", "stages_of"]
 
-Strategy = Callable[[int, int], Sequence[int]]
-"""(num_layers, num_stages), with num_stages at most num_layers -> the number of layers of each stage."""
-
-STRATEGIES: dict[str, Strategy] = {"count": by_count}
+COUNT = "count"
+"""The strategy that needs no costs: `by_count`."""
 
 COST_STRATEGIES = ("parameters", "flops", "profile")
 """Strategies that need the model's costs; the planner turns them into lists with `by_cost`."""
 
 
 def partition(
-    num_layers: int, num_stages: int, strategy: str | Sequence[int] = "count", *, divides_head: bool = False
+    num_layers: int, num_stages: int, strategy: str | Sequence[int] = COUNT, *, divides_head: bool = False
 ) -> tuple[range, ...]:
     """The layers of each stage, as consecutive ranges that hold every layer exactly once and in order.
 
     Args:
         num_layers: the length of the adapter's list: embeddings, blocks, norms and heads, not blocks alone.
         num_stages: K, between 1 and `num_layers`.
-        strategy: one of `STRATEGIES`, or the number of layers of each stage, for example [3, 4, 2].
+        strategy: `COUNT`, or the number of layers of each stage, for example [3, 4, 2].
         divides_head: whether every stage has a part of the last layer. It is counted to the last stage, which then has
             another layer as well.
 
@@ -49,13 +46,13 @@ def partition(
             f"partition {strategy!r} needs the cost of each layer, which hf_gpipe.planner.decide finds out; give "
             "the strategy to Pipeline, or use count."
         )
-    if strategy not in STRATEGIES:
-        names = (*STRATEGIES, *COST_STRATEGIES)
+    if strategy != COUNT:
+        names = (COUNT, *COST_STRATEGIES)
         raise PartitionError(
             f"partition {strategy!r} is unknown; use one of {', '.join(names)}, or a list with the number of "
             f"layers of each stage{nearest(strategy, names)}"
         )
-    counts = STRATEGIES[strategy](num_layers - divides_head, num_stages)
+    counts = by_count(num_layers - divides_head, num_stages)
     return _ranges((*counts[:-1], counts[-1] + divides_head))
 
 
@@ -79,5 +76,4 @@ def _checked(counts: Sequence[int], num_layers: int, num_stages: int) -> Sequenc
 
 
 def _ranges(counts: Sequence[int]) -> tuple[range, ...]:
-    ends = list(accumulate(counts))
-    return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
+    return tuple(range(start, stop) for _, start, stop in stages_of(counts))

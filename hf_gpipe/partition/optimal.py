@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from hf_gpipe.errors import PartitionError
@@ -83,7 +83,7 @@ def by_cost(
     )
 
 
-def stages_of(counts: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def stages_of(counts: Sequence[int]) -> list[tuple[int, int, int]]:
     """(stage, first layer, the layer after its last) of each stage."""
     ends = [0]
     for count in counts:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator
 
-from hf_gpipe.partition import COST_STRATEGIES, STRATEGIES
+from hf_gpipe.partition import COST_STRATEGIES, COUNT
 from hf_gpipe.recipe.section import OR_NULL, Count, NotNegative, OneOf, Positive, Text, section
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, SCHEDULES, TABLE_SUFFIX
 
@@ -14,7 +14,7 @@ AUTO = "auto"
 SYNCHRONOUS_SCHEDULES = tuple(name for name in SCHEDULES if not name.endswith("forward_only"))
 TRAINING_SCHEDULES = (*SYNCHRONOUS_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
 CHUNK_UNIT = " tokens"
-PARTITIONS = (*STRATEGIES, *COST_STRATEGIES, AUTO)
+PARTITIONS = (COUNT, *COST_STRATEGIES, AUTO)
 #: Keys that may have another value in each process.
 OF_EACH_PROCESS = ("device", "devices", "threads_per_process", "memory")
 #: Keys of a run that a plan does not have.
