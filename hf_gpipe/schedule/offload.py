@@ -42,7 +42,7 @@ def _row(schedule: Schedule, worker: int, stages: AbstractSet[int]) -> tuple[Act
             of_devices[placement.device_of(action.stage, worker)].append(at)
     before, after = defaultdict[int, list[Action]](list), defaultdict[int, list[Action]](list)
     for own in of_devices.values():
-        changes = [_graphs_made(row[at]) for at in own if row[at].stage in stages]
+        changes = [schedule.graphs_made(row[at]) for at in own if row[at].stage in stages]
         if max(accumulate(changes), default=0) <= FEWEST_GRAPHS:
             continue
         forwards: dict[tuple[int, int | None], int] = {}
@@ -60,8 +60,3 @@ def _row(schedule: Schedule, worker: int, stages: AbstractSet[int]) -> tuple[Act
                     before[own[comes]].append(Action(PREFETCH, *where))
                 last_backward = place
     return tuple(entry for at, action in enumerate(row) for entry in (*before[at], action, *after[at]))
-
-
-def _graphs_made(action: Action) -> int:
-    """1 for a forward, -1 for the action that uses its graph up."""
-    return 1 if action.kind == FORWARD else -(Held.GRAPH in action.kind.frees)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hf_gpipe.errors import ScheduleError, one_line
@@ -182,8 +182,7 @@ class Placement:
                 worker = min(crew, key=lambda member: loads[member])
                 loads[worker] = loads[worker][0] + sizes[stage], loads[worker][1] + 1
                 owners[stage].append(worker)
-        others = self.chunks, self.ranks_per_worker, True, self.workers_per_rank
-        return Placement(owners, self.devices, *others)
+        return replace(self, workers=tuple(map(tuple, owners)))
 
     @classmethod
     def v_shaped(cls, num_stages: int, num_processes: int) -> Placement:
@@ -211,12 +210,13 @@ class Placement:
             raise ScheduleError(f"a stage has {times} replicas; give it at least one.")
         starts = range(0, times * self.num_processes, self.num_processes)
         workers = [[start + process for start in starts for process in own] for own in self.workers]
-        if self.devices is None or self.is_dealt:
-            each = None if self.devices is None else self.devices * times
-            return Placement(workers, each, chunks=self.chunks, is_dealt=self.is_dealt)
-        devices = dict(zip(self.places, self.devices, strict=True))
-        copied = [devices[stage, process] for stage, own in enumerate(self.workers) for _ in starts for process in own]
-        return Placement(workers, copied, self.chunks)
+        devices = None if self.devices is None else self.devices * times
+        if self.devices is not None and not self.is_dealt:
+            of_place = dict(zip(self.places, self.devices, strict=True))
+            devices = tuple(
+                of_place[s, process] for s, own in enumerate(self.workers) for _ in starts for process in own
+            )
+        return Placement(workers, devices, self.chunks, is_dealt=self.is_dealt)
 
     @property
     def num_stages(self) -> int:

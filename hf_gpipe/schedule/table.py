@@ -274,6 +274,14 @@ class Schedule:
         """Whether this forward keeps its autograd graph: a backward follows, and no recomputation lies between."""
         return (stage, micro_batch) in self._graph_keeping_forwards
 
+    def graphs_made(self, action: Action) -> int:
+        """1 for an action that makes an autograd graph, -1 for one that uses it up, 0 for any other."""
+        if Held.GRAPH in action.kind.frees:
+            return -1
+        if action.kind.makes is not Held.GRAPH or action.micro_batch is None:
+            return 0
+        return int(not action.kind.sends or self.keeps_graph(action.stage, action.micro_batch))
+
     @cached_property
     def _graph_keeping_forwards(self) -> frozenset[tuple[int, int | None]]:
         maker: dict[tuple[int, int | None], ActionKind] = {}

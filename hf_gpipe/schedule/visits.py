@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import DROP, LOAD, Held
+from hf_gpipe.schedule.kinds import DROP, LOAD
 from hf_gpipe.schedule.table import Schedule
 
 
@@ -75,19 +75,8 @@ def _runs(schedule: Schedule, worker: int) -> list[list[tuple[int, int, int]]]:
             open_run[2] = at
         else:
             own.append([stage, at, at])
-        graphs[stage] += _graphs_made(schedule, action)
+        graphs[stage] += schedule.graphs_made(action)
     return [[(stage, first, last) for stage, first, last in own] for own in runs.values()]
-
-
-def _graphs_made(schedule: Schedule, action: Action) -> int:
-    """1 for an action that makes an autograd graph, -1 for one that uses it up."""
-    kind, micro_batch = action.kind, action.micro_batch
-    assert micro_batch is not None
-    if Held.GRAPH in kind.frees:
-        return -1
-    if kind.makes is not Held.GRAPH:
-        return 0
-    return int(not kind.sends or schedule.keeps_graph(action.stage, micro_batch))
 
 
 @lru_cache(maxsize=8)
@@ -175,5 +164,5 @@ def wrong_visit(schedule: Schedule, worker: int) -> str | None:
         elif action.micro_batch is not None and stage in visiting:
             if stage not in there:
                 return f"{action} comes while the weights of stage {stage} are on the host, between its D and its L"
-            graphs[stage] += _graphs_made(schedule, action)
+            graphs[stage] += schedule.graphs_made(action)
     return f"{next(iter(there.values()))} has no D" if there else None
