@@ -19,9 +19,9 @@ The checks go from simple to subtle, so that the first error is the one to corre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NoReturn
+from typing import TypeAlias
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
@@ -44,6 +44,9 @@ from hf_gpipe.schedule.visits import wrong_visit
 
 _ONE_ROW = "where stages are dealt, it stands in the row of one of them."
 
+Fault: TypeAlias = tuple[str, int | str]
+"""What is wrong, and the process, or the key of the line, where it is."""
+
 
 def check_table(schedule: Schedule) -> None:
     """Check that a table is complete, and that every process can run it to its end.
@@ -54,125 +57,97 @@ def check_table(schedule: Schedule) -> None:
     Raises:
         ScheduleError: names the first wrong action and what it lacks; its `line` is the line of that process.
     """
-    _check_shape(schedule)
-    positions = _check_places(schedule)
-    _check_complete(schedule, positions)
-    if schedule.placement.is_dealt:
-        _check_dealt(schedule)
-    _check_host_updates(schedule)
-    _check_visits(schedule)
-    _check_offloads(schedule)
-    _check_order_in_process(schedule, positions)
-    _check_versions(schedule)
-    _check_order_of_reductions(schedule)
-    _check_order_on_edges(schedule)
+    for faults in _CHECKS:
+        for problem, where in faults(schedule):
+            line = where if isinstance(where, str) else f"process {where}"
+            raise ScheduleError(f"schedule {schedule.name!r}: {problem}", line)
     executable_order(schedule)
 
 
-def _fail(schedule: Schedule, problem: str, where: int | str) -> NoReturn:
-    """`where` is the process, or the key of the line, that is wrong."""
-    raise ScheduleError(
-        f"schedule {schedule.name!r}: {problem}", where if isinstance(where, str) else f"process {where}"
-    )
-
-
-def _check_shape(schedule: Schedule) -> None:
+def _of_shape(schedule: Schedule) -> Iterator[Fault]:
     num_stages, num_micro_batches, placement = schedule.num_stages, schedule.num_micro_batches, schedule.placement
     if num_stages < 1 or num_micro_batches < 1:
-        _fail(
-            schedule,
+        yield (
             f"num_stages is {num_stages} and num_micro_batches is {num_micro_batches}; both must be at least 1.",
             "num_stages" if num_stages < 1 else "num_micro_batches",
         )
     if num_micro_batches % placement.chunks or (placement.chunks > 1 and schedule.is_asynchronous):
-        _fail(
-            schedule,
+        yield (
             f"chunks is {placement.chunks} and num_micro_batches {num_micro_batches}: a table of one step can cut its "
             "rows into chunks, and each row has all of them; use a multiple of chunks, and leave steps out.",
             "chunks",
         )
     if placement.num_stages != num_stages:
-        _fail(
-            schedule,
+        yield (
             f"the placement is of {placement.num_stages} stages and the table of {num_stages}; name one process for "
             "each stage, or for each of its replicas.",
             "placement",
         )
     if placement.num_processes != len(schedule.actions):
-        _fail(
-            schedule,
+        yield (
             f"the placement is on {placement.num_processes} processes and the table has the actions of "
             f"{len(schedule.actions)}; give each process of the placement its line.",
             placement.num_processes if placement.num_processes < len(schedule.actions) else "placement",
         )
     if schedule.steps is not None and (sum(schedule.steps) != num_micro_batches or min(schedule.steps, default=0) < 1):
-        _fail(
-            schedule,
+        yield (
             f"the steps have {list(schedule.steps)} micro-batches and the table {num_micro_batches}; each step has at "
             "least one, and together they have all.",
             "steps",
         )
 
 
-def _check_places(schedule: Schedule) -> list[dict[Action, int]]:
-    """The place of each action in the list of each process."""
-    every: list[dict[Action, int]] = []
-    for process, actions in enumerate(schedule.actions):
-        positions: dict[Action, int] = {}
-        for index, action in enumerate(actions):
+def _of_places(schedule: Schedule) -> Iterator[Fault]:
+    for process, row in enumerate(schedule.actions):
+        seen: set[Action] = set()
+        for action in row:
             if not 0 <= action.stage < schedule.num_stages:
-                _fail(
-                    schedule, f"{action} on process {process}: the stages are 0 to {schedule.num_stages - 1}.", process
-                )
+                yield f"{action} on process {process}: the stages are 0 to {schedule.num_stages - 1}.", process
             if action.micro_batch is not None and not 0 <= action.micro_batch < schedule.num_micro_batches:
-                _fail(
-                    schedule,
+                yield (
                     f"{action} on process {process}: the micro-batches are 0 to {schedule.num_micro_batches - 1}.",
                     process,
                 )
             if action.step >= schedule.num_steps and not action.kind.is_of_visit:
-                _fail(schedule, f"{action} on process {process}: the steps are 0 to {schedule.num_steps - 1}.", process)
-            _check_home(schedule, process, action)
-            if action in positions:
-                _fail(schedule, f"{action} occurs twice on process {process}; keep one of them.", process)
+                yield f"{action} on process {process}: the steps are 0 to {schedule.num_steps - 1}.", process
+            if (problem := _wrong_home(schedule, process, action)) is not None:
+                yield problem, process
+            if action in seen:
+                yield f"{action} occurs twice on process {process}; keep one of them.", process
             if action.kind.is_collective and len(schedule.placement.workers[action.stage]) == 1:
-                _fail(
-                    schedule,
+                yield (
                     f"{action} on process {process}: stage {action.stage} has no other replica to {action.kind.word} "
                     "its gradients with; leave it out.",
                     process,
                 )
-            positions[action] = index
-        every.append(positions)
-    return every
+            seen.add(action)
 
 
-def _check_home(schedule: Schedule, process: int, action: Action) -> None:
+def _wrong_home(schedule: Schedule, process: int, action: Action) -> str | None:
     """An action stands where the weights of its stage are, and with the other actions of its micro-batch.
 
     Everything else takes the worker of an action from its row.
     """
-    own = schedule.placement.workers[action.stage]
-    if schedule.placement.is_dealt and not (action.micro_batch is None and not action.kind.is_of_visit):
+    own, homes = schedule.placement.workers[action.stage], _homes(schedule, action)
+    is_dealt = schedule.placement.is_dealt
+    if is_dealt and not (action.micro_batch is None and not action.kind.is_of_visit):
         own = tuple(range(len(schedule.actions)))
     if process not in own:
         problem = f"stage {action.stage} is placed on {' and '.join(map(str, own))}"
-    elif process not in _homes(schedule, action):
-        if schedule.placement.is_dealt:
-            _fail(
-                schedule,
-                f"{action} is on process {process}, and the pipeline of its micro-batch has the processes "
-                f"{list(_homes(schedule, action))}; move it to one of them.",
-                process,
-            )
+    elif process in homes:
+        return None
+    elif is_dealt:
+        return (
+            f"{action} is on process {process}, and the pipeline of its micro-batch has the processes {list(homes)}; "
+            "move it to one of them."
+        )
+    else:
         row = f"{action.micro_batch}{f' // {schedule.chunks}' if schedule.chunks > 1 else ''}"
         problem = (
             f"micro-batch {action.micro_batch} belongs to replica {row} % {len(own)} of stage {action.stage}, on "
-            f"{_homes(schedule, action)[0]}"
+            f"{homes[0]}"
         )
-    else:
-        return
-    _fail(schedule, f"{action} is on process {process}, but {problem}; move it there.", process)
+    return f"{action} is on process {process}, but {problem}; move it there."
 
 
 def _homes(schedule: Schedule, action: Action) -> tuple[int, ...]:
@@ -186,21 +161,21 @@ def _homes(schedule: Schedule, action: Action) -> tuple[int, ...]:
     return placement.workers[action.stage]
 
 
-def _check_complete(schedule: Schedule, positions: list[dict[Action, int]]) -> None:
-    is_dealt = schedule.placement.is_dealt
+def _of_missing(schedule: Schedule) -> Iterator[Fault]:
+    is_dealt, rows = schedule.placement.is_dealt, [set(row) for row in schedule.actions]
 
-    def check(action: Action) -> None:
+    def missing(action: Action) -> Iterator[Fault]:
         homes = _homes(schedule, action)
         if is_dealt and action.micro_batch is not None:
-            count = sum(action in positions[home] for home in homes)
+            count = sum(action in rows[home] for home in homes)
             if count != 1:
-                _fail(schedule, f"{action} stands on {count} of the processes {list(homes)}; {_ONE_ROW}", homes[0])
+                yield f"{action} stands on {count} of the processes {list(homes)}; {_ONE_ROW}", homes[0]
             return
         for home in homes:
-            if action not in positions[home]:
-                _fail(schedule, f"{action} is missing from process {home}; {action.kind.rule}", home)
+            if action not in rows[home]:
+                yield f"{action} is missing from process {home}; {action.kind.rule}", home
 
-    placed = {action for own in positions for action in own}
+    placed = set[Action]().union(*rows)
     is_training, has_optional = schedule.is_training, any(kind.is_optional for kind in schedule.kinds)
     every = [kind for kind in KINDS.values() if kind.rule and (has_optional or not kind.is_optional)]
     required = [kind for kind in every if is_training or not kind.in_training_only]
@@ -209,25 +184,18 @@ def _check_complete(schedule: Schedule, positions: list[dict[Action, int]]) -> N
         for action in () if kind.part_of else _all_of(schedule, kind):
             of_parts = [replace(action, kind=part) for part in parts]
             if placed.isdisjoint(of_parts):
-                check(action)
+                yield from missing(action)
                 continue
             for part in of_parts:
-                check(part)
+                yield from missing(part)
             if action in placed:
                 home = _homes(schedule, action)[0]
-                _fail(
-                    schedule,
-                    f"{action} and {of_parts[0]} are both on process {home}; keep {kind}, or {' and '.join(parts)}.",
-                    home,
-                )
-    for process, actions in enumerate(schedule.actions):
-        for action in actions:
-            if action.kind.in_training_only and not schedule.is_training:
-                _fail(
-                    schedule,
-                    f"{action} without any backward: a table without backwards has forwards only.",
-                    process,
-                )
+                both = f"{action} and {of_parts[0]} are both on process {home}"
+                yield f"{both}; keep {kind}, or {' and '.join(parts)}.", home
+    for process, row in enumerate(schedule.actions if not is_training else ()):
+        for action in row:
+            if action.kind.in_training_only:
+                yield f"{action} without any backward: a table without backwards has forwards only.", process
 
 
 def _all_of(schedule: Schedule, kind: ActionKind) -> Iterator[Action]:
@@ -239,14 +207,14 @@ def _all_of(schedule: Schedule, kind: ActionKind) -> Iterator[Action]:
             yield from (Action(kind, stage, micro_batch) for micro_batch in range(schedule.num_micro_batches))
 
 
-def _check_order_in_process(schedule: Schedule, positions: list[dict[Action, int]]) -> None:
-    for process, actions in enumerate(schedule.actions):
+def _of_order_in_process(schedule: Schedule) -> Iterator[Fault]:
+    for process, row in enumerate(schedule.actions):
+        place = {action: index for index, action in enumerate(row)}
         first_update: Action | None = None
-        for index, action in enumerate(actions):
+        for index, action in enumerate(row):
             for needed in _needs_of_own_stage(schedule, process, action):
-                if positions[process].get(needed, -1) > index:
-                    _fail(
-                        schedule,
+                if place.get(needed, -1) > index:
+                    yield (
                         f"{action} comes before {needed}, which it needs, on process {process}; move it behind.",
                         process,
                     )
@@ -255,9 +223,7 @@ def _check_order_in_process(schedule: Schedule, positions: list[dict[Action, int
             if action.kind.changes_weights:
                 first_update = first_update or action
             elif first_update is not None and not schedule.is_asynchronous:
-                _fail(
-                    schedule, f"{action} comes after {first_update} on process {process}: updates come last.", process
-                )
+                yield f"{action} comes after {first_update} on process {process}: updates come last.", process
 
 
 def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> list[Action]:
@@ -272,26 +238,23 @@ def _needs_of_own_stage(schedule: Schedule, process: int, action: Action) -> lis
     return needs
 
 
-def _check_visits(schedule: Schedule) -> None:
+def _of_visits(schedule: Schedule) -> Iterator[Fault]:
     """A stage whose weights visit has them wherever it reads them."""
     for process in range(len(schedule.actions)):
         if (problem := wrong_visit(schedule, process)) is not None:
-            _fail(schedule, f"{problem}; write L before and D after a run of a stage's actions.", process)
+            yield f"{problem}; write L before and D after a run of a stage's actions.", process
     if schedule.is_asynchronous and LOAD in schedule.kinds:
-        _fail(schedule, "its weights change within the table, so they cannot visit; leave L and D out.", "steps")
+        yield "its weights change within the table, so they cannot visit; leave L and D out.", "steps"
 
 
-def _check_host_updates(schedule: Schedule) -> None:
+def _of_host_updates(schedule: Schedule) -> Iterator[Fault]:
     """Updates on the host are of dealt stages without replicas. Each row ends with one, which waits for the others, and
     no weight visits its owner's device afterwards."""
-    if HOST_UPDATE not in schedule.kinds:
-        return
     placement = schedule.placement
-    for process, row in enumerate(schedule.actions):
+    for process, row in enumerate(schedule.actions if HOST_UPDATE in schedule.kinds else ()):
         first = next((action for action in row if action.kind == HOST_UPDATE), None)
         if first is not None and (not placement.is_dealt or placement.has_replicas):
-            _fail(
-                schedule,
+            yield (
                 f"{first} on process {process}: H updates a stage that is dealt and has no replicas; write "
                 f"{replace(first, kind=UPDATE)} at the end.",
                 process,
@@ -302,17 +265,16 @@ def _check_host_updates(schedule: Schedule) -> None:
                 updated.add(action.stage)
             elif action.stage in updated:
                 update = Action(HOST_UPDATE, action.stage)
-                _fail(schedule, f"{action} comes after {update} on process {process}; move it before.", process)
+                yield f"{action} comes after {update} on process {process}; move it before.", process
         if row[-1].kind != HOST_UPDATE:
-            _fail(
-                schedule,
+            yield (
                 f"the row of process {process} ends with {row[-1]}: where a table has H, no stage has U, and each row "
                 "ends with an H; move the last one there.",
                 process,
             )
 
 
-def _check_offloads(schedule: Schedule) -> None:
+def _of_offloads(schedule: Schedule) -> Iterator[Fault]:
     """A graph that goes to the host comes back before its backward, and is not made again."""
     for process, row in enumerate(schedule.actions if OFFLOAD in schedule.kinds or PREFETCH in schedule.kinds else ()):
         held: dict[tuple[int, int | None], Held | None] = {}
@@ -321,8 +283,7 @@ def _check_offloads(schedule: Schedule) -> None:
             freed = next((item for item in kind.frees if item in (Held.GRAPH, Held.AWAY)), None)
             is_made_again = kind.makes is Held.GRAPH and freed is None and held.get(where) is Held.AWAY
             if is_made_again or (freed is not None and held.get(where) is not freed):
-                _fail(
-                    schedule,
+                yield (
                     f"{action} on process {process}: a graph goes to the host by {OFFLOAD}, after its F, and comes "
                     f"back by {PREFETCH} before its backward; write one of each, and no R.",
                     process,
@@ -330,18 +291,16 @@ def _check_offloads(schedule: Schedule) -> None:
             if kind.makes in (Held.GRAPH, Held.AWAY) or freed is not None:
                 held[where] = kind.makes
     if OFFLOAD in schedule.kinds and LOAD in schedule.kinds:
-        _fail(
-            schedule,
-            "graphs that go to the host keep weights, which then cannot visit; leave O and P out.",
-            "process 0",
-        )
+        yield "graphs that go to the host keep weights, which then cannot visit; leave O and P out.", 0
 
 
-def _check_dealt(schedule: Schedule) -> None:
+def _of_dealt(schedule: Schedule) -> Iterator[Fault]:
     """A dealt stage finds what an action needs on the action's worker, wherever others of its micro-batch are."""
+    if not schedule.placement.is_dealt:
+        return
     if schedule.chunks > 1 or schedule.is_asynchronous or schedule.divides_head:
-        what = "chunks" if schedule.chunks > 1 else "steps" if schedule.is_asynchronous else "process 0"
-        _fail(schedule, "its stages are dealt, so its rows are whole, it has one step and no S and T.", what)
+        what: int | str = "chunks" if schedule.chunks > 1 else "steps" if schedule.is_asynchronous else 0
+        yield "its stages are dealt, so its rows are whole, it has one step and no S and T.", what
     numbers: dict[Action, int] = {}
     for process, row in enumerate(schedule.actions):
         makers: dict[int, set[int | None]] = {}
@@ -349,54 +308,43 @@ def _check_dealt(schedule: Schedule) -> None:
         for action in row:
             if action.kind.is_of_visit and numbers.setdefault(action, process) != process:
                 problem = "visits of a dealt stage are numbered over all processes"
-                _fail(schedule, f"{action} is on processes {numbers[action]} and {process}: {problem}.", process)
+                yield f"{action} is on processes {numbers[action]} and {process}: {problem}.", process
             if action.micro_batch is None:
                 continue
             if action.stage not in visiting and schedule.is_training:
-                _fail(
-                    schedule, f"{action} without an L of stage {action.stage}, which is dealt; write L before.", process
-                )
+                yield f"{action} without an L of stage {action.stage}, which is dealt; write L before.", process
             graphs = makers.setdefault(action.stage, set())
             if Held.GRAPH in action.kind.frees and action.micro_batch not in graphs:
-                _fail(
-                    schedule,
-                    f"{action} finds no graph on process {process}: its forward is on another one; write R before it.",
-                    process,
-                )
+                problem = f"{action} finds no graph on process {process}: its forward is on another one"
+                yield f"{problem}; write R before it.", process
             if action.kind.makes is Held.GRAPH:
                 graphs.add(action.micro_batch)
                 if action.stage == schedule.num_stages - 1 and not action.kind.sends:
                     forward = Action(FORWARD, action.stage, action.micro_batch)
                     if schedule.worker_of(forward) != process:
-                        _fail(schedule, f"{action}: the last stage's loss stays on the process of {forward}.", process)
+                        yield f"{action}: the last stage's loss stays on the process of {forward}.", process
 
 
-def _check_versions(schedule: Schedule) -> None:
+def _of_versions(schedule: Schedule) -> Iterator[Fault]:
     """Every version of the weights that a forward names is there when it is read."""
     if not schedule.stashes and (schedule.versions or not schedule.is_asynchronous):
-        _fail(
-            schedule,
-            "it keeps no stashes (stashes: no), and "
-            + ("names versions" if schedule.versions else "has one step")
-            + "; leave the one or the other out.",
-            "stashes",
-        )
+        also = "names versions" if schedule.versions else "has one step"
+        yield f"it keeps no stashes (stashes: no), and {also}; leave the one or the other out.", "stashes"
     last = None
     for stage, micro_batch, version in sorted(schedule.versions):
         newest = schedule.newest_version.get((stage, micro_batch))
         word = f"{Action(FORWARD, stage, micro_batch)}@{version}"
         if newest is None or last == (stage, micro_batch):
-            _fail(schedule, f"{word}: the table has no such forward, or names two versions of it.", "process 0")
-        if version > newest:
-            _fail(
-                schedule,
+            yield f"{word}: the table has no such forward, or names two versions of it.", 0
+        elif version > newest:
+            yield (
                 f"{word}: before it stage {stage} has {newest} updates, so its versions are 0 to {newest}.",
                 schedule.placement.workers[stage][0],
             )
         last = stage, micro_batch
 
 
-def _check_order_of_reductions(schedule: Schedule) -> None:
+def _of_order_of_reductions(schedule: Schedule) -> Iterator[Fault]:
     """One after another in the order of each process, the reductions come to an end: each waits for all replicas."""
     queues = [[a for a in actions if a.kind.is_collective] for actions in schedule.actions]
     while any(queues):
@@ -409,10 +357,10 @@ def _check_order_of_reductions(schedule: Schedule) -> None:
         else:
             first = next(process for process, queue in enumerate(queues) if queue)
             words = "; ".join(f"process {process} at {queue[0]}" for process, queue in enumerate(queues) if queue)
-            _fail(schedule, f"the reductions wait for each other: {words}; let them stand in one order.", first)
+            yield f"the reductions wait for each other: {words}; let them stand in one order.", first
 
 
-def _check_order_on_edges(schedule: Schedule) -> None:
+def _of_order_on_edges(schedule: Schedule) -> Iterator[Fault]:
     """Messages of one kind from a stage on one process to a stage on another are received in the order of sending."""
     sent: dict[tuple[str, int, int, int, int], list[Action]] = {}
     received: dict[tuple[str, int, int, int, int], list[Action]] = {}
@@ -435,9 +383,15 @@ def _check_order_on_edges(schedule: Schedule) -> None:
     for edge, messages in sent.items():
         for sender, receiver in zip(messages, received[edge], strict=True):
             if sender not in schedule.sources(receiver):
-                _fail(
-                    schedule,
+                yield (
                     f"{receiver} takes the message of {sender}: stage {receiver.stage} must receive in the order in "
                     f"which stage {sender.stage} sends; change one of the two orders.",
                     schedule.worker_of(receiver),
                 )
+
+
+#: From simple to subtle; each takes for granted what those before it have checked.
+_CHECKS: tuple[Callable[[Schedule], Iterator[Fault]], ...] = (
+    *(_of_shape, _of_places, _of_missing, _of_dealt, _of_host_updates, _of_visits, _of_offloads, _of_order_in_process),
+    *(_of_versions, _of_order_of_reductions, _of_order_on_edges),
+)
