@@ -24,7 +24,6 @@ from hf_gpipe.schedule.kinds import (
     KINDS,
     LOGITS,
     LOGITS_GRADIENT,
-    REDUCE,
     ActionKind,
     kind_of,
 )
@@ -98,11 +97,6 @@ class Action:
         if kind.is_of_mini_batch:
             return cls(kind, int(stage), step=int(number or 0))
         return cls(kind, int(stage), None if number is None else int(number))
-
-    @property
-    def reduction(self) -> Action:
-        """The reduction of an update's step, if its stage has replicas."""
-        return Action(REDUCE, self.stage, step=self.step)
 
     def source(self, num_stages: int, split: Split = frozenset()) -> Action | None:
         """The neighbouring stage's action whose message this one receives; None if it receives none."""

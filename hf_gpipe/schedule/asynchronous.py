@@ -42,7 +42,7 @@ from itertools import accumulate
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, UPDATE
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, REDUCE, UPDATE
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations
 from hf_gpipe.schedule.table import Schedule
@@ -153,10 +153,8 @@ def _with_updates(row: list[Action], process: int, placement: Placement, steps: 
     num_updates = dict.fromkeys(placement.stages_of(process), 0)
 
     def update(stage: int) -> Iterator[Action]:
-        updated = Action(UPDATE, stage, step=num_updates[stage])
-        if placement.replicas[stage] > 1:
-            yield updated.reduction
-        yield updated
+        for kind in (REDUCE, UPDATE) if placement.replicas[stage] > 1 else (UPDATE,):
+            yield Action(kind, stage, step=num_updates[stage])
         num_updates[stage] += 1
 
     for action in row:

@@ -26,7 +26,7 @@ from hf_gpipe.schedule.interleaved import interleaved_1f1b
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE
 from hf_gpipe.schedule.placement import Placement, replicas_of
 from hf_gpipe.schedule.recompute import Limits
-from hf_gpipe.schedule.round_robin import deal_for, round_robin_orders
+from hf_gpipe.schedule.round_robin import deal_of, round_robin_orders
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.text_form import MOST_ACTIONS
 from hf_gpipe.schedule.updates import with_updates
@@ -53,7 +53,7 @@ def round_robin(num_micro_batches: int, placement: Placement, limits: Limits) ->
         process 1  ... ... ... 3F0 3B0 --- 3F1 3B1 --- ... 1R0 1B0 --- 1R1 1B1 --- ... ... ...
     """
     ticks = ([kind.ticks] * placement.num_stages for kind in (FORWARD, RECOMPUTE, BACKWARD))
-    deal = deal_for(placement, num_micro_batches, *ticks)
+    deal = deal_of(placement, num_micro_batches, *ticks)
     if None in limits[: deal.together.start]:
         raise ScheduleError(
             "schedule 'round_robin' recomputes, for the backward of a stage is on another worker than its forward; let "
@@ -187,11 +187,10 @@ def build(
             f"at most {MOST_ACTIONS} actions, and these are more: let one of the numbers be smaller."
         )
     if placement is None:
-        one_each = Placement.dealt(num_stages, num_stages) if name in DEALT else None
-        counts = 1 if replicas is None else replicas
-        placement = (
-            Placement.one_stage_each(num_stages, counts) if one_each is None else one_each.replicated(_one(counts))
-        )
+        counts = replicas_of(num_stages, 1 if replicas is None else replicas)
+        placement = Placement.one_stage_each(num_stages, counts)
+        if name in DEALT and len(set(counts)) == 1:
+            placement = Placement.dealt(num_stages, num_stages).replicated(counts[0])
     if chunks > 1:
         if is_asynchronous or name in (*DIVIDED_HEAD, *DEALT):
             others = [schedule for schedule in SCHEDULES if not schedule.startswith("vocab") and schedule not in DEALT]
@@ -220,10 +219,11 @@ def build(
             "step, and two stages of one process would do so in different orders; give each replica of each stage a "
             "process of its own."
         )
-    if name.startswith("vocab_") and len(set(placement.replicas)) > 1:
+    if (name.startswith("vocab_") or name in DEALT) and len(set(placement.replicas)) > 1:
+        shared = "needs each stage's part of the head" if name not in DEALT else "is dealt to one pipeline's workers"
         raise ScheduleError(
-            f"schedule {name!r}: the stages have {list(placement.replicas)} replicas, and every micro-batch needs each "
-            "stage's part of the head; use one number of replicas for all stages."
+            f"schedule {name!r}: the stages have {list(placement.replicas)} replicas, and every micro-batch {shared}; "
+            "use one number of replicas for all stages."
         )
     limits = _limits(name, num_stages, recompute)
     if is_asynchronous:
@@ -251,14 +251,6 @@ def _build(name: str, num_micro_batches: int, placement: Placement, limits: Limi
     if any(action.kind.takes_gradient for order in orders for action in order):
         orders = with_updates(orders, placement)
     return Schedule(name, placement.num_stages, num_micro_batches, placement, tuple(map(tuple, orders)))
-
-
-def _one(replicas: int | Sequence[int]) -> int:
-    """The number of replicas of all stages. Raises ScheduleError where they differ."""
-    counts = {replicas} if isinstance(replicas, int) else set(replicas)
-    if len(counts) > 1:
-        raise ScheduleError(f"replicas is {list(counts)}: dealt stages have one number of replicas.")
-    return counts.pop()
 
 
 def _check_name(name: str) -> None:

@@ -67,11 +67,11 @@ class Deal:
 
 
 def deal_of(
+    placement: Placement,
+    count: int,
     forward: Sequence[Seconds],
     recompute: Sequence[Seconds],
     backward: Sequence[Seconds],
-    workers: int,
-    count: int,
     most_stages: int | None = None,
     num_rounds: int | None = None,
 ) -> Deal:
@@ -83,12 +83,21 @@ def deal_of(
     good numbers the least is taken.
 
     Args:
+        placement: whose stages are dealt.
+        count: number of micro-batches, of all replicas of the pipeline.
         forward, recompute, backward: seconds of a micro-batch on each stage.
-        workers: among which the slots are dealt.
-        count: number of micro-batches.
         most_stages: of a slot, for a device holds the weights of two; None: as many as take equal time.
         num_rounds: None: that of the shortest step, where copies and updates take no time.
+
+    Raises:
+        ScheduleError: the placement does not deal its stages.
     """
+    if not placement.is_dealt:
+        raise ScheduleError(
+            f"schedule 'round_robin' and the placement {placement} do not go together: its stages have workers of "
+            "their own, and these are dealt; leave the placement out."
+        )
+    workers, count = len(placement.crew_of(0)), -(-count // len(placement.crews))
     repeated = [r + b for r, b in zip(recompute, backward, strict=True)]
     together = [f + b for f, b in zip(forward, backward, strict=True)]
     slots = _slots(forward, repeated, together, max(together[-1], *forward[:-1], *repeated[:-1], 0), most_stages)
@@ -142,39 +151,11 @@ def dealt_table(
 ) -> Schedule:
     """A table whose slots are made for stages of unequal cost; `check_table` has not seen it.
 
-    Args:
-        placement: whose stages are dealt.
-        count: number of micro-batches.
-        forward, recompute, backward: seconds of a micro-batch on each stage.
-        name: of the table.
-        most_stages: of a slot; None: as many as take equal time.
-        num_rounds: as of `deal_of`.
-
-    Raises:
-        ScheduleError: the placement does not deal its stages.
+    The arguments are those of `deal_of`, and the name of the table; so is the error.
     """
-    deal = deal_for(placement, count, forward, recompute, backward, most_stages, num_rounds)
+    deal = deal_of(placement, count, forward, recompute, backward, most_stages, num_rounds)
     orders = round_robin_orders(placement, count, deal)
     return Schedule(name, placement.num_stages, count, placement, tuple(map(tuple, with_updates(orders, placement))))
-
-
-def deal_for(
-    placement: Placement,
-    count: int,
-    forward: Sequence[Seconds],
-    recompute: Sequence[Seconds],
-    backward: Sequence[Seconds],
-    most_stages: int | None = None,
-    num_rounds: int | None = None,
-) -> Deal:
-    """`deal_of` a pipeline of a placement, with the arguments and the error of `dealt_table`."""
-    if not placement.is_dealt:
-        raise ScheduleError(
-            f"schedule 'round_robin' and the placement {placement} do not go together: its stages have workers of "
-            "their own, and these are dealt; leave the placement out."
-        )
-    size, count = len(placement.crew_of(0)), -(-count // len(placement.crews))
-    return deal_of(forward, recompute, backward, size, count, most_stages, num_rounds)
 
 
 def round_robin_orders(placement: Placement, num_micro_batches: int, deal: Deal) -> list[list[Action]]:

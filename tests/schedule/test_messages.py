@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, build, check_table, placement_for, simulate
-from hf_gpipe.schedule.kinds import LOGITS, LOGITS_GRADIENT, UPDATE
+from hf_gpipe.schedule.kinds import LOGITS, LOGITS_GRADIENT, REDUCE, UPDATE
 from hf_gpipe.schedule.messages import executable_order, messages
 from tests.schedule.cases import Recompute, schedules
 from tests.schedule.test_replicas import tables as replicated_tables
@@ -49,7 +50,7 @@ def runs_with_blocking_messages(table: Schedule, ahead: Operations) -> bool:
                         break
                     if action.kind == UPDATE:
                         workers = table.placement.workers[action.stage]
-                        if len(workers) > 1 and done[action.reduction] < len(workers):
+                        if len(workers) > 1 and done[replace(action, kind=REDUCE)] < len(workers):
                             break
                     done[action] += 1
                 else:

@@ -56,7 +56,7 @@ def test_every_table_has_two_slots_of_weights_on_a_device(
     table = dealt_table(placement, num_micro_batches, shares, shares, backward)
     check_table(table)
     assert Schedule.from_text(str(table)) == table
-    deal = deal_of(shares, shares, backward, num_workers, num_micro_batches)
+    deal = deal_of(placement, num_micro_batches, shares, shares, backward)
     assert max(most_loaded(table)) <= 2 * max(len(slot.stages) for slot in deal.slots)
     if replicas == 1:
         check_updates_beside(table, shares, backward)
