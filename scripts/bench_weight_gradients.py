@@ -36,7 +36,7 @@ from unittest.mock import patch
 
 import torch
 from bench import machine
-from bench.models import llama, random_ids
+from bench.models import llama, random_batch
 from bench.report import Spread, table
 from bench.runner import parser
 from transformers import LlamaConfig
@@ -60,11 +60,6 @@ def config_of(width: int, blocks: int) -> LlamaConfig:
     return llama(width, blocks, VOCABULARY, width * 8 // 3 // 8 * 8, heads=max(width // 64, 2))
 
 
-def batch_of(rows: int, length: int) -> dict[str, torch.Tensor]:
-    ids = random_ids(rows, length, VOCABULARY)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-
-
 def middle_stage(config: LlamaConfig) -> Stage:
     """A stage of all blocks, without the embedding, the norm and the head."""
     adapter = adapter_for(config)
@@ -76,7 +71,7 @@ def split_costs(given: argparse.Namespace) -> dict[str, Any]:
     config = config_of(given.width, given.blocks)
     whole, split = middle_stage(config), middle_stage(config)
     split.model.defer_weight_gradients()
-    batch = batch_of(given.rows, given.length)
+    batch = random_batch(given.rows, given.length, VOCABULARY)
     (micro_batch,) = make_micro_batches(whole.model.adapter, [batch], 1, seed=0, step=0)
     hidden, gradient = torch.randn(2, given.rows, given.length, given.width)
     context = Context(micro_batch, {"hidden": hidden})
@@ -178,9 +173,8 @@ def tiny_steps(schedule: str) -> tuple[int, Callable[[], Any]]:
     num_stages, num_micro_batches = 4, 8
     pipe = Pipeline(config_of(16, num_stages), num_stages, num_micro_batches, schedule, partition=[2, 1, 1, 3])
     actions = pipe.schedule(num_micro_batches)
-    micro_batches = make_micro_batches(
-        pipe.adapter, [batch_of(num_micro_batches, 8)], num_micro_batches, seed=0, step=0
-    )
+    batch = random_batch(num_micro_batches, 8, VOCABULARY)
+    micro_batches = make_micro_batches(pipe.adapter, [batch], num_micro_batches, seed=0, step=0)
 
     def step() -> None:
         pipe.steps.executor.run(actions, micro_batches)

@@ -13,28 +13,24 @@ script also runs where the memory is limited, such as in a cgroup (as root, vers
 
 from __future__ import annotations
 
-import argparse
-import re
 import statistics
 import time
-from pathlib import Path
 
 import peft
 import torch
+from bench.machine import status_bytes
+from bench.models import random_batch
+from bench.runner import parser
 
 from hf_gpipe import Pipeline
 from hf_gpipe.text import size_text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
-    parser.add_argument("--stages", type=int, default=24)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--resident", action="store_true")
-    args = parser.parse_args()
+    made = parser(__doc__, stages=24, rows=4, tokens=64, steps=3)
+    made.add_argument("directory")
+    made.add_argument("--resident", action="store_true")
+    args = made.parse_args()
     adapters = peft.LoraConfig(r=8, target_modules="all-linear")
     pipe = Pipeline(
         args.directory,
@@ -46,8 +42,7 @@ def main() -> None:
         device="cpu",
         offload_weights=None if args.resident else "frozen",
     )
-    ids = torch.randint(3, 1000, (args.rows, args.tokens), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    batch = random_batch(args.rows, args.tokens, vocabulary=1000)
     optimizer = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], lr=1e-3)
     size = sum(p.nbytes for p in pipe.parameters() if not p.requires_grad)
     print(f"weights {size_text(size)}, {args.stages} stages, {args.rows} rows of {args.tokens} tokens")
@@ -59,19 +54,11 @@ def main() -> None:
         optimizer.step()
         pipe.zero_grad()
         seconds.append(time.perf_counter() - start)
-        print(
-            f"step {step}: loss {loss:.6f}, {seconds[-1]:.1f} s, in memory {size_text(_memory('RssAnon'))}", flush=True
-        )
-    middle = statistics.median(seconds)
-    print(
-        f"median {middle:.1f} s, {ids.numel() / middle:.1f} tokens/s; with mapped files {size_text(_memory('VmHWM'))}"
-    )
-
-
-def _memory(name: str) -> int:
-    """A line of /proc/self/status in bytes: of the process's own memory, or with the mapped files that are there."""
-    match = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(match[1]) << 10 if match else 0
+        own = size_text(status_bytes("RssAnon"))
+        print(f"step {step}: loss {loss:.6f}, {seconds[-1]:.1f} s, in memory {own}", flush=True)
+    middle, peak = statistics.median(seconds), size_text(status_bytes("VmHWM"))
+    rate = args.rows * args.tokens / middle
+    print(f"median {middle:.1f} s, {rate:.1f} tokens/s; with mapped files {peak}")
 
 
 if __name__ == "__main__":

@@ -17,14 +17,19 @@ def llama(hidden: int, layers: int, vocabulary: int, intermediate: int | None = 
         intermediate_size=intermediate or 4 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
-        **{"tie_word_embeddings": False, **values},
+        **{"num_key_value_heads": heads, "tie_word_embeddings": False, **values},
     )
 
 
-def random_ids(rows: int, length: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
+def random_ids(rows: int, length: int, vocabulary: int) -> torch.Tensor:
     """Tokens (B, T) without the special ones."""
-    return torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def random_batch(rows: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    """The same as a mini-batch without padding."""
+    ids = random_ids(rows, length, vocabulary)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
 def random_rows(rows: int, length: int, vocabulary: int) -> list[dict[str, list[int]]]:
