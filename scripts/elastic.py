@@ -12,6 +12,7 @@ the one before. All runs compute in float64.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -25,12 +26,8 @@ from pathlib import Path
 
 import psutil
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import contextlib
-
-from scripts.tiny_run import TIMEOUT_SECONDS, prepare, weights
+from bench.runner import parser
+from tiny_run import TIMEOUT_SECONDS, prepare, weights
 
 STEPS, LIMIT_SECONDS = 60, 180
 TOLERANCE = 1e-9
@@ -39,17 +36,13 @@ TOLERANCE = 1e-9
 class Agent:
     """torchrun's agent on one host, and everything that it starts."""
 
-    def __init__(self, words: list[str], log: Path, shares_store: bool) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            # 1: every start has a store in its own rank 0. The shared one is in the first agent, which may be lost.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not shares_store)),
-        }
+    def __init__(self, words: list[str], log: Path) -> None:
+        # Every start has a store in its own rank 0. A shared one would be in the first agent, which may be lost.
+        own = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.log = log.open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *words],
-            env=environment,
+            env={**os.environ, **own},
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -95,14 +88,14 @@ def try_kill(folder: Path, recipe: list[str], options: argparse.Namespace, chanc
     words = ["--nnodes", f"1:{options.hosts}", "--nproc-per-node", "1", "--max-restarts", "3", *endpoint]
     words += ["--rdzv-conf", limits, "-m", "hf_gpipe.train", *recipe, f"training.output_dir={folder / 'out'}"]
     words += ["training.memory_save_steps=1", "training.save_steps=1000"] if options.memory else []
-    agents = [Agent(words, folder / f"host-{number}.log", options.share_store) for number in range(options.hosts)]
+    agents = [Agent(words, folder / f"host-{number}.log") for number in range(options.hosts)]
     try:
         step, lost = chance.randrange(3, STEPS // 2), chance.randrange(options.hosts)
         wait_for_step(folder / "out", step, agents)
         agents.pop(lost).kill()
         killed, reached = time.monotonic(), steps_done(folder / "out")
         if options.join:
-            agents.append(Agent(words, folder / "joined.log", options.share_store))
+            agents.append(Agent(words, folder / "joined.log"))
         wait_for_step(folder / "out", reached, agents)
         seconds = time.monotonic() - killed
         for agent in agents:
@@ -120,15 +113,11 @@ def try_kill(folder: Path, recipe: list[str], options: argparse.Namespace, chanc
 
 def main() -> int:
     """Kill hosts; the exit code is 1 where a run ends with other weights."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=10, help="runs, each with one lost host")
-    parser.add_argument("--join", action="store_true", help="let another host join")
-    parser.add_argument("--memory", action="store_true", help="keep checkpoints in memory alone")
-    parser.add_argument("--share-store", action="store_true", help="leave the processes' store in the first agent")
-    parser.add_argument("--seed", type=int, default=0, help="of the steps and hosts")
-    parser.add_argument("--folder", type=Path, help="an empty folder to keep all runs in")
-    options = parser.parse_args()
+    made = parser(__doc__, hosts=3, kills=10, seed=0)
+    made.add_argument("--join", action="store_true", help="let another host join")
+    made.add_argument("--memory", action="store_true", help="keep checkpoints in memory alone")
+    made.add_argument("--folder", type=Path, help="an empty folder to keep all runs in")
+    options = made.parse_args()
     chance, wrong = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-elastic-") as temporary:
         folder = options.folder or Path(temporary)

@@ -49,18 +49,14 @@ def why_not() -> str:
 class Hosts:
     """Context manager that makes emulated machines, named a, b, c and so on, and ends all that runs on them.
 
-    Args:
-        count: of machines.
-        loopback_names: whether a machine's own name resolves to 127.0.1.1 on it, as on many desktops.
-
     Raises:
         RuntimeError: they cannot be made here.
     """
 
-    def __init__(self, count: int, *, loopback_names: bool = False) -> None:
+    def __init__(self, count: int) -> None:
         self.names = [chr(ord("a") + number) for number in range(count)]
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
-        self._loopback_names = loopback_names
+
         self._prefix = f"hfg{os.getpid()}"
         self._running: dict[int, list[Any]] = {number: [] for number in range(count)}
         self._slow_links: dict[int, subprocess.Popen[bytes]] = {}
@@ -105,8 +101,7 @@ class Hosts:
             _run("ip", "-n", space, *words)
         _run("ip", "-n", space, "link", "set", "lo", "up")
         lines = ["127.0.0.1 localhost"]
-        for other, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
-            lines.append(f"{'127.0.1.1' if other == number and self._loopback_names else address} {name}")
+        lines += [f"{address} {name}" for name, address in zip(self.names, self.addresses, strict=True)]
         self._hosts_file(number).write_text("\n".join(lines) + "\n")
 
     def _hosts_file(self, number: int) -> Path:
@@ -276,15 +271,12 @@ def main() -> int:
     """Run a command on each machine at once; the largest of their exit codes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2, help="number of machines")
-    parser.add_argument("--rate", help="of every link, such as 100mbit")
-    parser.add_argument("--loopback-names", action="store_true", help="let each name resolve to 127.0.1.1 on its own")
+
     parser.add_argument("command", nargs=argparse.REMAINDER, help="NUMBER in it is the machine's number, from 0")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     command = [word for word in options.command if word != "--"]
-    with Hosts(options.count, loopback_names=options.loopback_names) as hosts:
-        if options.rate:
-            hosts.limit_rate(options.rate)
+    with Hosts(options.count) as hosts:
         begin = time.monotonic()
         running = [
             hosts.start(number, [word.replace("NUMBER", str(number)) for word in command])
