@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib
 import math
 import os
 import random
@@ -43,12 +42,12 @@ from hf_gpipe.checkpoint import directory, save, state
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, step_of
 from hf_gpipe.checkpoint.together import PATIENCE
 from hf_gpipe.errors import EXIT_STOPPED
-from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.runtime import batches, generation, stage
 from hf_gpipe.runtime.world import World
 from hf_gpipe.train import main as train
 from hf_gpipe.training import loader, updates
-from scripts.forked import Forked, is_running, stuck, train_forked
+from scripts.emulated_hosts import is_running
+from scripts.forked import Forked, import_ahead, stuck, train_forked
 from scripts.random_faults.search import search
 from scripts.tiny_run import TIMEOUT_SECONDS, prepare, weights
 
@@ -356,11 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="of the faults that are drawn; without it a new one")
     parser.add_argument("--case", type=int, help="with --seed: this case alone, which is tried again")
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    # Once, not in every process: what is imported late, and how fast this machine is.
-    for module in ("hf_gpipe.training.job", "matplotlib.backends.backend_agg", "matplotlib.font_manager", "sacrebleu"):
-        importlib.import_module(module)
-    this_machine(torch.device("cpu"), NUM_PROCESSES)
+    import_ahead(NUM_PROCESSES)
     if options.minutes is not None:
         return _draw(options.minutes, options.seed, options.case, options.only, options.output)
     faults = [fault for fault in (some_faults() if options.quick else all_faults()) if options.only in str(fault)]

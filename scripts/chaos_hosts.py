@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -43,7 +42,6 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 
 from hf_gpipe.checkpoint import state
 from hf_gpipe.commands.launch import main as launch
-from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.runtime.job import ENDING, WORK_VARIABLE, Job, read_note
 from hf_gpipe.train import main as train
 from scripts import chaos, forked, tiny_run
@@ -396,10 +394,7 @@ def main() -> int:
         return 0
     # The machines are taken away also when this script is asked to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    torch.set_num_threads(1)
-    for module in ("hf_gpipe.training.job", "matplotlib.backends.backend_agg", "matplotlib.font_manager", "sacrebleu"):
-        importlib.import_module(module)
-    this_machine(torch.device("cpu"), 1)
+    forked.import_ahead(1)
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-chaos-") as temporary:
         folder = options.output or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -421,10 +416,8 @@ def undisturbed(folder: Path) -> tuple[dict[str, torch.Tensor], Path]:
     """The weights that a run without a fault ends with, and its recipe."""
     recipe = folder / "recipe.yaml"
     if not recipe.exists():
-        text = tiny_run.prepare(folder).read_text().replace("num_stages: 3", "num_stages: 2")
-        text = text.replace("max_steps: 6", f"max_steps: {STEPS}")
-        text = text.replace(f"timeout_seconds: {tiny_run.TIMEOUT_SECONDS}", f"timeout_seconds: {TIMEOUT_SECONDS}")
-        recipe.write_text(text.replace("save_steps: 2, eval_steps: 3", f"save_steps: {SAVED}, eval_steps: {EVALUATED}"))
+        own = {"save": SAVED, "evaluate": EVALUATED, "timeout": TIMEOUT_SECONDS}
+        tiny_run.prepare(folder, stages=2, steps=STEPS, **own)
     words = [str(recipe), f"training.output_dir={folder / 'undisturbed'}", "pipeline.num_processes=1"]
     if forked.Forked(lambda: train(words), folder / "undisturbed").wait() != 0:
         raise RuntimeError((folder / "undisturbed.err").read_text())

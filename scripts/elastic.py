@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 from bench.runner import parser
-from tiny_run import TIMEOUT_SECONDS, prepare, weights
+from tiny_run import prepare, weights
 
 STEPS, LIMIT_SECONDS = 60, 180
 TOLERANCE = 1e-9
@@ -122,14 +122,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-elastic-") as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        text = prepare(folder).read_text().replace("num_stages: 3,", "num_stages: auto, replicas: auto,")
-        text = text.replace("max_steps: 6", f"max_steps: {STEPS}").replace("eval_steps: 3", "eval_steps: null")
-        text = text.replace("model:\n", "model:\n  dtype: float64\n").replace(
-            "num_micro_batches: 2", "num_micro_batches: 4"
-        )
-        text = text.replace(f"timeout_seconds: {TIMEOUT_SECONDS}", "timeout_seconds: 60")
-        (folder / "recipe.yaml").write_text(text)
-        recipe = [str(folder / "recipe.yaml")]
+        own = {"stages": "auto", "micro": 4, "steps": STEPS, "evaluate": "null", "timeout": 60}
+        recipe = [str(prepare(folder, **own)), "pipeline.replicas=auto", "model.dtype=float64"]
         whole = [sys.executable, "-m", "hf_gpipe.train", *recipe, "pipeline.num_stages=1", "pipeline.replicas=1"]
         subprocess.run([*whole, f"training.output_dir={folder / 'whole'}"], check=True, stdout=subprocess.DEVNULL)
         expected = weights(folder / "whole")

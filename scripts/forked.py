@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -12,6 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
+from hf_gpipe.planner.measure import this_machine
 from hf_gpipe.runtime import launch
 from hf_gpipe.train import main as train
 
@@ -128,12 +132,13 @@ def forked_ahead(
     return start
 
 
-def is_running(process: int) -> bool:
-    """Whether a process is there and has not ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def import_ahead(num_processes: int) -> None:
+    """Let the processes that are forked from this one find what a training imports late, and how fast this machine is
+    where so many processes compute."""
+    torch.set_num_threads(1)
+    for module in ("hf_gpipe.training.job", "matplotlib.backends.backend_agg", "matplotlib.font_manager", "sacrebleu"):
+        importlib.import_module(module)
+    this_machine(torch.device("cpu"), num_processes)
 
 
 def stuck() -> None:

@@ -12,6 +12,8 @@ from hf_gpipe.data import train_tokenizer
 
 #: How long the processes of the recipe wait for a message.
 TIMEOUT_SECONDS = 8
+#: Of the recipe, what runs may want otherwise.
+VALUES = {"stages": 3, "micro": 2, "steps": 6, "save": 2, "evaluate": 3, "timeout": TIMEOUT_SECONDS}
 
 RECIPE = """
 model:
@@ -19,15 +21,16 @@ model:
     decoder_attention_heads: 1, encoder_ffn_dim: 8, decoder_ffn_dim: 8, max_position_embeddings: 32, dropout: 0.1}}
 data: {{kind: jsonl, path: {folder}/pairs.jsonl, validation_fraction: 0.1, test_fraction: 0.1}}
 tokenizer: {{path: {folder}/tokenizer}}
-pipeline: {{num_stages: 3, num_micro_batches: 2, schedule: gpipe, recompute: stage, partition: count, device: cpu,
-  timeout_seconds: {timeout}, threads_per_process: 1}}
-training: {{output_dir: OUTPUT, max_steps: 6, batch_size: 4, logging_steps: 1, save_steps: 2, eval_steps: 3}}
+pipeline: {{num_stages: {stages}, num_micro_batches: {micro}, schedule: gpipe, recompute: stage, partition: count,
+  device: cpu, timeout_seconds: {timeout}, threads_per_process: 1}}
+training: {{output_dir: OUTPUT, max_steps: {steps}, batch_size: 4, logging_steps: 1, save_steps: {save},
+  eval_steps: {evaluate}}}
 evaluation: {{max_examples: 2, max_new_tokens: 3, samples: 1}}
 """
 
 
-def prepare(folder: Path) -> Path:
-    """A recipe of a tiny model, its data and its tokenizer."""
+def prepare(folder: Path, **values: int | str) -> Path:
+    """A recipe of a tiny model, its data and its tokenizer; `values` replace those of `VALUES`."""
     german, english = "null eins zwei drei vier acht neun zehn", "zero one two three four eight nine ten"
     words = list(zip(german.split(), english.split(), strict=True))
     pairs = [(f"{a} und {b}", f"{c} and {d}") for a, c in words for b, d in words]
@@ -35,7 +38,7 @@ def prepare(folder: Path) -> Path:
     (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
     train_tokenizer([text for pair in pairs for text in pair], 290, folder / "tokenizer")
     recipe = folder / "recipe.yaml"
-    recipe.write_text(RECIPE.format(folder=folder, timeout=TIMEOUT_SECONDS))
+    recipe.write_text(RECIPE.format(folder=folder, **VALUES | values))
     return recipe
 
 

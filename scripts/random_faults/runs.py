@@ -30,6 +30,7 @@ from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.secret import SECRET_VARIABLE, new_secret
 from hf_gpipe.train import main as train
 from scripts import forked
+from scripts.emulated_hosts import is_running
 
 NUM_PROCESSES = 2
 STEPS, SAVED, EVALUATED = 12, 3, 4
@@ -174,7 +175,7 @@ class Run:
         return [pid for pid in (self.launcher.pid, *self.workers()) if self._is_running(pid)]
 
     def _is_running(self, pid: int) -> bool:
-        return self.launcher.poll() is None if pid == self.launcher.pid else forked.is_running(pid)
+        return self.launcher.poll() is None if pid == self.launcher.pid else is_running(pid)
 
     def is_silenced(self) -> bool:
         """Whether nobody is left who could say why the run has ended: nothing of it but a shell watches over it, which

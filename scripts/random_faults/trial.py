@@ -17,9 +17,10 @@ import torch
 
 from hf_gpipe.checkpoint.directory import checkpoints, step_of
 from hf_gpipe.runtime.job import ENDING
-from scripts import forked, tiny_run
+from scripts import tiny_run
+from scripts.emulated_hosts import is_running
 from scripts.random_faults.faults import FAULTS, Fault, Scene
-from scripts.random_faults.runs import BY_HAND, COMMAND, SCRIPT, STEPS, TORCHRUN, Lingering, Run
+from scripts.random_faults.runs import BY_HAND, COMMAND, EVALUATED, SAVED, SCRIPT, STEPS, TORCHRUN, Lingering, Run
 
 #: A run that has not ended so long after its fault hangs: six time limits of a message, which a save may take, and the
 #: time that torchrun gives its processes.
@@ -191,7 +192,7 @@ def _wait_for_end(scene: Scene, deadline: float) -> list[int]:
     run = scene.run
     while left := [pid for pid in run.running() if pid not in scene.stopped]:
         # A shell waits for a stopped process until somebody ends it.
-        waits = any(pid in run.workers() and forked.is_running(pid) for pid in scene.stopped)
+        waits = any(pid in run.workers() and is_running(pid) for pid in scene.stopped)
         if run.launch == BY_HAND and left == [run.launcher.pid] and waits:
             return []
         if time.monotonic() > deadline:
@@ -235,9 +236,7 @@ def prepare(folder: Path) -> Prepared:
     """The recipe, the whole runs and the cache, unless the folder has them."""
     recipe = folder / "recipe.yaml"
     if not recipe.exists():
-        text = tiny_run.prepare(folder).read_text().replace("num_stages: 3", "num_stages: 2")
-        text = text.replace("max_steps: 6", f"max_steps: {STEPS}")
-        recipe.write_text(text.replace("save_steps: 2, eval_steps: 3", "save_steps: 3, eval_steps: 4"))
+        tiny_run.prepare(folder, stages=2, steps=STEPS, save=SAVED, evaluate=EVALUATED)
     expected = {}
     for launch in (COMMAND, SCRIPT):
         own = folder / launch
