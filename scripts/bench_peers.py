@@ -8,7 +8,6 @@ end at the same loss. "twin" is not a trainer but two processes that share nothi
 
     python scripts/bench_peers.py                      all settings, 5 repetitions, about an hour
     python scripts/bench_peers.py --settings on --only single "torch Schedule1F1B" "ours 1f1b stage" --json on.json
-    python scripts/bench_peers.py --settings on --splits 3 4 5 --reps 1      where to cut
 """
 
 from __future__ import annotations
@@ -116,7 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument("--only", nargs="+", metavar="CASE", help="names of cases")
-    parser.add_argument("--splits", nargs="+", type=int, help="take every pipeline with these many blocks first")
     options = parser.parse_args(argv)
     results, wrong = [], []
     for setting in SETTINGS:
@@ -124,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         if options.quick:
             setting = replace(setting, work=setting.work.tiny(), claims=())
-        setting = selected(setting.with_splits(options.splits) if options.splits else setting, options.only)
+        setting = selected(setting, options.only)
         run = partial(measure, work=setting.work, fork=options.quick)
         cases = {case.name: partial(run, case.contender, options=case.options) for case in setting.cases}
         runs = take_turns(cases, options)

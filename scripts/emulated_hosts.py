@@ -56,7 +56,6 @@ class Hosts:
     def __init__(self, count: int) -> None:
         self.names = [chr(ord("a") + number) for number in range(count)]
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
-
         self._prefix = f"hfg{os.getpid()}"
         self._running: dict[int, list[Any]] = {number: [] for number in range(count)}
         self._slow_links: dict[int, subprocess.Popen[bytes]] = {}
@@ -271,7 +270,6 @@ def main() -> int:
     """Run a command on each machine at once; the largest of their exit codes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2, help="number of machines")
-
     parser.add_argument("command", nargs=argparse.REMAINDER, help="NUMBER in it is the machine's number, from 0")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

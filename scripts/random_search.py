@@ -5,7 +5,6 @@
     python scripts/random_search.py --seed 7 --first 5000     on from case 5000
     python scripts/random_search.py --seed 7 --case 1234      this case alone, reduced to what it needs to be wrong
     python scripts/random_search.py --families bart falcon    of these families alone
-    python scripts/random_search.py --chunks                  rows in chunks, in place of a search; half an hour
     python scripts/random_search.py --output cases.jsonl      also a line of JSON for each case, appended
     python scripts/random_search.py --counts a.jsonl b.jsonl  the counts of such files together; nothing is run
 
@@ -15,9 +14,6 @@ every gradient are compared with those of the plain transformers model looped ov
 1e-10 of the gradient norm. A case is right, refused (by an error that names what is not supported), not runnable (the
 plain model fails), or wrong: other numbers, or an error that does not say what to do. The exit code is 1 if any is
 wrong. A seed and a number make the same case wherever transformers is the same.
-
-With --chunks nothing is drawn: each decoder-only family that is listed as exact, or that is named, has its rows cut
-into 1, 2, 3 and 5 chunks in 1 to 4 stages, with schedules, recomputations, paddings and attentions in turn.
 """
 
 from __future__ import annotations
@@ -40,8 +36,8 @@ import torch
 import transformers
 
 from hf_gpipe.adapters.families import EXACT
-from scripts.random_cases.draw import families, in_chunks
-from scripts.random_cases.run import NOT_RUNNABLE, REFUSED, RIGHT, WRONG, Outcome, examine, reduced, run
+from scripts.random_cases.draw import families
+from scripts.random_cases.run import NOT_RUNNABLE, REFUSED, RIGHT, WRONG, Outcome, examine, reduced
 
 
 def search(seed: int, minutes: float, names: tuple[str, ...] = (), number: int = 0) -> Iterator[Outcome]:
@@ -80,7 +76,6 @@ def main(words: Sequence[str] | None = None) -> int:
     for name, default in (("--seed", None), ("--case", None), ("--first", 0)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--families", nargs="+", default=())
-    parser.add_argument("--chunks", action="store_true")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--counts", nargs="+", type=Path)
     arguments = parser.parse_args(words)
@@ -98,19 +93,14 @@ def main(words: Sequence[str] | None = None) -> int:
             least = reduced(outcome)
             print(f"reduced: {least.case}\n    {least.detail}")
         return int(outcome.verdict == WRONG)
-    if arguments.chunks:
-        outcomes: Iterator[Outcome] = map(run, in_chunks(names))
-    else:
-        print(f"seed {seed}", flush=True)
-        outcomes = search(seed, arguments.minutes, names, arguments.first)
-    for outcome in outcomes:
+    print(f"seed {seed}", flush=True)
+    for outcome in search(seed, arguments.minutes, names, arguments.first):
         lines.append(line_of(outcome))
         if arguments.output is not None:
             with arguments.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
         if outcome.verdict == WRONG:
-            command = "" if arguments.chunks else f" --seed {seed} --case {outcome.case.number}"
-            print(f"WRONG{command}: {outcome.case}: {outcome.detail}", flush=True)
+            print(f"WRONG --seed {seed} --case {outcome.case.number}: {outcome.case}: {outcome.detail}", flush=True)
             least = reduced(outcome)
             print(f"    reduced: {least.case}: {least.detail}", flush=True)
     return _told(lines)

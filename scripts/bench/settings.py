@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from bench.contenders import Options
@@ -50,19 +50,6 @@ class Setting:
     work: Work
     cases: tuple[Case, ...]
     claims: tuple[Claim, ...] = ()
-
-    def with_splits(self, splits: list[int]) -> Setting:
-        """Each case that has a split, once with every one of these."""
-        cases = [
-            variant
-            for case in self.cases
-            for variant in (
-                [Case(f"{case.name} @{n}", case.contender, replace(case.options, split=n)) for n in splits]
-                if case.options.split
-                else [case]
-            )
-        ]
-        return replace(self, cases=tuple(cases), claims=())
 
 
 # Splits: an unrecomputed head costs about 1.75 blocks. Where every stage recomputes, a block costs a third more and the

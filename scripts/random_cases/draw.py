@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from itertools import cycle, product
 from random import Random
 from typing import Any
 
@@ -142,48 +141,6 @@ def draw(seed: int, number: int, names: tuple[str, ...]) -> tuple[Case, Random]:
         ),
         rng,
     )
-
-
-def in_chunks(names: tuple[str, ...]) -> Iterator[Case]:
-    """Each family with every number of chunks and of stages; each time the other options are the next ones.
-
-    Args:
-        names: the families; none: the decoder-only ones whose split is known to be exact.
-    """
-    options = zip(
-        *(
-            cycle(values)
-            for values in (
-                (*SCHEDULES, "breadth_first"),
-                ("none", "stage", "block"),
-                ("right", "none", "right", "left", "right"),
-                ("sdpa", "eager"),
-                (False, False, False, False, True, False, False),
-                (0.0, 2.0, 0.0),
-            )
-        ),
-        strict=False,
-    )
-    decoders = tuple(name for name in sorted(EXACT) if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    grid = product(names or decoders, range(1, 5), (1, 2, 3, 5), (False, True))
-    for number, (family, num_stages, chunks, is_v_shaped) in enumerate(grid):
-        if is_v_shaped and num_stages != 2:
-            continue
-        schedule, recompute, padding, attention, packing, taper = next(options)
-        yield Case(
-            0,
-            number,
-            family,
-            num_stages=num_stages,
-            num_micro_batches=2,
-            schedule=V_SHAPED[number // 2 % 2] if is_v_shaped else schedule,
-            recompute=recompute,
-            attention=attention,
-            padding="right" if packing or attention == "eager" else padding,
-            packing=packing,
-            sequence_chunks=chunks,
-            chunk_taper=taper if chunks > 1 else 0.0,
-        )
 
 
 def random_table(num_stages: int, num_micro_batches: int, rng: Random, *, recomputes: bool) -> Schedule:
