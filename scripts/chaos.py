@@ -68,14 +68,14 @@ class Place:
         name: of the function.
         call: counted from 1.
         said: what the message says about the place.
-        processes: those that call it; empty: all.
+        processes: those that call it.
     """
 
     owner: Any
     name: str
     call: int
     said: str
-    processes: tuple[int, ...] = ()
+    processes: tuple[int, ...] = tuple(range(NUM_PROCESSES))
 
 
 PHASES = {
@@ -93,30 +93,18 @@ PHASES = {
 }
 
 
-def _exception() -> NoReturn:
-    raise ValueError("injected")
-
-
-def _out_of_memory() -> NoReturn:
-    raise MemoryError("injected")
-
-
-def _out_of_device_memory() -> NoReturn:
-    raise torch.OutOfMemoryError("injected")
-
-
-def _disk_full() -> NoReturn:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 KINDS: dict[str, Callable[[], None]] = {
-    "exception": _exception,
-    "memory": _out_of_memory,
-    "device memory": _out_of_device_memory,
+    "exception": partial(_raise, ValueError("injected")),
+    "memory": partial(_raise, MemoryError("injected")),
+    "device memory": partial(_raise, torch.OutOfMemoryError("injected")),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "stuck": stuck,
-    "disk full": _disk_full,
+    "disk full": partial(_raise, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
 }
 WRITES = ("weights", "state", "publish")
 
@@ -160,7 +148,7 @@ def all_faults() -> list[Fault]:
     """Every kind in every phase, in a process of its turn, and a full disk wherever something is written."""
     faults: list[Fault] = []
     for turn, phase in enumerate(PHASES):
-        allowed = PHASES[phase].processes or tuple(range(NUM_PROCESSES))
+        allowed = PHASES[phase].processes
         for number, kind in enumerate(KINDS):
             if kind != "disk full":
                 faults.append(Fault(allowed[(turn + number) % len(allowed)], phase, kind))
@@ -174,7 +162,7 @@ def some_faults() -> list[Fault]:
     kinds = ["exception", "SIGKILL", "stuck", "memory", "SIGTERM", "device memory", "exception"]
     faults = []
     for turn, phase in enumerate(PHASES):
-        allowed = PHASES[phase].processes or tuple(range(NUM_PROCESSES))
+        allowed = PHASES[phase].processes
         faults.append(Fault(allowed[turn % len(allowed)], phase, kinds[turn % len(kinds)]))
     return [*faults, Fault(1, "weights", "disk full"), Fault(2, "state", "SIGKILL")]
 

@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,13 @@ TIMEOUT_SECONDS, LIMIT_SECONDS, RUN_SECONDS = 12, 90, 400
 SLOW_SECONDS, LINGER_SECONDS = 12.0, 1.0
 
 
-def agent(hosts: Hosts, number: int) -> int:
-    """torchrun's agent on a machine, the parent of the training process."""
-    return hosts.processes(number)[0]
-
-
 def worker(hosts: Hosts, number: int) -> int:
-    """The training process on a machine."""
+    """The training process on a machine, a child of torchrun's agent."""
     return hosts.processes(number)[1]
+
+
+def kill_agent(hosts: Hosts, number: int) -> None:
+    os.kill(hosts.processes(number)[0], signal.SIGKILL)
 
 
 def lose_power(hosts: Hosts, number: int) -> None:
@@ -110,8 +110,8 @@ def both(first: Callable[[Hosts, int], None], second: Callable[[Hosts, int], Non
 _LOST = (
     r"machine [ab]: process \d.*"
     r"(waited \d+ seconds in vain|lost the connection to another process|has said nothing for \d+ seconds)"
+    r"|machine [ab].*(cannot meet the others|waited \d+ seconds in vain)"
 )
-_NOT_MET = r"|machine [ab].*(cannot meet the others|waited \d+ seconds in vain)"
 
 
 PHASES = ("training", "saving", "preparing", "first step", "evaluation", "generation", "end", "recovery")
@@ -132,53 +132,34 @@ class Fault:
 
     name: str
     strike: Callable[[Hosts, int], None]
-    told: str | None = _LOST + _NOT_MET
+    told: str | None = _LOST
     phases: tuple[str, ...] = PHASES
     machines: tuple[int, ...] = (0, 1)
     clock: str = ""
-
-
-def _kill_agent(hosts: Hosts, number: int) -> None:
-    os.kill(agent(hosts, number), signal.SIGKILL)
-
-
-def _kill_processes(hosts: Hosts, number: int) -> None:
-    hosts.end_processes(number)
-
-
-def _cut(hosts: Hosts, number: int) -> None:
-    hosts.cut(number)
-
-
-def _cut_one_way(hosts: Hosts, number: int) -> None:
-    hosts.cut(number, both_ways=False)
 
 
 def _nothing(hosts: Hosts, number: int) -> None:
     """The fault is there from the start."""
 
 
-def _stop_for_a_moment(hosts: Hosts, number: int) -> None:
-    stop_process(hosts, number, TIMEOUT_SECONDS / 4)
-
-
 _SLOW = ("training", "evaluation", "recovery")
+_CUT_ONE_WAY = partial(Hosts.cut, both_ways=False)
 FAULTS = (
     Fault("power lost", lose_power),
-    Fault("processes killed", _kill_processes),
-    Fault("agent killed", _kill_agent),
-    Fault("network cut both ways", _cut),
-    Fault("network cut one way", _cut_one_way),
+    Fault("processes killed", Hosts.end_processes),
+    Fault("agent killed", kill_agent),
+    Fault("network cut both ways", Hosts.cut),
+    Fault("network cut one way", _CUT_ONE_WAY),
     Fault("process stopped for long", stop_process),
-    Fault("process stopped for a moment", _stop_for_a_moment, None),
-    Fault("5% of the packets lost", lambda hosts, number: slow_network(hosts, number, 0.0, 0.05), None, _SLOW),
-    Fault("200 ms of delay", lambda hosts, number: slow_network(hosts, number, 0.2, 0.0), None, _SLOW),
+    Fault("process stopped for a moment", partial(stop_process, seconds=TIMEOUT_SECONDS / 4), None),
+    Fault("5% of the packets lost", partial(slow_network, delay_seconds=0.0, loss=0.05), None, _SLOW),
+    Fault("200 ms of delay", partial(slow_network, delay_seconds=0.2, loss=0.0), None, _SLOW),
     Fault("1 Mbit/s", limit_rate, None, _SLOW),
     # Of the machine that writes its stage alone: the limit would also hold for what the other one prints.
     Fault("disk full", fill_disk, r"cannot write into .*File too large", ("training", "saving"), (1,)),
-    Fault("power lost and the other stopped", both(lose_power, stop_process), _LOST + _NOT_MET, ("training", "saving")),
-    Fault("agent killed and the network cut", both(_kill_agent, _cut), _LOST + _NOT_MET, ("training", "saving")),
-    Fault("both cut one way", both(_cut_one_way, _cut_one_way), _LOST + _NOT_MET, ("training", "saving")),
+    Fault("power lost and the other stopped", both(lose_power, stop_process), phases=("training", "saving")),
+    Fault("agent killed and the network cut", both(kill_agent, Hosts.cut), phases=("training", "saving")),
+    Fault("both cut one way", both(_CUT_ONE_WAY, _CUT_ONE_WAY), phases=("training", "saving")),
     Fault("clock an hour ahead", _nothing, None, ("training",), clock="+1h"),
     Fault("clock an hour behind", _nothing, None, ("training",), clock="-1h"),
 )
