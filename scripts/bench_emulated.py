@@ -76,7 +76,6 @@ class Pace(NamedTuple):
 
 EASY, HARD = Pace(0.020, 0.040, 64 * KIBIBYTE), Pace(0.005, 0.010, 1024 * KIBIBYTE)
 PACES = {"easy": EASY, "hard": HARD}
-OTHERS = ("mesh", "memory", "chunks", "head", "dealt")
 #: One row: the time of each chunk, over their mean.
 ROW = tuple((1 + 3 * chunk / 15) / 2.5 for chunk in range(16))
 QUICK = Pace(0.001, 0.002, 64 * KIBIBYTE)
@@ -204,7 +203,7 @@ def dealt_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     ]
 
 
-def memory_settings(*, quick: bool) -> list[Emulated]:
+def memory_settings(_: Pace, *, quick: bool) -> list[Emulated]:
     """Print the tables of all limits of memory; returns the best named and the best of all with K = 4 and 8."""
     cases = {Case(head, count, 2 * count, graphs): optimum for (head, count, graphs), optimum in OPTIMA.items()}
     sizes = [(8, 16, graphs) for graphs in (1.5, 2, 3)] + [(16, 64, graphs) for graphs in (2, 4, 8)]
@@ -231,6 +230,13 @@ def memory_settings(*, quick: bool) -> list[Emulated]:
     header = ["limit", "optimum", "named", "over it", "listed", "over it", "in a V", "best", "over it", "gain"]
     print(f"{table([*header, 'CPU seconds', 'in a V'], rows)}\n", flush=True)
     return settings
+
+
+#: The settings of what is not every table at a pace.
+OTHERS = {
+    **{"mesh": mesh_settings, "memory": memory_settings, "chunks": chunk_settings},
+    **{"head": head_settings, "dealt": dealt_settings},
+}
 
 
 def speed_ups(setting: Emulated, steps: Sequence[Step]) -> Spread:
@@ -314,21 +320,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes, micro_batches, steps = [2], [4], 1
     results = []
     for name in ["", *OTHERS] if quick else options.paces:
-        pace, is_mesh = QUICK if quick else PACES.get(name, EASY), name == "mesh"
-        of_pace = {"chunks": chunk_settings, "head": head_settings, "dealt": dealt_settings}
-        if name == "memory":
-            settings = memory_settings(quick=quick)
-        elif name in of_pace:
-            settings = of_pace[name](pace, quick=quick)
-        else:
-            settings = mesh_settings(pace, quick=quick) if is_mesh else settings_of(pace, processes, micro_batches)
+        pace = QUICK if quick else PACES.get(name, EASY)
+        others = OTHERS.get(name)
+        settings = others(pace, quick=quick) if others else settings_of(pace, processes, micro_batches)
         settings = [setting for setting in settings if not options.schedules or setting.schedule in options.schedules]
         await_quiet(options)
         runs = emulate(settings, steps, say)
         header = f"{1000 * UNIT:g} ms a unit" if name == "memory" else pace.text()
         print(f"{header}\n\n{summary(settings, runs)}\n", flush=True)
-        has_targets = pace == EASY and name not in ("memory", *of_pace)
-        if text := mesh_verdicts(settings, runs) if is_mesh else verdicts(settings, runs) if has_targets else "":
+        has_targets = pace == EASY and others is None
+        if text := mesh_verdicts(settings, runs) if name == "mesh" else verdicts(settings, runs) if has_targets else "":
             print(f"{text}\n", flush=True)
         for setting, own in zip(settings, runs, strict=True):
             figures = {field: [getattr(step, field) for step in own] for field in Step._fields[:4]}

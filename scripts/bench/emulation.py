@@ -8,7 +8,7 @@ or reductions take a time, their links are emulated too (`slow_links.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -21,19 +21,17 @@ import torch.distributed as dist
 
 from bench import machine
 from bench.processes import run_job
-from bench.slow_links import SlowReplicas, slow, wait_until
-from hf_gpipe.adapters.batch_norm import BatchNorms
-from hf_gpipe.runtime.channel import Shapes
+from bench.slow_links import SlowReplicas, slow
+from bench.waiting import WaitingStage, WaitingVisits, wait
 from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
 from hf_gpipe.runtime.executor import Executor
-from hf_gpipe.runtime.micro_batch import Context, MicroBatch
+from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.step import Row, StepResult
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, Costs, Schedule, build, seconds_of_steps
-from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.builders import placement_for
 from hf_gpipe.schedule.kinds import (
     BACKWARD,
@@ -51,8 +49,6 @@ from hf_gpipe.schedule.updates import with_updates_beside
 from hf_gpipe.schedule.visits import most_loaded
 
 _FLOAT_BYTES = 4
-#: Layers of a stage with replicas, whose gradients are reduced one after another.
-_NUM_LAYERS = 8
 #: Kinds whose time is not of `Costs`, in the order of `head_seconds` and `copy_seconds`.
 _OTHERS = (LOGITS, LOGITS_GRADIENT, LOAD, DROP)
 
@@ -198,172 +194,6 @@ class Emulated:
         """The most that D pipelines of K processes can be faster than one process (GPipe, section 2.3)."""
         each = ceil(self.micro_batches * self.processes / self.num_processes)
         return self.micro_batches * self.processes / (each + self.processes - 1)
-
-
-class WaitingStage:
-    """Has the part of `Stage` that the executor uses, and waits.
-
-    Attributes:
-        parameters: with replicas one for each of several layers, which share the backward evenly.
-    """
-
-    def __init__(self, setting: Emulated, number: int, boundary: torch.Tensor) -> None:
-        self.is_first, self.is_last = number == 0, number == setting.num_stages - 1
-        count = _NUM_LAYERS if setting.has_replicas else 0
-        self.parameters = {f"{number}.{i}": torch.nn.Parameter(torch.zeros(1)) for i in range(count)}
-        self.device = boundary.device
-        self.trainable_outputs: Mapping[str, bool] = {} if self.is_last else {"hidden": True}
-        self.trainable_inputs: Mapping[str, bool] = {} if self.is_first else {"hidden": True}
-        self._forward_seconds, self._backward_seconds = setting.stage_seconds(number)
-        self._weight_seconds, self._shares = setting.weight_seconds_of(number), setting.chunk_shares
-        self._message = {"hidden": boundary}
-        self._shapes: Shapes = {"hidden": tuple(boundary.shape)}
-        self.head = WaitingHead(setting, number, boundary) if setting.table().divides_head else None
-        # It normalises no batches, and its model has no other layers.
-        self.batch_norms = BatchNorms(torch.nn.Identity())
-        self.adapter = SimpleNamespace(reference=torch.nn.Identity())
-
-    def forward(self, context: Context, *, keep_graph: bool, is_offloaded: bool = False) -> dict[str, torch.Tensor]:
-        wait(self._share(context.micro_batch.index) * self._forward_seconds)
-        return {} if self.is_last and self.head is None else self._message
-
-    def _share(self, micro_batch: int) -> float:
-        return self._shares[micro_batch % len(self._shares)]
-
-    def take(self, context: Context) -> None:
-        """There is nothing to keep."""
-
-    def give(self, micro_batch: int) -> None:
-        """There is nothing to drop."""
-
-    def recompute(self, micro_batch: int) -> None:
-        wait(self._share(micro_batch) * self._forward_seconds)
-
-    def backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        start, seconds = time.perf_counter(), self._share(micro_batch) * self._backward_seconds
-        hidden = torch.zeros(1)
-        for i, parameter in enumerate(self.parameters.values()):
-            # The last layer's backward comes first.
-            done = (len(self.parameters) - i) / len(self.parameters)
-            hidden = _Layer.apply(hidden, parameter, start + done * seconds)
-        if self.parameters:
-            hidden.backward()
-        wait_until(start + seconds)
-        return {} if self.is_first else self._message
-
-    def input_backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        wait(self._share(micro_batch) * (self._backward_seconds - self._weight_seconds))
-        return {} if self.is_first else self._message
-
-    def weight_backward(self, micro_batch: int, completed: Callable[[torch.nn.Parameter], None] | None = None) -> None:
-        start, seconds = time.perf_counter(), self._share(micro_batch) * self._weight_seconds
-        if completed is not None:
-            for i, parameter in enumerate(reversed(self.parameters.values())):
-                # The last layer's gradient comes first.
-                wait_until(start + (i + 1) / len(self.parameters) * seconds)
-                completed(parameter)
-        wait_until(start + seconds)
-
-    def deferred(self, micro_batch: int) -> set[torch.nn.Parameter]:
-        return set(self.parameters.values())
-
-    @property
-    def model(self) -> WaitingStage:
-        return self
-
-    def defer_weight_gradients(self) -> None:
-        """There are none."""
-
-    def _boundary(self, micro_batch: MicroBatch) -> Shapes:
-        return self._shapes
-
-    input_shapes = output_shapes = input_gradient_shapes = output_gradient_shapes = _boundary
-
-    def reset(self, *of_step: object) -> None:
-        """There is nothing to forget."""
-
-    end_step = reset
-
-
-class WaitingVisits:
-    """The same of `VisitingWeights`: copies that go on beside the stages, one after another in each direction. A copy
-    in waits for a buffer, which a copy out leaves when it ends.
-
-    Args:
-        setting: has the seconds of the copies.
-        num_buffers: of the process.
-    """
-
-    def __init__(self, setting: Emulated, num_buffers: int) -> None:
-        self._in_seconds, self._out_seconds = setting.copy_seconds
-        self._in_free = self._out_free = 0.0
-        #: When each buffer is free, in order.
-        self._buffers = [0.0] * num_buffers
-        self._there: dict[int, float] = {}
-
-    def load(self, stage: int) -> None:
-        self._in_free = max(self._in_free, self._buffers.pop(0), time.perf_counter()) + self._in_seconds
-        self._there[stage] = self._in_free
-
-    def enter(self, stage: int, *, adds_gradients: bool) -> None:
-        wait_until(self._there[stage])
-
-    def drop(self, stage: int) -> None:
-        self._out_free = max(self._out_free, time.perf_counter()) + self._out_seconds
-        self._buffers.append(self._out_free)
-        del self._there[stage]
-
-    def way_home(self) -> Callable[[], None]:
-        return partial(wait_until, self._out_free)
-
-    def finish(self) -> None:
-        wait_until(self._out_free)
-
-    def reset(self) -> None:
-        self._buffers += [0.0] * len(self._there)
-        self._there.clear()
-
-
-class WaitingHead:
-    """The same of `HeadPart`: every message about the head is as large as one between stages."""
-
-    def __init__(self, setting: Emulated, number: int, boundary: torch.Tensor) -> None:
-        self._seconds, self._is_last = setting.head_seconds, number == setting.num_stages - 1
-        self._message, self._number = boundary, number
-        self._last = setting.num_stages - 1
-
-    def begin(self, options: object) -> None:
-        """There is nothing to note."""
-
-    def shapes(self, source: Action, micro_batch: MicroBatch) -> Shapes:
-        return {"hidden" if source.stage == self._last else f"of {source.stage}": tuple(self._message.shape)}
-
-    def score(self, context: Context, *, is_training: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        wait(self._seconds[0])
-        return {"hidden" if self._is_last else f"of {self._number}": self._message}, {}
-
-    def add_gradient(self, context: Context) -> dict[str, torch.Tensor]:
-        wait(self._seconds[1])
-        return {} if self._is_last else {f"of {self._number}": self._message}
-
-
-class _Layer(torch.autograd.Function):
-    """A layer whose backward ends at a given time."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, parameter: torch.Tensor, end: float) -> torch.Tensor:
-        ctx.end = end
-        return hidden + parameter
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        wait_until(ctx.end)
-        return gradients[0], gradients[0], None
-
-
-def wait(seconds: float) -> None:
-    """Sleep until so long after now: time spent on going to sleep is part of it."""
-    wait_until(time.perf_counter() + seconds)
 
 
 class Step(NamedTuple):
