@@ -28,7 +28,7 @@ from random import Random
 from typing import TypeAlias
 
 from hf_gpipe.schedule.kinds import FORWARD, INPUT, ActionKind
-from hf_gpipe.schedule.listing import Listed, Rules, Run, StageRules, Work
+from hf_gpipe.schedule.listing import Rules, Run, StageRules, Work
 from hf_gpipe.schedule.placement import Placement
 
 Rule: TypeAlias = tuple[ActionKind, bool]
@@ -59,8 +59,8 @@ def best_listed(
     limits: Sequence[float],
     in_flight: Sequence[float] | None = None,
     effort: int = 0,
-) -> Listed:
-    """The shortest table that is found; of equal ones the first.
+) -> Run:
+    """The run that makes the shortest table that is found; of equal ones the first.
 
     Args:
         placement: any; a stage may have replicas.
@@ -79,13 +79,13 @@ def best_listed(
         return Run(placement, count, work, limits, rules).run(most_seconds)
 
     if not effort:
-        return min((run(num_micro_batches, rules) for rules in starts), key=attrgetter("seconds")).listed()
+        return min((run(num_micro_batches, rules) for rules in starts), key=attrgetter("seconds"))
     few = min(num_micro_batches, _FEW_OF_PROCESS * placement.num_processes)
     rules = min(starts, key=lambda start: run(few, start).seconds)
     search = _Search(placement, work, limits)
     rules, _ = search.climbed(partial(run, few), rules, _FEW * effort)
     _, best = search.climbed(partial(run, num_micro_batches), rules, (1 - _FEW) * effort)
-    return best.listed()
+    return best
 
 
 def _rules_of(priority: Sequence[Rule], in_flight: Sequence[float]) -> Rules:

@@ -51,13 +51,6 @@ class Work:
         return cls(ones, input_seconds, ones, ones, ones, [0.0] * (num_stages - 1))
 
 
-class Listed(NamedTuple):
-    """The seconds of a table on the clock of its list scheduling, and the order of each process (F, R, I and W)."""
-
-    seconds: float
-    orders: list[list[Action]]
-
-
 class StageRules(NamedTuple):
     """The actions that a stage prefers, and how far it runs ahead.
 
@@ -164,7 +157,7 @@ class _Place:
 
 
 class Run:
-    """One run of the clock."""
+    """One run of the clock; `seconds` are those of the table that it makes, without updates."""
 
     def __init__(
         self, placement: Placement, num_micro_batches: int, work: Work, limits: Sequence[float], rules: Rules
@@ -228,12 +221,13 @@ class Run:
         self.seconds = seconds
         return self
 
-    def listed(self) -> Listed:
-        """The actions that ran, by process."""
+    @property
+    def orders(self) -> list[list[Action]]:
+        """The actions that ran (F, R, I and W), by process."""
         orders: list[list[Action]] = [[] for _ in range(self._num_processes)]
         for process, kind, stage, m in self.order:
             orders[process].append(Action(_KINDS[kind], stage, m))
-        return Listed(self.seconds, orders)
+        return orders
 
     def _choose(self, number: int) -> None:
         """Choose the next action of a place anew."""
