@@ -120,13 +120,8 @@ def _order(stage: int, process: int, placement: Placement, steps: tuple[int, ...
     """1F1B over all steps on a worker of a stage: a forward comes after so many backwards that the number in flight is
     as the module says.
 
-    Args:
-        stage: s.
-        process: the worker.
-        placement: of the stages.
-        steps: the number of micro-batches of each step.
-        waits: whether a forward also comes after every backward of the step before the last one, whose update makes the
-            version that it reads.
+    Where it waits, a forward also comes after every backward of the step before the last one, whose update makes the
+    version that it reads.
     """
     own = placement.micro_batches_of(stage, process, sum(steps))
     in_flight = -(-sum(placement.replicas[stage:]) // placement.replicas[stage])

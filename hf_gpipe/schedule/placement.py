@@ -167,12 +167,8 @@ class Placement:
         return cls(tuple(stage % num_workers for stage in range(num_stages)), is_dealt=True)
 
     def balanced(self, sizes: Sequence[int]) -> Placement:
-        """The same where stages are dealt, with updates shared out by size: the largest stage first, always to the
-        worker of its pipeline that has least. Equal stages stay where `dealt` has them.
-
-        Args:
-            sizes: of each stage.
-        """
+        """The same where stages are dealt, with updates shared out by the `sizes` of the stages: the largest first,
+        always to the worker of its pipeline that has least. Equal stages stay where `dealt` has them."""
         if not self.is_dealt:
             return self
         owners: list[list[int]] = [[] for _ in self.workers]

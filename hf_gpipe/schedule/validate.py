@@ -51,9 +51,6 @@ Fault: TypeAlias = tuple[str, int | str]
 def check_table(schedule: Schedule) -> None:
     """Check that a table is complete, and that every process can run it to its end.
 
-    Args:
-        schedule: the table.
-
     Raises:
         ScheduleError: names the first wrong action and what it lacks; its `line` is the line of that process.
     """

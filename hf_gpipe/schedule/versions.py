@@ -42,14 +42,10 @@ def uses(schedule: Schedule, process: int) -> list[Use | None]:
 
 
 def num_stashes(schedule: Schedule, stage: int, process: int | None = None) -> int:
-    """The most old versions of its weights that a stage keeps at once, beside the newest one.
+    """The most old versions of its weights that a stage keeps at once on a worker, beside the newest one; without a
+    worker (`process`), on that of the stage's workers that keeps most.
 
     With weight stashing stage s of K keeps K-s-1 of them (arXiv 1806.03377, section 3.3).
-
-    Args:
-        schedule: the table.
-        stage: its number.
-        process: the worker; None: the one of the stage's workers that keeps most.
     """
     if not schedule.is_asynchronous:
         return 0
