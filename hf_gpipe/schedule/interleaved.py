@@ -32,7 +32,7 @@ from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.basic import naive, one_forward_one_backward
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD
 from hf_gpipe.schedule.placement import Placement
-from hf_gpipe.schedule.recompute import Limits, fused_last, of_processes
+from hf_gpipe.schedule.recompute import Limits, fused_last, rows_with_recomputations
 
 
 def interleaved_1f1b(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
@@ -60,7 +60,7 @@ def interleaved_1f1b(num_micro_batches: int, placement: Placement, limits: Limit
         return naive(num_micro_batches, placement, fused_last(limits))
     if is_one_process or len(placement.places) == placement.num_processes:
         return one_forward_one_backward(num_micro_batches, placement, limits)
-    return of_processes(_interleaved_orders(num_micro_batches, placement), placement, fused_last(limits))
+    return rows_with_recomputations(_interleaved_orders(num_micro_batches, placement), placement, fused_last(limits))
 
 
 def _interleaved_orders(num_micro_batches: int, placement: Placement) -> list[list[Action]]:

@@ -36,7 +36,7 @@ def merge_with_recomputations(orders: list[list[Action]], placement: Placement, 
     return merge([with_recomputations(replica, limits) for replica in replicas], placement)
 
 
-def of_processes(orders: list[list[Action]], placement: Placement, limits: Limits) -> list[list[Action]]:
+def rows_with_recomputations(orders: list[list[Action]], placement: Placement, limits: Limits) -> list[list[Action]]:
     """The orders of processes with recomputations; a process with several devices starts its actions in the order in
     which they can run."""
     if not placement.has_several_devices:

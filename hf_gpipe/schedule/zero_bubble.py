@@ -20,7 +20,7 @@ from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, WEIGHT
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.placement import Placement
-from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, of_processes
+from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations, rows_with_recomputations
 
 _F, _I, _W = FORWARD, INPUT, WEIGHT
 
@@ -89,7 +89,7 @@ def zb_v(num_micro_batches: int, placement: Placement, limits: Limits) -> list[l
             process = placement.workers[number][replica]
             own = placement.micro_batches_of(number, process, num_micro_batches)
             orders[process] = _zb_v_order(number, num_processes, own, placement)
-    return of_processes(orders, placement, fused_last(limits))
+    return rows_with_recomputations(orders, placement, fused_last(limits))
 
 
 def v_half(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
@@ -224,4 +224,6 @@ def _v_listed(
     limits = fused_last(limits)
     work = Work.of_equal_stages(placement.num_stages, [graphs == 0 for graphs in limits])
     most = [limit] * placement.num_processes
-    return of_processes(best_listed(placement, num_micro_batches, work, most, in_flight).orders, placement, limits)
+    return rows_with_recomputations(
+        best_listed(placement, num_micro_batches, work, most, in_flight).orders, placement, limits
+    )
