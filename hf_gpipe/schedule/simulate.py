@@ -144,17 +144,10 @@ class Timeline:
     def bubble(self) -> Seconds:
         """The idle fraction of all processes together, 0 to 1; of all their devices where they have several. A
         reduction is not work of its process, as a message."""
-        return self._idle_fraction(self.spans, self.schedule.placement.places)
-
-    def process_bubble(self, process: int) -> Seconds:
-        """The idle fraction of one process, of all its devices together."""
-        own = [(stage, process) for stage in self.schedule.placement.stages_of(process)]
-        return self._idle_fraction(self.by_process.get(process, ()), own)
-
-    def stage_bubble(self, stage: int) -> Seconds:
-        """The fraction of the time in which no action of this stage runs, though its process may run another's."""
-        own = [(stage, process) for process in self.schedule.placement.workers[stage]]
-        return self._idle_fraction(self._by_stage.get(stage, ()), own)
+        placement = self.schedule.placement
+        devices = {placement.place_of(process, stage) for stage, process in placement.places}
+        available = len(devices) * self.total_seconds
+        return 1 - _busy(self.spans) / available if available else 0
 
     def busy_seconds(self, stage: int) -> Seconds:
         """How long the actions of a stage ran, without their waiting; the mean of its replicas."""
@@ -168,13 +161,6 @@ class Timeline:
     @cached_property
     def _by_stage(self) -> Mapping[int, Sequence[Span]]:
         return _grouped(self.spans, lambda span: span.action.stage)
-
-    def _idle_fraction(self, spans: Sequence[Span], places: Sequence[tuple[int, int]]) -> Seconds:
-        """Of the devices of some (stage, process), on which these spans ran."""
-        placement = self.schedule.placement
-        devices = {(process, placement.device_of(stage, process)) for stage, process in places}
-        available = len(devices) * self.total_seconds
-        return 1 - _busy(spans) / available if available else 0
 
     @cached_property
     def ends(self) -> Mapping[tuple[int, Action], Seconds]:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from hf_gpipe.schedule import DEALT, DIVIDED_HEAD, SCHEDULES, V_SHAPED, Action, Placement, Schedule, build
-from hf_gpipe.schedule.kinds import BACKWARD, INPUT, UPDATE, WEIGHT, Held
+from hf_gpipe.schedule import DEALT, DIVIDED_HEAD, SCHEDULES, V_SHAPED, Action, Placement, Schedule, Timeline, build
+from hf_gpipe.schedule.kinds import BACKWARD, INPUT, UPDATE, WEIGHT, Held, Resource
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
+from hf_gpipe.schedule.simulate import Seconds
 
 #: They have no order for chunks.
 VOCABULARY = (*DIVIDED_HEAD, "vocab_forward_only")
@@ -65,3 +66,9 @@ def whole(order: list[Action]) -> list[Action]:
     """An order with B for I, and without W."""
     kept = [action for action in order if action.kind != WEIGHT]
     return [replace(action, kind=BACKWARD) if action.kind == INPUT else action for action in kept]
+
+
+def idle_seconds(timeline: Timeline, process: int) -> Seconds:
+    """How long the device of a process runs no action."""
+    own = [span for span in timeline.spans if span.process == process]
+    return timeline.total_seconds - sum(span.busy for span in own if span.action.kind.resource is Resource.COMPUTE)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, Span, Timeline, breakdown, build, simulate
-from tests.schedule.cases import Recompute, schedules
+from tests.schedule.cases import Recompute, idle_seconds, schedules
 
 
 @given(schedules(), st.fractions(0, 2, max_denominator=8))
@@ -20,7 +20,7 @@ def test_the_parts_of_every_row_are_exactly_the_step(case: tuple[Schedule, Recom
     for parts in (*result.processes, *result.stages, result.mean):
         assert parts.total == result.total_seconds == timeline.total_seconds
     for process, parts in enumerate(result.processes):
-        assert (parts.wait, parts.other) == (timeline.process_bubble(process) * timeline.total_seconds, 0)
+        assert (parts.wait, parts.other) == (idle_seconds(timeline, process), 0)
     assert result.mean.wait == timeline.bubble * timeline.total_seconds
     for stage, parts in enumerate(result.stages):
         assert parts.forward == schedule.num_micro_batches

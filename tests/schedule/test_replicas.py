@@ -25,7 +25,7 @@ from hf_gpipe.schedule import (
 )
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, RECOMPUTE, REDUCE, UPDATE, WEIGHT, Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
-from tests.schedule.cases import OWN, VOCABULARY, Recompute, recomputes
+from tests.schedule.cases import OWN, VOCABULARY, Recompute, idle_seconds, recomputes
 
 F, R, B, G, U = FORWARD, RECOMPUTE, BACKWARD, REDUCE, UPDATE
 
@@ -123,7 +123,7 @@ def test_the_parts_of_every_step_add_up(case: tuple[Schedule, Recompute], reduce
     result = breakdown(timeline)
     for process, parts in enumerate(result.processes):
         assert (parts.total, parts.other) == (timeline.total_seconds, 0)
-        assert parts.wait == timeline.process_bubble(process) * timeline.total_seconds
+        assert parts.wait == idle_seconds(timeline, process)
     assert all(parts.total == timeline.total_seconds for parts in result.stages)
     without = simulate(table, Costs(Fraction(1), Fraction(2), Fraction(3, 2), Fraction(1, 3), Fraction(1, 4)))
     most = sum(count > 1 for count in table.placement.replicas) * reduce
