@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 
 from hf_gpipe.errors import ScheduleError
@@ -81,6 +82,7 @@ ASYNCHRONOUS_SCHEDULES: dict[str, Callable[[Schedule], Versions]] = {
 """Which version of the weights each forward reads, from the table in which each reads the newest."""
 
 
+@lru_cache(maxsize=64)
 def asynchronous(name: str, steps: tuple[int, ...], placement: Placement, limits: Limits) -> Schedule:
     """Write the table of a window.
 

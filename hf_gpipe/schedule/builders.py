@@ -227,7 +227,7 @@ def build(
         )
     limits = _limits(name, num_stages, recompute)
     if is_asynchronous:
-        table = _build_asynchronous(name, tuple(steps or [num_micro_batches]), placement, limits)
+        table = asynchronous(name, tuple(steps or [num_micro_batches]), placement, limits)
     else:
         table = _build(name, num_micro_batches, placement, limits)
     if is_checked:
@@ -237,11 +237,6 @@ def build(
 
 check_once = lru_cache(maxsize=256)(check_table)
 """`check_table`, which sees equal tables once."""
-
-
-@lru_cache(maxsize=64)
-def _build_asynchronous(name: str, steps: tuple[int, ...], placement: Placement, limits: Limits) -> Schedule:
-    return asynchronous(name, steps, placement, limits)
 
 
 @lru_cache(maxsize=256)

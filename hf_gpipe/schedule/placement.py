@@ -247,10 +247,6 @@ class Placement:
         """The workers among which a worker's stages are dealt, itself among them."""
         return next((crew for crew in self.crews if worker in crew), (worker,)) if self.is_dealt else (worker,)
 
-    def workers_for(self, stage: int, micro_batch: int) -> tuple[int, ...]:
-        """The workers in whose rows the actions of a stage's micro-batch may stand."""
-        return self.crew_of(self.worker_of(stage, micro_batch))
-
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Every (stage, worker that holds it), by stage and then by replica."""

@@ -152,7 +152,7 @@ def _homes(schedule: Schedule, action: Action) -> tuple[int, ...]:
     those on one of which an action of a micro-batch or a visit stands."""
     placement = schedule.placement
     if action.micro_batch is not None:
-        return placement.workers_for(action.stage, action.micro_batch)
+        return placement.crew_of(placement.worker_of(action.stage, action.micro_batch))
     if placement.is_dealt and action.kind.is_of_visit:
         return tuple(range(len(schedule.actions)))
     return placement.workers[action.stage]
