@@ -187,14 +187,6 @@ def _nothing(scene: Scene) -> None:
     """It is there from the start."""
 
 
-def _garbage(scene: Scene) -> None:
-    peers.send_garbage(scene.run.running(), scene.dice)
-
-
-def _flood(scene: Scene) -> None:
-    peers.flood(scene.run.running())
-
-
 def _meddle(scene: Scene) -> None:
     port = scene.run.port_of_store()
     if port:
@@ -239,8 +231,8 @@ FAULTS = (
     Fault("a full disk", _fill_disk, prepare=_small_disk),
     Fault("a damaged cache", _nothing, (LAUNCHES[0], TORCHRUN), True, True, _damage_cache),
     Fault("a damaged newest checkpoint", _nothing, LAUNCHES, True, True, _damage_checkpoint),
-    Fault("garbage to open ports", _garbage, survives=True),
-    Fault("a flood of connections", _flood, survives=True),
+    Fault("garbage to open ports", lambda scene: peers.send_garbage(scene.run.running(), scene.dice), survives=True),
+    Fault("a flood of connections", lambda scene: peers.flood(scene.run.running()), survives=True),
     Fault("an uninvited peer in the store", _meddle),
     Fault("two runs in one directory", _same_directory, survives=True),
     Fault("two runs with one MASTER_PORT", _same_port, (TORCHRUN, BY_HAND), survives=True),
