@@ -74,18 +74,21 @@ class Work:
         mask = (torch.arange(self.tokens) < lengths[:, None]).long()
         return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, IGNORED), "attention_mask": mask}
 
+    def inputs_and_targets(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all rows the tokens and the next tokens, each (N, T).
+
+        No mask is needed: a row's padding comes after all that has a target.
+        """
+        batch = {name: tensor.to(self.device) for name, tensor in self.batch().items()}
+        return batch["input_ids"], F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+
     def micro_batches_of(
         self, part: int = 0, parts: int = 1, count: int | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(ids, targets), each (B, T), of the micro-batches of one of equal parts of the rows; by default M / parts.
-
-        Targets are the next tokens. No mask is needed: a row's padding comes after all that has a target.
-        """
-        batch = {name: tensor.to(self.device) for name, tensor in self.batch().items()}
-        ids, targets = batch["input_ids"], F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-        size, count = self.rows // parts, count or max(1, self.micro_batches // parts)
-        own = slice(part * size, (part + 1) * size)
-        return list(zip(ids[own].chunk(count), targets[own].chunk(count), strict=True))
+        """(inputs, targets) of the micro-batches of one of equal parts of the rows; by default M / parts."""
+        inputs, targets = (tensor.chunk(parts)[part] for tensor in self.inputs_and_targets())
+        count = count or max(1, self.micro_batches // parts)
+        return list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
 
     def num_targets(self) -> int:
         """Target tokens of the whole mini-batch, by which its loss is divided."""
@@ -139,13 +142,9 @@ class ResNetWork(Work):
         images = torch.randn(self.rows, 3, self.pixels, self.pixels, generator=generator)
         return {"pixel_values": images, "labels": torch.randint(0, 1000, (self.rows,), generator=generator)}
 
-    def micro_batches_of(
-        self, part: int = 0, parts: int = 1, count: int | None = None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(images, labels) of the micro-batches of one of equal parts of the rows."""
-        images, labels = (tensor.chunk(parts)[part] for tensor in self.batch().values())
-        count = count or max(1, self.micro_batches // parts)
-        return list(zip(images.chunk(count), labels.chunk(count), strict=True))
+    def inputs_and_targets(self) -> tuple[torch.Tensor, torch.Tensor]:
+        images, labels = self.batch().values()
+        return images, labels
 
     def num_targets(self) -> int:
         return self.rows
