@@ -52,8 +52,8 @@ def round_robin(num_micro_batches: int, placement: Placement, limits: Limits) ->
         process 0  0F0 1F0 2F0 0F1 1F1 2F1 2R0 2B0 --- 2R1 2B1 --- ... 0R0 0B0 --- 0R1 0B1 ---
         process 1  ... ... ... 3F0 3B0 --- 3F1 3B1 --- ... 1R0 1B0 --- 1R1 1B1 --- ... ... ...
     """
-    ticks = ([kind.ticks] * placement.num_stages for kind in (FORWARD, RECOMPUTE, BACKWARD))
-    deal = deal_of(placement, num_micro_batches, *ticks)
+    forward, recompute, backward = ([kind.ticks] * placement.num_stages for kind in (FORWARD, RECOMPUTE, BACKWARD))
+    deal = deal_of(placement, num_micro_batches, forward, recompute, backward)
     if None in limits[: deal.together.start]:
         raise ScheduleError(
             "schedule 'round_robin' recomputes, for the backward of a stage is on another worker than its forward; let "
