@@ -268,12 +268,10 @@ def test_wrong_arguments(arguments: tuple[object, ...], message: str) -> None:
 def test_a_builder_of_another_schedule_fits_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """One forward, one backward: a stage's order is all that a new schedule has to write."""
 
-    def one_forward_one_backward(
-        num_stages: int, num_micro_batches: int, placement: Placement, limits: Limits
-    ) -> list[list[Action]]:
+    def one_forward_one_backward(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:
         orders = []
-        for stage in range(num_stages):
-            ahead = min(num_stages - 1 - stage, num_micro_batches)
+        for stage in range(placement.num_stages):
+            ahead = min(placement.num_stages - 1 - stage, num_micro_batches)
             order = [Action(F, stage, m) for m in range(ahead)]
             for m in range(num_micro_batches):
                 order += [Action(F, stage, m + ahead)] if m + ahead < num_micro_batches else []
