@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -378,7 +378,7 @@ class Schedule:
 
     def text(self) -> str:
         """The text form; `from_text` reads it back exactly."""
-        return write_text(self)
+        return write_text(*(getattr(self, field.name) for field in fields(self)))
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:

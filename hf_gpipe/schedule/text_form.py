@@ -40,15 +40,13 @@ stage are in several visits, each visit adds to the gradients that the visit bef
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
 
 from hf_gpipe.errors import ScheduleError, nearest
 from hf_gpipe.schedule.actions import TEXT_VERSION, Action, parse_number
 from hf_gpipe.schedule.kinds import FORWARD
 from hf_gpipe.schedule.placement import Placement
-
-if TYPE_CHECKING:
-    from hf_gpipe.schedule.table import Schedule
 
 MOST_ACTIONS = 600_000
 """The most actions of a table: of more, the checks alone would take minutes."""
@@ -56,29 +54,39 @@ MOST_ACTIONS = 600_000
 _HEADER_KEYS = ("table", "schedule", "num_stages", "num_micro_batches", "placement")
 _OPTIONAL_KEYS = ("chunks", "dealt", "steps", "stashes", "devices")
 
+Table = TypeVar("Table")
 
-def write_text(table: Schedule) -> str:
-    """The text of a table."""
-    placement = table.placement
+
+def write_text(
+    name: str,
+    num_stages: int,
+    num_micro_batches: int,
+    placement: Placement,
+    actions: Sequence[Sequence[Action]],
+    steps: Sequence[int] | None,
+    versions: frozenset[tuple[int, int, int]],
+    stashes: bool,
+) -> str:
+    """The text of a table with these fields."""
     lines = [
         f"table: {TEXT_VERSION}",
-        f"schedule: {table.name}",
-        f"num_stages: {table.num_stages}",
-        f"num_micro_batches: {table.num_micro_batches}",
+        f"schedule: {name}",
+        f"num_stages: {num_stages}",
+        f"num_micro_batches: {num_micro_batches}",
         f"placement: {placement}",
     ]
     if placement.chunks > 1:
         lines.append(f"chunks: {placement.chunks}")
     if placement.is_dealt:
         lines.append("dealt: yes")
-    if table.steps is not None:
-        lines.append(f"steps: {' '.join(map(str, table.steps))}")
-    if not table.stashes:
+    if steps is not None:
+        lines.append(f"steps: {' '.join(map(str, steps))}")
+    if not stashes:
         lines.append("stashes: no")
     if placement.devices is not None:
         lines.append(f"devices: {' '.join(placement.devices)}")
-    named = {(stage, micro_batch): f"@{version}" for stage, micro_batch, version in table.versions}
-    for process, row in enumerate(table.actions):
+    named = {(stage, micro_batch): f"@{version}" for stage, micro_batch, version in versions}
+    for process, row in enumerate(actions):
         words = [
             f"{action}{named.get((action.stage, action.micro_batch or 0), '') if action.kind == FORWARD else ''}"
             for action in row
@@ -87,8 +95,12 @@ def write_text(table: Schedule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_text(text: str, make: type[Schedule]) -> Schedule:
+def read_text(text: str, make: Callable[..., Table]) -> Table:
     """Read a table. Its lines are in the order of `write_text`; blank lines and spaces between words do not matter.
+
+    Args:
+        text: the text.
+        make: makes the table of the fields, in the order of the arguments of `write_text`.
 
     Raises:
         ScheduleError: begins with the number of the line that is wrong, or says which one is missing.
