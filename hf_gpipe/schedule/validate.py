@@ -45,7 +45,7 @@ from hf_gpipe.schedule.visits import wrong_visit
 _ONE_ROW = "where stages are dealt, it stands in the row of one of them."
 
 Fault: TypeAlias = tuple[str, int | str]
-"""What is wrong, and the process, or the key of the line, where it is."""
+"""A problem, and the process, or the key of the line, that has it."""
 
 
 def check_table(schedule: Schedule) -> None:

@@ -1,4 +1,4 @@
-"""What waits in place of a stage, of its part of a divided head, and of the copies of weights that visit."""
+"""Stand-ins that wait: of a stage, of its part of a divided head, and of the copies of weights that visit."""
 
 from __future__ import annotations
 
