@@ -317,25 +317,6 @@ class Checkpoints:
         write_once(self._output_dir, processes, lambda: rotate(self._output_dir, self._args.save_total_limit, keep))
 
 
-def model_to_save(
-    directory: Path, pipe: Pipeline, write_more: Sequence[Callable[[Path], Any]], world: World
-) -> PendingWrite:
-    """A model with its tokenizer and the like, to be written in Hub format. Every process calls it.
-
-    Args:
-        directory: where to.
-        pipe: the model.
-        write_more: write other files that belong to the model, in the main process.
-        world: whose messages the writing uses.
-    """
-
-    def write(folder: Path) -> None:
-        for write_files in write_more:
-            write_files(folder)
-
-    return pipe.weights.pending_write(directory, world, write)
-
-
 def _check_data(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a position in the data stands for other rows now."""
     for name, value in now.items():

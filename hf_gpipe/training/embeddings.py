@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,11 +84,9 @@ class PipelineEmbeddingTrainer(PairTrainer):
         assert isinstance(pipe.loss, EmbeddingLoss)
         return EmbeddingCollator(self._padding, pipe.loss.texts, pipe.loss.loss_type == "cosine")
 
-    def _files_beside_model(self) -> list[Callable[[Path], Any]]:
-        return [*super()._files_beside_model(), self._write_modules]
-
-    def _write_modules(self, folder: Path) -> None:
-        """Write the files by which sentence-transformers knows the parts of the model."""
+    def _write_beside_model(self, folder: Path) -> None:
+        super()._write_beside_model(folder)
+        # The files by which sentence-transformers knows the parts of the model.
         assert isinstance(self.pipe.loss, EmbeddingLoss)
         width, pooling = self.pipe.adapter.config.get_text_config().hidden_size, self.pipe.loss.pooling
         fields = {f"pooling_mode_{field}": name == pooling for name, field in _POOLING_FIELDS.items()}

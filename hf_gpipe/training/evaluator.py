@@ -13,135 +13,116 @@ from transformers.trainer_utils import PredictionOutput, denumpify_detensorize, 
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import UserError
-from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import Generation, generation_options
 from hf_gpipe.training.loader import Batch
-from hf_gpipe.training.predicting import Predicted, Preprocess, concatenated, mean_loss, predict
+from hf_gpipe.training.predicting import Predicted, concatenated, mean_loss, predict
+from hf_gpipe.training.trainer_interface import TrainerInterface
 
 
-@dataclass(frozen=True)
 class Evaluator:
-    """Evaluates a pipeline on mini-batches. Every process has one and calls it; all get the same results.
+    """Evaluates a trainer's model on mini-batches. Every process makes one and calls it; all get the same results.
 
-    Attributes:
-        pipe: the pipeline.
-        args: the trainer's arguments.
-        compute_metrics: metrics of an EvalPrediction; called in the last stage's leader, which gets all logits.
-        preprocess: reduces a micro-batch's logits.
-        pad_token_id: fills generated rows; None: the model's own.
-        on_batch: called after each mini-batch.
-        metrics_of_loss: called in every process at the end, for other metrics of the loss.
-        prepared: a mini-batch of the loader -> the one to evaluate; called in every process.
+    Args:
+        trainer: its arguments and functions count as they are now.
+        prefix: goes before the metrics' names.
+        options: keyword arguments of `generate`, with `predict_with_generate`.
     """
 
-    pipe: Pipeline
-    args: PipelineTrainingArguments
-    compute_metrics: Callable[..., dict[str, Any]] | None
-    preprocess: Preprocess | None
-    pad_token_id: int | None
-    on_batch: Callable[[], None]
-    metrics_of_loss: Callable[[], dict[str, float]]
-    prepared: Callable[[Batch], Batch]
+    def __init__(self, trainer: TrainerInterface, prefix: str, options: Mapping[str, Any]) -> None:
+        self._trainer, self._args, self._pipe = trainer, trainer.args, trainer.pipe
+        self._prefix, self._options = prefix, options
 
-    def evaluate(self, batches: Iterable[Batch] | None, prefix: str, options: Mapping[str, Any]) -> dict[str, float]:
-        """Loss, metrics of `compute_metrics` and speed.
+    def evaluate(self, batches: Iterable[Batch] | None) -> dict[str, float]:
+        """Loss, metrics of `compute_metrics` and speed; `batches` are read in the main process, others may pass None.
 
-        Args:
-            batches: read in the main process; the others may pass None.
-            prefix: goes before the metrics' names.
-            options: keyword arguments of `generate`, with `predict_with_generate`.
+        `compute_metrics` is called in the last stage's leader, which gets all logits.
         """
-        predicts = self.compute_metrics is not None and not self.args.prediction_loss_only
-        return self._run(batches, prefix, options, predicts=predicts, keeps=False)[1]
+        predicts = self._trainer.compute_metrics is not None and not self._args.prediction_loss_only
+        return self._run(batches, predicts=predicts, keeps=False)[1]
 
-    def predict(self, batches: Iterable[Batch] | None, prefix: str, options: Mapping[str, Any]) -> PredictionOutput:
-        """Predictions and labels besides the metrics; the arguments are those of `evaluate`."""
-        columns, metrics = self._run(batches, prefix, options, predicts=True, keeps=True)
+    def predict(self, batches: Iterable[Batch] | None) -> PredictionOutput:
+        """Predictions and labels besides the metrics; `batches` are those of `evaluate`."""
+        columns, metrics = self._run(batches, predicts=True, keeps=True)
         mine = self._arrays(columns)[:2] if columns.labels else (None, None)
         return PredictionOutput(*self._from_last(mine), metrics)
 
-    def _run(
-        self,
-        batches: Iterable[Batch] | None,
-        prefix: str,
-        options: Mapping[str, Any],
-        *,
-        predicts: bool,
-        keeps: bool,
-    ) -> tuple[_Columns, dict[str, Any]]:
+    def _run(self, batches: Iterable[Batch] | None, *, predicts: bool, keeps: bool) -> tuple[_Columns, dict[str, Any]]:
         """The rows with their predictions, in the last stage's leader, and the metrics.
 
         Args:
+            batches: of `evaluate`.
             predicts: whether there are predictions.
             keeps: whether they are kept where `compute_metrics` has seen them mini-batch by mini-batch.
         """
+        trainer, args, pipe, prefix = self._trainer, self._args, self._pipe, self._prefix
+        trainer.metrics_of_loss(is_training=False)  # those of other calls are not of this evaluation
+        pad_token_id = pipe.world.from_reader(lambda: getattr(trainer.processing_class, "pad_token_id", None))
         start_time = time.time()
         generation = None
-        if predicts and self.args.predict_with_generate:
-            generation = Generation(self.pipe, generation_options(self.args, options), self.pad_token_id)
-        metrics_of = self.compute_metrics if predicts else None
-        in_parts = metrics_of is not None and self.args.batch_eval_metrics
-        has_predictions = predicts and self.pipe.world.leads(self.pipe.num_stages - 1)
+        if predicts and args.predict_with_generate:
+            generation = Generation(pipe, generation_options(args, self._options), pad_token_id)
+        computes = predicts and trainer.compute_metrics is not None
+        in_parts = computes and args.batch_eval_metrics
+        has_predictions = predicts and pipe.world.leads(pipe.num_stages - 1)
         fill = IGNORED_LABEL if generation is None else generation.pad_token_id
-        input_of = self.pipe.adapter.main_input if "inputs" in self.args.include_for_metrics else None
+        input_of = pipe.adapter.main_input if "inputs" in args.include_for_metrics else None
         columns = _Columns(fill, input_of)
         computed: dict[str, Any] = {}
         losses, num_rows = [], []
         results = predict(
-            self.pipe,
+            pipe,
             batches,
             with_logits=predicts and generation is None,
-            preprocess=self.preprocess,
+            preprocess=trainer.preprocess_logits_for_metrics,
             generation=generation,
-            prepared=self.prepared,
+            prepared=trainer.prepared_to_evaluate,
         )
         for predicted in results:
             losses.append(predicted.evaluation.loss)
-            num_rows.append(predicted.num_rows // self.pipe.loss.rows_per_unit)
+            num_rows.append(predicted.num_rows // pipe.loss.rows_per_unit)
             if has_predictions and (keeps or not in_parts):
                 columns.add(predicted)
             if has_predictions and in_parts:
                 part = _Columns(fill, input_of)
                 part.add(predicted)
                 computed |= self._computed(part, compute_result=predicted.is_last)
-            self.on_batch()
-        metrics: dict[str, Any] = {"loss": mean_loss(losses, num_rows, only_finite=self.args.logging_nan_inf_filter)}
-        metrics |= self.metrics_of_loss()
-        if metrics_of is not None:
+            trainer.fire("on_prediction_step")
+        metrics: dict[str, Any] = {"loss": mean_loss(losses, num_rows, only_finite=args.logging_nan_inf_filter)}
+        metrics |= trainer.metrics_of_loss(is_training=False)
+        if computes:
             if columns.labels and not in_parts:
                 computed = self._computed(columns)
             metrics |= self._from_last(computed)
         metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
-        steps = math.ceil(sum(num_rows) / self.args.per_device_eval_batch_size)
+        steps = math.ceil(sum(num_rows) / args.per_device_eval_batch_size)
         metrics |= speed_metrics(prefix, start_time, num_samples=sum(num_rows), num_steps=steps)
         # Every process measured the speed for itself.
-        return columns, self.pipe.world.broadcast_value(metrics, self.pipe.world.reporter)
+        return columns, pipe.world.broadcast_value(metrics, pipe.world.reporter)
 
     def _computed(self, columns: _Columns, **options: bool) -> dict[str, Any]:
         """The metrics of `compute_metrics`, in the process that has the predictions."""
-        assert self.compute_metrics is not None
+        assert self._trainer.compute_metrics is not None
         predictions, labels, inputs, row_losses = self._arrays(columns)
-        wanted = self.args.include_for_metrics
         prediction = EvalPrediction(
             predictions=predictions,
             label_ids=labels,
             inputs=inputs,
-            losses=row_losses if "loss" in wanted else None,
+            losses=row_losses if "loss" in self._args.include_for_metrics else None,
         )
-        return denumpify_detensorize(self.compute_metrics(prediction, **options)) or {}
+        return denumpify_detensorize(self._trainer.compute_metrics(prediction, **options)) or {}
 
     def _arrays(self, columns: _Columns) -> tuple[Any, ...]:
         """Predictions, labels, inputs and losses of all rows, in one array each or as lists of mini-batches."""
         others: list[Any] = [column or None for column in (columns.labels, columns.inputs, columns.row_losses)]
-        if not self.args.eval_do_concat_batches:
+        if not self._args.eval_do_concat_batches:
             return columns.predictions, *others
         return concatenated(columns.predictions, columns.fill), *(other and concatenated(other) for other in others)
 
     def _from_last(self, value: Any) -> Any:
         """The value of the last stage's leader, in every process."""
-        world = self.pipe.world
-        return world.broadcast_value(value, world.leader_of(self.pipe.num_stages - 1))
+        world = self._pipe.world
+        return world.broadcast_value(value, world.leader_of(self._pipe.num_stages - 1))
 
 
 @dataclass

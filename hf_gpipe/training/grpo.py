@@ -346,8 +346,8 @@ class PipelineGRPOTrainer(PairTrainer):
             metrics |= {f"rewards/{name}/mean": float(own.nanmean()), f"rewards/{name}/std": std}
         self._noted[is_training].append(metrics)
 
-    def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
-        metrics = super()._metrics_of_loss(is_training=is_training)
+    def metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
+        metrics = super().metrics_of_loss(is_training=is_training)
         noted, self._noted[is_training] = self._noted[is_training], []
         for name in dict.fromkeys(name for step_metrics in noted for name in step_metrics):
             values = [value for step_metrics in noted if not math.isnan(value := step_metrics[name])]

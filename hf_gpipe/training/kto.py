@@ -86,8 +86,8 @@ class PipelineKTOTrainer(ReferenceTrainer):
         own, mismatched = log_probs(rows_of(batch)), mismatched_of(batch)
         return torch.stack([own, log_probs(mismatched) if mismatched else torch.zeros_like(own)], dim=1)
 
-    def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
-        metrics = super()._metrics_of_loss(is_training=is_training)
+    def metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
+        metrics = super().metrics_of_loss(is_training=is_training)
         if {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         return metrics

@@ -24,13 +24,13 @@ from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.training.agreeing import Agreement
 from hf_gpipe.training.checkpoints import Checkpoints
+from hf_gpipe.training.evaluating_trainer import EvaluatingTrainer
 from hf_gpipe.training.evaluator import metric_of, note_best
 from hf_gpipe.training.loader import Batch, MiniBatches, in_groups
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.optim import takes_metric
 from hf_gpipe.training.steps import TrainingLength
 from hf_gpipe.training.stopping import StopRequest, TrainingStopped
-from hf_gpipe.training.trainer_of_loop import TrainerOfLoop
 from hf_gpipe.training.updates import Updates
 from hf_gpipe.training.windows import windows
 
@@ -56,7 +56,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        trainer: TrainerOfLoop,
+        trainer: EvaluatingTrainer,
         length: TrainingLength,
         batches: MiniBatches | None,
         run: RunState,

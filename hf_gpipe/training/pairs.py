@@ -204,7 +204,7 @@ class PairTrainer(PipelineTrainer, ABC):
         self.world.from_reader(lambda: examples.append(self._examples(dataset)), takes_long=True)
         return super()._evaluated(self._completed(examples[0] if examples else None), generation, required)
 
-    def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
+    def metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
         """The means over the units since the last call, of all processes. Every process calls it."""
         sums, counts = self.world.all_reduce(self._loss_of_pairs.take(is_training=is_training)).tolist()
         metrics = zip(self._loss_of_pairs.metrics, sums, counts, strict=True)

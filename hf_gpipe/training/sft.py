@@ -225,7 +225,7 @@ class PipelineSFTTrainer(PipelineTrainer):
 
     # ------------------------------------------------------------------ metrics
 
-    def _metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
+    def metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
         """TRL's metrics since the last call: means over the mini-batches, and the tokens trained on so far."""
         metrics: dict[str, float] = {"num_tokens": self.num_trained_tokens}
         if self._token_metrics is not None:

@@ -8,8 +8,6 @@ overriding a private method.
 from __future__ import annotations
 
 import inspect
-from functools import cache
-from typing import Any
 
 from transformers import Seq2SeqTrainer, Trainer
 
@@ -114,64 +112,52 @@ _NEW = "this version of hf_gpipe does not know it; docs/trainer.md lists what ma
 _ABSENT = object()
 
 
-@cache
-def refused_names(base: type) -> dict[str, str]:
-    """Every name of the installed Trainer that may not be overridden or set, and what to do instead.
+class Surface:
+    """What may be overridden and set of a trainer.
 
     Args:
         base: the trainer here, whose own public names may be, unless a table says otherwise.
     """
-    library = {n for cls in (Trainer, Seq2SeqTrainer) for n in vars(cls) if not n.startswith("__")}
-    unknown = library - {name for name in dir(base) if not name.startswith("_")}
-    notes = {name: _PRIVATE if name.startswith("_") else _NEW for name in unknown}
-    return notes | FIXED | READ_ONLY | REFUSED
 
+    def __init__(self, base: type) -> None:
+        self._base = base
+        library = {n for cls in (Trainer, Seq2SeqTrainer) for n in vars(cls) if not n.startswith("__")}
+        unknown = library - {name for name in dir(base) if not name.startswith("_")}
+        notes = {name: _PRIVATE if name.startswith("_") else _NEW for name in unknown}
+        #: Every name of the installed Trainer that may not be overridden or set, and what to do instead.
+        self._notes = notes | FIXED | READ_ONLY | REFUSED
+        #: What `base` itself has under these names, before anybody replaces it.
+        self._own = {name: inspect.getattr_static(base, name, _ABSENT) for name in self._notes}
 
-def check_class(cls: type, base: type, own: dict[str, Any]) -> None:
-    """Raise UserError where a class of trainer has a method that would not be called.
+    def check_class(self, cls: type) -> None:
+        """Raise UserError where a class of trainer has a method that would not be called."""
+        base = self._base.__name__
+        if issubclass(cls, Trainer):
+            raise UserError(
+                f"{cls.__name__} derives from transformers' Trainer as well, whose methods are not called; derive it "
+                f"from {base} only"
+            )
+        own = self._own.items()
+        overridden = sorted(name for name, here in own if inspect.getattr_static(cls, name, _ABSENT) is not here)
+        if overridden:
+            notes = "; ".join(f"{name}: {self._notes[name]}" for name in overridden)
+            names = " and ".join(overridden)
+            raise UserError(f"{cls.__name__} overrides {names}, which {base} does not call ({notes})")
+        parameters = inspect.signature(cls.save_model).parameters.values()  # type: ignore[attr-defined]  # of a trainer
+        if not any(given.name == "_internal_call" or given.kind == given.VAR_KEYWORD for given in parameters):
+            raise UserError(
+                f"save_model of {cls.__name__} has no parameter _internal_call, which it is given for checkpoints, as "
+                "in transformers; define it as save_model(self, output_dir=None, _internal_call=False)"
+            )
 
-    Args:
-        cls: the class.
-        base: the trainer that it derives from.
-        own: what `base` itself had under the refused names when it was made.
-    """
-    if issubclass(cls, Trainer):
-        raise UserError(
-            f"{cls.__name__} derives from transformers' Trainer as well, whose methods are not called; derive it from "
-            f"{base.__name__} only"
-        )
-    overridden = [
-        name
-        for name in sorted(refused_names(base))
-        if inspect.getattr_static(cls, name, _ABSENT) is not own.get(name, _ABSENT)
-    ]
-    if overridden:
-        notes = "; ".join(f"{name}: {refused_names(base)[name]}" for name in overridden)
-        names = " and ".join(overridden)
-        raise UserError(f"{cls.__name__} overrides {names}, which {base.__name__} does not call ({notes})")
-    parameters = inspect.signature(cls.save_model).parameters.values()  # type: ignore[attr-defined]  # of a trainer
-    if not any(given.name == "_internal_call" or given.kind == given.VAR_KEYWORD for given in parameters):
-        raise UserError(
-            f"save_model of {cls.__name__} has no parameter _internal_call, which it is given for checkpoints, as in "
-            "transformers; define it as save_model(self, output_dir=None, _internal_call=False)"
-        )
+    def check_assignment(self, trainer: object, name: str) -> None:
+        """Raise UserError where somebody sets an attribute of a trainer that it would not read."""
+        if (note := self._notes.get(name)) is not None:
+            raise UserError(f"{type(trainer).__name__}.{name} cannot be set, for it would not be used: {note}")
 
-
-def own_attributes(base: type) -> dict[str, Any]:
-    """The attributes of a class under the names that may not be overridden."""
-    attributes = {name: inspect.getattr_static(base, name, _ABSENT) for name in refused_names(base)}
-    return {name: value for name, value in attributes.items() if value is not _ABSENT}
-
-
-def check_assignment(trainer: object, base: type, name: str) -> None:
-    """Raise UserError where somebody sets an attribute of a trainer that it would not read."""
-    if (note := refused_names(base).get(name)) is not None:
-        raise UserError(f"{type(trainer).__name__}.{name} cannot be set, for it would not be used: {note}")
-
-
-def missing(trainer: object, base: type, name: str) -> AttributeError:
-    """The error for an attribute that a trainer does not have."""
-    cls = type(trainer).__name__
-    if (note := refused_names(base).get(name)) is not None:
-        return MissingAttributeError(f"{cls} has no {name}: {note}")
-    return AttributeError(f"{cls!r} object has no attribute {name!r}")
+    def missing(self, trainer: object, name: str) -> AttributeError:
+        """The error for an attribute that a trainer does not have."""
+        cls = type(trainer).__name__
+        if (note := self._notes.get(name)) is not None:
+            return MissingAttributeError(f"{cls} has no {name}: {note}")
+        return AttributeError(f"{cls!r} object has no attribute {name!r}")

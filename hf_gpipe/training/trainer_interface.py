@@ -1,42 +1,84 @@
-"""Attributes and small methods of transformers' Trainer that need to know nothing of a step."""
+"""What a script, a callback or the loop of a training asks of a trainer, and what needs to know nothing of a step."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import Trainer, trainer_pt_utils
+from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, trainer_pt_utils
+from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers.trainer_utils import speed_metrics
 
-from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.loss import Reads
 from hf_gpipe.runtime.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
-from hf_gpipe.training.hub import HubUploads
-from hf_gpipe.training.model_card import write_model_card
+from hf_gpipe.training.base import name_of_callback
+from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.loss_scaling import LossScaler
+from hf_gpipe.training.master_weights import MasterWeights
+from hf_gpipe.training.predicting import Preprocess
+from hf_gpipe.training.surface import Surface
 
 
 class TrainerInterface:
-    """Attributes and methods that a script asks a trainer for, beside its training."""
+    """Attributes of a trainer, most of which a script may set, and methods beside its training."""
 
     args: PipelineTrainingArguments
     pipe: Pipeline
     world: World
-    uploads: HubUploads
+    job: Job
+    processing_class: Any
+    data_collator: Callable[[list[Any]], Batch]
+    train_dataset: Any
+    eval_dataset: Any
+    compute_metrics: Callable[..., dict[str, Any]] | None
+    preprocess_logits_for_metrics: Preprocess | None
     optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    scaler: LossScaler | None
+    master_weights: MasterWeights | None
+    callback_handler: CallbackHandler
+    control: TrainerControl
+    state: TrainerState
+    #: Tokens without padding that this trainer has trained on.
+    num_trained_tokens = 0
+    #: Tokens that earlier trainings had seen.
+    _first_num_tokens = 0
+    #: Of the class that subclasses derive from.
+    _surface: ClassVar[Surface]
 
     #: No other engine is used, which scripts ask for.
     deepspeed = None
     is_deepspeed_enabled = is_fsdp_enabled = False
     is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
 
+    if not TYPE_CHECKING:  # a type checker goes on finding what is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            raise self._surface.missing(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._surface.check_assignment(self, name)
+        super().__setattr__(name, value)
+
+    def _check_surface(self) -> None:
+        """Raise UserError for an override, or for a parameter of `model`, that came since and would not be used."""
+        self._surface.check_class(type(self))
+        self.pipe.model  # noqa: B018  # the property checks
+
     @property
-    def _output_dir(self) -> Path:
-        return Path(self.args.output_dir)
+    def model(self) -> PreTrainedModel:
+        """The Hugging Face model over the tensors that are trained: `Pipeline.model`."""
+        return self.pipe.model
+
+    @property
+    def model_wrapped(self) -> PreTrainedModel:
+        """The same model: nothing is wrapped around it."""
+        return self.pipe.model
 
     @property
     def label_names(self) -> list[str]:
@@ -48,11 +90,6 @@ class TrainerInterface:
         """The function of logits that is the loss; None: the loss reads something else."""
         return getattr(self.pipe.loss, "function", None) if Reads.LOGITS in self.pipe.loss.reads else None
 
-    @property
-    def hub_model_id(self) -> str | None:
-        """The repository on the Hub; None before it is made."""
-        return self.uploads.repo_id
-
     def is_world_process_zero(self) -> bool:
         """Whether this is the main process."""
         return self.world.is_reporter
@@ -62,6 +99,13 @@ class TrainerInterface:
         if args.batch_tokens is not None:
             raise UserError("get_total_train_batch_size: with batch_tokens the rows of an update vary")
         return args.per_device_train_batch_size * args.gradient_accumulation_steps
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Rows of a loader's dataset; where it has no length, about as many as the mini-batches have."""
+        dataset: Any = getattr(dataloader, "dataset", None)
+        if hasattr(dataset, "__len__"):
+            return len(dataset)
+        return len(dataloader) * self.args.per_device_train_batch_size
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each group of parameters. Raises UserError before there is an optimizer."""
@@ -91,45 +135,58 @@ class TrainerInterface:
     remove_callback = Trainer.remove_callback
     log_metrics, metrics_format = Trainer.log_metrics, staticmethod(trainer_pt_utils.metrics_format)
 
-    def num_examples(self, dataloader: Any) -> int:
-        """Rows of a loader's dataset; where it has no length, about as many as the mini-batches have."""
-        dataset: Any = getattr(dataloader, "dataset", None)
-        if hasattr(dataset, "__len__"):
-            return len(dataset)
-        return len(dataloader) * self.args.per_device_train_batch_size
+    # ------------------------------------------------------------------ callbacks and logs
 
-    def create_model_card(self, *entries: Any, **named_entries: Any) -> None:
-        """Draft the model card, README.md in `args.output_dir`; the main process does.
+    def fire(self, event: str, **kwargs: Any) -> None:
+        """Call an event of the callbacks of this process."""
+        try:
+            self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
+        except Exception as error:
+            self.job.note(f"{self.job.work}, in {name_of_callback(error)}.{event}".removeprefix(", "))
+            raise
 
-        The arguments, such as `language`, `tags` and `dataset`, are those of transformers' `Trainer.create_model_card`.
+    def new_state(self) -> TrainerState:
+        """The state before a training, with the present state of callbacks that keep one."""
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        return TrainerState(
+            is_local_process_zero=self.args.local_process_index == 0,
+            is_world_process_zero=self.world.is_reporter,
+            stateful_callbacks=[callback for callback in callbacks if isinstance(callback, ExportableState)],
+            train_batch_size=self.args.per_device_train_batch_size,
+        )
 
-        Raises UserError where the directory cannot be made.
-        """
-        card = inspect.signature(Trainer.create_model_card).bind(self, *entries, **named_entries).arguments
-        if self.is_world_process_zero():
-            make_directory(self._output_dir)
-            write_model_card(self, self._output_dir / "README.md", **{k: v for k, v in card.items() if k != "self"})
-
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write metrics into `{split}_results.json` of `args.output_dir`; the main process does.
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add metrics to the state's history and give them to the callbacks of this process.
 
         Args:
-            split: "train", "eval", "test" or "all".
-            metrics: what `train`, `evaluate` or `predict` gave.
-            combined: whether they are also added to all_results.json.
-
-        Raises:
-            UserError: the directory cannot be made.
+            logs: the metrics.
+            start_time: of the training; with `include_num_input_tokens_seen` the tokens per second are added.
         """
-        if self.is_world_process_zero():
-            make_directory(self._output_dir)
-        trainer_pt_utils.save_metrics(self, split, metrics, combined)
+        if "loss" in logs:
+            logs.update(self.metrics_of_loss(is_training=True))
+        logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            seen = logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            if start_time is not None:
+                logs |= speed_metrics("train", start_time, num_tokens=seen - self._first_num_tokens)
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.fire("on_log", logs=logs)
 
-    def save_state(self) -> None:
-        """Write the state of the training, with its log, into `args.output_dir`; the main process does.
+    # ------------------------------------------------------------------ for subclasses
 
-        Raises UserError where the directory cannot be made.
-        """
-        if self.is_world_process_zero():
-            make_directory(self._output_dir)
-        trainer_pt_utils.save_state(self)
+    def metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
+        """Metrics that the loss has noted since the last call, the same in every process, which calls it; none here."""
+        return {}
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates from the mini-batches of a step."""
+        return 1
+
+    def prepared(self, group: Sequence[Batch]) -> Sequence[Batch]:
+        """The mini-batches of a step as they are trained on, from those of the loader; every process calls it."""
+        return group
+
+    def prepared_to_evaluate(self, batch: Batch) -> Batch:
+        """A mini-batch as it is evaluated, from one of the loader; every process calls it."""
+        return batch

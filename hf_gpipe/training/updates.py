@@ -17,13 +17,13 @@ from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.optim import learning_rate, step_stage, takes_metric
 from hf_gpipe.training.slow_machines import SlowMachines
-from hf_gpipe.training.trainer_of_loop import TrainerOfLoop
+from hf_gpipe.training.trainer_interface import TrainerInterface
 from hf_gpipe.training.windows import StageUpdates, callbacks_of_update
 
 logger = transformers.logging.get_logger(__name__)
 
 
-def are_beside(trainer: TrainerOfLoop) -> bool:
+def are_beside(trainer: TrainerInterface) -> bool:
     """Whether dealt stages are updated beside backwards: where an update needs the gradients of its stage alone, and
     nothing looks at those of all stages before it. Every process calls it, and all have the same answer."""
     if not trainer.pipe.steps.can_update_beside or trainer.updates_per_step > 1 or _needs_numbers(trainer):
@@ -36,12 +36,12 @@ def are_beside(trainer: TrainerOfLoop) -> bool:
     return all(trainer.pipe.world.gather_objects(own))
 
 
-def _needs_numbers(trainer: TrainerOfLoop) -> bool:
+def _needs_numbers(trainer: TrainerInterface) -> bool:
     """Whether an update needs the loss or the norm."""
     return _clips(trainer) or trainer.scaler is not None or trainer.args.on_nonfinite_loss == "skip"
 
 
-def _clips(trainer: TrainerOfLoop) -> bool:
+def _clips(trainer: TrainerInterface) -> bool:
     return trainer.args.max_grad_norm is not None and trainer.args.max_grad_norm > 0
 
 
@@ -59,7 +59,7 @@ class Updates:
             next step.
     """
 
-    def __init__(self, trainer: TrainerOfLoop, logs: Logs) -> None:
+    def __init__(self, trainer: TrainerInterface, logs: Logs) -> None:
         self._trainer, self._logs = trainer, logs
         self._args, self._pipe, self._world = trainer.args, trainer.pipe, trainer.pipe.world
         self.norm: float | None = None

@@ -1,0 +1,153 @@
+"""What a trainer writes into its output directory, and uploads from there."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, trainer_pt_utils
+
+from hf_gpipe.checkpoint.copies import PendingWrite
+from hf_gpipe.checkpoint.save import make_directory
+from hf_gpipe.runtime.calls import by_every_process
+from hf_gpipe.runtime.world import World
+from hf_gpipe.training.hub import HubUploads
+from hf_gpipe.training.model_card import write_model_card
+from hf_gpipe.training.trainer_interface import TrainerInterface
+
+
+class SavingTrainer(TrainerInterface):
+    """Writes the model, its card, metrics and the state, by the methods of transformers' Trainer."""
+
+    uploads: HubUploads
+
+    @property
+    def _output_dir(self) -> Path:
+        return Path(self.args.output_dir)
+
+    @by_every_process
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
+        """Write model and tokenizer in Hub format, by default into `args.output_dir`. Every process calls it.
+
+        With `push_to_hub` the model is then uploaded, as transformers' Trainer does.
+
+        Args:
+            output_dir: where to.
+            _internal_call: whether the trainer calls it, for a checkpoint or an upload, and uploads nothing itself.
+        """
+        directory = Path(output_dir) if output_dir is not None else self._output_dir
+        self._check_surface()
+        self._own_model_to_save(directory, self.world).write()
+        if self.args.push_to_hub and not _internal_call:
+            self._push(directory, "Model save", {})
+
+    def model_to_save(self, directory: Path, world: World) -> PendingWrite | None:
+        """The model of a checkpoint, to be written into its directory; `world` is for the messages of the writing.
+
+        A `save_model` that is overridden writes at once, and nothing is left: None.
+        """
+        if getattr(self.save_model, "__func__", None) is SavingTrainer.save_model:
+            self._check_surface()
+            return self._own_model_to_save(directory, world)
+        self.save_model(str(directory), _internal_call=True)
+        return None
+
+    def _own_model_to_save(self, directory: Path, world: World) -> PendingWrite:
+        return self.pipe.weights.pending_write(directory, world, self._write_beside_model)
+
+    def _write_beside_model(self, folder: Path) -> None:
+        """Write the small files of the main process that belong to the model."""
+        if (tokenizer := self.processing_class or getattr(self.data_collator, "tokenizer", None)) is not None:
+            tokenizer.save_pretrained(folder)
+
+    def create_model_card(self, *entries: Any, **named_entries: Any) -> None:
+        """Draft the model card, README.md in `args.output_dir`; the main process does.
+
+        The arguments, such as `language`, `tags` and `dataset`, are those of transformers' `Trainer.create_model_card`.
+
+        Raises UserError where the directory cannot be made.
+        """
+        card = inspect.signature(Trainer.create_model_card).bind(self, *entries, **named_entries).arguments
+        if self.is_world_process_zero():
+            make_directory(self._output_dir)
+            write_model_card(self, self._output_dir / "README.md", **{k: v for k, v in card.items() if k != "self"})
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write metrics into `{split}_results.json` of `args.output_dir`; the main process does.
+
+        Args:
+            split: "train", "eval", "test" or "all".
+            metrics: what `train`, `evaluate` or `predict` gave.
+            combined: whether they are also added to all_results.json.
+
+        Raises:
+            UserError: the directory cannot be made.
+        """
+        if self.is_world_process_zero():
+            make_directory(self._output_dir)
+        trainer_pt_utils.save_metrics(self, split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write the state of the training, with its log, into `args.output_dir`; the main process does.
+
+        Raises UserError where the directory cannot be made.
+        """
+        if self.is_world_process_zero():
+            make_directory(self._output_dir)
+        trainer_pt_utils.save_state(self)
+
+    # ------------------------------------------------------------------ the Hub
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository on the Hub; None before it is made."""
+        return self.uploads.repo_id
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository on the Hub, unless it exists. Every process calls it.
+
+        Raises UserError, in every process, if the Hub does not accept it.
+        """
+        self.uploads.create(token, private)
+
+    @by_every_process
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Save the model into `args.output_dir` and upload it to `args.hub_model_id`. Every process calls it.
+
+        Args:
+            commit_message: of the commit.
+            blocking: whether to wait until all is uploaded.
+            token: in place of `hub_token`.
+            revision: branch, in place of `hub_revision`.
+            private: whether a new repository is private, in place of `hub_private_repo`.
+            card: arguments of `create_model_card`.
+
+        Returns:
+            In the main process what `huggingface_hub.HfApi.upload_folder` returns: the commit, or its future.
+
+        Raises:
+            UserError: in every process, where the Hub does not accept the model.
+        """
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        self.save_model(_internal_call=True)
+        options = {"blocking": blocking, "token": token, "revision": revision}
+        return self._push(self._output_dir, commit_message or "End of training", card, **options)
+
+    def _push(self, directory: Path, message: str, card: dict[str, Any], **options: Any) -> Any:
+        """Upload a saved model; `options` are those of `HubUploads.push`."""
+        self.fire("on_push_begin")
+        if directory == self._output_dir:
+            name = (self.args.hub_model_id or directory.absolute().name).rpartition("/")[2]
+            self.world.from_writer(lambda: self.create_model_card(**{"model_name": name, **card}))
+        return self.uploads.push(directory, message, **options)
