@@ -19,7 +19,7 @@ from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
 from hf_gpipe.recipe.pipeline_keys import PLANNED
-from hf_gpipe.runtime.loss import TokenLoss
+from hf_gpipe.runtime.loss import Loss, TokenLoss
 from hf_gpipe.runtime.world import World
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
@@ -225,6 +225,10 @@ class PipelineTrainingArguments(TrainingArguments):
     def planned(self, inputs: PlanInputs) -> PlanInputs:
         """The planner's inputs with what a step does beside its table."""
         return inputs
+
+    def make_loss(self) -> Loss | None:
+        """The loss that these arguments ask for; None: the cross-entropy."""
+        return None
 
     @property
     def packs_rows(self) -> bool:

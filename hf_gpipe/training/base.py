@@ -33,7 +33,6 @@ from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO
 from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.custom_loss import asked_loss
-from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.generation import check_generates
 from hf_gpipe.runtime.job import Job
 from hf_gpipe.runtime.joining import join_job
@@ -84,8 +83,8 @@ def pipeline_of(
     model: Pipeline | ModelSource | None,
     args: PipelineTrainingArguments,
     example: Callable[[], Mapping[str, torch.Tensor] | Workload | None],
+    world: World,
     loss: Loss | None = None,
-    world: World | None = None,
     **options: Any,
 ) -> Pipeline:
     """The pipeline to train.
@@ -94,14 +93,14 @@ def pipeline_of(
         model: the model, or the pipeline itself.
         args: the trainer's arguments.
         example: the shape of the longest mini-batch to come, for the planner.
-        loss: in place of the cross-entropy.
         world: of the job, where the devices are chosen.
+        loss: in place of the cross-entropy.
         options: of `ModelSpec`; a value None is not given.
 
     Raises:
         UserError: the arguments ask for something else than a given pipeline is.
     """
-    pipe = _pipeline(model, args, example, loss, world, options)
+    pipe = _pipeline(model, args, example, world, loss, options)
     asked = {
         "batch_tokens": args.batch_tokens,
         "neftune_noise_alpha": args.neftune_noise_alpha,
@@ -192,8 +191,8 @@ def _pipeline(
     model: Pipeline | ModelSource | None,
     args: PipelineTrainingArguments,
     example: Callable[[], Mapping[str, torch.Tensor] | Workload | None],
+    world: World,
     loss: Loss | None,
-    world: World | None,
     options: Mapping[str, Any],
 ) -> Pipeline:
     """The pipeline that the arguments ask for, or the one given, if it is not another one."""
@@ -208,7 +207,6 @@ def _pipeline(
         return model
     assert model is not None
     spec, config = ModelSpec.of(model, autocast=args.autocast, **options), args.config
-    world = world or world_for(config)
     inputs = args.planned(PlanInputs.of_training(args, packing=args.packs_rows))
     # The layers of a chain are found by it.
     if chain_of(spec) is not None or not config.settled(can_plan=inputs.has_known_optimizer).is_decided:

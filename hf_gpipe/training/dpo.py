@@ -9,7 +9,6 @@ import torch
 
 from hf_gpipe.data.preferences import PreferenceCollator, PreferenceExamples
 from hf_gpipe.errors import UserError
-from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import PreferencesSection
 from hf_gpipe.runtime.loss import LogProbs
 from hf_gpipe.training.arguments import argument, key_of
@@ -83,7 +82,7 @@ class PipelineDPOTrainer(ReferenceTrainer):
     _arguments, _class_of_examples = PipelineDPOConfig, PreferenceExamples
     args: PipelineDPOConfig
 
-    def _collator(self, pipe: Pipeline) -> PreferenceCollator:
+    def _collator(self) -> PreferenceCollator:
         return PreferenceCollator(self._padding)
 
     def _log_probs_of(self, log_probs: LogProbs, batch: Batch) -> torch.Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 from hf_gpipe.adapters.embedders import as_embedder
 from hf_gpipe.data.embeddings import EmbeddingCollator, EmbeddingExamples
 from hf_gpipe.errors import UserError
-from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.recipe.losses import EmbeddingsSection
 from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.embedding_loss import EmbeddingLoss
@@ -70,19 +69,20 @@ class PipelineEmbeddingTrainer(PairTrainer):
     _arguments, _class_of_examples = PipelineEmbeddingConfig, EmbeddingExamples
     args: PipelineEmbeddingConfig
 
-    def _as_source(self, model: ModelSource) -> tuple[ModelSource, dict[str, Any]]:
+    def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
         return as_class(model, lambda config, is_saved: dict(as_embedder(config)))
 
-    def _check_pipeline(self, pipe: Pipeline) -> None:
-        if pipe.adapter.has_head:
+    def _check_pipeline(self) -> None:
+        super()._check_pipeline()
+        if (adapter := self.pipe.adapter).has_head:
             raise UserError(
-                f"the model is a {type(pipe.adapter.reference).__name__}, which has a head; give its path, or a model "
-                "of AutoModel"
+                f"the model is a {type(adapter.reference).__name__}, which has a head; give its path, or a model of "
+                "AutoModel"
             )
 
-    def _collator(self, pipe: Pipeline) -> EmbeddingCollator:
-        assert isinstance(pipe.loss, EmbeddingLoss)
-        return EmbeddingCollator(self._padding, pipe.loss.texts, pipe.loss.loss_type == "cosine")
+    def _collator(self) -> EmbeddingCollator:
+        loss = self.args.make_loss()
+        return EmbeddingCollator(self._padding, loss.texts, loss.loss_type == "cosine")
 
     def _write_beside_model(self, folder: Path) -> None:
         super()._write_beside_model(folder)

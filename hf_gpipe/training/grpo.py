@@ -159,20 +159,21 @@ class PipelineGRPOTrainer(PairTrainer):
         self._evaluated_examples, self._num_evaluated = dataset, 0
         return dataset
 
-    def _check_pipeline(self, pipe: Pipeline) -> None:
+    def _check_pipeline(self) -> None:
+        super()._check_pipeline()
+        pipe = self.pipe
         if pipe.is_asynchronous:
             raise UserError(
                 f"schedule {pipe.config.schedule!r}: completions are those of the newest weights, and a window has "
                 "several steps; use a synchronous schedule, such as 1f1b"
             )
-        assert isinstance(pipe.loss, GRPOLoss)
-        if pipe.loss.beta and not pipe.has_new_adapters:
+        if self.args.beta and not pipe.has_new_adapters:
             raise UserError(
-                f"beta={pipe.loss.beta!r}: the reference is the model without its new PEFT adapters, and there are "
+                f"beta={self.args.beta!r}: the reference is the model without its new PEFT adapters, and there are "
                 "none; give peft_config, or beta=0"
             )
 
-    def _collator(self, pipe: Pipeline) -> PairCollator:
+    def _collator(self) -> PairCollator:
         return PromptCollator(self._padding)
 
     # ------------------------------------------------------------------ rollouts

@@ -68,9 +68,8 @@ class PipelineKTOTrainer(ReferenceTrainer):
     _arguments, _class_of_examples = PipelineKTOConfig, KTOExamples
     args: PipelineKTOConfig
 
-    def _collator(self, pipe: Pipeline) -> KTOCollator:
-        assert isinstance(pipe.loss, KTOLoss)
-        return KTOCollator(self._padding, self._max_length, pipe.loss.reads_mismatches)
+    def _collator(self) -> KTOCollator:
+        return KTOCollator(self._padding, self.args.max_length, self.args.make_loss().reads_mismatches)
 
     def _precompute(self, reference: Pipeline) -> None:
         # Which answers are mismatched depends on the mini-batch.

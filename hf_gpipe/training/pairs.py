@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,18 +23,15 @@ from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.embeddings import EmbeddingExamples
 from hf_gpipe.data.preferences import PreferenceExamples
 from hf_gpipe.data.prompts import PromptExamples
-from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PreferencesSection
-from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.training.arguments import PipelineTrainingArguments, argument, key_of
-from hf_gpipe.training.base import join_with, pipeline_of
+from hf_gpipe.training.examples_trainer import ExamplesTrainer
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.pools import has_index
 from hf_gpipe.training.preference_loss import NotingLoss
-from hf_gpipe.training.trainer import PipelineTrainer
 
 
 @dataclass
@@ -77,12 +74,12 @@ class PairArguments(PipelineTrainingArguments, ABC):
         return 0
 
 
-class PairTrainer(PipelineTrainer, ABC):
+class PairTrainer(ExamplesTrainer, ABC):
     """A trainer whose loss is of pairs; its subclasses explain the arguments."""
 
     args: PairArguments
-    #: The class of its arguments, and that of its examples.
     _arguments: ClassVar[type[PairArguments]]
+    #: The class of its examples.
     _class_of_examples: ClassVar[type[PreferenceExamples] | type[EmbeddingExamples] | type[PromptExamples]]
 
     def __init__(
@@ -99,62 +96,25 @@ class PairTrainer(PipelineTrainer, ABC):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
-        args = args if args is not None else self._arguments()
-        name = type(self).__name__
-        if not isinstance(args, self._arguments):
-            raise UserError(f"args is a {type(args).__name__}; {name} needs a {self._arguments.__name__}")
-        args.check()
-        join_with(args)
-        if processing_class is None and isinstance(model, str):
-            processing_class = read_tokenizer(model)
-        self._tokenizer, self._max_length = processing_class, args.max_length
-        world = model.world if isinstance(model, Pipeline) else world_for(args.config)
-        datasets: dict[str, Any] = {}
-
-        def prepare() -> None:
-            datasets["train"] = self._examples(train_dataset)
-            datasets["eval"] = each(eval_dataset, self._examples)
-            if data_collator is None and processing_class is None:
-                raise UserError("processing_class is None; give the tokenizer, whose padding token fills shorter rows")
-
-        world.from_reader(prepare, takes_long=True)
-        options = {"quantization_config": quantization_config, "peft_config": peft_config}
-        if not isinstance(model, Pipeline):
-            model, others = self._as_source(model)
-            options |= {"loss": args.make_loss(), **others}
-        pipe = pipeline_of(model, args, lambda: self._workload(datasets.get("train"), args), world=world, **options)
-        if pipe.loss != (asked := args.make_loss()):
-            raise UserError(
-                f"the given Pipeline has the loss {pipe.loss}, and the arguments ask for {asked}; make it with "
-                "loss=args.make_loss(), or give the model"
-            )
-        assert isinstance(pipe.loss, NotingLoss)
-        self._loss_of_pairs = pipe.loss
-        if pipe.adapter.config.is_encoder_decoder:
-            raise UserError(f"{pipe.adapter.config.model_type} is an encoder-decoder; give a decoder-only model")
-        self._check_pipeline(pipe)
-        if args.disable_dropout:
-            for stage in pipe.weights.every_model:
-                for module in stage.model.modules():
-                    if isinstance(module, nn.Dropout):
-                        module.p = 0.0
         super().__init__(
-            pipe,
+            model,
             args,
-            data_collator or self._collator(pipe),
-            datasets.get("train"),
-            datasets.get("eval"),
+            data_collator,
+            train_dataset,
+            eval_dataset,
             processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
         )
 
-    def _workload(self, dataset: Any, args: Any) -> Workload | None:
-        """The shape of the longest mini-batch to come, for the planner."""
-        if dataset is None or not hasattr(dataset, "lengths"):
+    def _example(self, model: Any, peft_config: Any) -> Workload | None:
+        args = self.args
+        if self.train_dataset is None or not hasattr(self.train_dataset, "lengths"):
             return None
-        longest = max(dataset.lengths) + args.generated_tokens
+        longest = max(self.train_dataset.lengths) + args.generated_tokens
         return Workload(args.rows_per_example * args.per_device_train_batch_size, longest, longest)
 
     @property
@@ -162,19 +122,22 @@ class PairTrainer(PipelineTrainer, ABC):
         """A token that fills shorter rows; without a tokenizer any, for masks leave it out."""
         return 0 if self._tokenizer is None else PairCollator.for_tokenizer(self._tokenizer).pad_token_id
 
-    def _as_source(self, model: ModelSource) -> tuple[ModelSource, dict[str, Any]]:
-        """The model to make a Pipeline of, and more options of `ModelSpec` for it."""
-        return model, {}
+    def _check_pipeline(self) -> None:
+        if self.pipe.loss != (asked := self.args.make_loss()):
+            raise UserError(
+                f"the given Pipeline has the loss {self.pipe.loss}, and the arguments ask for {asked}; make it with "
+                "loss=args.make_loss(), or give the model"
+            )
 
-    def _check_pipeline(self, pipe: Pipeline) -> None:
-        """Raise UserError where a model cannot be trained on pairs."""
-
-    @abstractmethod
-    def _collator(self, pipe: Pipeline) -> Callable[[list[Any]], Batch]:
-        """Makes mini-batches, where none was given."""
+    def _take_pipeline(self) -> None:
+        super()._take_pipeline()
+        if self.args.disable_dropout:
+            for stage in self.pipe.weights.every_model:
+                for module in stage.model.modules():
+                    if isinstance(module, nn.Dropout):
+                        module.p = 0.0
 
     def _examples(self, dataset: Any) -> Any:
-        """The examples of a dataset, which are known by their columns; None for None."""
         if dataset is None:
             return None
         if not has_index(dataset):
@@ -193,21 +156,14 @@ class PairTrainer(PipelineTrainer, ABC):
             return dataset
         if self._tokenizer is None:
             raise UserError(f"processing_class is None; give the tokenizer, or a dataset of {kind.__name__}")
-        return kind(dataset, self._tokenizer, max_length=self._max_length)
-
-    def _completed(self, dataset: Any) -> Any:
-        """The examples to evaluate on with all that the loss reads; every process calls it."""
-        return dataset
-
-    def _evaluated(self, dataset: Any, generation: Mapping[str, Any], required: str) -> Iterable[Batch] | None:
-        examples: list[Any] = []
-        self.world.from_reader(lambda: examples.append(self._examples(dataset)), takes_long=True)
-        return super()._evaluated(self._completed(examples[0] if examples else None), generation, required)
+        return kind(dataset, self._tokenizer, max_length=self.args.max_length)
 
     def metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
         """The means over the units since the last call, of all processes. Every process calls it."""
-        sums, counts = self.world.all_reduce(self._loss_of_pairs.take(is_training=is_training)).tolist()
-        metrics = zip(self._loss_of_pairs.metrics, sums, counts, strict=True)
+        loss = self.pipe.loss
+        assert isinstance(loss, NotingLoss)
+        sums, counts = self.world.all_reduce(loss.take(is_training=is_training)).tolist()
+        metrics = zip(loss.metrics, sums, counts, strict=True)
         return {name: value / count for name, value, count in metrics if count}
 
 
@@ -228,10 +184,3 @@ def as_class(
         return config, {}
     fields = fields_of(read_config(base_of(model) if has_adapters(model) else model), True)
     return model, {"config_overrides": fields} if fields else {}
-
-
-def each(datasets: Any, function: Callable[[Any], Any]) -> Any:
-    """The result of a function for a dataset, or for each of a dict of several."""
-    if isinstance(datasets, Mapping):
-        return {name: function(dataset) for name, dataset in datasets.items()}
-    return function(datasets)

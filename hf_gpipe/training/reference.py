@@ -22,8 +22,9 @@ from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.loss import LogProbs
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.training.arguments import argument, key_of
+from hf_gpipe.training.examples_trainer import each
 from hf_gpipe.training.loader import Batch, MiniBatches
-from hf_gpipe.training.pairs import PairArguments, PairTrainer, each
+from hf_gpipe.training.pairs import PairArguments, PairTrainer
 
 
 @dataclass

@@ -11,7 +11,6 @@ from hf_gpipe.adapters.auto_classes import SEQUENCE_CLASSIFICATION
 from hf_gpipe.adapters.classifiers import as_classifier
 from hf_gpipe.data.rewards import RewardCollator, RewardExamples
 from hf_gpipe.errors import UserError
-from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.recipe.losses import RewardsSection
 from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.pairs import PairArguments, PairTrainer, as_class
@@ -60,7 +59,7 @@ class PipelineRewardTrainer(PairTrainer):
     _arguments, _class_of_examples = PipelineRewardConfig, RewardExamples
     args: PipelineRewardConfig
 
-    def _as_source(self, model: ModelSource) -> tuple[ModelSource, dict[str, Any]]:
+    def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
         padding = None if self._tokenizer is None else self._padding
 
         def fields_of(config: PreTrainedConfig, is_saved: bool) -> dict[str, Any]:
@@ -69,8 +68,9 @@ class PipelineRewardTrainer(PairTrainer):
 
         return as_class(model, fields_of)
 
-    def _check_pipeline(self, pipe: Pipeline) -> None:
-        adapter = pipe.adapter
+    def _check_pipeline(self) -> None:
+        super()._check_pipeline()
+        adapter = self.pipe.adapter
         if not adapter.is_classifier or adapter.config.num_labels != 1:
             raise UserError(
                 f"the model is a {type(adapter.reference).__name__} with num_labels={adapter.config.num_labels}, and a "
@@ -84,5 +84,5 @@ class PipelineRewardTrainer(PairTrainer):
                 "task_type='SEQ_CLS'"
             )
 
-    def _collator(self, pipe: Pipeline) -> RewardCollator:
-        return RewardCollator(pipe.adapter.config.get_text_config().pad_token_id)
+    def _collator(self) -> RewardCollator:
+        return RewardCollator(self.pipe.adapter.config.get_text_config().pad_token_id)

@@ -27,19 +27,16 @@ from hf_gpipe.data.sft import SFTCollator, SFTExamples
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
-from hf_gpipe.runtime.custom_loss import loss_of_function
-from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.token_metrics import means
-from hf_gpipe.training.base import example_of, join_with, pipeline_of
-from hf_gpipe.training.loader import Batch
-from hf_gpipe.training.pairs import each
+from hf_gpipe.training.base import default_collator
+from hf_gpipe.training.examples_trainer import ExamplesTrainer
+from hf_gpipe.training.loader import Batch, Collate
 from hf_gpipe.training.pools import has_index
 from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.sft_config import PipelineSFTConfig
-from hf_gpipe.training.trainer import PipelineTrainer
 
 
-class PipelineSFTTrainer(PipelineTrainer):
+class PipelineSFTTrainer(ExamplesTrainer):
     """Fine-tunes on conversations, prompts with completions or texts, with the interface of TRL's SFTTrainer.
 
     Every process makes the same trainer and calls the same methods; only the main process reads data.
@@ -54,13 +51,9 @@ class PipelineSFTTrainer(PipelineTrainer):
         processing_class: the tokenizer, or of a model of images and text its processor; None: the model's own
             tokenizer, where the model is a Hub id or directory, or was loaded from there.
         compute_loss_func: as for `PipelineTrainer`; `entropy` and `mean_token_accuracy` are not logged with it.
-        compute_metrics: as for `PipelineTrainer`.
-        callbacks: as for `PipelineTrainer`.
-        optimizers: as for `PipelineTrainer`.
-        optimizer_cls_and_kwargs: as for `PipelineTrainer`.
-        preprocess_logits_for_metrics: as for `PipelineTrainer`.
-        quantization_config: as for `Pipeline`.
-        peft_config: as for `Pipeline`.
+        compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as for
+            `PipelineTrainer`.
+        quantization_config, peft_config: as for `Pipeline`.
         formatting_func: makes a text of each row.
 
     Raises:
@@ -68,7 +61,7 @@ class PipelineSFTTrainer(PipelineTrainer):
     """
 
     _collated_columns = ("seq_lengths",)
-
+    _arguments = PipelineSFTConfig
     args: PipelineSFTConfig
 
     def __init__(
@@ -89,86 +82,78 @@ class PipelineSFTTrainer(PipelineTrainer):
         peft_config: Any = None,
         formatting_func: Callable[[Any], str] | None = None,
     ) -> None:
-        args = args if args is not None else PipelineSFTConfig()
-        if not isinstance(args, PipelineSFTConfig):
-            raise UserError(f"args is a {type(args).__name__}; PipelineSFTTrainer needs a PipelineSFTConfig")
-        args.check()
-        self.args = args
-        join_with(args)
-        processor = processing_class if isinstance(processing_class, ProcessorMixin) else None
-        given = processing_class if processor is None else processor.tokenizer
-        tokenizer = given or _tokenizer_of(model, args)
-        if tokenizer is not None:
-            _set_up(tokenizer, args)
-        self._tokenizer, self._formatting, self._processor = tokenizer, formatting_func, processor
-        self._is_completion_only = bool(args.completion_only_loss)
-        world = model.world if isinstance(model, Pipeline) else world_for(args.config)
-        datasets: dict[str, Any] = {}
-
-        def prepare() -> None:
-            if tokenizer is None and data_collator is None:
-                raise UserError("processing_class is None; give the tokenizer, whose padding token fills shorter rows")
-            if args.completion_only_loss is None and train_dataset is not None:
-                self._is_completion_only = {"prompt", "completion"} <= _first_row(train_dataset).keys()
-            if self._is_completion_only and formatting_func is not None:
-                raise UserError(
-                    "formatting_func makes texts, which have no completion; set completion_only_loss=False, or leave "
-                    "formatting_func out"
-                )
-            datasets["train"] = self._examples(train_dataset, packing=args.packing)
-            datasets["eval"] = each(eval_dataset, self._evaluated_examples)
-
-        world.from_reader(prepare, takes_long=True)
-        options: dict[str, Any] = {} if isinstance(model, Pipeline) else _options_of(model, args)
-        if quantization_config is not None:
-            options["quantization_config"] = quantization_config
-        loss: Any = loss_of_function(compute_loss_func) or args.make_loss()
-        pipe = pipeline_of(
+        self._formatting = formatting_func
+        super().__init__(
             model,
             args,
-            lambda: example_of(datasets.get("train"), args),
-            loss=None if isinstance(model, Pipeline) and compute_loss_func is None else loss,
-            world=world,
-            peft_config=peft_config,
-            **options,
-        )
-        if pipe.adapter.config.is_encoder_decoder:
-            raise UserError(
-                f"{pipe.adapter.config.model_type} has an encoder; PipelineSFTTrainer is for decoder-only models"
-            )
-        if pipe.loss.is_of_tokens and (pipe.loss != args.make_loss() or pipe.loss.of_tokens.metrics is None):
-            raise UserError(
-                "the given Pipeline has another loss than the arguments ask for; make it with loss=args.make_loss()"
-            )
-        if not pipe.loss.is_of_tokens and args.loss_type != "nll":
-            raise UserError(
-                f"loss_type is {args.loss_type!r}, and the loss of the given Pipeline, a {type(pipe.loss).__name__}, "
-                "does not read it; leave loss_type out"
-            )
-        self._token_metrics = pipe.loss.of_tokens.metrics
-        if tokenizer is not None:
-            _tell_tokens(pipe.adapter.reference, tokenizer, args)
-        if data_collator is None and tokenizer is not None:
-            data_collator = SFTCollator(tokenizer.pad_token_id, args.packs_rows)
-            if processor is not None:
-                data_collator = ImageTextCollator(tokenizer.pad_token_id)
-        super().__init__(
-            pipe,
-            args,
             data_collator,
-            datasets.get("train"),
-            datasets.get("eval"),
-            processor or tokenizer,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
         )
+
+    def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
+        return model, _options_of(model, self.args)
+
+    def _check_pipeline(self) -> None:
+        loss, args = self.pipe.loss, self.args
+        if loss.is_of_tokens and (loss != args.make_loss() or loss.of_tokens.metrics is None):
+            raise UserError(
+                "the given Pipeline has another loss than the arguments ask for; make it with loss=args.make_loss()"
+            )
+        if not loss.is_of_tokens and args.loss_type != "nll":
+            raise UserError(
+                f"loss_type is {args.loss_type!r}, and the loss of the given Pipeline, a {type(loss).__name__}, does "
+                "not read it; leave loss_type out"
+            )
+
+    def _take_pipeline(self) -> None:
+        super()._take_pipeline()
+        if self._tokenizer is not None:
+            _tell_tokens(self.pipe.adapter.reference, self._tokenizer, self.args)
 
     # ------------------------------------------------------------------ the data
 
-    def _examples(self, dataset: Any, *, packing: bool) -> Any:
+    def _prepare_data(self, model: Any) -> None:
+        if self.processing_class is None:
+            self.processing_class = _tokenizer_of(model, self.args)
+        if self._tokenizer is not None:
+            _set_up(self._tokenizer, self.args)
+        self._is_completion_only = bool(self.args.completion_only_loss)
+        super()._prepare_data(model)
+
+    def _collator(self) -> Collate:
+        if self._tokenizer is None:
+            return default_collator(None)
+        padding = self._tokenizer.pad_token_id
+        if isinstance(self.processing_class, ProcessorMixin):
+            return ImageTextCollator(padding)
+        return SFTCollator(padding, self.args.packs_rows)
+
+    def _training_examples(self, dataset: Any) -> Any:
+        args = self.args
+        if args.completion_only_loss is None and dataset is not None:
+            self._is_completion_only = {"prompt", "completion"} <= _first_row(dataset).keys()
+        if self._is_completion_only and self._formatting is not None:
+            raise UserError(
+                "formatting_func makes texts, which have no completion; set completion_only_loss=False, or leave "
+                "formatting_func out"
+            )
+        return self._made(dataset, packing=args.packing)
+
+    def _examples(self, dataset: Any) -> Any:
+        args = self.args
+        return self._made(dataset, packing=args.packing if args.eval_packing is None else args.eval_packing)
+
+    def _made(self, dataset: Any, *, packing: bool) -> Any:
         """The examples of a dataset; None for None."""
         args = self.args
         if dataset is None or isinstance(dataset, SFTExamples | ImageTextExamples) or args.skips_preparation:
@@ -195,7 +180,7 @@ class PipelineSFTTrainer(PipelineTrainer):
     def _with_images(self, rows: Any, *, packing: bool) -> ImageTextExamples:
         """The examples of rows with images."""
         args = self.args
-        if self._processor is None:
+        if not isinstance(self.processing_class, ProcessorMixin):
             raise UserError("the rows have images; give the model's processor as processing_class")
         for name, is_set in (
             ("packing", packing or args.packs_rows),
@@ -207,7 +192,7 @@ class PipelineSFTTrainer(PipelineTrainer):
                 raise UserError(f"{name} is for rows of text alone, and the rows have images; leave it out")
         return ImageTextExamples(
             rows,
-            self._processor,
+            self.processing_class,
             max_length=args.max_length,
             completion_only_loss=self._is_completion_only,
             text_field=args.dataset_text_field,
@@ -216,20 +201,13 @@ class PipelineSFTTrainer(PipelineTrainer):
     def _formatted(self, row: Any) -> Any:
         return row if self._formatting is None or "input_ids" in row else {"text": self._formatting(row)}
 
-    def _evaluated_examples(self, dataset: Any) -> Any:
-        args = self.args
-        return self._examples(dataset, packing=args.packing if args.eval_packing is None else args.eval_packing)
-
-    def _eval_batches(self, dataset: Any) -> Any:
-        return super()._eval_batches(self._evaluated_examples(dataset))
-
     # ------------------------------------------------------------------ metrics
 
     def metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
         """TRL's metrics since the last call: means over the mini-batches, and the tokens trained on so far."""
         metrics: dict[str, float] = {"num_tokens": self.num_trained_tokens}
-        if self._token_metrics is not None:
-            metrics |= means(self.world.gather_objects(self._token_metrics.take(is_training=is_training)))
+        if (noted := self.pipe.loss.of_tokens.metrics) is not None:
+            metrics |= means(self.world.gather_objects(noted.take(is_training=is_training)))
         return metrics
 
 

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -33,6 +33,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import loss_of_function
+from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
@@ -83,11 +84,14 @@ class PipelineTrainer(EvaluatingTrainer):
         optimizers: an optimizer of `pipe.parameters()` and its scheduler, in place of those of `args`.
         optimizer_cls_and_kwargs: a class of optimizer and its arguments, in place of `args.optim`.
         preprocess_logits_for_metrics: makes less of the logits (B, T, V) of a micro-batch before they are kept.
-        peft_config: as for `Pipeline`.
+        peft_config, quantization_config: as for `Pipeline`.
 
     Raises:
         UserError: an argument that is not supported, by its name.
     """
+
+    #: The class of its arguments.
+    _arguments: ClassVar[type[PipelineTrainingArguments]] = PipelineTrainingArguments
 
     def __init__(
         self,
@@ -105,11 +109,13 @@ class PipelineTrainer(EvaluatingTrainer):
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Preprocess | None = None,
         peft_config: Any = None,
+        quantization_config: Any = None,
     ) -> None:
         self._surface.check_class(type(self))
-        self.args = args if args is not None else PipelineTrainingArguments()
-        if not isinstance(self.args, PipelineTrainingArguments):
-            raise UserError(f"args is a {type(args).__name__}; PipelineTrainer needs PipelineTrainingArguments")
+        self.args = args if args is not None else self._arguments()
+        if not isinstance(self.args, self._arguments):
+            expected = self._arguments.__name__
+            raise UserError(f"args is a {type(args).__name__}; {type(self).__name__} needs a {expected}")
         # They may have been changed since, by args.set_training(...) and the like.
         self.args.check()
         transformers.logging.set_verbosity(self.args.get_process_log_level())
@@ -124,18 +130,25 @@ class PipelineTrainer(EvaluatingTrainer):
         )
         self.model_init = model_init
         self.processing_class = processing_class
-        self.data_collator = data_collator or default_collator(processing_class)
-        self.train_dataset = train_dataset
-        self.eval_dataset = eval_dataset
+        self.data_collator = data_collator
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         model = self.call_model_init() if model is None else model
+        loss = loss_of_function(compute_loss_func)
+        options = {"peft_config": peft_config, "quantization_config": quantization_config}
+        if isinstance(model, Pipeline):
+            self.world = model.world
+            self._prepare_data(model)
+        else:
+            self.world = world_for(self.args.config)
+            self._prepare_data(model)
+            loss = self.args.make_loss() if loss is None else loss
+            model, own = self._source(model)
+            options = own | {name: value for name, value in options.items() if value is not None}
         self.pipe = pipeline_of(
-            model,
-            self.args,
-            lambda: self._example(model, peft_config),
-            loss=loss_of_function(compute_loss_func),
-            peft_config=peft_config,
+            model, self.args, lambda: self._example(model, peft_config), self.world, loss=loss, **options
         )
         self.world = self.pipe.world
+        self._take_pipeline()
         self.scaler = loss_scaler(self.pipe)
         self.master_weights = master_weights_of(self.pipe, self.args)
         self.compute_metrics = compute_metrics
@@ -147,7 +160,11 @@ class PipelineTrainer(EvaluatingTrainer):
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
 
         self.callback_handler = CallbackHandler(
-            callbacks_of(self.args, callbacks or []), self.model, processing_class, self.optimizer, self.lr_scheduler
+            callbacks_of(self.args, callbacks or []),
+            self.model,
+            self.processing_class,
+            self.optimizer,
+            self.lr_scheduler,
         )
         self.uploads = HubUploads(self.args, self.world)
         if self.args.push_to_hub:
@@ -156,6 +173,20 @@ class PipelineTrainer(EvaluatingTrainer):
         self.state = self.new_state()
         self._is_in_train = False
         self.fire("on_init_end")
+
+    # ------------------------------------------------------------------ parts of the constructor
+
+    def _prepare_data(self, model: Any) -> None:
+        """Make ready the datasets for a model or a Pipeline, and the collator; every process calls it."""
+        if self.data_collator is None:
+            self.data_collator = default_collator(self.processing_class)
+
+    def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
+        """The model to make a Pipeline of, and more options of `ModelSpec` for it."""
+        return model, {}
+
+    def _take_pipeline(self) -> None:
+        """Check that the pipeline fits, and make what depends on it."""
 
     # ------------------------------------------------------------------ training
 

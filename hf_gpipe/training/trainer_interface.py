@@ -32,7 +32,7 @@ class TrainerInterface:
     world: World
     job: Job
     processing_class: Any
-    data_collator: Callable[[list[Any]], Batch]
+    data_collator: Any
     train_dataset: Any
     eval_dataset: Any
     compute_metrics: Callable[..., dict[str, Any]] | None
