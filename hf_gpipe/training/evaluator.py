@@ -16,7 +16,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import Generation, generation_options
 from hf_gpipe.training.loader import Batch
-from hf_gpipe.training.predicting import Predicted, concatenated, mean_loss, predict
+from hf_gpipe.training.predicting import Predicted, concatenated, from_last_stage, mean_loss, predict
 from hf_gpipe.training.trainer_interface import TrainerInterface
 
 
@@ -45,7 +45,7 @@ class Evaluator:
         """Predictions and labels besides the metrics; `batches` are those of `evaluate`."""
         columns, metrics = self._run(batches, predicts=True, keeps=True)
         mine = self._arrays(columns)[:2] if columns.labels else (None, None)
-        return PredictionOutput(*self._from_last(mine), metrics)
+        return PredictionOutput(*from_last_stage(self._pipe, mine), metrics)
 
     def _run(self, batches: Iterable[Batch] | None, *, predicts: bool, keeps: bool) -> tuple[_Columns, dict[str, Any]]:
         """The rows with their predictions, in the last stage's leader, and the metrics.
@@ -93,7 +93,7 @@ class Evaluator:
         if computes:
             if columns.labels and not in_parts:
                 computed = self._computed(columns)
-            metrics |= self._from_last(computed)
+            metrics |= from_last_stage(self._pipe, computed)
         metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
         steps = math.ceil(sum(num_rows) / args.per_device_eval_batch_size)
         metrics |= speed_metrics(prefix, start_time, num_samples=sum(num_rows), num_steps=steps)
@@ -118,11 +118,6 @@ class Evaluator:
         if not self._args.eval_do_concat_batches:
             return columns.predictions, *others
         return concatenated(columns.predictions, columns.fill), *(other and concatenated(other) for other in others)
-
-    def _from_last(self, value: Any) -> Any:
-        """The value of the last stage's leader, in every process."""
-        world = self._pipe.world
-        return world.broadcast_value(value, world.leader_of(self._pipe.num_stages - 1))
 
 
 @dataclass

@@ -25,12 +25,11 @@ from hf_gpipe.data.preferences import PreferenceCollator
 from hf_gpipe.data.prompts import PromptCollator
 from hf_gpipe.data.rewards import RewardCollator
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.training.checkable import checked_by
 from hf_gpipe.training.embedding_loss import EmbeddingLoss
 from hf_gpipe.training.generating import NEUTRAL
-from hf_gpipe.training.loader import Batch
-from hf_gpipe.training.predicting import predict
+from hf_gpipe.training.loader import Batch, Collate
+from hf_gpipe.training.predicting import from_last_stage, predict, shared_batches
 
 
 class Dataset(Protocol):
@@ -69,24 +68,49 @@ class HeldOutReport:
         return f"Quality on held-out {what} ({split} split, {count})\n\n{self.words}"
 
 
-Evaluate = Callable[[Pipeline, Callable[[], Dataset], int, int | None], HeldOutReport]
-"""(the model; what makes the rows in the main process; rows at a time; how many rows to take, the first ones, or None:
-all) -> the report. On every process it raises the DataError of the rows."""
+@dataclass
+class HeldOut:
+    """Rows that a model is measured on. Every process has them and calls `mini_batches`; the main process makes them.
+
+    Attributes:
+        make: makes the rows, in the main process.
+        batch_size: rows at a time.
+        max_rows: how many rows to take, the first ones; None: all.
+        rows: in the main process, once they are made.
+    """
+
+    make: Callable[[], Dataset]
+    batch_size: int
+    max_rows: int | None = None
+    rows: Any = None
+
+    def mini_batches(self, pipe: Pipeline, collate: Collate) -> tuple[int, Iterator[Batch]]:
+        """The number of rows to take, and their mini-batches. On every process it raises the DataError of the rows."""
+
+        def prepare() -> int:
+            self.rows = self.make()
+            return min(len(self.rows), self.max_rows or len(self.rows))
+
+        num_rows = pipe.world.from_reader(prepare, takes_long=True)
+        starts = range(0, num_rows, self.batch_size)
+        # Read in the main process alone.
+        return num_rows, (
+            collate([self.rows[index] for index in range(start, min(start + self.batch_size, num_rows))])
+            for start in starts
+        )
 
 
-def evaluate_text(
-    pipe: Pipeline,
-    make_rows: Callable[[], Dataset],
-    batch_size: int,
-    max_rows: int | None = None,
-    collate: Callable[[list[Any]], Batch] | None = None,
-) -> HeldOutReport:
+Evaluate = Callable[[Pipeline, HeldOut], HeldOutReport]
+"""(the model, the rows) -> the report."""
+
+
+def evaluate_text(pipe: Pipeline, held_out: HeldOut, collate: Collate | None = None) -> HeldOutReport:
     """The loss per target token, each counting alike, and its exponential; rows are {"input_ids", "labels"}.
 
     Of a block of text all tokens but the first are targets, of a conversation those that are learnt.
     """
     # The mask leaves padding out, so any token serves as padding.
-    num_rows, batches = _mini_batches(pipe, make_rows, collate or PairCollator(0), batch_size, max_rows)
+    num_rows, batches = held_out.mini_batches(pipe, collate or PairCollator(0))
     nll, num_tokens = 0.0, 0
     for log_probs, batch in _log_probs(pipe, batches):
         nll -= float(log_probs.sum())
@@ -102,44 +126,30 @@ def text_report(num_rows: int, num_tokens: int, loss: float) -> HeldOutReport:
     return HeldOutReport("language modelling", values, ("text", f"{num_tokens} tokens"), words)
 
 
-def evaluate_classes(
-    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
-) -> HeldOutReport:
+def evaluate_classes(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
     """The negative log-likelihood of the right class per text, and how often the most likely class is the right one.
 
     The rows are those of `LabelledExamples`.
     """
-    values, words = _classes(pipe, make_rows, LabelCollator.for_config(pipe.adapter.config), batch_size, max_rows)
+    values, words = _classes(pipe, held_out, LabelCollator.for_config(pipe.adapter.config))
     return HeldOutReport("classification", values, ("texts", f"{values['num_rows']} texts"), words)
 
 
-def evaluate_images(
-    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
-) -> HeldOutReport:
+def evaluate_images(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
     """The report of `evaluate_classes`, with the share of rows whose class is among the five most likely ones."""
-    values, words = _classes(pipe, make_rows, default_data_collator, batch_size, max_rows, top=5)
+    values, words = _classes(pipe, held_out, default_data_collator, top=5)
     return HeldOutReport("image classification", values, ("images", f"{values['num_rows']} images"), words)
 
 
-def _classes(
-    pipe: Pipeline,
-    make_rows: Callable[[], Dataset],
-    collate: Callable[[list[Any]], Batch],
-    batch_size: int,
-    max_rows: int | None,
-    top: int = 1,
-) -> tuple[dict[str, float], str]:
+def _classes(pipe: Pipeline, held_out: HeldOut, collate: Collate, top: int = 1) -> tuple[dict[str, float], str]:
     """The metrics of classes, and these in words; `top` is how many of the most likely ones are looked at too."""
-    num_rows, batches = _mini_batches(pipe, make_rows, collate, batch_size, max_rows)
-    nll, counts = 0.0, np.zeros(top, dtype=int)
-    for predicted in predict(pipe, batches, with_logits=True):
-        nll += float(predicted.evaluation.row_nll.sum())
-        if predicted.logits is not None:  # in the last stage's leader
-            likely = np.argsort(-predicted.logits, axis=-1, kind="stable")[:, :top]
-            is_right = likely == predicted.batch["labels"].numpy()[:, None]
-            counts[: is_right.shape[1]] += is_right.sum(axis=0)
-    counts = pipe.world.broadcast_value(counts.cumsum().tolist(), pipe.world.leader_of(pipe.num_stages - 1))
-    shares, loss = [count / num_rows for count in counts], nll / num_rows
+    num_rows, batches = held_out.mini_batches(pipe, collate)
+
+    def are_right(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        return np.argsort(-logits, axis=-1, kind="stable")[:, :top] == labels[:, None]
+
+    nll, is_right = _of_logits(pipe, batches, are_right)
+    shares, loss = (is_right.sum(axis=0).cumsum() / num_rows).tolist(), nll / num_rows
     values = {"num_rows": num_rows, "accuracy": shares[0], "loss": loss}
     words = f"accuracy {shares[0]:.1%}, loss {loss:.4f}"
     if top > 1:
@@ -148,19 +158,16 @@ def _classes(
     return values, words
 
 
-def evaluate_steps(
-    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
-) -> HeldOutReport:
+def evaluate_steps(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
     """The negative log-likelihood of the steps' labels, and how often the likelier is right. Rows: `StepExamples`."""
-    num_rows, batches = _mini_batches(pipe, make_rows, PairCollator(0), batch_size, max_rows)
-    nll, num_right, num_steps = 0.0, 0, 0
-    for predicted in predict(pipe, batches, with_logits=True):
-        labels = predicted.batch["labels"].numpy()
-        nll, num_steps = nll + float(predicted.evaluation.row_nll.sum()), num_steps + int((labels >= 0).sum())
-        if predicted.logits is not None:  # in the last stage's leader
-            num_right += int(((predicted.logits.argmax(-1) == labels) & (labels >= 0)).sum())
-    num_right = pipe.world.broadcast_value(num_right, pipe.world.leader_of(pipe.num_stages - 1))
-    share, loss = num_right / num_steps, nll / num_steps
+    num_rows, batches = held_out.mini_batches(pipe, PairCollator(0))
+
+    def are_right(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        return (logits.argmax(-1) == labels)[labels >= 0]
+
+    nll, is_right = _of_logits(pipe, batches, are_right)
+    num_steps = len(is_right)
+    share, loss = int(is_right.sum()) / num_steps, nll / num_steps
     values = {"num_rows": num_rows, "num_steps": num_steps, "accuracy": share, "loss": loss}
     return HeldOutReport(
         "process_rewards", values, ("answers", f"{num_steps} steps"), f"accuracy {share:.1%}, loss {loss:.4f}"
@@ -172,13 +179,11 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(np.mean(prediction.predictions.argmax(-1) == prediction.label_ids))}
 
 
-def evaluate_preferences(
-    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
-) -> HeldOutReport:
+def evaluate_preferences(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
     """How often the chosen answer is more likely than the rejected one, without a reference; and the mean
     log-probabilities of both. The rows are the pairs of `PreferenceExamples`."""
     # The mask leaves padding out, so any token serves as padding.
-    _, batches = _mini_batches(pipe, make_rows, PreferenceCollator(0), batch_size, max_rows)
+    _, batches = held_out.mini_batches(pipe, PreferenceCollator(0))
     log_probs = torch.cat([own for own, _ in _log_probs(pipe, batches)]).view(-1, 2)
     chosen, rejected = log_probs.unbind(dim=1)
     share = float((chosen > rejected).double().mean())
@@ -191,11 +196,9 @@ def evaluate_preferences(
     return HeldOutReport("preferences", values, ("preferences", f"{len(chosen)} pairs"), words)
 
 
-def evaluate_judged(
-    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
-) -> HeldOutReport:
+def evaluate_judged(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
     """The mean log-probabilities of answers that are wanted and of the others; rows are of `KTOExamples`."""
-    _, batches = _mini_batches(pipe, make_rows, KTOCollator(0, has_mismatches=False), batch_size, max_rows)
+    _, batches = held_out.mini_batches(pipe, KTOCollator(0, has_mismatches=False))
     judged = [(log_probs, batch["desirable"]) for log_probs, batch in _log_probs(pipe, batches)]
     log_probs, is_wanted = (torch.cat(parts) for parts in zip(*judged, strict=True))
     kinds = {"chosen": log_probs[is_wanted], "rejected": log_probs[~is_wanted]}
@@ -205,36 +208,41 @@ def evaluate_judged(
     return HeldOutReport("kto", values, ("answers", f"{len(log_probs)} answers"), f"log-probabilities: {words}")
 
 
-def _log_probs(pipe: Pipeline, batches: Iterator[Batch] | None) -> Iterator[tuple[torch.Tensor, Batch]]:
+def _of_logits(
+    pipe: Pipeline, batches: Iterator[Batch], measure: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> tuple[float, np.ndarray]:
+    """The negative log-likelihood of all rows, and what `measure` makes of the logits and labels of each mini-batch.
+
+    Every process gets them, those of all mini-batches in one array; the last stage's leader has the logits.
+    """
+    nll, parts = 0.0, []
+    for predicted in predict(pipe, batches, with_logits=True):
+        nll += float(predicted.evaluation.row_nll.sum())
+        if predicted.logits is not None:
+            parts.append(measure(predicted.logits, predicted.batch["labels"].numpy()))
+    return nll, from_last_stage(pipe, np.concatenate(parts) if parts else None)
+
+
+def _log_probs(pipe: Pipeline, batches: Iterator[Batch]) -> Iterator[tuple[torch.Tensor, Batch]]:
     """The log-probabilities of the rows of each mini-batch, and the mini-batch, in every process."""
     with pipe.ties.holding_values():
-        for (batch,) in shared_stream(None if batches is None else ([batch] for batch in batches), pipe.world):
+        for batch in shared_batches(batches, pipe.world):
             yield pipe.log_probs(batch), batch
 
 
-def evaluate_rewards(
-    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
-) -> HeldOutReport:
+def evaluate_rewards(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
     """How often the chosen answer has the larger reward, and the mean difference; rows are of `RewardExamples`."""
     collate = RewardCollator(pipe.adapter.config.get_text_config().pad_token_id)
-    num_pairs, batches = _mini_batches(pipe, make_rows, collate, batch_size, max_rows)
-    scores: list[np.ndarray] = []
-    for predicted in predict(pipe, batches, with_logits=True):
-        if predicted.logits is not None:  # in the last stage's leader
-            scores.append(predicted.logits.reshape(-1, 2).astype(np.float64))
-    results: list[float] = []
-    if scores:
-        chosen, rejected = np.concatenate(scores).T
-        results = [float((chosen > rejected).mean()), float((chosen - rejected).mean())]
-    share, margin = pipe.world.broadcast_value(results, pipe.world.leader_of(pipe.num_stages - 1))
+    num_pairs, batches = held_out.mini_batches(pipe, collate)
+    _, scores = _of_logits(pipe, batches, lambda logits, labels: logits.reshape(-1, 2).astype(np.float64))
+    chosen, rejected = scores.T
+    share, margin = float((chosen > rejected).mean()), float((chosen - rejected).mean())
     values = {"num_pairs": num_pairs, "accuracy": share, "margin": margin}
     words = f"the chosen answer has the larger reward in {share:.1%}; mean difference {margin:.3f}"
     return HeldOutReport("rewards", values, ("preferences", f"{num_pairs} pairs"), words)
 
 
-def evaluate_embeddings(
-    pipe: Pipeline, make_rows: Callable[[], Dataset], batch_size: int, max_rows: int | None = None
-) -> HeldOutReport:
+def evaluate_embeddings(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
     """How cosines of embeddings agree with what belongs together; the rows are those of `EmbeddingExamples`.
 
     With scores it is Spearman's correlation of cosine and score, NaN where all of either are equal. Otherwise it is how
@@ -244,11 +252,11 @@ def evaluate_embeddings(
     loss = pipe.loss
     assert isinstance(loss, EmbeddingLoss)
     # The mask leaves padding out, so any token serves as padding.
-    _, batches = _mini_batches(pipe, make_rows, EmbeddingCollator(0, loss.texts), batch_size, max_rows)
+    _, batches = held_out.mini_batches(pipe, EmbeddingCollator(0, loss.texts))
     vectors, scores = [], []
     texts: list[tuple[int, ...]] = []
     with pipe.ties.holding_values():
-        for (batch,) in shared_stream(None if batches is None else ([batch] for batch in batches), pipe.world):
+        for batch in shared_batches(batches, pipe.world):
             vectors.append(F.normalize(pipe.embed(batch), dim=1))
             scores.append(batch["labels"][:: loss.texts])
             positives = zip(*(batch[name][1 :: loss.texts] for name in ("input_ids", "attention_mask")), strict=True)
@@ -283,25 +291,17 @@ def evaluate_embeddings(
 
 def evaluate_completions(
     pipe: Pipeline,
-    make_rows: Callable[[], Dataset],
-    batch_size: int,
-    max_rows: int | None,
+    held_out: HeldOut,
     tokenizer: PreTrainedTokenizerBase | None,
     reward: str,
     max_completion_length: int,
 ) -> HeldOutReport:
     """The mean of a checkable reward over the most likely completions of held-out prompts, and how many have 1."""
-    made: list[Any] = []
-
-    def make() -> Any:
-        made.append(make_rows())
-        return made[0]
-
     world = pipe.world
     end = world.from_reader(lambda: None if tokenizer is None else tokenizer.eos_token_id)
-    number, batches = _mini_batches(pipe, make, PromptCollator(end or 0), batch_size, max_rows)
+    number, batches = held_out.mini_batches(pipe, PromptCollator(end or 0))
     rewards: list[float] = []
-    for (batch,) in shared_stream(None if batches is None else ([own] for own in batches), world):
+    for batch in shared_batches(batches, world):
         ids = batch["input_ids"]
         options = NEUTRAL | {"max_new_tokens": max_completion_length, "do_sample": False, "eos_token_id": end}
         options |= {"input_ids": ids, "attention_mask": batch["attention_mask"], "pad_token_id": end or 0}
@@ -309,7 +309,7 @@ def evaluate_completions(
 
         def of_batch(batch: Batch = batch, completions: torch.Tensor = tokens[:, ids.shape[1] :]) -> list[float]:
             assert tokenizer is not None, "the reader has the tokenizer"
-            answers = [made[0].rows[row]["answer"] for row in batch["row"].tolist()]
+            answers = [held_out.rows.rows[row]["answer"] for row in batch["row"].tolist()]
             return checked_by(reward)(tokenizer.batch_decode(completions, skip_special_tokens=True), answers)
 
         rewards += world.from_reader(of_batch)
@@ -322,26 +322,3 @@ def _ranks(values: torch.Tensor) -> torch.Tensor:
     """The rank of each of several numbers, (N,) in float64; equal numbers have their mean rank."""
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - (counts - 1) / 2).double()[inverse]
-
-
-def _mini_batches(
-    pipe: Pipeline,
-    make_rows: Callable[[], Dataset],
-    collate: Callable[[list[Any]], Batch],
-    batch_size: int,
-    max_rows: int | None,
-) -> tuple[int, Iterator[Batch] | None]:
-    """The number of rows to evaluate, and in the main process their mini-batches."""
-    made: list[Dataset] = []
-
-    def prepare() -> int:
-        made.append(make_rows())
-        return min(len(made[0]), max_rows or len(made[0]))
-
-    num_rows = pipe.world.from_reader(prepare, takes_long=True)
-    if not made:
-        return num_rows, None
-    starts = range(0, num_rows, batch_size)
-    return num_rows, (
-        collate([made[0][index] for index in range(start, min(start + batch_size, num_rows))]) for start in starts
-    )

@@ -71,9 +71,8 @@ def predict(
     Raises:
         DataError: a mini-batch without labels.
     """
-    source = ([batch] for batch in batches) if batches is not None and pipe.world.is_reader else None
     with pipe.ties.holding_values():
-        for (batch,), is_last in _with_end(shared_stream(source, pipe.world)):
+        for batch, is_last in _with_end(shared_batches(batches, pipe.world)):
             batch = pipe.adapter.as_rows(_with_labels(prepared(batch)))
             logits = _Logits(preprocess, pipe.adapter.autocast is not None) if with_logits else None
             evaluation = pipe.eval_on(batch, None if logits is None else logits.add)
@@ -84,6 +83,18 @@ def predict(
                 None if logits is None else logits.collected(pipe.world, batch["labels"].shape[-1]),
                 None if generation is None else generation(batch).numpy(),
             )
+
+
+def shared_batches(batches: Iterable[Batch] | None, world: World) -> Iterator[Batch]:
+    """The mini-batches of the main process, one after the other, on every process; the others may pass None."""
+    source = ([batch] for batch in batches) if batches is not None and world.is_reader else None
+    for (batch,) in shared_stream(source, world):
+        yield batch
+
+
+def from_last_stage(pipe: Pipeline, value: Any) -> Any:
+    """The value of the last stage's leader, on every process."""
+    return pipe.world.broadcast_value(value, pipe.world.leader_of(pipe.num_stages - 1))
 
 
 def mean_loss(losses: Sequence[float], num_rows: Sequence[int], *, only_finite: bool) -> float:

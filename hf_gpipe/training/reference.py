@@ -18,13 +18,13 @@ from hf_gpipe.data.progress import progress
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.recipe import PreferencesSection
-from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.runtime.loss import LogProbs
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.examples_trainer import each
 from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.pairs import PairArguments, PairTrainer
+from hf_gpipe.training.predicting import shared_batches
 
 
 @dataclass
@@ -117,21 +117,19 @@ class ReferenceTrainer(PairTrainer, ABC):
         )
         if not is_missing:
             return dataset
-        source, num_batches = None, None
+        batches = None
         if self.world.is_reader:
             batches = MiniBatches(dataset, self.data_collator, self._batch_size_of_reference(batch_size))
-            num_batches = len(batches)
-            source = ([batch] for batch in batches)
         of_batches, has_new_adapters = [], reference is self.pipe and reference.has_new_adapters
 
         def log_probs(rows: Batch) -> torch.Tensor:
             return reference.log_probs(rows, with_adapters=not has_new_adapters)
 
         with self.job.during("computing the reference's log-probabilities"), reference.ties.holding_values():
-            stream: Iterable[Sequence[Batch]] = shared_stream(source, self.world)
-            if self.world.is_reader:
-                stream = progress(stream, "reference log-probabilities", "mini-batches", num_batches)
-            for (batch,) in stream:
+            stream: Iterable[Batch] = shared_batches(batches, self.world)
+            if batches is not None:
+                stream = progress(stream, "reference log-probabilities", "mini-batches", len(batches))
+            for batch in stream:
                 of_batches.append(self._log_probs_of(log_probs, batch))
         return _WithReference(dataset, torch.cat(of_batches), self._of_reference) if self.world.is_reader else None
 

@@ -43,6 +43,7 @@ from hf_gpipe.training.evaluate_translation import (
 from hf_gpipe.training.from_recipe import image_text_processor_of, processor_of, tokenizer_of
 from hf_gpipe.training.held_out import (
     Evaluate,
+    HeldOut,
     evaluate_classes,
     evaluate_completions,
     evaluate_embeddings,
@@ -168,23 +169,30 @@ def _translate(
 
 # ---------------------------------------------------------------------- sequences, of a decoder-only model
 
+Make = Callable[[DataSection, Any, PreTrainedTokenizerBase], Any]
+"""(data, split of a corpus, tokenizer) -> its rows."""
 
-def _of_sequences(
-    measure: Evaluate, make: Callable[[DataSection, Any, PreTrainedTokenizerBase], Any], **of_task: Any
-) -> Task:
+
+def _of_sequences(measure: Evaluate, make: Make, **of_task: Any) -> Task:
     """A task of a decoder-only model: how it is measured on held-out rows, and what makes rows of a corpus's split."""
 
     def rows(data: DataSection, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> Any:
         return make(data, split, tokenizer)
 
     def evaluate(recipe: Recipe, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> Report:
-        def make_rows() -> Any:
-            assert tokenizer is not None, "the reader has prepared the data"
-            return make(recipe.data, getattr(corpus, recipe.evaluation.split), tokenizer)
-
-        return measure(pipe, make_rows, recipe.evaluation.batch_size, recipe.evaluation.max_examples)
+        return measure(pipe, _held_out(recipe, make, tokenizer, corpus))
 
     return Task(rows=rows, evaluate=evaluate, **of_task)
+
+
+def _held_out(recipe: Recipe, make: Make, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> HeldOut:
+    """The rows of the split that the recipe evaluates on."""
+
+    def make_rows() -> Any:
+        assert tokenizer is not None, "the reader has prepared the data"
+        return make(recipe.data, getattr(corpus, recipe.evaluation.split), tokenizer)
+
+    return HeldOut(make_rows, recipe.evaluation.batch_size, recipe.evaluation.max_examples)
 
 
 def _chats(recipe: Recipe, items: str, read: Read | None = None) -> Splits[Conversation]:
@@ -201,18 +209,13 @@ def _evaluated(recipe: Recipe) -> set[str]:
     return {recipe.evaluation.split, *(["validation"] if recipe.training.eval_steps else [])}
 
 
-def _prompts(data: DataSection, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> Any:
+def _prompts(data: DataSection, split: Any, tokenizer: PreTrainedTokenizerBase) -> PromptExamples:
     return PromptExamples([prompt.row for prompt in split], tokenizer, max_length=data.max_length)
 
 
 def _complete(recipe: Recipe, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> Report:
-    def make_rows() -> Any:
-        assert tokenizer is not None, "the reader has prepared the data"
-        return _prompts(recipe.data, getattr(corpus, recipe.evaluation.split), tokenizer, decoder_only=True)
-
-    evaluation, grpo = recipe.evaluation, recipe.grpo
-    options = evaluation.batch_size, evaluation.max_examples
-    return evaluate_completions(pipe, make_rows, *options, tokenizer, grpo.reward, grpo.max_completion_length)
+    held_out = _held_out(recipe, _prompts, tokenizer, corpus)
+    return evaluate_completions(pipe, held_out, tokenizer, recipe.grpo.reward, recipe.grpo.max_completion_length)
 
 
 def _labelled(recipe: Recipe) -> Splits[Conversation]:
@@ -292,7 +295,7 @@ TASKS: dict[str, Task] = {
         items="prompts",
         read=lambda recipe: _chats(recipe, "prompts", prompted_of),
         size=_of_length("prompts"),
-        rows=_prompts,
+        rows=lambda data, split, tokenizer, decoder_only: _prompts(data, split, tokenizer),
         evaluate=_complete,
     ),
     "process_rewards": _of_sequences(

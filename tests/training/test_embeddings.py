@@ -42,7 +42,7 @@ from hf_gpipe.model.exactness import compare
 from hf_gpipe.planner.report import report
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.training.from_recipe import check_model
-from hf_gpipe.training.held_out import evaluate_embeddings
+from hf_gpipe.training.held_out import HeldOut, evaluate_embeddings
 from hf_gpipe.training.job import _finite
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo
@@ -400,7 +400,7 @@ def test_the_held_out_report_counts_ties_against_the_model() -> None:
 
     def reported(given: Any, loss_type: str = "multiple_negatives", rows: Any = examples) -> Any:
         pipe = Pipeline(copy.deepcopy(given), 2, 2, loss=EmbeddingLoss(loss_type))
-        return evaluate_embeddings(pipe, lambda: rows, 5)
+        return evaluate_embeddings(pipe, HeldOut(lambda: rows, 5))
 
     values = reported(model).values
     assert values["accuracy"] == ranks.count(1) / len(data) < 1

@@ -17,7 +17,7 @@ from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.training import job
 from hf_gpipe.training.from_recipe import check_model
-from hf_gpipe.training.held_out import evaluate_text, text_report
+from hf_gpipe.training.held_out import HeldOut, evaluate_text, text_report
 from tests.oracle import plain_model, tiny_config
 
 DOCUMENTS = ["a bad cab", "a dab", "bad", "cab dab abc"]
@@ -47,11 +47,11 @@ def test_it_is_the_plain_model_s(num_stages: int, batch_size: int, tokenizer: An
                 count += ids.shape[1] - 1
     pipe = Pipeline(model, num_stages, 2)
     blocks = TokenBlocks(DOCUMENTS, tokenizer, BLOCK)
-    report = evaluate_text(pipe, lambda: blocks, batch_size).to_dict()
+    report = evaluate_text(pipe, HeldOut(lambda: blocks, batch_size)).to_dict()
     assert (report["task"], report["num_tokens"]) == ("language modelling", count)
     assert report["loss"] == pytest.approx(nll / count, rel=1e-5)
     assert report["perplexity"] == pytest.approx(math.exp(nll / count), rel=1e-5)
-    first = evaluate_text(pipe, lambda: blocks, batch_size, max_rows=2).to_dict()
+    first = evaluate_text(pipe, HeldOut(lambda: blocks, batch_size, 2)).to_dict()
     assert (first["num_rows"], first["num_tokens"]) == (2, 2 * (BLOCK - 1))
 
 
