@@ -138,6 +138,13 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise UserError(f"{name}={value!r}: expected a whole number of at least {least}")
 
 
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise UserError where an argument is none of the allowed words."""
+    if value not in allowed:
+        hint = nearest(str(value), allowed)
+        raise UserError(f"{name}={value!r} is not supported; choose one of {', '.join(allowed)}{hint}")
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """A hint for a misspelt name: "; did you mean 'x'?", or an empty string where nothing is near."""
     close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.6)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import check_choice
 
 Piece: TypeAlias = tuple[int, int, int]
 """(row, start, stop) of consecutive tokens of a row."""
@@ -33,8 +33,7 @@ def packed_rows(rows: Sequence[int], lengths: Sequence[int], size: int, strategy
     Raises:
         UserError: another strategy.
     """
-    if strategy not in STRATEGIES:
-        raise UserError(f"packing_strategy={strategy!r}: choose one of {', '.join(STRATEGIES)}")
+    check_choice("packing_strategy", strategy, STRATEGIES)
     packed: list[list[Piece]] = []
     for first in range(0, len(rows), _BLOCK):
         block = [(row, lengths[row]) for row in rows[first : first + _BLOCK] if lengths[row]]

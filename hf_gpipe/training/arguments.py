@@ -15,7 +15,7 @@ from transformers import GenerationConfig, TrainingArguments
 from transformers.training_args import ParallelMode
 from transformers.utils import is_bitsandbytes_available
 
-from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.errors import UserError, check_choice, nearest
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
 from hf_gpipe.recipe.pipeline_keys import PLANNED
@@ -153,16 +153,17 @@ class PipelineTrainingArguments(TrainingArguments):
         for library_s in fields(TrainingArguments):
             if library_s.name in REFUSED:
                 self._refuse_unless_default(library_s)
-        choose("optim", str(getattr(self.optim, "value", self.optim)), (*OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS))
-        if self.optim in BITSANDBYTES_OPTIMIZERS and not is_bitsandbytes_available():
+        optim = str(getattr(self.optim, "value", self.optim))
+        check_choice("optim", optim, (*OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS))
+        if optim in BITSANDBYTES_OPTIMIZERS and not is_bitsandbytes_available():
             raise UserError(
-                f"optim={str(getattr(self.optim, 'value', self.optim))!r} keeps its state in 8 bits, or in pages, by "
+                f"optim={optim!r} keeps its state in 8 bits, or in pages, by "
                 "the package bitsandbytes, which is not installed; install it, or choose one of "
                 f"{', '.join(OPTIMIZERS)}"
             )
-        choose("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
-        choose("save_in_background", self.save_in_background, ("auto", "always", "never"))
-        choose("on_nonfinite_loss", self.on_nonfinite_loss, ("ignore", "skip", "stop"))
+        check_choice("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
+        check_choice("save_in_background", self.save_in_background, ("auto", "always", "never"))
+        check_choice("on_nonfinite_loss", self.on_nonfinite_loss, ("ignore", "skip", "stop"))
         for name in ("timeline_steps", "slow_machine_steps", "memory_save_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}; it must be at least 1, or None")
@@ -318,12 +319,3 @@ class PipelineTrainingArguments(TrainingArguments):
 PIPELINE_ARGUMENTS = tuple(
     name for name in keys_of(PipelineConfig) if name in PipelineTrainingArguments.__dataclass_fields__
 )
-
-
-def choose(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise UserError for a value of an argument that is not among the allowed ones."""
-    if value not in allowed:
-        raise UserError(
-            f"{name}={value!r} is not supported by a pipeline; choose one of {', '.join(allowed)}"
-            f"{nearest(value, allowed)}"
-        )

@@ -15,13 +15,11 @@ from torch.nn import functional as F
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.embedders import is_causal
-from hf_gpipe.errors import UserError, check_number, nearest
+from hf_gpipe.errors import UserError, check_choice, check_number
 from hf_gpipe.recipe.losses import EmbeddingLossType, Pooling
 from hf_gpipe.runtime.loss import LossInputs, Reads
 from hf_gpipe.training.preference_loss import PairLoss
 
-POOLINGS: tuple[str, ...] = get_args(Pooling)
-LOSS_TYPES: tuple[str, ...] = get_args(EmbeddingLossType)
 _DISTANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     # Of equal rows the derivative is 0.
     "euclidean": lambda x, y: torch.linalg.vector_norm(x - y, dim=1),
@@ -87,16 +85,9 @@ class EmbeddingLoss(PairLoss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows_per_unit", self.texts)
         object.__setattr__(self, "compares_units", self.loss_type == "multiple_negatives")
-        for name, value, allowed in (
-            ("loss_type", self.loss_type, LOSS_TYPES),
-            ("pooling", self.pooling, POOLINGS),
-            ("distance", self.distance, tuple(_DISTANCES)),
-        ):
-            if value not in allowed:
-                raise UserError(
-                    f"{name}={value!r} is not supported; choose one of {', '.join(allowed)}"
-                    f"{nearest(str(value), allowed)}"
-                )
+        check_choice("loss_type", self.loss_type, get_args(EmbeddingLossType))
+        check_choice("pooling", self.pooling, get_args(Pooling))
+        check_choice("distance", self.distance, tuple(_DISTANCES))
         least, most = {"triplet": (3, 3), "cosine": (2, 2)}.get(self.loss_type, (2, math.inf))
         if not least <= self.texts <= most:
             expected = f"{least}" if least == most else f"{least} or more"

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_gpipe.errors import UserError, check_count, check_number
+from hf_gpipe.errors import UserError, check_choice, check_count, check_number
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe.losses import GRPOSection
 from hf_gpipe.training.arguments import argument, key_of
@@ -74,9 +74,8 @@ class PipelineGRPOConfig(PairArguments):
                 "generation_config: completions are sampled from the distribution that the loss reads; leave it out, "
                 "and set temperature, top_p or top_k"
             )
-        for name, allowed in (("scale_rewards", SCALES), ("multi_objective_aggregation", AGGREGATIONS)):
-            if (value := getattr(self, name)) not in allowed:
-                raise UserError(f"{name}={value!r} is not supported; choose one of {', '.join(allowed)}")
+        check_choice("scale_rewards", self.scale_rewards, SCALES)
+        check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
         if self.loss_type == "bnpo" and self.gradient_accumulation_steps > 1:
             raise UserError(
                 "loss_type='bnpo': it is a mean over the tokens of each mini-batch, and several are accumulated; use "

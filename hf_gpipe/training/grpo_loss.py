@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.errors import DataError, UserError, check_count, check_number, nearest
+from hf_gpipe.errors import DataError, check_choice, check_count, check_number
 from hf_gpipe.runtime.loss import LogProbs, LossInputs, Reads, TokenLoss
 from hf_gpipe.training.preference_loss import PairLoss
 
@@ -113,13 +113,8 @@ class GRPOLoss(PairLoss):
     rows_per_unit = 1
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("loss_type", self.loss_type, LOSS_TYPES),
-            ("importance_sampling_level", self.importance_sampling_level, LEVELS),
-        ):
-            if value not in allowed:
-                hint = nearest(str(value), allowed)
-                raise UserError(f"{name}={value!r} is not supported; choose one of {', '.join(allowed)}{hint}")
+        check_choice("loss_type", self.loss_type, LOSS_TYPES)
+        check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
         for name in ("beta", "epsilon", "epsilon_high", "delta", "temperature"):
             value = getattr(self, name)
             if value is not None or name not in ("epsilon_high", "delta"):

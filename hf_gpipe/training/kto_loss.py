@@ -8,7 +8,7 @@ from typing import get_args
 
 import torch
 
-from hf_gpipe.errors import DataError, UserError, check_number, nearest
+from hf_gpipe.errors import DataError, check_choice, check_number
 from hf_gpipe.recipe.losses import KTOType
 from hf_gpipe.runtime.loss import LogProbs, LossInputs, Reads
 from hf_gpipe.training.preference_loss import NotingLoss
@@ -44,11 +44,7 @@ class KTOLoss(NotingLoss):
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta, is_above=True)
-        if self.loss_type not in (types := get_args(KTOType)):
-            raise UserError(
-                f"loss_type={self.loss_type!r} is not supported; choose one of {', '.join(types)}"
-                f"{nearest(str(self.loss_type), types)}"
-            )
+        check_choice("loss_type", self.loss_type, get_args(KTOType))
         for name in ("desirable_weight", "undesirable_weight"):
             check_number(name, getattr(self, name))
 

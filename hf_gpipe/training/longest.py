@@ -33,18 +33,19 @@ def longest_mini_batch(
     if not has_index(dataset):
         if (longest := getattr(dataset, "longest", None)) is None:
             return None
-        source, target = longest
-        return _of_stream(source, target, num_rows, batch_tokens, packing=packing)
-    if len(dataset) == 0:
+        rows: list[Any] = []
+        sources, targets = ([length] for length in longest)
+    elif len(dataset) == 0:
         return None
-    rows = [dataset[index] for index in range(0, len(dataset), -(-len(dataset) // _SAMPLE))]
-    if not all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
-        return None
-    sources = [len(row["input_ids"]) for row in rows]
-    # A collator of language modelling makes the labels from the ids.
-    targets = [len(row["labels"]) if hasattr(row.get("labels"), "__len__") else len(row["input_ids"]) for row in rows]
+    else:
+        rows = [dataset[index] for index in range(0, len(dataset), -(-len(dataset) // _SAMPLE))]
+        if not all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
+            return None
+        sources = [len(row["input_ids"]) for row in rows]
+        # A collator of language modelling makes the labels from the ids.
+        targets = [len(row["labels" if hasattr(row.get("labels"), "__len__") else "input_ids"]) for row in rows]
     if batch_tokens is not None:
-        counts = [target_tokens(row) for row in rows]
+        counts = [target_tokens(row) for row in rows] or targets
         # Unsorted, a mini-batch has as many rows as of the mean length fill it, and pads them to its longest.
         typical = max(counts) if by_length else sum(counts) // len(counts)
         num_rows = rows_of_tokens(batch_tokens, max(1, typical))
@@ -58,12 +59,3 @@ def longest_mini_batch(
 
         return Workload.packed(num_rows, large_and_longest(sources), large_and_longest(targets))
     return Workload(num_rows, max(*sources, 1), max(*targets, 1))
-
-
-def _of_stream(source: int, target: int, num_rows: int, batch_tokens: int | None, *, packing: bool) -> Workload:
-    """A mini-batch of the longest rows alone."""
-    if batch_tokens is not None:
-        num_rows = rows_of_tokens(batch_tokens, target)
-    if packing:
-        return Workload.packed(num_rows, (source, source), (target, target))
-    return Workload(num_rows, source, target)

@@ -8,6 +8,7 @@ a gradient overflowed is read off the norm over all stages, which every process 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ import torch
 _LARGEST = torch.finfo(torch.float32).max
 
 
+@dataclass
 class LossScaler:
-    """The factor that the loss is multiplied by.
+    """The factor that the loss is multiplied by; the fields are the entries of GradScaler.state_dict.
 
     Attributes:
         scale: the present factor.
@@ -26,16 +28,11 @@ class LossScaler:
         growth_interval: see above.
     """
 
-    def __init__(
-        self,
-        scale: float = 65536.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> None:
-        self.scale, self.growth_factor, self.backoff_factor = scale, growth_factor, backoff_factor
-        self.growth_interval = growth_interval
-        self._growth_tracker = 0
+    scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    _growth_tracker: int = 0
 
     def unscale_(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Divide the gradients of this process by the scale, in place."""
@@ -61,16 +58,9 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """The entries of GradScaler.state_dict, as JSON values."""
-        return {
-            "scale": self.scale,
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "growth_interval": self.growth_interval,
-            "_growth_tracker": self._growth_tracker,
-        }
+        return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        self.scale, self.growth_factor = float(state["scale"]), float(state["growth_factor"])
-        self.backoff_factor, self.growth_interval = float(state["backoff_factor"]), int(state["growth_interval"])
-        self._growth_tracker = int(state["_growth_tracker"])
+        """Go on from what `state_dict` gave. Raises KeyError where an entry is missing."""
+        for name, default in asdict(LossScaler()).items():
+            setattr(self, name, type(default)(state[name]))

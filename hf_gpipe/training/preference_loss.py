@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.errors import UserError, check_number, nearest
+from hf_gpipe.errors import UserError, check_choice, check_number
 from hf_gpipe.recipe.losses import LOSS_TYPES, LOSSES_THAT_READ, WITHOUT_REFERENCE, unused_by_loss
 from hf_gpipe.runtime.loss import Loss, LossInputs, Reads, TokenLoss
 
@@ -121,11 +121,7 @@ class PreferenceLoss(PairLoss):
         object.__setattr__(self, "reference_free", self.reference_free or loss_type in WITHOUT_REFERENCE)
         object.__setattr__(self, "needs_reference", not self.reference_free)
         check_number("beta", beta, is_above=True)
-        if loss_type not in LOSS_TYPES:
-            raise UserError(
-                f"loss_type={loss_type!r} is not supported; choose one of {', '.join(LOSS_TYPES)}"
-                f"{nearest(str(loss_type), LOSS_TYPES)}"
-            )
+        check_choice("loss_type", loss_type, LOSS_TYPES)
         if not 0 <= label_smoothing < 0.5:
             raise UserError(f"label_smoothing={label_smoothing!r}: expected at least 0 and below 0.5")
         for name, value, users in unused_by_loss(self):

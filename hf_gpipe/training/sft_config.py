@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_gpipe.data.packed_rows import STRATEGIES
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import UserError, check_choice
 from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.token_metrics import TokenMetrics
-from hf_gpipe.training.arguments import PipelineTrainingArguments, argument, choose
+from hf_gpipe.training.arguments import PipelineTrainingArguments, argument
 
 
 @dataclass
@@ -80,9 +80,9 @@ class PipelineSFTConfig(PipelineTrainingArguments):
         super().check()
         if self.loss_type == "chunked_nll":  # TRL's older name
             self.loss_type = "nll"
-        choose("loss_type", self.loss_type, ("nll", "dft"))
-        choose("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
-        choose("packing_strategy", self.packing_strategy, STRATEGIES)
+        check_choice("loss_type", self.loss_type, ("nll", "dft"))
+        check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
+        check_choice("packing_strategy", self.packing_strategy, STRATEGIES)
         if self.activation_offloading:
             raise UserError("activation_offloading=True is not supported; set recompute='host', for each stage or all")
         if self.pad_to_multiple_of not in (None, "auto"):
