@@ -36,9 +36,9 @@ class PipelineDPOConfig(ReferenceArguments):
     precompute_ref_batch_size: int | None = argument(
         None, "Pairs of a mini-batch of that pass; None: those of training or evaluation."
     )
+    _loss = PreferenceLoss
 
     def check(self) -> None:
-        """Raise UserError for a value that a pipeline does not support."""
         given: Any = self.loss_type  # TRL's is a list
         if isinstance(given, list):
             if len(given) != 1:
@@ -51,10 +51,6 @@ class PipelineDPOConfig(ReferenceArguments):
     @property
     def loss_text(self) -> str:
         return f"{super().loss_text}{' with reference_free=True' * self.reference_free}"
-
-    def make_loss(self) -> PreferenceLoss:
-        """The loss that these arguments ask for."""
-        return PreferenceLoss.of(self)
 
 
 class PipelineDPOTrainer(ReferenceTrainer):

@@ -18,7 +18,7 @@ from hf_gpipe.adapters.embedders import is_causal
 from hf_gpipe.errors import UserError, check_choice, check_number
 from hf_gpipe.recipe.losses import EmbeddingLossType, Pooling
 from hf_gpipe.runtime.loss import LossInputs, Reads
-from hf_gpipe.training.preference_loss import PairLoss
+from hf_gpipe.training.preference_loss import NotingLoss
 
 _DISTANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     # Of equal rows the derivative is 0.
@@ -46,7 +46,7 @@ def pooled(hidden: torch.Tensor, mask: torch.Tensor | None, pooling: str) -> tor
 
 
 @dataclass(frozen=True)
-class EmbeddingLoss(PairLoss):
+class EmbeddingLoss(NotingLoss):
     """The loss of examples, each of which is `texts` rows of a micro-batch: the mean over examples.
 
     Args:

@@ -40,10 +40,7 @@ class PipelineEmbeddingConfig(PairArguments):
     distance: str = key_of(EmbeddingsSection, "distance")
     matryoshka_dims: list[int] | None = key_of(EmbeddingsSection, "matryoshka_dims")
     matryoshka_weights: list[float] | None = key_of(EmbeddingsSection, "matryoshka_weights")
-
-    def make_loss(self) -> EmbeddingLoss:
-        """The loss that these arguments ask for."""
-        return EmbeddingLoss.of(self)
+    _loss = EmbeddingLoss
 
 
 class PipelineEmbeddingTrainer(PairTrainer):

@@ -57,9 +57,9 @@ class PipelineGRPOConfig(PairArguments):
     rollout_reload: str | dict[str, dict[str, Any]] = argument(
         "vllm", "How the server is told of new weights: vllm, sglang, or the bodies of requests by their paths."
     )
+    _loss = GRPOLoss
 
     def check(self) -> None:
-        """Raise UserError for a value that a pipeline does not support."""
         super().check()
         counts = {"num_generations": 2, "num_iterations": 1, "top_k": 0, "rollout_sync_steps": 1}
         for name, least in counts.items():
@@ -118,7 +118,3 @@ class PipelineGRPOConfig(PairArguments):
     @property
     def generated_tokens(self) -> int:
         return self.max_completion_length
-
-    def make_loss(self) -> GRPOLoss:
-        """The loss that these arguments ask for."""
-        return GRPOLoss.of(self)

@@ -12,7 +12,7 @@ import torch
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError, check_choice, check_count, check_number
 from hf_gpipe.runtime.loss import LogProbs, LossInputs, Reads, TokenLoss
-from hf_gpipe.training.preference_loss import PairLoss
+from hf_gpipe.training.preference_loss import NotingLoss
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")
@@ -74,7 +74,7 @@ class TemperedLoss(TokenLoss):
 
 
 @dataclass(frozen=True)
-class GRPOLoss(PairLoss):
+class GRPOLoss(NotingLoss):
     """The clipped loss of completions with advantages; the inputs have "advantages" (B,), and completions as labels.
 
     With the ratio r of a token's probability to that at the rollout, and the advantage A of its row, the loss of a
@@ -110,7 +110,6 @@ class GRPOLoss(PairLoss):
 
     metrics = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
     reads = Reads.ROWS
-    rows_per_unit = 1
 
     def __post_init__(self) -> None:
         check_choice("loss_type", self.loss_type, LOSS_TYPES)

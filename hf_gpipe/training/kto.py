@@ -31,19 +31,15 @@ class PipelineKTOConfig(ReferenceArguments):
     desirable_weight: float = key_of(KTOSection, "desirable_weight")
     undesirable_weight: float = key_of(KTOSection, "undesirable_weight")
     train_sampling_strategy: str = argument("sequential", "sequential, random or group_by_length.")
+    _loss = KTOLoss
 
     def check(self) -> None:
-        """Raise UserError for a value that a pipeline does not support."""
         super().check()
         if self.make_loss().reads_mismatches and self.per_device_train_batch_size < 2:
             raise UserError(
                 "per_device_train_batch_size=1: loss_type='kto' reads prompts with the answers of other prompts of the "
                 "mini-batch; use at least 2"
             )
-
-    def make_loss(self) -> KTOLoss:
-        """The loss that these arguments ask for."""
-        return KTOLoss.of(self)
 
 
 class PipelineKTOTrainer(ReferenceTrainer):

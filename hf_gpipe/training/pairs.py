@@ -7,7 +7,7 @@ training loop are those of any other training.
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ from hf_gpipe.training.preference_loss import NotingLoss
 
 
 @dataclass
-class PairArguments(PipelineTrainingArguments, ABC):
+class PairArguments(PipelineTrainingArguments):
     """Arguments of a trainer of preferences, TRL's by their names.
 
     Raises:
@@ -45,9 +45,10 @@ class PairArguments(PipelineTrainingArguments, ABC):
     logging_steps: float = argument(10, "Updates between two lines of metrics.")
     max_length: int | None = argument(1024, "Tokens of a prompt with its answer at most; None: any number.")
     disable_dropout: bool = key_of(PreferencesSection, "disable_dropout")
+    #: The class of the loss.
+    _loss: ClassVar[type[NotingLoss]]
 
     def check(self) -> None:
-        """Raise UserError for a value that a pipeline does not support."""
         super().check()
         if self.batch_tokens is not None or self.packing:
             name = "packing" if self.packing else "batch_tokens"
@@ -59,9 +60,9 @@ class PairArguments(PipelineTrainingArguments, ABC):
             )
         self.make_loss()
 
-    @abstractmethod
-    def make_loss(self) -> NotingLoss:
-        """The loss that these arguments ask for."""
+    def make_loss(self) -> Any:
+        """The loss that these arguments ask for, a `NotingLoss`."""
+        return self._loss.of(self)
 
     @property
     def rows_per_example(self) -> int:

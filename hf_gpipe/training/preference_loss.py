@@ -69,14 +69,8 @@ class NotingLoss(Loss):
         return torch.zeros(2, len(self.metrics), dtype=torch.float64) if sums is None else sums.cpu()
 
 
-class PairLoss(NotingLoss):
-    """A loss of pairs of a chosen row and the rejected row after it."""
-
-    rows_per_unit = 2
-
-
 @dataclass(frozen=True)
-class PreferenceLoss(PairLoss):
+class PreferenceLoss(NotingLoss):
     """The loss of pairs of a chosen row and the rejected row after it.
 
     m is the difference of the two log-ratios log p(y|x) - log p_ref(y|x), and e is `label_smoothing`. Without a
@@ -114,6 +108,7 @@ class PreferenceLoss(PairLoss):
 
     metrics = METRICS
     reads = Reads.ROWS
+    rows_per_unit = 2
     needs_reference: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

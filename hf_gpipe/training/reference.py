@@ -28,7 +28,7 @@ from hf_gpipe.training.predicting import shared_batches
 
 
 @dataclass
-class ReferenceArguments(PairArguments, ABC):
+class ReferenceArguments(PairArguments):
     """Arguments of a trainer with a reference, TRL's by their names.
 
     Raises:

@@ -30,10 +30,7 @@ class PipelineRewardConfig(PairArguments):
 
     learning_rate: float = argument(1e-4, "Peak learning rate.")
     center_rewards_coefficient: float | None = key_of(RewardsSection, "center_rewards_coefficient")
-
-    def make_loss(self) -> RewardLoss:
-        """The loss that these arguments ask for."""
-        return RewardLoss.of(self)
+    _loss = RewardLoss
 
 
 class PipelineRewardTrainer(PairTrainer):

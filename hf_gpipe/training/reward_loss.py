@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 from hf_gpipe.errors import check_number
 from hf_gpipe.runtime.loss import LossInputs, Reads
-from hf_gpipe.training.preference_loss import PairLoss
+from hf_gpipe.training.preference_loss import NotingLoss
 
 
 @dataclass(frozen=True)
-class RewardLoss(PairLoss):
+class RewardLoss(NotingLoss):
     """-log s(r(chosen) - r(rejected) - m) of each pair, where r is the only logit of a row and m the pair's margin.
 
     The margin is the label of the chosen row (Bradley-Terry, as in InstructGPT, arXiv 2203.02155, equation 1, and with
@@ -31,6 +31,7 @@ class RewardLoss(PairLoss):
 
     metrics = ("accuracy", "margin", "mean_reward")
     reads = Reads.LOGITS
+    rows_per_unit = 2
     #: As in TRL, the loss is a function of the rewards alone.
     adds_auxiliary = False
 

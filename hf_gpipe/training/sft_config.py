@@ -76,7 +76,6 @@ class PipelineSFTConfig(PipelineTrainingArguments):
         super().__post_init__()
 
     def check(self) -> None:
-        """Raise UserError for a value that a pipeline does not support."""
         super().check()
         if self.loss_type == "chunked_nll":  # TRL's older name
             self.loss_type = "nll"
