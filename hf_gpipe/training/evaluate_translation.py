@@ -6,12 +6,13 @@ a score says something only beside that of the copy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 from sacrebleu.metrics import BLEU, CHRF
+from torch.utils.data import Subset
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
@@ -24,6 +25,7 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.wire import sendable
 from hf_gpipe.text import table_text
 from hf_gpipe.training.generating import Generation
+from hf_gpipe.training.held_out import HeldOut
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.predicting import predict
 
@@ -234,37 +236,43 @@ def evaluate_translation(
     Raises:
         DataError: on every process, where there is no pair, or tokenizer and limits do not fit.
     """
-    work = _Work()
+    #: In the main process: the pairs, the characters of their references, and the order in which they are translated.
+    taken: list[Pair] = []
+    num_characters: list[int] = []
+    order: list[int] = []
 
-    def prepare() -> int | None:
+    def make() -> Any:
         assert tokenizer is not None, "the main process has the tokenizer"
-        work.pairs = _first_of_each_language(pairs or (), max_examples)
+        taken.extend(_first_of_each_language(pairs or (), max_examples))
         rows = TokenizedPairs(
-            work.pairs,
+            taken,
             tokenizer,
             max_source_tokens=max_source_tokens,
             max_target_tokens=max_target_tokens,
             decoder_only=not pipe.adapter.config.is_encoder_decoder,
         )
-        work.num_characters = characters_of(work.pairs, rows, tokenizer, max_target_tokens)
+        num_characters.extend(characters_of(taken, rows, tokenizer, max_target_tokens))
         # Little of a mini-batch is padding where its rows are about equally long.
-        order = sorted(range(len(rows)), key=lambda i: (len(rows[i]["input_ids"]), rows.lengths[i]))
-        work.groups = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-        collate = PairCollator.for_tokenizer(tokenizer)
-        work.batches = (collate([rows[i] for i in group]) for group in work.groups)
-        return tokenizer.pad_token_id
+        order.extend(sorted(range(len(rows)), key=lambda i: (len(rows[i]["input_ids"]), rows.lengths[i])))
+        return Subset(rows, order)
 
-    pad_token_id = pipe.world.from_reader(prepare)
+    def collate(rows: list[Any]) -> Batch:
+        assert tokenizer is not None, "the main process has the tokenizer"
+        return PairCollator.for_tokenizer(tokenizer)(rows)
+
+    _, batches = HeldOut(make, batch_size).mini_batches(pipe, collate)
+    pad_token_id = pipe.world.from_reader(lambda: None if tokenizer is None else tokenizer.pad_token_id)
     options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False, "num_return_sequences": 1}
     #: Of each pair its translation, and the number of the reference's tokens.
     outcomes: dict[int, tuple[Translated, int]] = {}
-    for number, predicted in enumerate(predict(pipe, work.batches, generation=Generation(pipe, options, pad_token_id))):
+    for predicted in predict(pipe, batches, generation=Generation(pipe, options, pad_token_id)):
         if tokenizer is None or not pipe.world.is_reader:
             continue
         texts = tokenizer.batch_decode(predicted.tokens, skip_special_tokens=True)
         sums, counts = predicted.evaluation.row_nll.tolist(), predicted.evaluation.row_tokens.tolist()
-        for index, text, nll, num_tokens in zip(work.groups[number], texts, sums, counts, strict=True):
-            pair, count = work.pairs[index], work.num_characters[index]
+        numbers = order[len(outcomes) : len(outcomes) + len(texts)]
+        for index, text, nll, num_tokens in zip(numbers, texts, sums, counts, strict=True):
+            pair, count = taken[index], num_characters[index]
             outcomes[index] = (
                 Translated(pair.language, pair.source, pair.target, text.strip(), nll, count),
                 num_tokens,
@@ -272,17 +280,6 @@ def evaluate_translation(
     return pipe.world.from_reader(
         lambda: _report([outcomes[i] for i in range(len(outcomes))], num_samples, training_pairs or {})
     )
-
-
-@dataclass
-class _Work:
-    """The main process alone has this: the pairs, the characters of their references, and which of them each
-    mini-batch holds."""
-
-    pairs: Sequence[Pair] = ()
-    num_characters: Sequence[int] = ()
-    groups: Sequence[Sequence[int]] = ()
-    batches: Iterable[Batch] | None = None
 
 
 def _first_of_each_language(pairs: Sequence[Pair], count: int | None) -> Sequence[Pair]:

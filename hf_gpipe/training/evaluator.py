@@ -80,7 +80,7 @@ class Evaluator:
         )
         for predicted in results:
             losses.append(predicted.evaluation.loss)
-            num_rows.append(predicted.num_rows // pipe.loss.rows_per_unit)
+            num_rows.append(len(predicted.evaluation.row_nll) // pipe.loss.rows_per_unit)
             if has_predictions and (keeps or not in_parts):
                 columns.add(predicted)
             if has_predictions and in_parts:

@@ -112,9 +112,5 @@ class PipelineGRPOConfig(PairArguments):
         return replace(inputs, forwards=0) if self.rollout_sync_steps > 1 else inputs
 
     @property
-    def rows_per_example(self) -> int:
-        return self.num_generations
-
-    @property
-    def generated_tokens(self) -> int:
-        return self.max_completion_length
+    def of_example(self) -> tuple[int, int]:
+        return self.num_generations, self.max_completion_length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -67,7 +67,7 @@ def run(recipe: Recipe, job: Job) -> None:
 def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMeter) -> None:
     """The same with the output directory to itself."""
     output_dir = Path(recipe.training.output_dir)
-    say = summary.say if world.is_reporter else _say_nothing
+    say: Callable[[str], None] = summary.say if world.is_reporter else lambda text: None
     checkpoint = _checkpoint_of(recipe, output_dir, world, job)
     first_step = 0 if checkpoint is None else step_of(checkpoint)
     accumulation, num_processes = (
@@ -123,10 +123,6 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
         if report.translations:
             files["all translations"] = TRANSLATIONS_FILE
         summary.say(summary.end_text(report.text(recipe.evaluation.split), output_dir, files))
-
-
-def _say_nothing(text: str) -> None:
-    """In place of `summary.say`, in the processes that do not print."""
 
 
 def _finite(value: Any) -> Any:

@@ -77,18 +77,13 @@ class MiniBatches:
         """Whether the rows have no index."""
         return not has_index(self.dataset)
 
-    @property
-    def num_rows(self) -> int | None:
-        """Rows of an epoch; None if only reading the dataset tells."""
-        return len(self.dataset) if hasattr(self.dataset, "__len__") else None
-
     def count(self) -> int | None:
         """Mini-batches of an epoch; None if only reading the dataset tells."""
-        if self.num_rows is None:
+        if not hasattr(self.dataset, "__len__"):
             return None
         if self.batch_tokens is not None:
             return None if self.is_iterable else self._num_token_batches
-        whole, rest = divmod(self.num_rows, self.batch_size)
+        whole, rest = divmod(len(self.dataset), self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     def epoch(self, epoch: int, start: int = 0, place: Mapping[str, Any] | None = None) -> Iterator[Batch]:

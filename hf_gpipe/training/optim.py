@@ -156,11 +156,6 @@ def set_rates(optimizer: Optimizer, scheduler: Scheduler | None) -> None:
             group["lr"] = base * factor(scheduler.last_epoch)
 
 
-def learning_rate(optimizer: Optimizer) -> float:
-    """The learning rate of the next update."""
-    return float(optimizer.param_groups[0]["lr"])
-
-
 def takes_metric(scheduler: Any) -> bool:
     """Whether a scheduler moves on with a metric of evaluations, and not with every update."""
     return "metrics" in inspect.signature(scheduler.step).parameters

@@ -65,14 +65,9 @@ class PairArguments(PipelineTrainingArguments):
         return self._loss.of(self)
 
     @property
-    def rows_per_example(self) -> int:
-        """Rows of a mini-batch that an example becomes."""
-        return self.make_loss().rows_per_unit
-
-    @property
-    def generated_tokens(self) -> int:
-        """The most tokens that are generated after those of an example."""
-        return 0
+    def of_example(self) -> tuple[int, int]:
+        """The rows that an example becomes, and the most tokens that are generated after its own."""
+        return self.make_loss().rows_per_unit, 0
 
 
 class PairTrainer(ExamplesTrainer, ABC):
@@ -112,11 +107,11 @@ class PairTrainer(ExamplesTrainer, ABC):
         )
 
     def _example(self, model: Any, peft_config: Any) -> Workload | None:
-        args = self.args
         if self.train_dataset is None or not hasattr(self.train_dataset, "lengths"):
             return None
-        longest = max(self.train_dataset.lengths) + args.generated_tokens
-        return Workload(args.rows_per_example * args.per_device_train_batch_size, longest, longest)
+        num_rows, num_tokens = self.args.of_example
+        longest = max(self.train_dataset.lengths) + num_tokens
+        return Workload(num_rows * self.args.per_device_train_batch_size, longest, longest)
 
     @property
     def _padding(self) -> int:

@@ -43,11 +43,6 @@ class Predicted:
     logits: Any = None
     tokens: np.ndarray | None = None
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the mini-batch."""
-        return len(self.evaluation.row_nll)
-
 
 def predict(
     pipe: Pipeline,

@@ -62,40 +62,40 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> P
         UserError: an unknown family or field, a value that does not fit, or one that contradicts the tokenizer.
     """
     config = _config_of_language_model(recipe, tokenizer)
-    if recipe.data.kind == "embeddings":
-        change(config, as_embedder(config))
-    if recipe.data.kind == "process_rewards" and not config.is_encoder_decoder:
-        change(config, as_token_classifier(config, ["wrong", "right"]))
-    if recipe.data.kind in CLASSIFIER_KINDS and not config.is_encoder_decoder:
-        padding = 0 if tokenizer is None else PairCollator.for_tokenizer(tokenizer).pad_token_id
-        change(config, _classifier_fields(recipe, config, padding))
+    if recipe.data.kind == "embeddings" or not config.is_encoder_decoder:
+        change(config, _fields_of_kind(recipe, config, tokenizer))
     return config
 
 
-def _classifier_fields(recipe: Recipe, config: PreTrainedConfig, pad_token_id: int | None = None) -> dict[str, Any]:
-    """The fields of a language model's configuration as the recipe's classifier. Raises UnsupportedModelError."""
-    is_reward = recipe.data.kind == "rewards"
-    labels, problem = (["LABEL_0"], None) if is_reward else (recipe.data.labels, ONE_CLASS)
+def _fields_of_kind(
+    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> dict[str, Any]:
+    """The fields by which a language model's configuration becomes that of the model which the kind of data needs.
+
+    Raises UnsupportedModelError where the family has no such model.
+    """
+    kind = recipe.data.kind
+    if kind == "embeddings":
+        return dict(as_embedder(config))
+    if kind == "process_rewards":
+        return as_token_classifier(config, ["wrong", "right"])
+    if kind not in CLASSIFIER_KINDS:
+        return {}
+    labels, problem = (["LABEL_0"], None) if kind == "rewards" else (recipe.data.labels, ONE_CLASS)
     try:
-        if recipe.data.kind == "images":
+        if kind == "images":
             return IMAGE_CLASSIFICATION.fields(config, labels) | {"problem_type": problem}
-        return as_classifier(config, labels, pad_token_id, problem)
+        padding = 0 if tokenizer is None else PairCollator.for_tokenizer(tokenizer).pad_token_id
+        return as_classifier(config, labels, padding, problem)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"data.kind is {recipe.data.kind}, and {error}") from error
+        raise UnsupportedModelError(f"data.kind is {kind}, and {error}") from error
 
 
 def _config_overrides_of(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any] | None:
     """The values in which the model at `model.path` shall differ from its configuration; `config`: `model_config`'s."""
     if recipe.model.path is None:
         return None
-    given = recipe.model.config
-    if recipe.data.kind == "embeddings":
-        return given | as_embedder(config)
-    if recipe.data.kind == "process_rewards":
-        return given | as_token_classifier(config, ["wrong", "right"])
-    if recipe.data.kind not in CLASSIFIER_KINDS:
-        return given
-    fields = _classifier_fields(recipe, config)
+    given, fields = recipe.model.config, _fields_of_kind(recipe, config)
     inner = {name: given[name] | fields[name] for name in config.sub_configs if name in given and name in fields}
     return given | fields | inner
 

@@ -15,7 +15,7 @@ from hf_gpipe.runtime.shards import treats_parameters_alone
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.logs import Logs
-from hf_gpipe.training.optim import learning_rate, step_stage, takes_metric
+from hf_gpipe.training.optim import step_stage, takes_metric
 from hf_gpipe.training.slow_machines import SlowMachines
 from hf_gpipe.training.trainer_interface import TrainerInterface
 from hf_gpipe.training.windows import StageUpdates, callbacks_of_update
@@ -77,10 +77,6 @@ class Updates:
         if _needs_numbers(self._trainer) or self._pipe.is_asynchronous:
             return True
         return self._world.num_processes == 1 and not self._is_beside
-
-    @property
-    def _clips(self) -> bool:
-        return _clips(self._trainer)
 
     def run(self, window: Sequence[Sequence[Batch]]) -> None:
         """One update from one or more mini-batches, or those of a window under an asynchronous schedule."""
@@ -175,7 +171,7 @@ class Updates:
         if is_applied and not is_done:
             optimizer.step()
         self._trainer.fire("on_optimizer_step")
-        self.rate = learning_rate(optimizer)
+        self.rate = float(optimizer.param_groups[0]["lr"])
         if is_applied and not takes_metric(scheduler):
             scheduler.step()
 
@@ -190,7 +186,7 @@ class Updates:
         own = float(norm) / self._scale
         if self._trainer.scaler is not None:
             self._trainer.scaler.unscale_(self._pipe.parameters())
-        if self._clips:
+        if _clips(self._trainer):
             self._pipe.clip_grad_norm_(self._args.max_grad_norm, own)
         return own
 
