@@ -45,7 +45,6 @@ from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.longest import longest_mini_batch
 from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
-from hf_gpipe.training.optim import check_optimizer
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
 
 #: Arguments that may be another's in each process: where it writes and shows what, and a token that must not travel.
@@ -121,22 +120,6 @@ def pipeline_of(
     if args.generation_config is not None:
         pipe.adapter.reference.generation_config = generation_config_of(args.generation_config)
     return pipe
-
-
-def check_optimizers(
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
-    args: PipelineTrainingArguments,
-    pipe: Pipeline,
-) -> None:
-    """Raise UserError where the given optimizer and scheduler cannot be used."""
-    if optimizer is not None:
-        check_optimizer(optimizer, pipe.parameters())
-        for name in ("fp32_master_weights", "offload_optimizer"):
-            if getattr(args, name):
-                raise UserError(f"optimizers: {name} needs an optimizer that the trainer makes; leave one out")
-    elif scheduler is not None:
-        raise UserError("optimizers: a scheduler needs its optimizer; give both or leave both out")
 
 
 def master_weights_of(pipe: Pipeline, args: PipelineTrainingArguments) -> MasterWeights | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import transformers
 from transformers import TrainerState
 
@@ -37,23 +36,16 @@ from hf_gpipe.checkpoint.state import (
 )
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import AUTO
 from hf_gpipe.runtime import failures
 from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.world import World
 from hf_gpipe.text import size_text
-from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.background import begun, has_memory_for
-from hf_gpipe.training.loss_scaling import LossScaler
-from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import set_rates, updated_parameters
+from hf_gpipe.training.saving_trainer import SavingTrainer
 from hf_gpipe.training.steps import OLDER_DATA_FACTS
 
 logger = transformers.logging.get_logger(__name__)
-
-
-Scheduler = torch.optim.lr_scheduler.LRScheduler
 
 
 class Saving(NamedTuple):
@@ -78,32 +70,23 @@ class Checkpoints:
     """The checkpoints in an output directory. Every process has one and calls it in step with the others.
 
     Args:
-        args: the trainer's arguments.
-        pipe: whose weights are saved and loaded.
-        master_weights: the copies of the weights that the optimizer updates, if any.
-        scaler: of the loss, if any.
+        trainer: what is saved and loaded is its state, its optimizer's, and its pipeline's weights.
 
     Attributes:
         saved_step: the step whose checkpoint on disk was begun last; None: none so far.
         kept_step: the same for those in memory.
     """
 
-    def __init__(
-        self,
-        args: PipelineTrainingArguments,
-        pipe: Pipeline,
-        master_weights: MasterWeights | None,
-        scaler: LossScaler | None,
-    ) -> None:
-        self._args, self._pipe, self._master_weights, self._scaler = args, pipe, master_weights, scaler
-        self._world, self._for_saving = pipe.world, pipe.world.for_thread("saving")
-        self._output_dir = Path(args.output_dir)
+    def __init__(self, trainer: SavingTrainer) -> None:
+        self._trainer, self._args, self._pipe = trainer, trainer.args, trainer.pipe
+        self._world, self._for_saving = trainer.pipe.world, trainer.pipe.world.for_thread("saving")
+        self._output_dir = Path(trainer.args.output_dir)
         self._saving: Saving | None = None
         self._has_warned = False
         self.saved_step: int | None = None
         self.kept_step: int | None = None
         self._memory = None
-        if args.memory_save_steps is not None:
+        if trainer.args.memory_save_steps is not None:
             self._memory = MemoryCheckpoints(self._output_dir, self._world)
 
     def path(self, step: int) -> Path:
@@ -132,16 +115,12 @@ class Checkpoints:
         if self._memory is not None and (resumed is None or resumed.parent != self._memory.folder):
             self._memory.forget()
 
-    def resume(
-        self, checkpoint: Path, new: RunState, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
-    ) -> tuple[RunState, TrainerState]:
+    def resume(self, checkpoint: Path, new: RunState) -> tuple[RunState, TrainerState]:
         """Load the weights, the loss's scale, and the state of the optimizer and its scheduler.
 
         Args:
             checkpoint: to resume from.
             new: of a run that begins anew with the present arguments.
-            optimizer: of the parameters of this process.
-            scheduler: of the optimizer.
 
         Returns:
             How far the run had come, and transformers' state.
@@ -160,45 +139,35 @@ class Checkpoints:
                 f"another; give num_micro_batches={before} for the same run"
             )
         self._pipe.load_pretrained(checkpoint)
-        updated, shards = updated_parameters(self._pipe, self._master_weights), self._pipe.weights.shards_of(optimizer)
-        load_state(checkpoint, updated, optimizer, scheduler, shards, self._pipe.weights.part)
+        trainer, weights = self._trainer, self._pipe.weights
+        optimizer, scheduler = trainer.made_optimizer(), trainer.lr_scheduler
+        updated, shards = updated_parameters(trainer), weights.shards_of(optimizer)
+        load_state(checkpoint, updated, optimizer, scheduler, shards, weights.part)
         set_rates(optimizer, scheduler)
-        if self._master_weights is not None:
-            self._master_weights.restore(optimizer)
-        if self._scaler is not None and saved.loss_scale is not None:
+        if trainer.master_weights is not None:
+            trainer.master_weights.restore(optimizer)
+        if trainer.scaler is not None and saved.loss_scale is not None:
             try:
-                self._scaler.load_state_dict(saved.loss_scale)
+                trainer.scaler.load_state_dict(saved.loss_scale)
             except KeyError as error:
                 raise CheckpointError(f"{checkpoint} is damaged: progress.loss_scale has no {error}") from error
         self._pipe.step = saved.pipeline_step
         position = DataPosition(saved.position.epoch) if self._args.ignore_data_skip else saved.position
         return replace(saved, position=position, data=new.data, num_micro_batches=now), state
 
-    def begin(
-        self,
-        run: RunState,
-        state: TrainerState,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Scheduler | None,
-        model_to_save: Callable[[Path, World], PendingWrite | None],
-        *,
-        in_memory: bool = False,
-    ) -> None:
+    def begin(self, run: RunState, *, in_memory: bool = False) -> None:
         """Write the checkpoint of this step, or copy it and write it in the background; then rotate. `end` follows.
 
         With `save_only_model` it has nothing that a training needs to resume.
 
         Args:
             run: how far the run has come; what the pipeline and the loss's scale are at is noted in it.
-            state: transformers' state.
-            optimizer: of the parameters of this process.
-            scheduler: of the optimizer.
-            model_to_save: model and tokenizer, to be written into a directory; None: they are already written.
             in_memory: whether to write it into the memory of the machines.
         """
         assert self._saving is None, "at most one checkpoint is being written"
         run.pipeline_step = self._pipe.step
-        run.loss_scale = None if self._scaler is None else self._scaler.state_dict()
+        state, scaler = self._trainer.state, self._trainer.scaler
+        run.loss_scale = None if scaler is None else scaler.state_dict()
         final, memory = self.path(state.global_step), self._memory if in_memory else None
         if memory is not None:
             final = checkpoint_path(memory.folder, state.global_step)
@@ -206,9 +175,9 @@ class Checkpoints:
             if memory is not None:
                 memory.prepare(final)
             directory = stack.enter_context(written_whole(final, self._for_saving))
-            parts = [model_to_save(directory, self._for_saving)]
+            parts = [self._trainer.model_to_save(directory, self._for_saving)]
             if not self._args.save_only_model:
-                parts.append(self._state_to_save(directory, run, optimizer, scheduler))
+                parts.append(self._state_to_save(directory, run))
             pending = [part for part in parts if part is not None]
             is_in_background = self._may_copy(pending)
             for part in pending if is_in_background else []:
@@ -262,11 +231,10 @@ class Checkpoints:
         with Job.current().during(f"saving {self._saving.path.name}"):
             wait([self._saving.outcome], None if alone else self._args.stop_seconds)
 
-    def _state_to_save(
-        self, directory: Path, run: RunState, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
-    ) -> PendingWrite:
-        masters = self._master_weights
-        updated, stage_of = updated_parameters(self._pipe, masters), self._pipe.ties.owner_stage
+    def _state_to_save(self, directory: Path, run: RunState) -> PendingWrite:
+        masters, scheduler = self._trainer.master_weights, self._trainer.lr_scheduler
+        optimizer, updated = self._trainer.made_optimizer(), updated_parameters(self._trainer)
+        stage_of = self._pipe.ties.owner_stage
         shards = self._pipe.weights.shards_of(optimizer)
         with masters.in_state_of(optimizer) if masters is not None else nullcontext():
             whole_of = self._pipe.weights.whole

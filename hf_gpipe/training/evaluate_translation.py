@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from sacrebleu.metrics import BLEU, CHRF
-from torch.utils.data import Subset
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
@@ -254,7 +253,7 @@ def evaluate_translation(
         num_characters.extend(characters_of(taken, rows, tokenizer, max_target_tokens))
         # Little of a mini-batch is padding where its rows are about equally long.
         order.extend(sorted(range(len(rows)), key=lambda i: (len(rows[i]["input_ids"]), rows.lengths[i])))
-        return Subset(rows, order)
+        return [rows[index] for index in order]
 
     def collate(rows: list[Any]) -> Batch:
         assert tokenizer is not None, "the main process has the tokenizer"

@@ -137,8 +137,7 @@ def _finite(value: Any) -> Any:
 def _updates_of(trainer: PipelineTrainer) -> dict[str, Any]:
     """The trainer's updates, as arguments of `measure_step`, with a learning rate of 0: they take as long as any and
     leave the weights as they are."""
-    optimizer = trainer.optimizer
-    assert optimizer is not None, "the trainer has trained"
+    optimizer = trainer.made_optimizer()
 
     @contextmanager
     def without_rate() -> Iterator[None]:
@@ -151,8 +150,7 @@ def _updates_of(trainer: PipelineTrainer) -> dict[str, Any]:
 
     def update_stage(stage: int, step: int, norm: torch.Tensor) -> None:
         with without_rate():
-            updates = StageUpdates(trainer.pipe, optimizer, None, trainer.args.max_grad_norm, trainer.master_weights)
-            updates(stage, 0, norm)
+            StageUpdates(trainer, None)(stage, 0, norm)
 
     def update(loss: torch.Tensor, norm: torch.Tensor) -> None:
         with without_rate():
@@ -161,7 +159,7 @@ def _updates_of(trainer: PipelineTrainer) -> dict[str, Any]:
 
     def update_beside(stage: int) -> None:
         with without_rate():
-            step_stage(trainer.pipe, optimizer, trainer.master_weights, stage)
+            step_stage(trainer, stage)
 
     if are_beside(trainer):
         return {"update_beside": update_beside}

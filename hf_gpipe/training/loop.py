@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -253,7 +252,6 @@ class TrainingLoop:
         """Write a checkpoint, or begin to write it in the background, once the one before is written."""
         self._end_save()
         trainer, state = self._trainer, self._state
-        assert trainer.optimizer is not None
         self._control.should_save = False
         with self._logs.meter.paused():
             if self._args.save_total_limit is not None and not in_memory:
@@ -263,8 +261,7 @@ class TrainingLoop:
                 state.best_model_checkpoint = str(self._checkpoints.path(state.global_step))
             # A new state has the present state of callbacks that keep one.
             state.stateful_callbacks = trainer.new_state().stateful_callbacks
-            begin = partial(self._checkpoints.begin, in_memory=in_memory)
-            begin(self._run, state, trainer.optimizer, trainer.lr_scheduler, trainer.model_to_save)
+            self._checkpoints.begin(self._run, in_memory=in_memory)
         if not self._checkpoints.is_in_background:
             self._end_save()
 

@@ -16,6 +16,7 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.shards import treats_elements_alone
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.master_weights import MasterWeights
+from hf_gpipe.training.trainer_interface import TrainerInterface
 
 Optimizer = torch.optim.Optimizer
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -69,46 +70,51 @@ def _keep_embeddings_exact(pipe: Pipeline) -> None:
                 GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
 
 
-def shard_optimizer(pipe: Pipeline, optimizer: Optimizer, scheduler: Any, master_weights: MasterWeights | None) -> None:
+def shard_optimizer(trainer: TrainerInterface) -> None:
     """Let the replicas of a stage share the steps of its optimizer and its state, if the pipeline's `zero` is 1.
 
     Raises:
         UserError: the class of the optimizer is not known to treat each parameter alone, or with `tensor_parallel`
             each element; or the scheduler reads state that another replica has.
     """
-    size = pipe.config.tensor_parallel
+    optimizer, size = trainer.made_optimizer(), trainer.pipe.config.tensor_parallel
     if size > 1 and not treats_elements_alone(optimizer, f"tensor_parallel is {size}"):
         raise UserError(
             f"tensor_parallel is {size} and the optimizer is {type(optimizer).__name__}, whose update of an element "
             "depends on others of its parameter, which other processes have; use one like AdamW, or leave "
             "tensor_parallel out"
         )
-    shards = pipe.weights.shards_of(optimizer)
+    shards = trainer.pipe.weights.shards_of(optimizer)
     if shards is None:
         return
-    if isinstance(scheduler, AdafactorSchedule):
+    if isinstance(trainer.lr_scheduler, AdafactorSchedule):
         raise UserError(
             "zero is 1 and the scheduler is AdafactorSchedule, which reads the optimizer's state of parameters that "
             'another replica may update: use zero 0, or another scheduler, such as lr_scheduler_type "constant"'
         )
-    if master_weights is not None:
-        master_weights.shard(shards, optimizer)
+    if trainer.master_weights is not None:
+        trainer.master_weights.shard(shards, optimizer)
     else:
         shards.serve(optimizer)
 
 
-def updated_parameters(pipe: Pipeline, master_weights: MasterWeights | None) -> dict[str, torch.nn.Parameter]:
+def updated_parameters(trainer: TrainerInterface) -> dict[str, torch.nn.Parameter]:
     """The parameters that the optimizer of this process updates, by name."""
-    return dict(pipe.named_parameters()) if master_weights is None else master_weights.copies
+    masters = trainer.master_weights
+    return dict(trainer.pipe.named_parameters()) if masters is None else masters.copies
 
 
-def step_stage(pipe: Pipeline, optimizer: Optimizer, master_weights: MasterWeights | None, stage: int) -> None:
-    """Step an optimizer for the parameters of a stage alone, while gradients of others may come and go in another
+def step_stage(trainer: TrainerInterface, stage: int) -> None:
+    """Step the optimizer for the parameters of a stage alone, while gradients of others may come and go in another
     thread.
 
     The others are hidden behind parameters without gradient, so that every parameter keeps its place in its group.
     """
-    updated, names = updated_parameters(pipe, master_weights), pipe.weights.names_of(stage)
+    updated, names, optimizer = (
+        updated_parameters(trainer),
+        trainer.pipe.weights.names_of(stage),
+        trainer.made_optimizer(),
+    )
     own = {updated[name] for name in names if name in updated}
     absent, groups = torch.nn.Parameter(torch.empty(0)), optimizer.param_groups
     optimizer.param_groups = [
@@ -131,6 +137,19 @@ def check_optimizer(optimizer: Optimizer, parameters: Iterable[torch.nn.Paramete
             f"process's stages and {len(held - wanted)} others; make a Pipeline first, the optimizer of "
             "pipe.parameters(), and pass that pipeline as model; or pass optimizer_cls_and_kwargs"
         )
+
+
+def check_optimizers(
+    optimizer: Optimizer | None, scheduler: Scheduler | None, args: PipelineTrainingArguments, pipe: Pipeline
+) -> None:
+    """Raise UserError where the given optimizer and scheduler cannot be used."""
+    if optimizer is not None:
+        check_optimizer(optimizer, pipe.parameters())
+        for name in ("fp32_master_weights", "offload_optimizer"):
+            if getattr(args, name):
+                raise UserError(f"optimizers: {name} needs an optimizer that the trainer makes; leave one out")
+    elif scheduler is not None:
+        raise UserError("optimizers: a scheduler needs its optimizer; give both or leave both out")
 
 
 def make_scheduler(args: PipelineTrainingArguments, optimizer: Optimizer, max_steps: int) -> Scheduler:

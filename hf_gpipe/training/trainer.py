@@ -38,7 +38,6 @@ from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
     callbacks_of,
-    check_optimizers,
     default_collator,
     join_with,
     loss_scaler,
@@ -53,7 +52,14 @@ from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.loop import TrainingLoop
-from hf_gpipe.training.optim import check_optimizer, make_optimizer, make_scheduler, shard_optimizer, updated_parameters
+from hf_gpipe.training.optim import (
+    check_optimizer,
+    check_optimizers,
+    make_optimizer,
+    make_scheduler,
+    shard_optimizer,
+    updated_parameters,
+)
 from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.steps import TrainingLength, data_facts
 from hf_gpipe.training.surface import Surface
@@ -249,13 +255,13 @@ class PipelineTrainer(EvaluatingTrainer):
         length = TrainingLength.make(
             self.args, self.world.from_reader(lambda: None if batches is None else batches.count())
         )
-        checkpoints = Checkpoints(self.args, self.pipe, self.master_weights, self.scaler)
+        checkpoints = Checkpoints(self)
         # First, for it gives back a checkpoint that was being replaced.
         checkpoints.tidy()
         checkpoint = asked if is_whole else checkpoints.find(asked)
         checkpoints.forget_memory(checkpoint)
         optimizer = self._make_optimizer_and_scheduler(length.max_steps)
-        check_asynchronous(self.pipe, self.args, self.callback_handler.callbacks, self.scaler, optimizer)
+        check_asynchronous(self)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = optimizer, self.lr_scheduler
         self.callback_handler.train_dataloader = batches
         run = RunState(
@@ -263,7 +269,7 @@ class PipelineTrainer(EvaluatingTrainer):
         )
         self.state = self.new_state()
         if checkpoint is not None:
-            run, saved = checkpoints.resume(checkpoint, run, optimizer, self.lr_scheduler)
+            run, saved = checkpoints.resume(checkpoint, run)
             saved.is_local_process_zero = self.state.is_local_process_zero
             saved.is_world_process_zero = self.state.is_world_process_zero
             self.state = saved
@@ -320,7 +326,7 @@ class PipelineTrainer(EvaluatingTrainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Make `self.lr_scheduler`, unless it is there, over so many updates."""
         if self.lr_scheduler is None:
-            optimizer = self._made_optimizer() if optimizer is None else optimizer
+            optimizer = self.made_optimizer() if optimizer is None else optimizer
             self.lr_scheduler = make_scheduler(self.args, optimizer, num_training_steps)
         return self.lr_scheduler
 
@@ -335,8 +341,8 @@ class PipelineTrainer(EvaluatingTrainer):
         for group in self.optimizer.param_groups:
             # Those of other processes, where it was made of all parameters of the whole model.
             group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
-        check_optimizer(self.optimizer, updated_parameters(self.pipe, self.master_weights).values())
-        shard_optimizer(self.pipe, self.optimizer, self.lr_scheduler, self.master_weights)
+        check_optimizer(self.optimizer, updated_parameters(self).values())
+        shard_optimizer(self)
         return self.optimizer
 
 

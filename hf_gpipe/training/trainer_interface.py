@@ -109,11 +109,11 @@ class TrainerInterface:
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each group of parameters. Raises UserError before there is an optimizer."""
-        return [group["lr"] for group in self._made_optimizer().param_groups]
+        return [group["lr"] for group in self.made_optimizer().param_groups]
 
     def get_optimizer_group(self, param: torch.nn.Parameter | None = None) -> Any:
         """The optimizer's group that holds a parameter; without one, the parameters of each group."""
-        groups = self._made_optimizer().param_groups
+        groups = self.made_optimizer().param_groups
         if param is None:
             return [group["params"] for group in groups]
         for group in groups:
@@ -121,7 +121,8 @@ class TrainerInterface:
                 return group
         raise UserError("get_optimizer_group: no group of this process's optimizer holds this parameter")
 
-    def _made_optimizer(self) -> torch.optim.Optimizer:
+    def made_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer. Raises UserError before there is one."""
         if self.optimizer is None:
             raise UserError("there is no optimizer yet: train makes it, or create_optimizer")
         return self.optimizer

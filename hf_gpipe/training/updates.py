@@ -129,10 +129,7 @@ class Updates:
 
     def _run_window(self, window: Sequence[Sequence[Batch]], times: list[ActionTime] | None) -> None:
         """The steps of a window under an asynchronous schedule, in which each stage updates by itself."""
-        trainer = self._trainer
-        assert trainer.optimizer is not None
-        optimizer, max_norm = trainer.optimizer, self._args.max_grad_norm
-        updates = StageUpdates(self._pipe, optimizer, trainer.lr_scheduler, max_norm, trainer.master_weights)
+        updates = StageUpdates(self._trainer, self._trainer.lr_scheduler)
         numbers = self._pipe.train_window(window, updates, times).tolist()
         assert self._pipe.window is not None
         self._logs.add_window(self._pipe.window)
@@ -140,9 +137,7 @@ class Updates:
 
     def _update_stage(self, stage: int) -> None:
         """The update of a dealt stage, beside backwards."""
-        trainer = self._trainer
-        assert trainer.optimizer is not None
-        step_stage(self._pipe, trainer.optimizer, trainer.master_weights, stage)
+        step_stage(self._trainer, stage)
 
     def _update(
         self,
@@ -160,8 +155,7 @@ class Updates:
             norm: of the whole gradient.
             is_done: whether the stages are updated already.
         """
-        optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
-        assert optimizer is not None
+        optimizer, scheduler = self._trainer.made_optimizer(), self._trainer.lr_scheduler
         for _ in range(num_mini_batches - 1):
             self._trainer.fire("on_substep_end")
         is_applied = True
@@ -177,9 +171,8 @@ class Updates:
 
     def _update_between(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """An update of a step that has more of them: the rate stays, and nothing is logged."""
-        assert self._trainer.optimizer is not None
         if self._is_applied(self._trainer.state.global_step + 1, float(loss), self._clipped(norm)):
-            self._trainer.optimizer.step()
+            self._trainer.made_optimizer().step()
 
     def _clipped(self, norm: torch.Tensor) -> float:
         """Take the scale of the loss out of the gradients and clip them; the norm of the gradient before."""

@@ -20,9 +20,8 @@ from hf_gpipe.runtime.shards import treats_elements_alone
 from hf_gpipe.schedule import LONGEST_WINDOW
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Batch
-from hf_gpipe.training.loss_scaling import LossScaler
-from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import step_stage, takes_metric
+from hf_gpipe.training.trainer_interface import TrainerInterface
 
 Group = Sequence[Batch]
 """The mini-batches of a step."""
@@ -61,33 +60,27 @@ def _steps_to_next_end(args: PipelineTrainingArguments, state: TrainerState) -> 
     return min([LONGEST_WINDOW, *steps])
 
 
-def check_asynchronous(
-    pipe: Pipeline,
-    args: PipelineTrainingArguments,
-    callbacks: Sequence[TrainerCallback],
-    scaler: LossScaler | None,
-    optimizer: torch.optim.Optimizer,
-) -> None:
+def check_asynchronous(trainer: TrainerInterface) -> None:
     """Raise UserError for what needs the gradients of all stages before an update, under an asynchronous schedule."""
-    if not pipe.is_asynchronous:
+    if not trainer.pipe.is_asynchronous:
         return
-    asked = f"the schedule is {pipe.schedule_name!r}"
-    if scaler is not None:
+    asked = f"the schedule is {trainer.pipe.schedule_name!r}"
+    if trainer.scaler is not None:
         raise UserError(
             f"{asked} and fp16 is true: whether a scaled gradient is too large is known when all stages have theirs, "
             "and here each stage updates by itself; use bf16, or a synchronous schedule, such as 1f1b"
         )
-    if args.on_nonfinite_loss == "skip":
+    if trainer.args.on_nonfinite_loss == "skip":
         raise UserError(
             f"{asked} and on_nonfinite_loss is skip: the loss of a step is known after most stages have updated; use "
             "stop or ignore, or a synchronous schedule, such as 1f1b"
         )
-    for callback, event in callbacks_of_update(callbacks):
+    for callback, event in callbacks_of_update(trainer.callback_handler.callbacks):
         raise UserError(
             f"{asked} and the callback {type(callback).__name__} has {event}: each stage updates by itself, so "
             "a step has no such moment; remove it, or use a synchronous schedule, such as 1f1b"
         )
-    treats_elements_alone(optimizer, asked)
+    treats_elements_alone(trainer.made_optimizer(), asked)
 
 
 def callbacks_of_update(callbacks: Sequence[TrainerCallback]) -> Iterator[tuple[TrainerCallback, str]]:
@@ -104,23 +97,12 @@ class StageUpdates:
     The stages of a process reach a step at different times. The first of them moves the learning rate's schedule on.
 
     Args:
-        pipe: the pipeline.
-        optimizer: of the parameters of this process.
-        scheduler: of its learning rate; None: it stays.
-        max_norm: the largest norm of a stage's gradient that is not scaled down; None or 0: any.
-        master_weights: that the optimizer updates in place of the parameters; None: there are none.
+        trainer: whose optimizer steps, and whose `max_grad_norm` counts for each stage.
+        scheduler: of the learning rate; None: it stays.
     """
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        max_norm: float | None,
-        master_weights: MasterWeights | None,
-    ) -> None:
-        self._pipe, self._optimizer, self._max_norm = pipe, optimizer, max_norm
-        self._master_weights = master_weights
+    def __init__(self, trainer: TrainerInterface, scheduler: Any) -> None:
+        self._trainer, self._optimizer = trainer, trainer.made_optimizer()
         self._scheduler = None if scheduler is None or takes_metric(scheduler) else scheduler
         #: Of each step of the window, the settings of the optimizer's groups of parameters.
         self._settings: list[list[dict[str, Any]]] = []
@@ -131,10 +113,10 @@ class StageUpdates:
         now = options_of_groups(self._optimizer)
         if is_first:
             self._settings.append(now)
-        if self._max_norm:
-            self._pipe.clip_stage_grad_norm_(stage, self._max_norm, norm)
+        if max_norm := self._trainer.args.max_grad_norm:
+            self._trainer.pipe.clip_stage_grad_norm_(stage, max_norm, norm)
         _set(self._optimizer, self._settings[step])
-        step_stage(self._pipe, self._optimizer, self._master_weights, stage)
+        step_stage(self._trainer, stage)
         if not is_first:
             _set(self._optimizer, now)
         elif self._scheduler is not None:
