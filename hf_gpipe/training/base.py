@@ -28,7 +28,7 @@ from hf_gpipe.data.image_text import ImageTextExamples
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.model.opening import chain_of
 from hf_gpipe.model.spec import ModelSpec
-from hf_gpipe.pipeline import ModelSource, Pipeline, PipelineRequest
+from hf_gpipe.pipeline import Pipeline, PipelineRequest
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO
 from hf_gpipe.runtime.agreement import compare
@@ -40,7 +40,6 @@ from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
-from hf_gpipe.training.given import check_given, take_seed
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.longest import longest_mini_batch
 from hf_gpipe.training.loss_scaling import LossScaler
@@ -78,28 +77,8 @@ def options_of(optimizer: torch.optim.Optimizer | None) -> Any:
     return type(optimizer).__name__, options_of_groups(optimizer)
 
 
-def pipeline_of(
-    model: Pipeline | ModelSource | None,
-    args: PipelineTrainingArguments,
-    example: Callable[[], Mapping[str, torch.Tensor] | Workload | None],
-    world: World,
-    loss: Loss | None = None,
-    **options: Any,
-) -> Pipeline:
-    """The pipeline to train.
-
-    Args:
-        model: the model, or the pipeline itself.
-        args: the trainer's arguments.
-        example: the shape of the longest mini-batch to come, for the planner.
-        world: of the job, where the devices are chosen.
-        loss: in place of the cross-entropy.
-        options: of `ModelSpec`; a value None is not given.
-
-    Raises:
-        UserError: the arguments ask for something else than a given pipeline is.
-    """
-    pipe = _pipeline(model, args, example, world, loss, options)
+def set_up_model(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
+    """Set what the arguments say of a pipeline's model. Raises UserError where the model has nothing of the kind."""
     asked = {
         "batch_tokens": args.batch_tokens,
         "neftune_noise_alpha": args.neftune_noise_alpha,
@@ -119,7 +98,6 @@ def pipeline_of(
         stage.add_noise(args.neftune_noise_alpha)
     if args.generation_config is not None:
         pipe.adapter.reference.generation_config = generation_config_of(args.generation_config)
-    return pipe
 
 
 def master_weights_of(pipe: Pipeline, args: PipelineTrainingArguments) -> MasterWeights | None:
@@ -170,26 +148,23 @@ def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]
                 ) from error
 
 
-def _pipeline(
-    model: Pipeline | ModelSource | None,
+def make_pipeline(
+    spec: ModelSpec,
     args: PipelineTrainingArguments,
     example: Callable[[], Mapping[str, torch.Tensor] | Workload | None],
     world: World,
     loss: Loss | None,
-    options: Mapping[str, Any],
 ) -> Pipeline:
-    """The pipeline that the arguments ask for, or the one given, if it is not another one."""
-    if isinstance(model, Pipeline):
-        if given := [name for name, value in {"loss": loss, **options}.items() if value is not None]:
-            raise UserError(
-                f"{given[0]} is given, and the model is a Pipeline, which has its own; set it when the Pipeline is "
-                "made (a compute_loss_func as loss=LogitsLoss(compute_loss_func))"
-            )
-        check_given(model, args)
-        take_seed(model, args)
-        return model
-    assert model is not None
-    spec, config = ModelSpec.of(model, autocast=args.autocast, **options), args.config
+    """The pipeline that the arguments ask for.
+
+    Args:
+        spec: the model.
+        args: the trainer's arguments.
+        example: the shape of the longest mini-batch to come, for the planner.
+        world: of the job, where the devices are chosen.
+        loss: in place of the cross-entropy.
+    """
+    config = args.config
     inputs = args.planned(PlanInputs.of_training(args, packing=args.packs_rows))
     # The layers of a chain are found by it.
     if chain_of(spec) is not None or not config.settled(can_plan=inputs.has_known_optimizer).is_decided:

@@ -149,9 +149,9 @@ class EvaluatingTrainer(SavingTrainer):
             raise UserError("training requires a train_dataset")
         return self.get_train_dataloader() if self.world.is_reader else None
 
-    def _example(self, model: Any, peft_config: Any) -> Batch | Workload | None:
+    def _example(self, spec: ModelSpec) -> Batch | Workload | None:
         """A mini-batch, or its shape: of a model that reads no tokens, from the first training row."""
-        chain = chain_of(ModelSpec.of(model, peft_config=peft_config))
+        chain = chain_of(spec)
         if chain is None:
             return example_of(self.train_dataset, self.args)
         if not has_index(self.train_dataset) or not len(self.train_dataset):

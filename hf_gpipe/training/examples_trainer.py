@@ -10,6 +10,7 @@ from transformers import ProcessorMixin
 
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import UserError
+from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.training.base import example_of
 from hf_gpipe.training.loader import Batch, Collate, MiniBatches
@@ -69,7 +70,7 @@ class ExamplesTrainer(PipelineTrainer, ABC):
         if self.data_collator is None:
             self.data_collator = self._collator()
 
-    def _example(self, model: Any, peft_config: Any) -> Batch | Workload | None:
+    def _example(self, spec: ModelSpec) -> Batch | Workload | None:
         return example_of(self.train_dataset, self.args)
 
     def _evaluated(self, dataset: Any, generation: Mapping[str, Any], required: str) -> Iterable[Batch] | None:

@@ -79,6 +79,23 @@ _OF_PIPELINE: dict[str, Callable[[Pipeline], str]] = {
 }
 
 
+def take_given(pipe: Pipeline, args: PipelineTrainingArguments, **options: Any) -> None:
+    """Raise UserError where a trainer is asked for something else than the given pipeline is.
+
+    Args:
+        pipe: given to the trainer; its dropout follows the trainer's seed from now on.
+        args: the trainer's arguments.
+        options: what else the trainer is given that a pipeline has; None: it is not given.
+    """
+    if given := [name for name, value in options.items() if value is not None]:
+        raise UserError(
+            f"{given[0]} is given, and the model is a Pipeline, which has its own; set it when the Pipeline is "
+            "made (a compute_loss_func as loss=LogitsLoss(compute_loss_func))"
+        )
+    check_given(pipe, args)
+    take_seed(pipe, args)
+
+
 def check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
     """Raise UserError where the arguments ask for something else than the given pipeline is."""
     for name, agreeing in COMPARED.items():

@@ -24,6 +24,7 @@ from hf_gpipe.data.embeddings import EmbeddingExamples
 from hf_gpipe.data.preferences import PreferenceExamples
 from hf_gpipe.data.prompts import PromptExamples
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PreferencesSection
@@ -106,7 +107,7 @@ class PairTrainer(ExamplesTrainer, ABC):
             peft_config=peft_config,
         )
 
-    def _example(self, model: Any, peft_config: Any) -> Workload | None:
+    def _example(self, spec: ModelSpec) -> Workload | None:
         if self.train_dataset is None or not hasattr(self.train_dataset, "lengths"):
             return None
         num_rows, num_tokens = self.args.of_example

@@ -30,6 +30,7 @@ from transformers.trainer_utils import TrainOutput
 from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.errors import UserError
+from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import loss_of_function
@@ -41,13 +42,15 @@ from hf_gpipe.training.base import (
     default_collator,
     join_with,
     loss_scaler,
+    make_pipeline,
     master_weights_of,
     options_of,
-    pipeline_of,
     restore_callbacks,
+    set_up_model,
 )
 from hf_gpipe.training.checkpoints import Checkpoints
 from hf_gpipe.training.evaluating_trainer import EvaluatingTrainer
+from hf_gpipe.training.given import take_given
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.logs import Logs
@@ -141,19 +144,19 @@ class PipelineTrainer(EvaluatingTrainer):
         model = self.call_model_init() if model is None else model
         loss = loss_of_function(compute_loss_func)
         options = {"peft_config": peft_config, "quantization_config": quantization_config}
+        self.world = model.world if isinstance(model, Pipeline) else world_for(self.args.config)
+        self._prepare_data(model)
         if isinstance(model, Pipeline):
-            self.world = model.world
-            self._prepare_data(model)
+            take_given(model, self.args, loss=loss, **options)
+            self.pipe = model
         else:
-            self.world = world_for(self.args.config)
-            self._prepare_data(model)
-            loss = self.args.make_loss() if loss is None else loss
-            model, own = self._source(model)
+            source, own = self._source(model)
             options = own | {name: value for name, value in options.items() if value is not None}
-        self.pipe = pipeline_of(
-            model, self.args, lambda: self._example(model, peft_config), self.world, loss=loss, **options
-        )
+            spec = ModelSpec.of(source, autocast=self.args.autocast, **options)
+            loss = self.args.make_loss() if loss is None else loss
+            self.pipe = make_pipeline(spec, self.args, lambda: self._example(spec), self.world, loss)
         self.world = self.pipe.world
+        set_up_model(self.pipe, self.args)
         self._take_pipeline()
         self.scaler = loss_scaler(self.pipe)
         self.master_weights = master_weights_of(self.pipe, self.args)
