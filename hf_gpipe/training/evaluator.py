@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import EvalPrediction, TrainerState
+from transformers import EvalPrediction
 from transformers.trainer_utils import PredictionOutput, denumpify_detensorize, speed_metrics
 
 from hf_gpipe.adapters import IGNORED_LABEL
@@ -159,8 +159,9 @@ def metric_of(args: PipelineTrainingArguments, metrics: Mapping[str, float]) -> 
     return metrics[name]
 
 
-def note_best(state: TrainerState, args: PipelineTrainingArguments, metrics: Mapping[str, float]) -> bool:
+def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
     """Whether these metrics are the best so far, which the state then notes."""
+    args, state = trainer.args, trainer.state
     if args.metric_for_best_model is None:
         return False
     value, best = metric_of(args, metrics), state.best_metric

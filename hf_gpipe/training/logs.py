@@ -9,33 +9,29 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import TrainerState
 from transformers.trainer_utils import speed_metrics
 
-from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.schedule import Schedule, staleness
-from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.meter import Meter
+from hf_gpipe.training.trainer_interface import TrainerInterface
 
 
 class Logs:
     """Sums up the steps of one training. Every process has one and calls it in step with the others.
 
     Args:
-        pipe: the pipeline that is trained.
-        args: the trainer's arguments.
-        first_step: updates made before this training.
+        trainer: at the beginning of this training.
         start_time: of this training, by `time.time`.
 
     Attributes:
         meter: the speed.
     """
 
-    def __init__(self, pipe: Pipeline, args: PipelineTrainingArguments, first_step: int, start_time: float) -> None:
-        self._args, self._start_time = args, start_time
-        self.meter = Meter(pipe, args.timeline_steps if pipe.world.num_processes > 1 else None)
-        self._first_step = self._logged_step = first_step
+    def __init__(self, trainer: TrainerInterface, start_time: float) -> None:
+        self._trainer, self._args, self._start_time = trainer, trainer.args, start_time
+        self.meter = Meter(trainer.pipe, self._args.timeline_steps if trainer.world.num_processes > 1 else None)
+        self._first_step = self._logged_step = trainer.state.global_step
         #: The sums of the losses since the last log, and before it.
         self._loss = self._logged_loss = 0.0
         self._num_rows = 0
@@ -59,16 +55,15 @@ class Logs:
         self._num_rows += sum(len(batch["labels"]) for batch in group)
         return self.meter.count(group)
 
-    def read(self, state: TrainerState, norm: float | None, rate: float | None) -> dict[str, Any] | None:
+    def read(self, norm: float | None, rate: float | None) -> dict[str, Any] | None:
         """The metrics since the last call; None where there was no step.
 
         Args:
-            state: says how many updates were made, and how many there will be.
             norm: of the last step's gradient.
             rate: the learning rate of the last step.
         """
-        step = state.global_step
-        steps = step - self._logged_step
+        state = self._trainer.state
+        step, steps = state.global_step, state.global_step - self._logged_step
         if steps == 0:
             return None
         logs: dict[str, Any] = {"loss": self._loss / steps, "grad_norm": norm, "learning_rate": rate}
@@ -81,8 +76,9 @@ class Logs:
         logs["seconds_left"] = logs["training_seconds"] / steps * (state.max_steps - step)
         return {name: value for name, value in logs.items() if value is not None}
 
-    def summary(self, state: TrainerState) -> dict[str, float]:
+    def summary(self) -> dict[str, float]:
         """The metrics of the whole training, for this process; `train_loss` is the mean loss."""
+        state = self._trainer.state
         steps = state.global_step - self._first_step
         rows = steps * self._args.per_device_train_batch_size * self._args.gradient_accumulation_steps
         if self._args.batch_tokens is not None:

@@ -120,7 +120,7 @@ class TrainingLoop:
         if batches is not None:
             groups = in_groups(batches.epoch(epoch, done, begin.place), self._length.accumulation)
             source = islice(groups, self._length.max_steps - self._state.global_step)
-        for window in windows(shared_stream(source, self._world), self._pipe, self._args, self._state):
+        for window in windows(shared_stream(source, self._world), self._trainer):
             job.note(f"training step {self._state.global_step + 1}")
             self._trainer.fire("on_step_begin")
             window = [self._trainer.prepared(group) for group in window]
@@ -220,7 +220,7 @@ class TrainingLoop:
         return bool(agreed[-2]), agreed[-1]
 
     def _log(self) -> None:
-        logs = self._logs.read(self._state, self._updates.norm, self._updates.rate)
+        logs = self._logs.read(self._updates.norm, self._updates.rate)
         if logs is not None:
             self._trainer.log(logs)
 
@@ -228,7 +228,7 @@ class TrainingLoop:
         """Evaluate, and update the best metric and the learning rate."""
         with self._logs.meter.paused():
             metrics = self._evaluate_now()
-        is_best = note_best(self._state, self._args, metrics)
+        is_best = note_best(self._trainer, metrics)
         if takes_metric(self._trainer.lr_scheduler):
             self._trainer.lr_scheduler.step(metric_of(self._args, metrics))
         if self._args.save_strategy == "best":
@@ -322,7 +322,7 @@ class TrainingLoop:
             )
 
     def _finish(self) -> TrainOutput:
-        mine = self._logs.summary(self._state)
+        mine = self._logs.summary()
         metrics = self._world.broadcast_value(mine, self._world.reporter)
         self._trainer.log(metrics)
         if self._args.load_best_model_at_end:

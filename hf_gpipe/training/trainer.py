@@ -282,7 +282,7 @@ class PipelineTrainer(EvaluatingTrainer):
         self.state.max_steps, self.state.num_train_epochs = length.max_steps, length.num_epochs
         self._first_num_tokens = self.state.num_input_tokens_seen
         self.pipe.zero_grad()
-        logs = Logs(self.pipe, self.args, self.state.global_step, start_time)
+        logs = Logs(self, start_time)
         return TrainingLoop(self, length, batches, run, checkpoints, logs, ignored_keys, resume_hint)
 
     @property

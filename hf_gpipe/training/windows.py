@@ -10,15 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_gpipe.checkpoint.state import options_of_groups
 from hf_gpipe.errors import UserError
-from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.shards import treats_elements_alone
 from hf_gpipe.schedule import LONGEST_WINDOW
-from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.optim import step_stage, takes_metric
 from hf_gpipe.training.trainer_interface import TrainerInterface
@@ -30,26 +28,26 @@ Group = Sequence[Batch]
 _EVENTS_OF_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
 
 
-def windows(groups: Iterable[Group], pipe: Pipeline, args: Any, state: TrainerState) -> Iterator[list[Group]]:
+def windows(groups: Iterable[Group], trainer: TrainerInterface) -> Iterator[list[Group]]:
     """The steps that run as one table: one under a synchronous schedule, and a window under an asynchronous one.
 
     Args:
         groups: the steps of an epoch.
-        pipe: the pipeline.
-        args: the trainer's arguments, which say where logs, evaluations and checkpoints come.
-        state: the trainer's, whose `global_step` is that of the end of the window before.
+        trainer: its arguments say where logs, evaluations and checkpoints come; its state is at the end of the window
+            before.
     """
     window: list[Group] = []
     for group in groups:
         window.append(group)
-        if len(window) >= (_steps_to_next_end(args, state) if pipe.is_asynchronous else 1):
+        if len(window) >= (_steps_to_next_end(trainer) if trainer.pipe.is_asynchronous else 1):
             yield window
             window = []
     if window:
         yield window
 
 
-def _steps_to_next_end(args: PipelineTrainingArguments, state: TrainerState) -> int:
+def _steps_to_next_end(trainer: TrainerInterface) -> int:
+    args, state = trainer.args, trainer.state
     every = [args.memory_save_steps]
     every += [state.logging_steps] if args.logging_strategy == IntervalStrategy.STEPS else []
     every += [state.eval_steps] if args.eval_strategy == IntervalStrategy.STEPS else []
