@@ -40,7 +40,7 @@ from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
-from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.loader import Collate
 from hf_gpipe.training.longest import longest_mini_batch
 from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
@@ -209,9 +209,8 @@ def loss_scaler(pipe: Pipeline) -> LossScaler | None:
     return LossScaler()
 
 
-def default_collator(processing_class: Any) -> Callable[[list[Any]], Batch]:
+def default_collator(processing_class: Any) -> Collate:
     """Trainer's default collator: pad with the tokenizer, if there is one."""
     if isinstance(processing_class, PreTrainedTokenizerBase):
-        collator: Callable[[list[Any]], Batch] = DataCollatorWithPadding(processing_class)
-        return collator
+        return DataCollatorWithPadding(processing_class)
     return default_data_collator

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_tra
 from hf_gpipe.training import summary
 from hf_gpipe.training.cost import CostMeter
 from hf_gpipe.training.from_recipe import check_model, loss_of, sorts_rows, workload_of
+from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.optim import step_stage
 from hf_gpipe.training.recipe_model import model_config, spec_of, teacher_of
 from hf_gpipe.training.recipe_trainer import Prepared, trainer_of
@@ -107,7 +108,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     job.note("measuring a step")
     batches = trainer.train_batches()
     batch = trainer.prepared(share([next(batches.epoch(0))] if batches is not None else None, world))
-    measured, predicted = measure_step(pipe, batch, **_updates_of(trainer))
+    measured, predicted = _measured(trainer, batch)
     if world.is_writer:
         cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
         metrics = json.dumps(_finite(report.to_dict() | {"cost": cost}), indent=2, ensure_ascii=False)
@@ -134,36 +135,28 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _updates_of(trainer: PipelineTrainer) -> dict[str, Any]:
-    """The trainer's updates, as arguments of `measure_step`, with a learning rate of 0: they take as long as any and
-    leave the weights as they are."""
-    optimizer = trainer.made_optimizer()
-
-    @contextmanager
-    def without_rate() -> Iterator[None]:
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        yield
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-    def update_stage(stage: int, step: int, norm: torch.Tensor) -> None:
-        with without_rate():
-            StageUpdates(trainer, None)(stage, 0, norm)
+def _measured(trainer: PipelineTrainer, batch: Sequence[Batch]) -> tuple[Timeline, Timeline]:
+    """The step of `measure_step`, with the trainer's updates at a learning rate of 0: they take as long as any and leave
+    the weights as they are."""
+    optimizer, pipe = trainer.made_optimizer(), trainer.pipe
+    rates = [group["lr"] for group in optimizer.param_groups]
 
     def update(loss: torch.Tensor, norm: torch.Tensor) -> None:
-        with without_rate():
-            trainer.pipe.clip_grad_norm_(trainer.args.max_grad_norm, norm)
-            optimizer.step()
+        pipe.clip_grad_norm_(trainer.args.max_grad_norm, norm)
+        optimizer.step()
 
-    def update_beside(stage: int) -> None:
-        with without_rate():
-            step_stage(trainer, stage)
+    def update_stage(stage: int, step: int, norm: torch.Tensor) -> None:
+        StageUpdates(trainer, None)(stage, 0, norm)
 
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     if are_beside(trainer):
-        return {"update_beside": update_beside}
-    return {"update": update_stage if trainer.pipe.is_asynchronous else update}
+        timelines = measure_step(pipe, batch, update_beside=partial(step_stage, trainer))
+    else:
+        timelines = measure_step(pipe, batch, update=update_stage if pipe.is_asynchronous else update)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return timelines
 
 
 def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) -> None:

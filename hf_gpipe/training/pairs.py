@@ -30,7 +30,7 @@ from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PreferencesSection
 from hf_gpipe.training.arguments import PipelineTrainingArguments, argument, key_of
 from hf_gpipe.training.examples_trainer import ExamplesTrainer
-from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.loader import Collate
 from hf_gpipe.training.pools import has_index
 from hf_gpipe.training.preference_loss import NotingLoss
 
@@ -83,7 +83,7 @@ class PairTrainer(ExamplesTrainer, ABC):
         self,
         model: Pipeline | ModelSource,
         args: Any = None,
-        data_collator: Callable[[list[Any]], Batch] | None = None,
+        data_collator: Collate | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,

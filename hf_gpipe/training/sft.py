@@ -30,7 +30,7 @@ from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.runtime.token_metrics import means
 from hf_gpipe.training.base import default_collator
 from hf_gpipe.training.examples_trainer import ExamplesTrainer
-from hf_gpipe.training.loader import Batch, Collate
+from hf_gpipe.training.loader import Collate
 from hf_gpipe.training.pools import has_index
 from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.sft_config import PipelineSFTConfig
@@ -68,7 +68,7 @@ class PipelineSFTTrainer(ExamplesTrainer):
         self,
         model: Pipeline | ModelSource,
         args: PipelineSFTConfig | None = None,
-        data_collator: Callable[[list[Any]], Batch] | None = None,
+        data_collator: Collate | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,

@@ -52,7 +52,7 @@ from hf_gpipe.training.checkpoints import Checkpoints
 from hf_gpipe.training.evaluating_trainer import EvaluatingTrainer
 from hf_gpipe.training.given import take_given
 from hf_gpipe.training.hub import HubUploads
-from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.loader import Collate
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.loop import TrainingLoop
 from hf_gpipe.training.optim import (
@@ -106,7 +106,7 @@ class PipelineTrainer(EvaluatingTrainer):
         self,
         model: Pipeline | ModelSource | None = None,
         args: PipelineTrainingArguments | None = None,
-        data_collator: Callable[[list[Any]], Batch] | None = None,
+        data_collator: Collate | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
