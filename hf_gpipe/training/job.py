@@ -136,8 +136,10 @@ def _finite(value: Any) -> Any:
 
 
 def _measured(trainer: PipelineTrainer, batch: Sequence[Batch]) -> tuple[Timeline, Timeline]:
-    """The step of `measure_step`, with the trainer's updates at a learning rate of 0: they take as long as any and leave
-    the weights as they are."""
+    """The step of `measure_step`, with the trainer's updates at a learning rate of 0.
+
+    They take as long as any, and leave the weights as they are.
+    """
     optimizer, pipe = trainer.made_optimizer(), trainer.pipe
     rates = [group["lr"] for group in optimizer.param_groups]
 
