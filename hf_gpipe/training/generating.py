@@ -19,7 +19,7 @@ from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Batch
 
 #: Every setting of `generate`, so that none of the model's generation_config changes what is generated.
-NEUTRAL: dict[str, Any] = {
+_NEUTRAL: dict[str, Any] = {
     **{name: None for name in vars(GenerationConfig()) if name[0] != "_" and name != "use_cache"},
     **{"num_beams": 1, "num_return_sequences": 1},
 }
@@ -67,6 +67,21 @@ class Generation:
             )
         tokens: torch.Tensor = ids.cpu()
         return tokens
+
+
+def completions_of(pipe: Pipeline, prompts: Batch, end: int | None, max_tokens: int, **options: Any) -> torch.Tensor:
+    """The tokens that a decoder-only model adds to each of some prompts, (N, T), on every process.
+
+    Args:
+        pipe: the model.
+        prompts: `input_ids` and `attention_mask`, (N, S) each, padded on the left.
+        end: the token that ends a completion, and fills the rows after it; None: there is none.
+        max_tokens: the most tokens of a completion.
+        options: other keyword arguments of `generate`; the model's own generation_config does not count.
+    """
+    options |= {"max_new_tokens": max_tokens, "eos_token_id": end, "pad_token_id": end or 0}
+    inputs = {name: prompts[name] for name in ("input_ids", "attention_mask")}
+    return pipe.generate(**_NEUTRAL | options | inputs)[:, inputs["input_ids"].shape[1] :]
 
 
 def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tensor]:

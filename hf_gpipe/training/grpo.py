@@ -20,7 +20,7 @@ from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.prompts import PromptCollator, PromptExamples
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
-from hf_gpipe.training.generating import NEUTRAL
+from hf_gpipe.training.generating import completions_of
 from hf_gpipe.training.grpo_config import PipelineGRPOConfig
 from hf_gpipe.training.grpo_loss import GRPOLoss, advantages_of, advantages_of_each, deviations, summed
 from hf_gpipe.training.loader import Batch
@@ -240,15 +240,19 @@ class PipelineGRPOTrainer(PairTrainer):
     ) -> Rollouts:
         """`count` completions of each prompt of a mini-batch, the same in every process."""
         args, server, function = self.args, self._server, self._rollout_func
+        sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
         if server is None and function is None:
-            return self._generated(batch, count, end, seed)
+            prompts = {name: batch[name].repeat_interleave(count, 0) for name in ("input_ids", "attention_mask")}
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                tokens = completions_of(self.pipe, prompts, end, args.max_completion_length, do_sample=True, **sampling)
+            return Rollouts(tokens.tolist()).until(end)
         longest, vocabulary = args.max_completion_length, self.pipe.adapter.config.get_text_config().vocab_size
         if server is not None:
             self._serve_weights(is_training=is_training)
 
         def ask() -> Rollouts:
             if server is not None:
-                sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
                 is_stale = is_training and args.rollout_sync_steps > 1
                 # Servers take a seed of 31 bits.
                 whose = {"seed": seed % 2**31, "end": end, "vocabulary": vocabulary, "has_log_probs": is_stale}
@@ -267,28 +271,6 @@ class PipelineGRPOTrainer(PairTrainer):
         # The columns stay where the reward functions are.
         shared = self.world.from_reader(completions, takes_long=True)
         return Rollouts(*shared, made[0].columns if made else None)
-
-    def _generated(self, batch: Batch, count: int, end: int | None, seed: int) -> Rollouts:
-        """Those of the pipeline's own `generate`."""
-        args = self.args
-        prompts, masks = (batch[name].repeat_interleave(count, 0) for name in ("input_ids", "attention_mask"))
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            generated = self.pipe.generate(
-                **NEUTRAL
-                | {
-                    "input_ids": prompts,
-                    "attention_mask": masks,
-                    "max_new_tokens": args.max_completion_length,
-                    "do_sample": True,
-                    "temperature": args.temperature,
-                    "top_p": args.top_p,
-                    "top_k": args.top_k,
-                    "eos_token_id": end,
-                    "pad_token_id": 0 if end is None else end,
-                }
-            )
-        return Rollouts(generated[:, prompts.shape[1] :].tolist()).until(end)
 
     def _serve_weights(self, *, is_training: bool) -> None:
         """Write the weights for the server and tell it, where it is time; every process calls it."""

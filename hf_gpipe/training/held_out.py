@@ -27,7 +27,7 @@ from hf_gpipe.data.rewards import RewardCollator
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.training.checkable import checked_by
 from hf_gpipe.training.embedding_loss import EmbeddingLoss
-from hf_gpipe.training.generating import NEUTRAL
+from hf_gpipe.training.generating import completions_of
 from hf_gpipe.training.loader import Batch, Collate
 from hf_gpipe.training.predicting import from_last_stage, predict, shared_batches
 
@@ -302,12 +302,9 @@ def evaluate_completions(
     number, batches = held_out.mini_batches(pipe, PromptCollator(end or 0))
     rewards: list[float] = []
     for batch in shared_batches(batches, world):
-        ids = batch["input_ids"]
-        options = NEUTRAL | {"max_new_tokens": max_completion_length, "do_sample": False, "eos_token_id": end}
-        options |= {"input_ids": ids, "attention_mask": batch["attention_mask"], "pad_token_id": end or 0}
-        tokens = pipe.generate(**options)
+        tokens = completions_of(pipe, batch, end, max_completion_length, do_sample=False)
 
-        def of_batch(batch: Batch = batch, completions: torch.Tensor = tokens[:, ids.shape[1] :]) -> list[float]:
+        def of_batch(batch: Batch = batch, completions: torch.Tensor = tokens) -> list[float]:
             assert tokenizer is not None, "the reader has the tokenizer"
             answers = [held_out.rows.rows[row]["answer"] for row in batch["row"].tolist()]
             return checked_by(reward)(tokenizer.batch_decode(completions, skip_special_tokens=True), answers)
