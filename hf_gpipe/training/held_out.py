@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,14 +30,6 @@ from hf_gpipe.training.embedding_loss import EmbeddingLoss
 from hf_gpipe.training.generating import completions_of
 from hf_gpipe.training.loader import Batch, Collate
 from hf_gpipe.training.predicting import from_last_stage, predict, shared_batches
-
-
-class Dataset(Protocol):
-    """A map-style dataset."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -73,13 +65,13 @@ class HeldOut:
     """Rows that a model is measured on. Every process has them and calls `mini_batches`; the main process makes them.
 
     Attributes:
-        make: makes the rows, in the main process.
+        make: makes the rows, a map-style dataset, in the main process.
         batch_size: rows at a time.
         max_rows: how many rows to take, the first ones; None: all.
         rows: in the main process, once they are made.
     """
 
-    make: Callable[[], Dataset]
+    make: Callable[[], Any]
     batch_size: int
     max_rows: int | None = None
     rows: Any = None

@@ -5,11 +5,11 @@ A task is a record in `TASKS`: which corpus there is, what the rows of a mini-ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase, default_data_collator
 
@@ -35,7 +35,6 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import DataSection, Recipe
 from hf_gpipe.recipe.data import PAIRS
 from hf_gpipe.training.evaluate_translation import (
-    Translated,
     TranslationReport,
     characters_of,
     evaluate_translation,
@@ -44,6 +43,7 @@ from hf_gpipe.training.from_recipe import image_text_processor_of, processor_of,
 from hf_gpipe.training.held_out import (
     Evaluate,
     HeldOut,
+    HeldOutReport,
     evaluate_classes,
     evaluate_completions,
     evaluate_embeddings,
@@ -55,19 +55,8 @@ from hf_gpipe.training.held_out import (
     evaluate_text,
 )
 
-
-class Report(Protocol):
-    """The result of an evaluation, the same in every process."""
-
-    @property
-    def translations(self) -> Sequence[Translated]:
-        """The translations, if there are any."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The metrics, ready for JSON."""
-
-    def text(self, split: str) -> str:
-        """The report for people."""
+Report = HeldOutReport | TranslationReport
+"""The result of an evaluation, the same in every process."""
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase, pipe: Pipeline) -> PairCollator:
