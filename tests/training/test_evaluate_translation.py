@@ -116,7 +116,7 @@ class _OneProcess:
     device = torch.device("cpu")
 
     @staticmethod
-    def from_reader(function: Any) -> Any:
+    def from_reader(function: Any, **_: Any) -> Any:
         return function()
 
 
