@@ -1,4 +1,4 @@
-"""What a trainer writes into its output directory, and uploads from there."""
+"""The files that a trainer writes into its output directory, and their upload."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ _ABSENT = object()
 
 
 class Surface:
-    """What may be overridden and set of a trainer.
+    """The attributes of a trainer that may be overridden and set.
 
     Args:
         base: the trainer here, whose own public names may be, unless a table says otherwise.

@@ -1,4 +1,4 @@
-"""What a script, a callback or the loop of a training asks of a trainer, and what needs to know nothing of a step."""
+"""The attributes and methods that scripts, callbacks and the loop of a training ask of a trainer."""
 
 from __future__ import annotations
 
