@@ -141,10 +141,13 @@ class Adapter(ABC):
     # ------------------------------------------------------------------ the chain
 
     @abstractmethod
-    def skeleton(self) -> Any:
+    def skeleton(self, stubs: Mapping[str, nn.Module] | None = None) -> Any:
         """Return a new copy of the whole model on the meta device: its modules and names, without memory.
 
         Its attribute `all_tied_weights_keys` is that of transformers: alias -> the parameter that it is tied to.
+
+        Args:
+            stubs: by name, what the copy has in place of modules.
         """
 
     def lay_out(self, model: PreTrainedModel) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -32,6 +32,7 @@ from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.observations import Observations, Shapes
 from hf_gpipe.adapters.observed import Observed, observe, text_of
+from hf_gpipe.adapters.skeleton import copy_with_stubs
 from hf_gpipe.adapters.stubs import Port
 from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
 
@@ -115,8 +116,8 @@ class Chain(Adapter):
 
     # ------------------------------------------------------------------ the chain
 
-    def skeleton(self) -> Any:
-        return copy.deepcopy(self.reference)
+    def skeleton(self, stubs: Mapping[str, nn.Module] | None = None) -> Any:
+        return copy_with_stubs(self.reference, stubs or {})
 
     def stub(self, layer: Layer, name: str, port: Port | None) -> nn.Module:
         stub = _Stub(self, name, port)

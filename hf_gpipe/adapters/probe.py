@@ -97,6 +97,7 @@ def observe_family(blueprint: Blueprint, autocast: Autocast | None = None) -> Ob
             f"{type(error).__name__}: {error}"
         ) from error
     tiny._experts_implementation = "eager"  # grouped matrix products do not support every type
+    tiny.dtype = None  # that of the weights is given
     what = f"{blueprint.model_class} {type(config).__name__} {blueprint.dtype} {autocast}"
     identity = f"{what} {tiny.to_json_string(use_diff=False)}"
     if identity not in _observations:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
@@ -87,3 +91,41 @@ class _NoRandomValues(TorchFunctionMode):
         if func in self._fills and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
             return tensor
         return func(*args, **kwargs)
+
+
+def copy_with_stubs(model: Any, stubs: Mapping[str, nn.Module]) -> Any:
+    """A copy of a model on the meta device with stubs in place of some modules, of which nothing is copied.
+
+    To build the model anew takes several times as long, and a stage needs few of its layers.
+
+    Args:
+        model: of whose modules none is in a closure (see `has_closures`).
+        stubs: by the name of the module that each replaces.
+    """
+    modules = {name: model.get_submodule(name) for name in stubs}
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    is_alone = {name: places[id(module)] == 1 for name, module in modules.items()}
+    # A copy does not go into what is there already. Most of a module are dictionaries for hooks, without any.
+    there: dict[int, Any] = {id(modules[name]): stub for name, stub in stubs.items() if is_alone[name]}
+    kept = (value for module in model.modules() for value in vars(module).values())
+    there |= {id(value): OrderedDict() for value in kept if type(value) is OrderedDict and not value}
+    copied = copy.deepcopy(model, there)
+    for name, stub in stubs.items():
+        if not is_alone[name]:  # in its other places the module stays
+            copied.set_submodule(name, stub)
+    return copied
+
+
+def has_closures(model: nn.Module) -> bool:
+    """Whether a function that a module keeps, or one of its hooks, closes over a module: a copy would share it."""
+    kept = (value for module in model.modules() for value in vars(module).values())
+    functions = (f for value in kept for f in (value.values() if isinstance(value, dict) else (value,)))
+    cells = (cell for f in functions if isinstance(f, FunctionType) for cell in f.__closure__ or ())
+    return any(isinstance(_content_of(cell), nn.Module) for cell in cells)
+
+
+def _content_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None

@@ -49,7 +49,8 @@ class StageModel:
     def __init__(self, adapter: Adapter, start: int, stop: int) -> None:
         self.adapter = adapter
         self.start, self.stop = start, stop
-        self.model = adapter.skeleton()
+        #: The model; until its layers are chosen, that of the adapter.
+        self.model = adapter.reference
         self.port = Port()
         self.router_port = RouterPort(is_last=self.is_last)
         self._projection: Projection | None = None
@@ -109,13 +110,13 @@ class StageModel:
         )
 
     def _strip(self) -> None:
-        """Replace the layers of other stages by stubs, except for modules whose tied weight this stage uses.
+        """Copy the model with stubs in place of other stages' layers, except for modules whose tied weight it uses.
 
         Those modules stay until the weights are loaded, because transformers initialises and loads a tied weight
         through the module that it is tied to.
         """
-        needed = set(self.parameter_names)
-        ties = self.model.all_tied_weights_keys
+        whole, needed = self.adapter.reference, set(self.parameter_names)
+        ties = whole.all_tied_weights_keys
         foreign = [
             (name, self._stub(index, name))
             for index, layer in enumerate(self.adapter.layers)
@@ -124,21 +125,19 @@ class StageModel:
         ]
         inside = tuple(f"{name}." for layer in self.adapter.layers for name in layer.all_modules)
         # Modules outside of every layer that hold weights, such as the `shared` of an encoder-decoder.
-        for name, module in self.model.named_modules():
+        for name, module in whole.named_modules():
             if name and any(True for _ in module.parameters(recurse=False)) and not f"{name}.".startswith(inside):
                 foreign.append((name, PassThrough()))
                 resemble(foreign[-1][1], module)
-        borrowed = self._borrowed_tables()
+        borrowed, stubs = self._borrowed_tables(), dict[str, nn.Module]()
+        lenders = {name for name, _ in foreign if any(table.startswith(f"{name}.") for table in borrowed)}
         for name, stub in foreign:
-            module = self.model.get_submodule(name)
-            if any(table.startswith(f"{name}.") for table in borrowed):
-                strip_weights(module, name, borrowed)
-                self._pending[name] = stub
-                continue
-            if any(ties.get(alias, alias) in needed for alias in (f"{name}.{n}" for n, _ in module.named_parameters())):
-                self._pending[name] = stub
-                continue
-            self.model.set_submodule(name, stub)
+            aliases = (f"{name}.{n}" for n, _ in whole.get_submodule(name).named_parameters())
+            is_needed = name in lenders or any(ties.get(alias, alias) in needed for alias in aliases)
+            (self._pending if is_needed else stubs)[name] = stub
+        self.model = self.adapter.skeleton(stubs)
+        for name in lenders:
+            strip_weights(self.model.get_submodule(name), name, borrowed)
         self.model.all_tied_weights_keys = {alias: source for alias, source in ties.items() if source in needed}
 
     def _stub(self, index: int, name: str) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -20,7 +21,7 @@ from hf_gpipe.adapters.position_tables import shared_tables
 from hf_gpipe.adapters.probe import observe_family
 from hf_gpipe.adapters.quantised import Quantisation
 from hf_gpipe.adapters.routers import find_routers
-from hf_gpipe.adapters.skeleton import Blueprint, build_skeleton
+from hf_gpipe.adapters.skeleton import Blueprint, build_skeleton, copy_with_stubs, has_closures
 from hf_gpipe.adapters.stubs import EmbeddingStub, PassThrough, Port
 from hf_gpipe.errors import DataError, UserError
 
@@ -44,7 +45,9 @@ class TextAdapter(Adapter):
     ) -> None:
         self.blueprint, self.autocast, self.quantisation = blueprint, autocast, quantisation
         self.given_config, self.dtype = blueprint.config, blueprint.dtype
-        self.reference = self.skeleton()
+        self.reference = self.built()
+        # The quantised layers of bitsandbytes know the modules that they belong to.
+        self._is_copied = quantisation is None and not has_closures(self.reference)
         #: The text part, where the given one is of a model of images and text.
         self.config = self.reference.config
         #: Whether columns of padding must stay: top-k may break ties in another way without them, padding takes the
@@ -52,7 +55,10 @@ class TextAdapter(Adapter):
         self.padding_matters = any(
             getattr(self.config, name, 0) for name in ("index_topk", "expert_capacity", "chunk_size_feed_forward")
         )
-        observation = observe_family(blueprint, autocast)
+        # The same observation for a class that is given and for one that transformers chooses.
+        is_of_config = type(self.config) is type(self.given_config)
+        observed = replace(blueprint, model_class=type(self.reference)) if is_of_config else blueprint
+        observation = observe_family(observed, autocast)
         self.stacks = tuple(stack.of(self.reference) for stack in observation.stacks)
         stack_layers = [layer for stack in self.stacks for layer in stack.layers()]
         head = observation.head
@@ -70,7 +76,16 @@ class TextAdapter(Adapter):
         self._encoder_dtype = observation.encoder_dtype
         self.tables = {stack.name: shared_tables(self.reference, stack.blocks) for stack in self.stacks}
 
-    def skeleton(self) -> PreTrainedModel:
+    def skeleton(self, stubs: Mapping[str, nn.Module] | None = None) -> PreTrainedModel:
+        if self._is_copied:
+            return copy_with_stubs(self.reference, stubs or {})
+        model = self.built()
+        for name, stub in (stubs or {}).items():
+            model.set_submodule(name, stub)
+        return model
+
+    def built(self) -> PreTrainedModel:
+        """The model on the meta device, made from its configuration."""
         model = build_skeleton(self.blueprint)
         if self.quantisation is not None:
             self.quantisation.convert(model)

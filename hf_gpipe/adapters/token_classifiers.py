@@ -24,9 +24,9 @@ class TokenClassifier(DecoderOnly):
 
     task_type = "TOKEN_CLS"
 
-    def skeleton(self) -> PreTrainedModel:
+    def built(self) -> PreTrainedModel:
         """Without the dropout before the head, which transformers has where the configuration says nothing of it."""
-        model = super().skeleton()
+        model = super().built()
         for module in model.children():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
