@@ -47,8 +47,8 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
-    # Models and traces of tests make many objects, few of them garbage: it is looked for a tenth as often.
-    gc.set_threshold(7_000, 20, 10)
+    # Models and traces of tests make many objects, few of them garbage: it is looked for more seldom.
+    gc.set_threshold(50_000, 20, 10)
     gc.enable()
 
 

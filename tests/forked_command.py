@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -20,6 +21,8 @@ from typing import Any, TextIO
 
 import pytest
 import torch
+from torch.distributed import run as elastic
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 import tests.gloo  # noqa: F401  # it names the modules that the process to fork from imports
 from scripts import forked
@@ -125,6 +128,29 @@ def run_text(text: str, words: Sequence[str]) -> int:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     return code
+
+
+def run_script(words: Sequence[str]) -> int:
+    """As `python words...` does."""
+    sys.argv = [*words]
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def torchrun(words: Sequence[str], work: Callable[[int], int] | None = None) -> int:
+    """torchrun, in this process, with its processes forked from it.
+
+    Args:
+        words: its options, the script, and the script's.
+        work: what each process does, from its rank to its exit code; None: it runs the script.
+    """
+    torch.set_num_threads(1)
+    given = elastic.get_args_parser().parse_args([*words])
+    script = [given.training_script, *given.training_script_args]
+    start = forked.forked_ahead(work or (lambda rank: run_script(script)), int(given.nproc_per_node))
+    SubprocessHandler._popen = lambda handler, args, environment: start(environment)  # type: ignore
+    elastic.main([*words])
+    return 0
 
 
 class Training:

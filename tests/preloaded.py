@@ -1,6 +1,7 @@
 """The imports of the process that tests fork (tests/gloo.py): most of those of its children; models load on first use.
 
-It also runs a step of two tiny models, so that what the libraries make once in a process is there in every child.
+It also runs a step of two tiny models, and observes those that most tests have, so that what is made once in a process
+is there in every child.
 
 The garbage collector leaves out what is imported: else each child looks at a million objects of others, and gets pages
 of its own for them.
@@ -9,6 +10,7 @@ of its own for them.
 import gc
 import importlib
 from contextlib import suppress
+from itertools import product
 
 NAMES = (
     *("hf_gpipe.training.job", "hf_gpipe.planner.decide", "tests.oracle", "tests.training.toy", "scripts.forked"),
@@ -18,6 +20,9 @@ NAMES = (
         for name in ("bart", "llama", "m2m_100", "marian", "mixtral", "t5")
     ),
 )
+
+#: Of tests/oracle.py.
+FAMILIES = ("llama", "marian", "m2m_100", "bart")
 
 
 def warm_up() -> None:
@@ -37,7 +42,8 @@ def warm_up() -> None:
             model, batch = plain_model(config), padded_batch(config)
             run_plain(model, batch, 2)
             split_step(model, adapter_for(config, torch.float64, "eager"), batch, 2)
-            adapter_for(config)
+        for family, dropout, dtype in product(FAMILIES, (0.0, 0.1, 0.2), (torch.float32, torch.float64)):
+            adapter_for(tiny_config(family, dropout=dropout), dtype)
 
 
 gc.disable()
@@ -46,4 +52,5 @@ for name in NAMES:
         importlib.import_module(name)
 warm_up()
 gc.freeze()
+gc.set_threshold(50_000, 20, 10)  # as in conftest.py
 gc.enable()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +36,7 @@ def run(launcher: str, folder: Path, script: str, *arguments: str | Path, option
     """Run an example, alone in a forked process; what it printed."""
     words = [str(EXAMPLES / script), *map(str, arguments), *options, *FEW_STEPS]
     if launcher == "alone":
-        process = forked_command.start_function(folder, run_script, words)
+        process = forked_command.start_function(folder, forked_command.run_script, words)
         process.join(240)
         assert process.exitcode == 0, (folder / "run.err").read_text()[-3000:]
         return (folder / "run.out").read_text()
@@ -46,13 +45,6 @@ def run(launcher: str, folder: Path, script: str, *arguments: str | Path, option
     finished = subprocess.run([*LAUNCHER, *words], capture_output=True, text=True, env=environment, timeout=240)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return finished.stdout
-
-
-def run_script(words: list[str]) -> int:
-    """As `python words...` does."""
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-    return 0
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -2,23 +2,34 @@
 
 The scripts are not part of this project. They are looked for in a folder beside the checkout, or in the one that
 HF_GPIPE_FOREIGN_SCRIPTS names; where there are none, the tests are skipped. With each launcher all three run one after
-another in the same processes, which takes a third of the time; scripts/foreign_scripts.py starts each anew.
+another in the same processes, which are forked; scripts/foreign_scripts.py starts each anew.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import importlib
 import os
-import runpy
 import sys
+from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants, hf_api
 
 from scripts import foreign_scripts
-from scripts.foreign_scripts import NAMES, PIPELINE, PUSH, REPOSITORY, STAND_INS, differences, resumable, words_of
+from scripts.foreign_scripts import (
+    LAUNCHERS,
+    NAMES,
+    PIPELINE,
+    PUSH,
+    REPOSITORY,
+    STAND_INS,
+    differences,
+    resumable,
+    words_of,
+)
+from scripts.forked import Forked
 from tests import forked_command
 from tests.stand_ins.hub import Hub, stand_in_hub
 
@@ -35,8 +46,7 @@ def run_all(commands: list[list[str]]) -> int:
     """Run scripts one after another in this process."""
     sys.path.insert(0, str(STAND_INS))
     for words in commands:
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+        forked_command.run_script(words)
     return 0
 
 
@@ -58,10 +68,31 @@ def changed(name: str, work: Path, output: Path, *options: str) -> list[str]:
     return [str(script), *words_of(name, work, output, STEPS), *PIPELINE, *options]
 
 
+def launch(launcher: str, commands: list[list[str]]) -> int:
+    """Be the launcher, in this process, with the processes of the scripts forked from it."""
+    importlib.reload(constants)  # the environment may name another Hub than at their import
+    hf_api.api.endpoint = constants.ENDPOINT
+    words = [*LAUNCHERS[launcher][3:], __file__]
+    if launcher == "torchrun":
+        return forked_command.torchrun(words, lambda rank: run_all(commands))
+
+    from accelerate.commands import launch as accelerate
+
+    def simple_launcher(args: argparse.Namespace) -> None:
+        _, environment = accelerate.prepare_simple_launcher_cmd_env(args)
+        os.environ.update(environment)
+        sys.exit(Forked(partial(run_all, commands)).wait())
+
+    accelerate.simple_launcher = simple_launcher
+    accelerate.launch_command(accelerate.launch_command_parser().parse_args(words))
+    return 1  # it has started something else
+
+
 def run(launcher: str, commands: list[list[str]], work: Path, **variables: str) -> None:
-    with patch.dict(os.environ, forked_command.without_collector(os.environ)):
-        finished = foreign_scripts.run(launcher, [__file__, json.dumps(commands)], work, **variables)
-    assert finished.returncode == 0, finished.stderr[-4000:]
+    folder = work / launcher
+    process = forked_command.Program(folder, launch, launcher, commands, **variables, HF_HOME=str(work / "cache"))
+    _, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err[-4000:]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,7 +124,3 @@ def test_resumed_under_accelerate(work: Path) -> None:
     for name in NAMES:
         found = differences(work / f"accelerate-{name}", work / f"plain-{name}")
         assert found.are_small, (name, found)
-
-
-if __name__ == "__main__":
-    run_all(json.loads(sys.argv[1]))

@@ -323,9 +323,8 @@ def planned() -> list[tuple[str | None, list[int], list[int], float, Any]]:
         pipe = Pipeline(plain_model(config), 2, count, "auto", "auto", tensor_parallel=2, example=batch, **options)
         own = [sum(p.numel() for p in model.parameters.values()) for model in pipe.models.values()]
         loss = step(pipe, batch)[0].loss
-        found.append(
-            (pipe.planned, [stage.num_parameters for stage in pipe.plan().stages], own, loss, pipe.config.speeds)
-        )
+        stages = pipe.world.from_reader(lambda pipe=pipe: [stage.num_parameters for stage in pipe.plan().stages])
+        found.append((pipe.planned, stages, own, loss, pipe.config.speeds))
     return found
 
 

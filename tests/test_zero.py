@@ -194,11 +194,11 @@ def test_the_planner_divides_the_state_and_the_update_by_the_replicas() -> None:
 def _count_state() -> tuple[int, int, int]:
     """The bytes of AdamW's state in this process, of its parameters, and the planner's figure."""
     config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=6,
-        num_attention_heads=16,
+        vocab_size=8000,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=3,
+        num_attention_heads=4,
         tie_word_embeddings=True,
     )
     ids = torch.zeros(4, 8, dtype=torch.long)
@@ -220,7 +220,7 @@ def _count_state() -> tuple[int, int, int]:
 
 def test_a_replica_keeps_its_part_of_the_state() -> None:
     for own, weight_bytes, planned in run_gloo(_count_state, 2):
-        assert weight_bytes > 2 * 100e6, "bfloat16"
+        assert weight_bytes > 2 * 4e6, "bfloat16"
         assert own == pytest.approx(2 * weight_bytes / 2, rel=0.05)
         assert planned == pytest.approx(own, rel=0.05)
 

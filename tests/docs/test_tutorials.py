@@ -20,10 +20,28 @@ STEP, WITH_TRL, PRINTS = "<!-- step -->", "<!-- step with trl -->", "<!-- prints
 TUTORIALS = [page for page in PAGES if page.name.startswith("docs/tutorials/")]
 
 
-def printed_by(block: Block, names: dict[str, Any]) -> str:
+#: In place of torchrun: its processes are forked from it, once it has imported what they import.
+TORCHRUN = f"""#!{sys.executable}
+import sys
+import hf_gpipe.pipeline.pipeline
+from tests.forked_command import torchrun
+sys.exit(torchrun(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the search path of commands."""
+    folder = tmp_path_factory.mktemp("programs")
+    (folder / "torchrun").write_text(TORCHRUN)
+    (folder / "torchrun").chmod(0o755)
+    return folder
+
+
+def printed_by(block: Block, names: dict[str, Any], programs: Path) -> str:
     """Run a block of Python in `names`, or a block of bash, and return what it prints."""
     if block.language == "bash":
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = without_collector({**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)})
         script = f"set -eo pipefail\n{block.text}"
         ran = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=280)
@@ -36,7 +54,7 @@ def printed_by(block: Block, names: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
-def test_a_tutorial_runs(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tutorial_runs(page: Page, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("examples", "LICENSE"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     monkeypatch.chdir(tmp_path)
@@ -46,7 +64,7 @@ def test_a_tutorial_runs(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyP
     printed: str | None = None
     for block in page.blocks:
         if block.note == STEP or (block.note == WITH_TRL and has_trl):
-            printed = printed_by(block, names)
+            printed = printed_by(block, names, programs)
         elif block.note == WITH_TRL:
             printed = None
         elif block.note == PRINTS and printed is not None:

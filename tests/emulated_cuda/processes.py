@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from itertools import product
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -161,8 +162,23 @@ def preload() -> None:
     gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
+    _observe()
     gc.freeze()  # else each child looks at all that is imported, and gets pages of its own for it
+    gc.set_threshold(50_000, 20, 10)  # as in tests/conftest.py
     gc.enable()
+
+
+def _observe() -> None:
+    """What the library and the adapters make once in a process; no backward, which would start a thread a device."""
+    import torch
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from hf_gpipe.adapters import adapter_for
+    from tests.emulated_cuda.comparing import config_of
+
+    get_checkpoint_conversion_mapping("llama")  # it compiles a thousand patterns
+    for family, dropout in product(("llama", "marian", "t5"), (0.0, 0.2)):
+        adapter_for(config_of(family, dropout=dropout), torch.float64)
 
 
 def _serve(connection: Connection) -> None:

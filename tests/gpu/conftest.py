@@ -69,13 +69,17 @@ def state_of(config: pytest.Config) -> dict[str, Any]:
     """The options, the environment, the checks and comparisons to be made, and the results so far."""
     if _STATE in config.stash:
         return config.stash[_STATE]
+    import torch
+
+    given = {name: config.getoption(name, default) for name, (default, _) in OPTIONS.items()}
+    emulated, quick = given["emulated"], given["quick"]
+    if not emulated and not torch.cuda.device_count():
+        pytest.exit(NO_GPU, returncode=2)
     from bench.processes import run_job
 
     from tests.gpu import environment
     from tests.gpu.checks import VARIABLES, checks_for
 
-    given = {name: config.getoption(name, default) for name, (default, _) in OPTIONS.items()}
-    emulated, quick = given["emulated"], given["quick"]
     if emulated:  # the processes of checks are forks of this one: what is imported here, none of them imports again
         from tests.emulated_cuda.processes import preload
 

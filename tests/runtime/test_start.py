@@ -82,24 +82,22 @@ def free_port() -> int:
     ("what", "exit_code", "line"),
     [("fault", 1, "error: process 1: ValueError: boom"), ("user", 2, "error: the key is wrong")],
 )
-def test_an_exception_that_a_script_does_not_catch(what: str, exit_code: int, line: str) -> None:
-    """The interpreter itself tells it; in the other tests the processes are forked."""
+def test_an_exception_that_a_script_does_not_catch(what: str, exit_code: int, line: str, script: Scripts) -> None:
+    """The interpreter itself tells it; the other process, and those of the other tests, are forked."""
     port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, what, "0"],
-            cwd=REPOSITORY,
-            env={**ENVIRONMENT, **place(rank, port)},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    other = script(0, port, what)
+    fails = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, what, "0"],
+        cwd=REPOSITORY,
+        env={**ENVIRONMENT, **place(1, port)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
     begin = time.monotonic()
-    told = [process.communicate(timeout=200)[1] for process in processes]
+    told = [process.communicate(timeout=200)[1] for process in (other, fails)]
     assert time.monotonic() - begin < 100
-    assert [process.returncode for process in processes] == [1, exit_code]
+    assert [other.returncode, fails.returncode] == [1, exit_code]
     assert told[0] == "", "it has only lost its connection"
     assert told[1].splitlines()[-1] == line
     assert ("Traceback" in told[1]) == (what == "fault")

@@ -8,15 +8,14 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import scaling
@@ -38,7 +37,9 @@ from translation_scaling.to_end import next_part
 from hf_gpipe.data import build_corpus
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import DataSection, load_recipe
-from tests.forked_command import Training, without_collector
+from scripts.forked import Forked
+from scripts.forked import train as forked_train
+from tests.forked_command import Program, Training
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("file", "window", "picture", "letter", "number", "page", "line", "word", "key", "name")
@@ -275,23 +276,36 @@ def train(recipe: Path, output: Path, *words: str) -> int:
     return scaling.main([str(recipe), "--to-end", "--output", str(output), *words])
 
 
+def interruptible(*words: str) -> int:
+    """The script, in this process, with its trainings forked from it."""
+
+    def start(arguments: Sequence[str], log: TextIO) -> Forked:
+        def train_into_log() -> int:
+            for descriptor in (1, 2):
+                os.dup2(log.fileno(), descriptor)
+            return forked_train(list(arguments))
+
+        return Forked(train_into_log)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    execute.start = start  # type: ignore[assignment]
+    return scaling.main(list(words))
+
+
 def test_an_interrupted_run_ends_from_its_checkpoint_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, output, kept = recipe_of(tmp_path), tmp_path / "out", tmp_path / "kept"
     folder = output / "tiny-base" / "seed-1"
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "scripts" / "scaling.py", recipe, "--to-end", "--output", output, "--keep", kept],
-        cwd=ROOT,
-        env=without_collector({**os.environ, "PYTHONPATH": str(ROOT)}),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        stdout=subprocess.DEVNULL,
+    process = Program(
+        tmp_path / "program", interruptible, str(recipe), "--to-end", "--output", str(output), "--keep", str(kept)
     )
     deadline = time.monotonic() + 300
     while read_curve(folder).step < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 75
+    process.communicate(timeout=60)
+    assert process.returncode == 75
     before = read_curve(folder)
     run = Run(recipe, 1, (), output, to_end=True)
     text = status_text([run], now=lambda: datetime(2030, 1, 1))

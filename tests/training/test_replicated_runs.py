@@ -25,6 +25,8 @@ MESHES: tuple[tuple[int, Replicas, int], ...] = ((1, 2, 2), (2, 1, 2), (2, (2, 1
 #: The same, and the processes that divide the layers of a stage.
 DIVIDED: tuple[tuple[int, Replicas, int], ...] = ((1, 1, 2), (2, 1, 2))
 NUM_STEPS = 8
+#: Of those, what each mesh trains; the next test trains all.
+COMPARED = 4
 
 
 def losses_of(
@@ -105,9 +107,11 @@ def test_replicas_have_the_same_float32_weights(tmp_path: Path) -> None:
     assert all(torch.equal(copy, theirs[name]) for name, copy in ours.items())
 
 
-def of_mesh(folder: str, num_stages: int, replicas: Replicas, size: int = 1) -> tuple[list[float], list[Any]]:
+def of_mesh(
+    folder: str, num_stages: int, replicas: Replicas, size: int = 1, stop_at: int = NUM_STEPS
+) -> tuple[list[float], list[Any]]:
     options: dict[str, Any] = {"tensor_parallel": size, "sequence_parallel": num_stages > 1} if size > 1 else {}
-    losses = losses_of(folder, num_stages, replicas, **options)
+    losses = losses_of(folder, num_stages, replicas, stop_at, **options)
     return losses, predictions_of(folder, num_stages, replicas, **options)
 
 
@@ -129,10 +133,10 @@ def test_losses_and_predictions_are_those_of_one_process(
     tmp_path: Path,
 ) -> None:
     for losses, (whole, parts, tokens, metrics) in run_gloo(
-        of_mesh, num_processes, str(tmp_path), num_stages, replicas, size
+        of_mesh, num_processes, str(tmp_path), num_stages, replicas, size, COMPARED
     ):
-        assert losses == pytest.approx(expected[0], abs=1e-6)
-        assert len(losses) == NUM_STEPS
+        assert losses == pytest.approx(expected[0][:COMPARED], abs=1e-6)
+        assert len(losses) == COMPARED
         plain_whole, plain_parts, plain_tokens, plain_metrics = expected[1]
         np.testing.assert_allclose(whole.predictions, plain_whole.predictions, atol=1e-5)
         np.testing.assert_array_equal(whole.label_ids, plain_whole.label_ids)
