@@ -331,7 +331,7 @@ def test_a_failure_for_want_of_memory_says_what_would_need_less(failure: Excepti
 def test_the_planner_settles_what_is_left_to_it(family: str, partition: str) -> None:
     config = tiny_config(family)
     batch, plain = padded_batch(config), plain_model(config)
-    pipe = Pipeline(plain, 2, "auto", "1f1b", "auto", partition, example=batch, memory="100MiB")
+    pipe = Pipeline(plain, 2, "auto", "1f1b", "auto", partition, example=batch, memory="200MiB")
     assert isinstance(pipe.num_micro_batches, int)
     assert pipe.planned is not None
     assert "num_micro_batches" in pipe.planned
@@ -348,7 +348,7 @@ def decisions() -> list[object]:
     found: list[object] = []
     for partition in ("profile", "flops"):
         example = padded_batch(config) if dist.get_rank() == 0 else None
-        pipe = Pipeline(config, 3, 2, "auto", "auto", partition, example=example, memory="100MiB")
+        pipe = Pipeline(config, 3, 2, "auto", "auto", partition, example=example, memory="200MiB")
         found.append((pipe.partition, pipe.schedule_name, pipe.recompute, pipe.planned))
     return found
 
