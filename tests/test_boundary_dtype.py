@@ -59,9 +59,9 @@ def _in_processes() -> tuple[Result, set[torch.dtype]]:
     sent = set()
     send = RemoteChannel._send
 
-    def noted(self: RemoteChannel, micro_batch: int, tensors: Any) -> None:
+    def noted(self: RemoteChannel, micro_batch: int, tensors: Any, names: Any) -> None:
         sent.update(tensor.dtype for tensor in tensors.values())
-        send(self, micro_batch, tensors)
+        send(self, micro_batch, tensors, names)
 
     RemoteChannel._send = noted  # type: ignore[method-assign]
     return rounded_pipeline("none", replicas=(1, 2, 1))[0], sent

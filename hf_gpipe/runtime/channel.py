@@ -7,7 +7,7 @@ receiver computes every shape from the batch before the message arrives, so shap
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,12 @@ class Channel(ABC):
     def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         """Send without waiting. Raises an error if the tensors have not `shapes`, which the receiver expects."""
         check_shapes(tensors, shapes)
-        message = {name: tensors[name] for name in shapes}
         if self.narrow is not None:
-            message = {name: tensor.to(narrowed(tensor.dtype, self.narrow[0])) for name, tensor in message.items()}
-        self._send(key, message)
+            tensors = {name: tensor.to(narrowed(tensor.dtype, self.narrow[0])) for name, tensor in tensors.items()}
+        self._send(key, tensors, shapes)
 
     @abstractmethod
-    def _send(self, key: Key, tensors: Tensors) -> None: ...
+    def _send(self, key: Key, tensors: Tensors, names: Iterable[str]) -> None: ...
 
     def expect(self, key: Key, shapes: Shapes) -> None:  # noqa: B027  # inside of a process there is nothing to do
         """Announce the next message, so that it can arrive while this process computes."""
@@ -75,7 +74,7 @@ class LocalChannel(Channel):
         self._target = target
         self._messages: dict[Key, dict[str, torch.Tensor]] = {}
 
-    def _send(self, key: Key, tensors: Tensors) -> None:
+    def _send(self, key: Key, tensors: Tensors, names: Iterable[str]) -> None:
         self._messages[key] = {name: tensor.to(self._target) for name, tensor in tensors.items()}
 
     def _receive(self, key: Key) -> dict[str, torch.Tensor]:
@@ -97,7 +96,7 @@ class DeviceChannel(Channel):
         self._streams = torch.cuda.Stream(source), torch.cuda.Stream(target)
         self._messages: dict[Key, tuple[dict[str, torch.Tensor], torch.cuda.Event]] = {}
 
-    def _send(self, key: Key, tensors: Tensors) -> None:
+    def _send(self, key: Key, tensors: Tensors, names: Iterable[str]) -> None:
         leaving, arriving = self._streams
         leaving.wait_stream(torch.cuda.current_stream(self._source))
         with torch.cuda.stream(arriving), torch.cuda.stream(leaving):
@@ -145,13 +144,13 @@ class RemoteChannel(Channel):
         self._expected: dict[Key, list[tuple[str, torch.Tensor, dist.Work]]] = {}
         self._has_failed = False
 
-    def _send(self, key: Key, tensors: Tensors) -> None:
+    def _send(self, key: Key, tensors: Tensors, names: Iterable[str]) -> None:
         for oldest in list(self._sent):
             if not all(work.is_completed() for work, _ in self._sent[oldest]):
                 break
             del self._sent[oldest]
         message = self._sent.setdefault(key, [])
-        for name in tensors:
+        for name in names:
             tensor = tensors[name].contiguous()
             if tensor.dtype != self._dtype_of(name):
                 raise HfGpipeError(f"{name!r} is {tensor.dtype}; the other stage expects {self._dtype_of(name)}")

@@ -7,7 +7,7 @@ its receiver waits until then. A reduction begins when its last replica has aske
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ class SlowChannel(Channel):
         self._channel, self._seconds = channel, seconds
         self._free_at = 0.0
 
-    def _send(self, key: Key, tensors: Tensors) -> None:
+    def _send(self, key: Key, tensors: Tensors, names: Iterable[str]) -> None:
         self._free_at = max(self._free_at, time.perf_counter()) + self._seconds
         time_of_arrival = torch.tensor([self._free_at], dtype=torch.float64)
         self._channel.send(key, {"hidden": time_of_arrival}, {"hidden": (1,)})

@@ -91,7 +91,7 @@ class BlockingChannel(Channel):
         self._messages, self._boundary = messages, boundary
         self._received: dict[int, Any] = {}
 
-    def _send(self, micro_batch: int, tensors: Any) -> None:
+    def _send(self, micro_batch: int, tensors: Any, names: Any) -> None:
         taken = threading.Event()
         self._messages.put(((micro_batch, dict(tensors)), taken))
         assert taken.wait(SECONDS), "a send that nobody receives"
