@@ -333,12 +333,15 @@ class Planner:
 
     def _library_bytes(self, table: Schedule) -> Sequence[int]:
         """For each process the bytes that libraries take of its GPU."""
-        key = table.placement, table.divides_head
+        placement, divides_head = key = table.placement, table.divides_head
         if key not in self._of_libraries:
-            network = Network(self.cluster or one_level(self.device, key[0].num_processes), key[0])
-            sizes = library_bytes(self.device, network, key[0], self.tensor_parallel, divides_head=key[1])
+            network = self._network(placement)
+            sizes = library_bytes(self.device, network, placement, self.tensor_parallel, divides_head=divides_head)
             self._of_libraries[key] = sizes
         return self._of_libraries[key]
+
+    def _network(self, placement: Placement) -> Network:
+        return Network(self.cluster or one_level(self.device, placement.num_processes), placement)
 
     def _state_shares(self, settings: DecidedConfig, table: Schedule) -> list[float]:
         """For each stage the bytes of the optimizer's state of a process per byte of the stage's trainable weights."""
@@ -364,7 +367,7 @@ class Planner:
     def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
         """The seconds of the actions and messages of a table that runs with these settings."""
         sums, placement = self._sums_of(settings), table.placement
-        network = Network(self.cluster or one_level(self.device, placement.num_processes), placement)
+        network = self._network(placement)
         speeds = speeds_of(self.speeds, placement)
         return costs_of_table(
             *sums,
@@ -449,7 +452,7 @@ class Planner:
                 self.inputs.vocabulary,
                 self.stage_layers(settings),
                 speeds_of(self.speeds, placement),
-                Network(self.cluster or one_level(self.device, placement.num_processes), placement),
+                self._network(placement),
             )
         return Before(forwards, generation)
 

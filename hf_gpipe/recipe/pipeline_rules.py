@@ -51,7 +51,7 @@ def _check_lists(config: PipelineValues) -> None:
 
 def _check_chunks(config: PipelineValues) -> None:
     if isinstance(config.sequence_chunks, str):
-        config.most_chunk_tokens  # noqa: B018  # raises for a text that is no number
+        config.most_chunk_tokens  # noqa: B018  # raises UserError for another text
         if is_table_file(config.schedule):
             raise UserError(
                 f"sequence_chunks is {config.sequence_chunks!r} and schedule is {config.schedule}, a table of so many "

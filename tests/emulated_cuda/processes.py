@@ -169,7 +169,8 @@ def preload() -> None:
 
 
 def _observe() -> None:
-    """What the library and the adapters make once in a process; no backward, which would start a thread a device."""
+    """Fill the caches that the library and the adapters have in a process. A backward would start a thread of each
+    device, and a process with threads must not be forked, so none runs here."""
     import torch
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
