@@ -329,7 +329,8 @@ def _device(options: argparse.Namespace) -> Device:
     from hf_gpipe.planner.devices import read_host
 
     alone = _device_alone(options)
-    return replace(alone, host=read_host(options.host_link, options.host_memory, options.host_bandwidth))
+    given = options.host_link, options.host_memory, options.host_bandwidth
+    return replace(alone, host=read_host(*given, alone.host))
 
 
 def _device_alone(options: argparse.Namespace) -> Device:

@@ -261,10 +261,11 @@ def link_between(name: str, what: str = "link") -> Level:
     return _find(what, name, LINKS)
 
 
-def read_host(link: str | None, memory: str | None, bandwidth: str | None) -> Host:
-    """The host of the command's options; what is None is as usual.
+def read_host(link: str | None, memory: str | None, bandwidth: str | None, usual: Host = Host()) -> Host:
+    """The host of the command's options.
 
     Args:
+        usual: where an option is None.
         link: as in `link_between`; "/2" behind it: two devices share one.
         memory: such as "256GiB".
         bandwidth: of the memory, such as "100GB/s".
@@ -272,7 +273,7 @@ def read_host(link: str | None, memory: str | None, bandwidth: str | None) -> Ho
     Raises:
         UserError: one of them cannot be read.
     """
-    host = Host()
+    host = usual
     if link is not None:
         name, slash, count = link.rpartition("/")
         is_shared = bool(slash) and count.isdecimal()

@@ -28,7 +28,7 @@ from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs import ModelCosts, Seconds
-from hf_gpipe.planner.devices import LINKS, Device, cpu, like_gpu
+from hf_gpipe.planner.devices import LINKS, Device, Host, cpu, like_gpu
 from hf_gpipe.planner.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.tracing import context_of
 from hf_gpipe.planner.tracker import Tracker
@@ -245,7 +245,7 @@ def _alone() -> None:
 
 @cache
 def this_machine(device: torch.device, num_processes: int = 1) -> Device:
-    """Memory, rate of matrix products by type and bandwidths of a device of this machine.
+    """Memory, rate of matrix products by type and bandwidths of a device of this machine, and of a GPU's host.
 
     They are measured once in a process. A GPU's memory is what is free, with what this process holds of it. A CPU is
     shared: its memory is divided by the number of processes, and the rate is that of this process's threads.
@@ -258,9 +258,10 @@ def this_machine(device: torch.device, num_processes: int = 1) -> Device:
     memory = device_memory(DeviceFacts.of(device), num_processes)
     if device.type == "cuda":
         name, link, reserved_share = torch.cuda.get_device_name(device), LINKS["pcie4"], Device.reserved_share
-        workspace_bytes = _sheet_of(device).workspace_bytes
+        workspace_bytes, host = _sheet_of(device).workspace_bytes, _host_of(device)
     else:
-        name, link, reserved_share, workspace_bytes = "this machine", _loopback(), _RESERVED_SHARE, None
+        name, link, reserved_share = "this machine", _loopback(), _RESERVED_SHARE
+        workspace_bytes, host = None, Host()
     return Device(
         name,
         memory,
@@ -270,6 +271,7 @@ def this_machine(device: torch.device, num_processes: int = 1) -> Device:
         reserved_share,
         call_seconds=_call_seconds(device),
         is_asynchronous=device.type == "cuda",
+        host=host,
         workspace_bytes=workspace_bytes,
     )
 
@@ -321,6 +323,19 @@ def _memory_rate(device: torch.device) -> float:
     source = torch.ones(1 << 24, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _host_of(device: torch.device) -> Host:
+    """The link of a GPU to pinned memory of its host, and the bandwidth of that memory for the threads of this process.
+
+    All processes are taken to have no more together, unless that is less than usual.
+    """
+    source = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    link = source.nbytes / _seconds(lambda: target.copy_(source, non_blocking=True), device)
+    of_process = _memory_rate(torch.device("cpu"))
+    latency = LINKS["pcie4"].latency_seconds
+    return Host(Level(2, link, latency), 1, max(of_process, Host.bytes_per_second), of_process)
 
 
 def _call_seconds(device: torch.device) -> float:

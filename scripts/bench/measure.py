@@ -53,18 +53,12 @@ def _measure_process(name: str, work: Work, options: Options) -> Measured:
     losses = [contender.step() for _ in range(work.warmup_steps)]
     machine.reset_peak(work.device)
     losses.append(contender.step())  # it pays for the memory that was given back
-    _meet(work)
+    meet()
     start = time.perf_counter()
     losses += [contender.step() for _ in range(work.steps)]
-    _meet(work)
+    meet()
     seconds = (time.perf_counter() - start) / work.steps
     planned = contender.planned_bytes(rank) if work.device == "cuda" and hasattr(contender, "planned_bytes") else None
     return Measured(
         seconds, [loss for loss in losses if loss is not None], [machine.peak_bytes(work.device)], [planned]
     )
-
-
-def _meet(work: Work) -> None:
-    if work.device == "cuda":
-        torch.cuda.synchronize()
-    meet()

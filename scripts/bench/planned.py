@@ -48,6 +48,8 @@ class Case:
             or under autocast in bfloat16.
         others: other settings of the pipeline.
         folder: of a checkpoint of the model; None: its weights are random.
+        dtype: of the weights.
+        device: of each process.
     """
 
     name: str
@@ -67,6 +69,8 @@ class Case:
     training: Literal["full", "lora", "qlora", "dpo", "packed", "bf16"] = "full"
     others: Mapping[str, Any] = field(default_factory=dict)
     folder: str | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
 
     @property
     def num_ranks(self) -> int:
@@ -97,14 +101,15 @@ class Case:
     @property
     def of_model(self) -> dict[str, Any]:
         """The options of the pipeline that say how the model is made."""
+        of_weights = {"dtype": self.dtype}
         if self.training in ("full", "packed"):
-            return {}
+            return of_weights
         if self.training == "bf16":
-            return {"autocast": torch.bfloat16}
+            return of_weights | {"autocast": torch.bfloat16}
         import peft
 
-        lora = {"peft_config": peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")}
-        return lora | {"quantization_config": quantisation("nf4", "float32")} if self.training == "qlora" else lora
+        lora = of_weights | {"peft_config": peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")}
+        return lora | {"quantization_config": quantisation("nf4", self.dtype)} if self.training == "qlora" else lora
 
     @property
     def loss(self) -> Loss:
@@ -113,7 +118,7 @@ class Case:
 
     def adapter(self) -> Adapter:
         """Of the model."""
-        return open_model(ModelSpec.of(self.folder or self.config, **self.of_model), CPU)
+        return open_model(ModelSpec.of(self.folder or self.config, **self.of_model), torch.device(self.device))
 
     @property
     def inputs(self) -> PlanInputs:
@@ -162,7 +167,7 @@ def profile(case: Case) -> Sequence[ModelCosts]:
     measured = partial(
         profile_layers,
         case.adapter(),
-        device=CPU,
+        device=torch.device(case.device),
         loss=case.loss.planned,
         barrier=meet,
         ranks=World.of_job().ranks_of_workers(case.num_ranks),
@@ -180,6 +185,7 @@ def planned(measured: Sequence[Sequence[ModelCosts]], case: Case, device: Device
     planner = planner_of(
         *(case.adapter(), case.inputs, device, case.settings),
         loss=case.loss.planned,
+        as_on_gpu=case.device != "cpu",
         measured=known,
         **options,
     )
@@ -202,7 +208,7 @@ def train_pipeline(
         **case.of_model,
         loss=case.loss if case.training == "dpo" else None,
         packing=case.training == "packed",
-        device="cpu",
+        device=case.device,
     )
     optimizer = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], fused=True)
     if case.zero:

@@ -85,7 +85,9 @@ def run_job(
 
 
 def meet() -> None:
-    """Wait for the other processes of the job, if there are any."""
+    """Wait for this process's GPU, if it uses one, and for the other processes of the job, if there are any."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1))  # of the CPU, whatever the backend of a GPU
 

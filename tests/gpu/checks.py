@@ -51,7 +51,7 @@ class Check:
     """One row of the table.
 
     Attributes:
-        kind: "exactness", "hang", "order" (of accesses to memory), "waiting" or "profile".
+        kind: "exactness", "hang", "order" (of accesses to memory), "waiting", "plan" or "profile".
         name: unique.
         function: "module:function" of this package. It gets the job, and in each process returns `figures`,
             `problems` (a list of texts; empty: it passed) or `skipped` (a reason).
@@ -102,6 +102,7 @@ def checks_for(num_gpus: int, *, quick: bool, emulated: bool, profile: str | Non
             add("exactness", f"{dtype}, one process, {_gpus(n)}", "exact:exact", num_devices=n, dtype=dtype)
         for n in several:
             add("exactness", f"{dtype}, {n} processes", "exact:exact", n, num_devices=1, dtype=dtype)
+        add("exactness", f"{dtype}, weights and activations on the host, chunks of rows", "exact:features", dtype=dtype)
     for n in several:
         add("exactness", f"float64, 2 replicas in {n} processes", "exact:replicas", n, dtype="float64")
     for n in several[-1:]:

@@ -89,12 +89,13 @@ def state_of(config: pytest.Config) -> dict[str, Any]:
     num_gpus = min(len(found["gpus"]), given["gpus"] or (2 if emulated else 4))
     if not num_gpus:
         pytest.exit(NO_GPU, returncode=2)
-    from tests.gpu import speed  # it imports most of hf_gpipe, which takes seconds
+    from tests.gpu import planned, speed  # they import most of hf_gpipe, which takes seconds
 
     if given["profile"]:
         Path(given["profile"]).mkdir(parents=True, exist_ok=True)
     folder = str(Path(given["profile"]).resolve()) if given["profile"] else None
     checks: list[Any] = checks_for(num_gpus, quick=quick, emulated=emulated, profile=folder)
+    checks += planned.checks(speed.fitting(found, num_gpus, emulated=emulated), quick=quick, emulated=emulated)
     checks += speed.comparisons(found, num_gpus, quick=quick, emulated=emulated)
     words = given["only"]
     checks = [one for one in checks if not words or any(word in f"{one.kind}: {one.name}" for word in words)]

@@ -11,6 +11,7 @@ import torch
 
 from hf_gpipe import Pipeline
 from hf_gpipe.recipe.pipeline_keys import SYNCHRONOUS_SCHEDULES
+from hf_gpipe.runtime import offload
 from hf_gpipe.schedule import DEALT
 from tests.emulated_cuda.comparing import config_of
 from tests.gpu.checks import FAMILIES
@@ -21,6 +22,15 @@ from tests.oracle import Result, padded_batch, plain_model, run_plain
 BOUNDS = {"float64": 1e-10, "bfloat16": 2.0**-6}
 NUM_MICRO_BATCHES = 4
 RECOMPUTE = ("none", "block", "stage")
+#: Ways to train whose code for CUDA no schedule above runs, with the families that they are checked on.
+_DEALT = {"num_stages": 4, "schedule": "round_robin", "recompute": "stage", "offload_weights": "all"}
+FEATURES: tuple[tuple[Sequence[str], dict[str, Any]], ...] = (
+    (FAMILIES, {"num_stages": 3, "schedule": "breadth_first", "recompute": "stage", "offload_weights": "all"}),
+    (("llama", "marian"), _DEALT),
+    (FAMILIES, {"num_stages": 2, "schedule": "1f1b", "recompute": "host"}),
+    (("llama",), {"num_stages": 2, "schedule": "1f1b", "recompute": "none", "sequence_chunks": 3}),
+    (("llama",), {"num_stages": 2, "schedule": "gpipe", "recompute": "stage", "length_bucketing": True}),
+)
 
 
 def exact(job: dict[str, Any]) -> dict[str, Any]:
@@ -33,6 +43,16 @@ def exact(job: dict[str, Any]) -> dict[str, Any]:
         device: Any = [f"cuda:{index}" for index in range(min(job["num_devices"], num_stages))]
         device = "cuda" if num_processes > 1 else device
         comparison.add(family, device, num_stages=num_stages, schedule=schedule, recompute=recompute)
+    return comparison.report()
+
+
+def features(job: dict[str, Any]) -> dict[str, Any]:
+    """Weights that visit the device, activations on the host, chunks of rows: in one process, on one GPU."""
+    offload.SMALLEST_BYTES = 1  # what these models save is small
+    comparison = Comparison(job["dtype"])
+    for families, options in FEATURES:
+        for family in families:
+            comparison.add(family, "cuda:0", **options)
     return comparison.report()
 
 

@@ -96,14 +96,21 @@ class Comparison:
         return figures
 
 
+def fitting(environment: dict[str, Any], num_gpus: int, *, emulated: bool) -> list[Work]:
+    """Sizes of work that fit the GPU with the least free memory, the largest first."""
+    if emulated:
+        return [_TINY]
+    free = min(gpu["free_bytes"] for gpu in environment["gpus"][:num_gpus]) / 2**30
+    return [work for least, work in _SIZES if free >= least]
+
+
 def comparisons(environment: dict[str, Any], num_gpus: int, *, quick: bool, emulated: bool) -> list[Comparison]:
-    """What fits the GPU with the least free memory; nothing where that is below 4 GiB."""
+    """Of work that fits the GPUs; nothing where none does."""
     gpus = environment["gpus"][:num_gpus]
-    free = min(gpu["free_bytes"] for gpu in gpus) / 2**30
-    sizes = [work for least, work in _SIZES if free >= least]
+    sizes = fitting(environment, num_gpus, emulated=emulated)
     if not sizes:
         return []
-    work = _TINY if emulated else sizes[1 if quick and len(sizes) > 1 else 0]
+    work = sizes[1 if quick and len(sizes) > 1 else 0]
     peak = peak_flops(gpus[0]["name"]) if len({gpu["name"] for gpu in gpus}) == 1 else None
     one = (
         Case("plain loop, checkpointing", "single", Options("on")),

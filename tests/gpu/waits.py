@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_gpipe import Pipeline
+from hf_gpipe.runtime import offload
 from tests.emulated_cuda.comparing import config_of
 from tests.oracle import padded_batch, plain_model
 
@@ -46,12 +47,21 @@ def sanitizer(job: dict[str, Any]) -> dict[str, Any]:
 
     if not csan.cuda_sanitizer.enabled:
         return {"problems": ["TORCH_CUDA_SANITIZER=1 did not enable torch's sanitizer"]}
-    for schedule in ("gpipe", "1f1b"):
-        pipe = _pipeline(job, torch.float32, schedule=schedule)
+    offload.SMALLEST_BYTES = 1  # what these models save is small
+    visits = {"num_stages": 4, "recompute": "stage", "offload_weights": "all"}
+    ways: tuple[dict[str, Any], ...] = (
+        {"schedule": "gpipe"},
+        {"schedule": "1f1b"},
+        {"schedule": "1f1b", "recompute": "host"},
+        {"schedule": "breadth_first"} | visits,
+        {"schedule": "round_robin"} | visits,
+    )
+    for way in ways:
+        pipe = _pipeline(job, torch.float32, **way)
         for _ in range(2):
             pipe.train_step(padded_batch(pipe.adapter.config))
     torch.cuda.synchronize()
-    return {"figures": {"steps": 4}, "problems": []}
+    return {"figures": {"steps": 2 * len(ways)}, "problems": []}
 
 
 @contextmanager
@@ -77,8 +87,8 @@ def synchronisations(emulated: bool) -> Iterator[list[str]]:
             found.append(f"{one.filename}:{one.lineno}")
 
 
-def _pipeline(job: dict[str, Any], dtype: torch.dtype, schedule: str = "1f1b") -> Pipeline:
+def _pipeline(job: dict[str, Any], dtype: torch.dtype, **options: Any) -> Pipeline:
     num_processes, num_devices = int(os.environ["WORLD_SIZE"]), job["num_devices"]
     device: Any = "cuda" if num_processes > 1 else [f"cuda:{index}" for index in range(num_devices)]
-    num_stages = max(2, num_processes, num_devices)
-    return Pipeline(plain_model(config_of("llama"), dtype=dtype), num_stages, 2, schedule, device=device)
+    given = {"num_stages": max(2, num_processes, num_devices), "schedule": "1f1b"} | options
+    return Pipeline(plain_model(config_of("llama"), dtype=dtype), num_micro_batches=2, device=device, **given)
