@@ -91,4 +91,6 @@ def _pipeline(job: dict[str, Any], dtype: torch.dtype, **options: Any) -> Pipeli
     num_processes, num_devices = int(os.environ["WORLD_SIZE"]), job["num_devices"]
     device: Any = "cuda" if num_processes > 1 else [f"cuda:{index}" for index in range(num_devices)]
     given = {"num_stages": max(2, num_processes, num_devices), "schedule": "1f1b"} | options
-    return Pipeline(plain_model(config_of("llama"), dtype=dtype), num_micro_batches=2, device=device, **given)
+    model = plain_model(config_of("llama"), dtype=dtype)
+    model.set_attn_implementation("sdpa")  # with eager, transformers 5.17 copies a constant to the device for each mask
+    return Pipeline(model, num_micro_batches=2, device=device, **given)
