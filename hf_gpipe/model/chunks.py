@@ -10,8 +10,9 @@ from hf_gpipe.errors import UnsupportedModelError, one_line
 from hf_gpipe.model.clone import Batch, attention_of, clone_of, padded_batch
 from hf_gpipe.model.exactness import compared_once
 from hf_gpipe.model.steps import plain_step, split_step
+from hf_gpipe.recipe import Chunks
 
-_CHUNKS, _STAGES = 3, 2
+_CHUNKS, _STAGES = Chunks(3), 2
 #: The largest difference of a clone. Parts that the library computes in float32, such as the softmax of eager
 #: attention, round in another way when shapes change; a wrong model differs by 1e-3 and more.
 _TOLERANCE = 1e-5

@@ -16,6 +16,7 @@ from hf_gpipe.errors import UnsupportedModelError
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.clone import Batch
 from hf_gpipe.partition import partition
+from hf_gpipe.recipe import Chunks
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.executor import Executor
@@ -147,7 +148,7 @@ def split_step(
     num_stages: int,
     *,
     splits_backward: bool = False,
-    chunks: int = 1,
+    chunks: Chunks = Chunks(),
     packing: bool = False,
     recomputes_blocks: bool = False,
     ranks: Ranks | None = None,
@@ -164,7 +165,7 @@ def split_step(
     }
     edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
     micro_batches = make_micro_batches(
-        adapter, [batch], MICRO_BATCHES, 0, 0, packing=packing, sequence_chunks=chunks, loss=loss_of
+        adapter, [batch], MICRO_BATCHES, 0, 0, packing=packing, chunks=chunks, loss=loss_of
     )
     for stage_model in models.values() if recomputes_blocks else ():
         stage_model.checkpoint_blocks()

@@ -187,7 +187,7 @@ class Decision:
         if decision.full_table.divides_head:
             check_divides_head(adapter, loss, config, has_teacher=teacher is not None)
             check_stages(config.schedule, partition, world.placement)
-        if config.sequence_chunks > 1:
+        if config.cuts_rows:
             decision.verify_chunks(packing=inputs.packing)
         return decision
 
@@ -209,7 +209,7 @@ class Decision:
     @property
     def full_table(self) -> Schedule:
         """The table of training for as many micro-batches as a step has at most."""
-        chunks = self.config.sequence_chunks
+        chunks = self.config.chunks.most
         return self.schedule(self.config.num_micro_batches * self.planning.inputs.accumulation * chunks, chunks=chunks)
 
     def schedule(self, num_micro_batches: int | Sequence[int], name: str | None = None, chunks: int = 1) -> Schedule:

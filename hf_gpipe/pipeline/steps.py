@@ -269,8 +269,7 @@ class Steps:
             length_bucketing=self.length_bucketing,
             packing=self.packing,
             is_compiled=self.decision.config.torch_compile,
-            sequence_chunks=self.decision.config.sequence_chunks,
-            chunk_taper=self.decision.config.chunk_taper,
+            chunks=self.decision.config.chunks,
             loss=self.decision.loss,
         )
         if self._may_lack_overlap:

@@ -22,8 +22,7 @@ from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.meshes import Meshes, with_mesh
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.visiting import open_visitors, visiting_ways, with_dealt_table
-from hf_gpipe.planner.workload import Chunks
-from hf_gpipe.recipe import AUTO, PipelineConfig
+from hf_gpipe.recipe import AUTO, Chunks, PipelineConfig
 from hf_gpipe.schedule import (
     DEALT,
     DIVIDED_HEAD,

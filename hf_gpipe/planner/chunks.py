@@ -8,8 +8,8 @@ from statistics import fmean
 
 from hf_gpipe.planner.costs import ModelCosts, mean_seconds
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.planner.workload import Chunks, Workload
-from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import Chunks, PipelineConfig
 
 #: "auto" cuts rows into powers of two, at most so many, and no chunk is shorter: with fewer tokens a product wastes a
 #: device.

@@ -22,8 +22,8 @@ from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.speeds import measure_speeds
 from hf_gpipe.planner.visiting import untried
-from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload, largest_micro_batch
-from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
+from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
+from hf_gpipe.recipe import AUTO, Chunks, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.facts import available_memory
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.world import World

@@ -272,7 +272,7 @@ class LayerTracer:
         It may follow from those of other numbers of rows. Of chunks of rows too, where they are equally long: each
         after the first attends to more tokens by as many.
         """
-        is_cut = workload.chunks > 1
+        is_cut = workload.chunks.most > 1
         key = start, stop, recompute_blocks, replace(workload, chunk=0) if is_cut else replace(workload, rows=1)
         if key not in self._by_rows:
             # The head takes some positions at a time, however many there are, and packed rows attend to each other.
@@ -293,7 +293,7 @@ class LayerTracer:
 
             def can_be_linear() -> bool:
                 is_real = of_stage in self._stages and self._stages[of_stage].is_real
-                return not ((has_head and not is_cut) or workload.is_packed or workload.taper or is_real)
+                return not ((has_head and not is_cut) or workload.is_packed or workload.chunks.taper or is_real)
 
             self._by_rows[key] = ByRows(compute, can_be_linear)
         numbers: Numbers = self._by_rows[key](workload.chunk + 1 if is_cut else workload.rows)

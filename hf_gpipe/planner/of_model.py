@@ -17,8 +17,8 @@ from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.workload import Chunks, PlanInputs
-from hf_gpipe.recipe import Division, PipelineConfig
+from hf_gpipe.planner.workload import PlanInputs
+from hf_gpipe.recipe import Chunks, Division, PipelineConfig
 from hf_gpipe.runtime.loss import PLAIN, Loss
 
 

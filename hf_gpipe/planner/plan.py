@@ -24,8 +24,8 @@ from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import table_of, with_visits_of
 from hf_gpipe.planner.times import TimeEstimate, time_of
-from hf_gpipe.planner.workload import Chunks, PlanInputs, largest_micro_batch
-from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
+from hf_gpipe.recipe import Chunks, DecidedConfig
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import (
     Costs,
@@ -256,7 +256,7 @@ class Planner:
     def with_chunks(self, chunks: Chunks) -> Planner:
         """The same planner for rows that are cut into so many chunks, at most one a token; costs are shared."""
         other = copy.copy(self)
-        other.chunks = chunks._replace(most=min(chunks.most, self.inputs.mini_batch().target_tokens))
+        other.chunks = chunks.within(self.inputs.mini_batch().target_tokens)
         return other
 
     def taper(self, num_micro_batches: int) -> float:
@@ -391,7 +391,7 @@ class Planner:
                 f"tensor_parallel is {settings.tensor_parallel}, and the planner has the costs of layers for "
                 f"{self.tensor_parallel}; make another planner"
             )
-        if self.chunks != (other := self.with_chunks(Chunks(settings.sequence_chunks, settings.chunk_taper))).chunks:
+        if self.chunks != (other := self.with_chunks(settings.chunks)).chunks:
             return other.plan(settings)
         costs, sums = self.costs(settings.num_micro_batches), self.sums(settings)
         cut(len(costs.layers), settings.num_stages, settings.partition)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +16,7 @@ from hf_gpipe.adapters.observations import Shapes
 from hf_gpipe.adapters.packing import is_flattened, packed_parts
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, PipelineConfig, Recipe, TrainingSection
+from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Chunks, PipelineConfig, Recipe, TrainingSection
 from hf_gpipe.recipe.data import PAIRED_KINDS
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.micro_batch import MicroBatch, in_chunks
@@ -47,8 +47,9 @@ def sent_share(config: PipelineConfig, dtype: str) -> float:
     return 1.0 if sent is None else ITEM_BYTES[sent] / ITEM_BYTES[dtype]
 
 
-# The adapters know nothing of processes.
+# The adapters and the recipe know nothing of processes.
 sendable(RowImages)
+sendable(Chunks)
 
 
 def largest_micro_batch(num_rows: int, num_micro_batches: int) -> int:
@@ -59,13 +60,6 @@ def largest_micro_batch(num_rows: int, num_micro_batches: int) -> int:
 def rows_of_tokens(batch_tokens: int, max_target_tokens: int) -> int:
     """Rows of a mini-batch of so many target tokens, when all rows are of the longest."""
     return -(-batch_tokens // max_target_tokens)
-
-
-class Chunks(NamedTuple):
-    """How rows are cut: into at most so many chunks, and how much shorter later ones are."""
-
-    most: int = 1
-    taper: float = 0.0
 
 
 @sendable
@@ -80,7 +74,7 @@ class Workload:
         has_padding: whether some row is shorter than the others, so that attention needs a mask.
         is_packed: whether the rows are packed, without padding: the tokens are their mean lengths, rounded up.
         longest_source, longest_target: of packed rows, the tokens of the longest; of others, 0.
-        chunks, taper: into how many chunks of tokens its rows are cut, and how much shorter later ones are.
+        chunks: how its rows are cut.
         chunk: the number of the chunk that is run, where there are several.
         entries: of a model that reads no tokens the entries of a mini-batch: name, shape of a row, and type. Each row
             then counts as one token.
@@ -97,8 +91,7 @@ class Workload:
     is_packed: bool = False
     longest_source: int = 0
     longest_target: int = 0
-    chunks: int = 1
-    taper: float = 0.0
+    chunks: Chunks = Chunks()
     chunk: int = 0
     entries: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     row_images: RowImages | None = None
@@ -218,13 +211,13 @@ class Workload:
 
     def in_chunks(self, chunks: Chunks) -> Sequence[Workload]:
         """Each chunk of its rows, which have at least one token in each."""
-        count = min(chunks.most, self.target_tokens)
-        return [replace(self, chunks=count, taper=chunks.taper, chunk=number) for number in range(count)]
+        chunks = chunks.within(self.target_tokens)
+        return [replace(self, chunks=chunks, chunk=number) for number in range(chunks.most)]
 
     def micro_batch(self, adapter: Adapter) -> MicroBatch:
         """A micro-batch of this shape, or the chunk of it, with one arbitrary token everywhere."""
         whole = MicroBatch.alone(self.inputs(adapter))
-        return in_chunks(whole, self.chunks, adapter, self.taper)[self.chunk] if self.chunks > 1 else whole
+        return in_chunks(whole, self.chunks, adapter)[self.chunk] if self.chunks.most > 1 else whole
 
     def inputs(self, adapter: Adapter) -> dict[str, torch.Tensor]:
         """The output of `Adapter.prepare` for a micro-batch of this shape: ids, mask, labels of one arbitrary token.

@@ -23,6 +23,7 @@ from hf_gpipe.recipe.losses import PreferencesSection as PreferencesSection
 from hf_gpipe.recipe.pipeline import DecidedConfig as DecidedConfig
 from hf_gpipe.recipe.pipeline import PipelineConfig as PipelineConfig
 from hf_gpipe.recipe.pipeline_keys import AUTO as AUTO
+from hf_gpipe.recipe.pipeline_keys import Chunks as Chunks
 from hf_gpipe.recipe.pipeline_keys import Division as Division
 from hf_gpipe.recipe.pipeline_keys import RecomputeChoice as RecomputeChoice
 from hf_gpipe.recipe.section import keys_of as keys_of

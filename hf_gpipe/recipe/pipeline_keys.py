@@ -41,6 +41,17 @@ class Division(NamedTuple):
     divides_rows: bool = False
 
 
+class Chunks(NamedTuple):
+    """How rows are cut: into at most so many chunks of tokens, and how much shorter later ones are."""
+
+    most: int = 1
+    taper: float = 0.0
+
+    def within(self, tokens: int) -> Chunks:
+        """The same for rows of so many tokens: a chunk has at least one."""
+        return self._replace(most=min(self.most, tokens))
+
+
 MODES = ("none", "block", "stage", "host")
 Entries = tuple[Annotated[str, OneOf(MODES)] | Count, ...]
 Listed = BeforeValidator(lambda value: tuple(value) if isinstance(value, list | range) else value)

@@ -7,7 +7,7 @@ equally long, or later ones are shorter, for their tokens attend to more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from math import sqrt
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from hf_gpipe.adapters.documents import is_flash
 from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.recipe import Chunks
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -57,11 +58,6 @@ def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) ->
         raise UserError(f"sequence_chunks cannot be more than 1: {reason}; leave it out")
 
 
-def num_chunks(inputs: Sequence[Inputs], most: int) -> int:
-    """How many chunks the rows of all micro-batches of a step can be cut into: at most one for each token."""
-    return most if most == 1 else min(most, *(own["input_ids"].shape[1] for own in inputs))
-
-
 def borders_of(length: int, count: int, taper: float) -> list[int]:
     """The first token of each of `count` chunks, and the end of the row: each chunk takes as long, at least one token.
 
@@ -75,7 +71,7 @@ def borders_of(length: int, count: int, taper: float) -> list[int]:
     return [*borders, length]
 
 
-def cut(inputs: Inputs, count: int, adapter: Adapter, taper: float) -> list[tuple[int, dict[str, torch.Tensor]]]:
+def cut(inputs: Inputs, chunks: Chunks, adapter: Adapter) -> list[tuple[int, dict[str, torch.Tensor]]]:
     """Cut prepared inputs on the CPU; returns the first token and the inputs of each chunk.
 
     A chunk has the targets of its own tokens, as `shift_labels`, and the mask of all tokens up to its last one, which
@@ -97,7 +93,7 @@ def cut(inputs: Inputs, count: int, adapter: Adapter, taper: float) -> list[tupl
         _check_padding(mask, of_tokens["shift_labels"])
     documents = getattr(mask, "documents", None)
     parts = []
-    for start, stop in pairwise(borders_of(ids.shape[1], count, taper)):
+    for start, stop in pairwise(borders_of(ids.shape[1], *chunks)):
         own = {name: tensor[:, start:stop] for name, tensor in of_tokens.items()}
         of_chunk = None if documents is None else documents.of_chunk(start, stop)
         parts.append((start, {**own, "attention_mask": KnownMask.of(mask[:, :stop], of_chunk)}))

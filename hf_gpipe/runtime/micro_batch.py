@@ -11,7 +11,8 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.runtime.chunks import Chunk, check_chunks, cut, num_chunks
+from hf_gpipe.recipe import Chunks
+from hf_gpipe.runtime.chunks import Chunk, check_chunks, cut
 from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss
 from hf_gpipe.runtime.teacher import TeacherLogits
 
@@ -232,8 +233,7 @@ def make_micro_batches(
     length_bucketing: bool = False,
     packing: bool = False,
     is_compiled: bool = False,
-    sequence_chunks: int = 1,
-    chunk_taper: float = 0.0,
+    chunks: Chunks = Chunks(),
     loss: Loss = PLAIN,
 ) -> list[MicroBatch]:
     """The micro-batches of one step: of one mini-batch, or of several whose gradients are accumulated.
@@ -245,9 +245,8 @@ def make_micro_batches(
         length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
         packing: whether the rows of a mini-batch are packed, shared out by tokens. Those of a flattened one always are.
         is_compiled: whether the blocks are compiled by torch.compile.
-        sequence_chunks: into how many chunks of tokens rows are cut, each a micro-batch of the table; fewer where a
-            micro-batch has fewer tokens in a row.
-        chunk_taper: how much shorter later chunks are.
+        chunks: how rows are cut into chunks of tokens, each a micro-batch of the table; into fewer where a micro-batch
+            has fewer tokens in a row.
         loss: says how many units there are, and which rows stay together.
 
     Raises:
@@ -260,7 +259,7 @@ def make_micro_batches(
         adapter.check_keys(batch)
         if "shift_labels" in batch and not loss.is_of_tokens:
             raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
-        _check_whole(adapter, batch, packing=packing or adapter.is_flattened(batch), is_cut=sequence_chunks > 1)
+        _check_whole(adapter, batch, packing=packing or adapter.is_flattened(batch), is_cut=chunks.most > 1)
     # On the CPU, where reading a value makes nobody wait.
     on_cpu = [{name: tensor.cpu() for name, tensor in batch.items()} for batch in batches]
     inputs: list[Mapping[str, torch.Tensor]] = []
@@ -271,7 +270,7 @@ def make_micro_batches(
         if packing or adapter.is_flattened(batch):
             if not loss.is_of_tokens:
                 raise UserError(NOT_PACKED.format(type(loss).__name__))
-            if sequence_chunks > 1:
+            if chunks.most > 1:
                 check_chunks(adapter, is_loss_of_tokens=True, packing=True)
             parts = packed_parts(batch, num_micro_batches, adapter.target_keys)
             inputs += [adapter.packed(documents, is_compiled=is_compiled) for documents in parts]
@@ -302,10 +301,11 @@ def make_micro_batches(
         )
         for i, (own, owner, of_rows) in enumerate(zip(inputs, owners, row_seeds, strict=True))
     ]
-    chunks = num_chunks(inputs, sequence_chunks)
-    if chunks == 1:
+    if chunks.most > 1:
+        chunks = chunks.within(min(adapter.main_input(own).shape[1] for own in inputs))
+    if chunks.most == 1:
         return whole
-    of_chunks = (chunk for micro_batch in whole for chunk in in_chunks(micro_batch, chunks, adapter, chunk_taper))
+    of_chunks = (chunk for micro_batch in whole for chunk in in_chunks(micro_batch, chunks, adapter))
     return [replace(chunk, index=first + number) for number, chunk in enumerate(of_chunks)]
 
 
@@ -319,7 +319,7 @@ def _check_whole(adapter: Adapter, batch: Batch, *, packing: bool, is_cut: bool)
         )
 
 
-def in_chunks(whole: MicroBatch, count: int, adapter: Adapter, taper: float = 0.0) -> list[MicroBatch]:
+def in_chunks(whole: MicroBatch, chunks: Chunks, adapter: Adapter) -> list[MicroBatch]:
     """The chunks of a micro-batch in place of it, all with its index. A chunk's seeds depend on its number too."""
     length = adapter.main_input(whole.inputs).shape[1]
     return [
@@ -328,9 +328,9 @@ def in_chunks(whole: MicroBatch, count: int, adapter: Adapter, taper: float = 0.
             inputs=part,
             seed=mix(whole.seed, number),
             row_seeds=tuple(mix(row, number) for row in whole.row_seeds),
-            chunk=Chunk(whole.index, start, length, count),
+            chunk=Chunk(whole.index, start, length, chunks.most),
         )
-        for number, (start, part) in enumerate(cut(whole.inputs, count, adapter, taper))
+        for number, (start, part) in enumerate(cut(whole.inputs, chunks, adapter))
     ]
 
 

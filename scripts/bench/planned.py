@@ -25,8 +25,8 @@ from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.measure import profile_layers
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload
-from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.planner.workload import PlanInputs, Workload
+from hf_gpipe.recipe import Chunks, DecidedConfig
 from hf_gpipe.runtime.loss import PLAIN, Loss
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, LONGEST_WINDOW

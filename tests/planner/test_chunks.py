@@ -20,8 +20,8 @@ from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.planner.workload import Chunks, PlanInputs, Workload
-from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.planner.workload import PlanInputs, Workload
+from hf_gpipe.recipe import Chunks, PipelineConfig
 from hf_gpipe.schedule import Costs, build, simulate
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_held
