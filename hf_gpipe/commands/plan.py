@@ -53,7 +53,6 @@ def _plan(options: argparse.Namespace) -> int:
     from hf_gpipe.planner.report import as_dict, overrides, report, search_report
     from hf_gpipe.planner.search import search_all
     from hf_gpipe.planner.visiting import untried
-    from hf_gpipe.recipe import AUTO
 
     if options.longest and request.planner.memory_bytes is None:
         raise UserError("--longest: no limit of memory is known; give --memory or --device.")
@@ -75,7 +74,7 @@ def _plan(options: argparse.Namespace) -> int:
             print(report(best))
         if not options.json and not request.config.is_decided:
             print(f"{'chosen':11} {overrides(best)}", file=words)
-        if request.config.offload_weights == AUTO and (text := untried(best.settings.tensor_parallel)):
+        if request.config.leaves_visits_open and (text := untried(best.settings.tensor_parallel)):
             print(f"{'visits':11} {text}", file=words)
     if best.settings.schedule == TABLE_FILE:
         print(f"{'table':11} made for this plan by pipeline.schedule=auto; --table > mine.txt writes it", file=words)

@@ -133,6 +133,7 @@ class PlanRequest:
     @cached_property
     def planner(self) -> Planner:
         """Of all this; the layers are measured or traced when it is made."""
+        from hf_gpipe.model.tensor_parallel import check_division
         from hf_gpipe.planner.choose import micro_batch_counts
         from hf_gpipe.planner.of_model import planner_of
         from hf_gpipe.planner.speeds import rated_speeds
@@ -143,10 +144,7 @@ class PlanRequest:
         recipe, config, adapter = self.recipe, self.config, _adapter(self.recipe)
         if config.cuts_rows:
             _check_chunks(recipe, config, adapter)
-        if config.tensor_parallel > 1:
-            from hf_gpipe.model.tensor_parallel import check_division
-
-            check_division(adapter, config.division, is_compiled=config.torch_compile)
+        check_division(adapter, config.division, is_compiled=config.torch_compile)
         teacher, spec = None, teacher_of(recipe)
         if spec is not None:
             from hf_gpipe.model.teacher import open_teacher

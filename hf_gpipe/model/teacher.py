@@ -18,10 +18,10 @@ from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.recipe import DecidedConfig, Division
+from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.recipe.pipeline_rules import check_beside_teacher
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
-from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,8 @@ class Teacher:
     @classmethod
     def of(cls, spec: ModelSpec, adapter: Adapter, config: DecidedConfig) -> Teacher:
         """Cut a teacher that `open_teacher` has opened. Raises UserError where the pipeline can have none."""
-        unsupported = {
-            "sequence_chunks": config.sequence_chunks > 1,
-            "offload_weights": config.offload_weights is not None,
-            "schedule": config.schedule in ASYNCHRONOUS_SCHEDULES,
-        }
-        for name, is_asked in unsupported.items():
-            if is_asked:
-                raise UserError(f"teacher: {name} is {getattr(config, name)}, which is not supported beside a teacher")
-        if config.tensor_parallel > 1:
-            check_division(adapter, Division(config.tensor_parallel))
+        check_beside_teacher(config)
+        check_division(adapter, config.division._replace(divides_rows=False))
         return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
 
     def stages(self, devices: Mapping[int, torch.device], ranks: Ranks | None) -> dict[int, StageTeacher]:

@@ -28,7 +28,8 @@ _TOLERANCE = 1e-6
 
 def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = False) -> None:
     """Raise UserError where the layers of a model, whose blocks may be compiled, cannot be divided so."""
-    size = division.num_ranks
+    if (size := division.num_ranks) == 1:
+        return
     others = {
         "the model is no Hugging Face model that reads text": not isinstance(adapter, TextAdapter),
         "functions of its modules were replaced": bool(adapter.patches),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -27,7 +26,7 @@ from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.loss import whole_logits
 from hf_gpipe.runtime.step import Row
 from hf_gpipe.runtime.teacher import PREFIX
-from hf_gpipe.runtime.visits import VisitingWeights, leave_on_host
+from hf_gpipe.runtime.visits import leave_on_host, visits_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,22 +42,21 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
     whole_rows, divides_head = world.worker_ranks(), decision.full_table.divides_head
     ranks = None if whole_rows is None else replace(whole_rows, divides_rows=config.division.divides_rows)
-    num_layers = len(adapter.layers)
+    num_layers, visitors = len(adapter.layers), config.visitors
     homes = Homes(world) if world.placement.is_dealt else None
     #: Of each of this process's workers the stages that it runs.
     run_by: dict[int, dict[int, StageModel]] = {worker: {} for worker in world.workers}
     for stage, layers in enumerate(decision.partition):
         if divides_head:
             layers = range(layers.start, min(layers.stop, num_layers - 1))
-        maps_files = config.offload_weights is not None
         for worker, own in run_by.items():
             if stage not in world.placement.stages_run_by(worker):
                 continue
             device = world.device_of(worker, stage)
-            own[stage] = assemble(adapter, layers, weights, device, seed, maps_files=maps_files, ranks=ranks)
-            if config.offload_weights is not None:
+            own[stage] = assemble(adapter, layers, weights, device, seed, maps_files=bool(visitors), ranks=ranks)
+            if visitors:
                 # One stage after another, for together they may not fit.
-                leave_on_host(own[stage], config.offload_weights, is_shared=homes is not None)
+                leave_on_host(own[stage], visitors, is_shared=homes is not None)
             if stage in decision.recompute.block_stages:
                 own[stage].checkpoint_blocks()
             if config.torch_compile:
@@ -78,7 +76,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         _check_no_batch_norm(decision)
     if decision.is_asynchronous:
         _check_no_tie(decision, parameters)
-    visits = _visits(decision, run_by, homes)
+    visits = visits_of(run_by, visitors, homes, world)
     parameters.ties.leave_out({p for own in visits.values() for p in own.parameters if not p.requires_grad})
     teacher = decision.teacher
     teachers = {} if teacher is None else teacher.stages(world.stage_devices, whole_rows)
@@ -114,23 +112,6 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         has_new_adapters=request.model.has_new_adapters,
     )
     return Steps(forwards, request.length_bucketing, request.inputs.packing)
-
-
-def _visits(
-    decision: Decision, run_by: Mapping[int, Mapping[int, StageModel]], homes: Homes | None
-) -> dict[int, VisitingWeights]:
-    """Of each of this process's workers the visits of its stages' weights. Raises UserError, on every process, where no
-    weight could visit."""
-    visitors = decision.config.offload_weights
-    if visitors is None:
-        return {worker: VisitingWeights({}) for worker in run_by}
-    visits = {worker: VisitingWeights(models, visitors, homes) for worker, models in run_by.items()}
-    if not any(decision.world.gather_objects(sum(sum(visit.hosted_bytes.values()) for visit in visits.values()))):
-        raise UserError(
-            "offload_weights is frozen, and every weight is trained; use all, train adapters on the model "
-            "(peft_config, or lora.r), freeze a part of it, or leave offload_weights out"
-        )
-    return visits
 
 
 def _boundary_dtype(name: str | None, adapter: Adapter) -> torch.dtype | None:

@@ -25,6 +25,7 @@ from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.pipeline_keys import OF_EACH_PROCESS
+from hf_gpipe.recipe.pipeline_rules import check_dealt
 from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.chunks import check_chunks
 from hf_gpipe.runtime.custom_loss import loss_of
@@ -35,7 +36,6 @@ from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
-from hf_gpipe.schedule.kinds import LOAD
 from hf_gpipe.schedule.offload import with_offloads
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.visits import check_visits, with_visits
@@ -117,11 +117,6 @@ class Decision:
         given = settled(request.config, inputs, world)
         if table is not None:
             given = replace(given, recompute=recompute_under(table, given.recompute))
-            if LOAD in table.kinds and not given.offload_weights:
-                raise UserError(
-                    f"the table {table.name!r} loads and drops weights (L and D), and offload_weights is not given; "
-                    "set it to frozen or all, or leave L and D out of the table"
-                )
             inputs = replace(inputs, tables={given.schedule: table})
 
         # The model without its weights.
@@ -182,8 +177,8 @@ class Decision:
         if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
         _check_dealt(decision)
-        if config.offload_weights:
-            check_visits(decision.full_table, are_trained=config.offload_weights == "all")
+        if config.visitors:
+            check_visits(decision.full_table, are_trained=config.visitors == "all")
         if decision.full_table.divides_head:
             check_divides_head(adapter, loss, config, has_teacher=teacher is not None)
             check_stages(config.schedule, partition, world.placement)
@@ -237,7 +232,7 @@ class Decision:
             limits = self.recompute.of_table
             table = build(name, num_stages, total, self.world.placement, limits, steps=steps, chunks=chunks)
             table = with_offloads(table, self.recompute.host_stages)
-        return with_visits(table) if self.config.offload_weights else table
+        return with_visits(table) if self.config.visitors else table
 
     def plan(self, batch: Batch | None = None) -> Plan:
         """Return the planner's prediction of a step of this pipeline, on the device of this process.
@@ -262,16 +257,10 @@ class Decision:
 
 def _check_dealt(decision: Decision) -> None:
     """Raise UserError where stages are dealt and something needs them in one place."""
-    config, name, loss = decision.config, decision.config.schedule, decision.loss
+    name, loss = decision.config.schedule, decision.loss
     if not decision.world.placement.is_dealt:
         return
-    if config.offload_weights != "all":
-        raise UserError(
-            f"schedule is {name} and offload_weights {config.offload_weights or 'null'}: its stages are dealt to all "
-            "processes, so all weights visit, adapters too; set offload_weights to all"
-        )
-    if config.tensor_parallel > 1:
-        raise UserError(f"schedule {name!r} and tensor_parallel {config.tensor_parallel}: use one of the two")
+    check_dealt(decision.config)
     if decision.teacher is not None or loss.compares_units:
         what = "a teacher" if decision.teacher is not None else f"a {type(loss).__name__}, which compares rows"
         raise UserError(f"schedule {name!r} and {what}: the last stage must be in one place; use breadth_first")

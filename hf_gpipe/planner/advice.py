@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -13,8 +13,8 @@ from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.limits import MemoryLimit, limit_text
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.recipe.pipeline_keys import Visitors
+from hf_gpipe.planner.visiting import possible_visitors
+from hf_gpipe.recipe import AUTO, DecidedConfig
 from hf_gpipe.runtime import failures
 from hf_gpipe.text import seconds_text, size_text
 
@@ -82,76 +82,54 @@ def _adapters_that_fit(plan: Plan) -> Iterator[str]:
 def _visits_that_fit(plan: Plan, limit: MemoryLimit) -> Iterator[str]:
     """Weights that visit the same devices, which are GPUs, with stages as small as they come; if that fits."""
     settings, planner = plan.settings, plan.planner.within(limit)
-    if not (planner.can_visit and planner.device.is_asynchronous):
-        return
-    if settings.replicas != 1 or settings.offload_weights is not None:
+    if settings.replicas != 1 or settings.visitors is not None:
         return
     num_stages = planner.num_layers // settings.num_processes * settings.num_processes
     if num_stages < 3 * settings.num_processes:
         return
-    total = plan.costs.total
-    visitors: Visitors = "all" if total.trainable_bytes > total.num_bytes / 2 else "frozen"
-    config = replace(
-        settings.replaced(),
-        num_stages=num_stages,
-        offload_weights=visitors,
-        schedule="breadth_first",
-        recompute="stage",
-        partition="count",
-        placement=None,
-    )
-    with suppress(UserError):
-        visiting = best_plan(planner, config)
-        if visiting.fits:
-            yield (
-                f"pipeline.offload_weights={visitors} with pipeline.num_stages={num_stages}, "
-                "pipeline.schedule=breadth_first, pipeline.recompute=stage and pipeline.partition=count "
-                f"{_fits(visiting)}, with {size_text(sum(visiting.hosted_bytes))} of CPU memory"
-            )
+    for visitors in possible_visitors(planner)[:1]:
+        change = {"offload_weights": visitors, "num_stages": num_stages, "schedule": "breadth_first"}
+        change |= {"recompute": "stage", "partition": "count"}
+        with suppress(UserError):
+            visiting = best_plan(planner, settings.replaced(placement=None, **change))
+            if visiting.fits:
+                hosted = size_text(sum(visiting.hosted_bytes))
+                yield f"{_arguments(change)} {_fits(visiting)}, with {hosted} of CPU memory"
 
 
 def _changed_plans(planner: Planner, plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Each change in words and as a plan, the smallest first."""
-    for words, config in _changes(planner, plan):
-        try:
-            yield words, best_plan(planner, config)
-        except UserError:
-            continue
+    for change in _changes(planner, plan.settings):
+        with suppress(UserError):
+            yield _arguments(change), best_plan(planner, plan.settings.replaced(**change))
 
 
-def _changes(planner: Planner, plan: Plan) -> Iterator[tuple[str, PipelineConfig]]:
-    """Each change in words and as a configuration, the smallest first."""
-    settings = plan.settings
-    now = settings.replaced()
+def _changes(planner: Planner, settings: DecidedConfig) -> Iterator[Mapping[str, Any]]:
+    """Keys of `pipeline` with other values, the smallest change first."""
+    lean: dict[str, Any] = {"schedule": "1f1b", "recompute": AUTO}
     if settings.recompute != "stage":
-        yield "pipeline.recompute=auto", replace(now, recompute=AUTO)
+        yield {"recompute": AUTO}
     if settings.schedule != "1f1b":
-        yield "pipeline.schedule=1f1b", replace(now, schedule="1f1b")
-        yield "pipeline.schedule=1f1b with pipeline.recompute=auto", replace(now, schedule="1f1b", recompute=AUTO)
+        yield {"schedule": "1f1b"}
+        yield lean
     more = [count for count in micro_batch_counts(planner.rows, AUTO) if count > settings.num_micro_batches]
-    for count in more:
-        yield f"pipeline.num_micro_batches={count}", replace(now, num_micro_batches=count)
-    lean = replace(now, schedule="1f1b", recompute=AUTO)
-    for count in more:
-        yield (
-            f"pipeline.num_micro_batches={count} with pipeline.schedule=1f1b and pipeline.recompute=auto",
-            replace(lean, num_micro_batches=count),
-        )
-    finest = replace(lean, partition=AUTO, num_micro_batches=max([settings.num_micro_batches, *more]))
-    rest = (
-        f"pipeline.num_micro_batches={finest.num_micro_batches}, pipeline.schedule=1f1b, pipeline.recompute=auto and "
-        "pipeline.partition=auto"
-    )
-    yield rest, finest
+    for others in ({}, lean):
+        yield from ({"num_micro_batches": count, **others} for count in more)
+    finest = {"num_micro_batches": max([settings.num_micro_batches, *more]), **lean, "partition": AUTO}
+    yield finest
     if isinstance(settings.replicas, tuple):
         return  # They are of this many stages.
     for num_stages in _more_stages(settings.num_stages, planner.num_layers):
         of_replica = settings.num_processes // settings.replicas
         processes = num_stages * of_replica // settings.num_stages * settings.replicas
-        yield (
-            f"pipeline.num_stages={num_stages} on {processes} devices with {rest}",
-            replace(finest, num_stages=num_stages, num_processes=processes),
-        )
+        yield {"num_stages": num_stages, "num_processes": processes, **finest}
+
+
+def _arguments(change: Mapping[str, Any]) -> str:
+    """A change as arguments of a recipe, other processes as devices."""
+    first, *others = (f"pipeline.{name}={value}" for name, value in change.items() if name != "num_processes")
+    devices = f" on {change['num_processes']} devices" if "num_processes" in change else ""
+    return f"{first}{devices}{' with ' * bool(others)}{', '.join(others)}"
 
 
 def _more_stages(num_stages: int, num_layers: int) -> Iterator[int]:

@@ -20,7 +20,7 @@ def limit_of_step(plan: Plan) -> str:
     planner, settings, table = plan.planner, plan.settings, plan.timeline.schedule
     costs = planner.table_costs(settings, table)
     others: dict[str, Any] = {**(costs.others or {})}
-    is_on_host = settings.offload_weights == "all" or planner.inputs.offload_optimizer
+    is_on_host = settings.visitors == "all" or planner.inputs.offload_optimizer
     without = {
         "the update in CPU memory" if is_on_host else "the update": replace(costs, update_seconds=0.0),
         "copies of weights": replace(costs, others=others | {LOAD: 0.0, DROP: 0.0}),
@@ -46,12 +46,3 @@ def limit_of_step(plan: Plan) -> str:
     return f"{cause}; devices compute {1 - idle:.0%} of a step{''.join(f', which is {part}' for part in parts[:1])}" + (
         f" and {', '.join(parts[1:])}" if len(parts) > 1 else ""
     )
-
-
-def way_of(plan: Plan) -> str:
-    """Where the weights of a plan are, in the words of a recipe."""
-    settings = plan.settings
-    if settings.offload_weights is None:
-        return "weights stay on their devices"
-    order = "round_robin" if plan.timeline.schedule.placement.is_dealt else "breadth_first"
-    return f"offload_weights={settings.offload_weights}, {order}"

@@ -21,10 +21,9 @@ from hf_gpipe.planner.cut import cut_plan
 from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.meshes import Meshes, with_mesh
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.visiting import open_visitors, visiting_ways, with_dealt_table
+from hf_gpipe.planner.visiting import visiting_ways, with_dealt_table, with_visitors
 from hf_gpipe.recipe import AUTO, Chunks, PipelineConfig
 from hf_gpipe.schedule import (
-    DEALT,
     DIVIDED_HEAD,
     SPLIT_SCHEDULES,
     V_SHAPED,
@@ -122,9 +121,9 @@ def _ways(planner: Planner, config: PipelineConfig, cut: Chunks) -> Iterator[tup
 
 def _outcomes(planner: Planner, config: PipelineConfig) -> list[Outcome]:
     """The outcomes that are worth a try of a configuration whose number of chunks is decided."""
-    if config.offload_weights == AUTO:
+    if config.leaves_visits_open:
         return _with_or_without_visits(planner, config)
-    if config.offload_weights is not None and not config.is_decided:
+    if config.visitors and not config.is_decided:
         counts = micro_batch_counts(planner.rows, config.num_micro_batches)
         outcomes = [_outcome(planner, way) for way in visiting_ways(planner, config, counts)]
         return [with_dealt_table(outcome, config) if isinstance(outcome, Plan) else outcome for outcome in outcomes]
@@ -141,10 +140,9 @@ def _with_or_without_visits(planner: Planner, config: PipelineConfig) -> list[Ou
     """
     outcomes: list[Outcome] = []
     errors = []
-    # Of dealt stages all weights visit.
-    for visitors in ("all",) if config.schedule in DEALT else (None, *open_visitors(planner)):
+    for way in with_visitors(planner, config):
         try:
-            outcomes += _outcomes(planner, replace(config, offload_weights=visitors))
+            outcomes += _outcomes(planner, way)
         except UserError as error:
             errors.append(error)
     if not outcomes:

@@ -223,8 +223,8 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
         if value == TABLE_FILE:
             chosen.append("a table made for this plan")
         elif name not in ("num_stages", "replicas", "partition"):
-            text = untried(settings.tensor_parallel) if name == "offload_weights" else ""
-            chosen.append(f"{name} {_shown(value)}{f' ({text})' * bool(text)}")
+            chosen.append(f"{name} {_shown(value)}")
+    note = untried(settings.tensor_parallel) if config.leaves_visits_open else ""
     if config.is_cut_by_cost:
         chosen.append(f"partition {list(settings.partition)} ({config.partition})")
     limit = plan.planner.memory_bytes
@@ -232,4 +232,5 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
     return (
         f"planner: {', '.join(chosen)}: a step of {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, peak "
         f"memory {size_text(plan.peak_bytes)} in a process; {fits}{'' if plan.fits else ', which nothing allowed fits'}"
+        f"{'; ' * bool(note)}{note}"
     )

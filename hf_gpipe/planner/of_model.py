@@ -86,7 +86,7 @@ def planner_of(
     # Layers in 8 bits keep the device's memory.
     planner.can_visit &= adapter.quantisation is None or not adapter.quantisation.config.load_in_8bit
     # The last stage must be in one place for such a loss, and so must what a BatchNorm counts.
-    planner.can_deal = teacher is None and not loss.compares_units and not mini_batch.entries
+    planner.can_deal &= size == 1 and not loss.compares_units and not mini_batch.entries
     planner.num_forwards = inputs.forwards + loss.num_forwards(has_reference=adapter.peft is not None)
     if inputs.new_tokens:
         planner.of_tokens = lambda rows, tokens: tracer().costs(

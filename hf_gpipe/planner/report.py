@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.advice import smallest_fix
-from hf_gpipe.planner.bound import limit_of_step, way_of
+from hf_gpipe.planner.bound import limit_of_step
 from hf_gpipe.planner.bubble import smaller_bubble
 from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.listed import TABLE_FILE
@@ -29,7 +29,7 @@ from hf_gpipe.planner.saving import (
 )
 from hf_gpipe.planner.search import SearchResult
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
-from hf_gpipe.planner.visiting import untried
+from hf_gpipe.planner.visiting import untried, way_of
 from hf_gpipe.recipe import AUTO, PipelineConfig, keys_of
 from hf_gpipe.schedule import DEALT, is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
@@ -263,13 +263,14 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _as_dict(plan: Plan) -> dict[str, Any]:
+    chunks = plan.costs.workload.chunks
     return {
         "settings": _settings(plan),
         "device": plan.planner.device.name,
         "memory_limit_bytes": plan.planner.memory_bytes,
         "num_parameters": plan.costs.total.count,
         "rows": plan.planner.rows,
-        "micro_batch": asdict(plan.costs.workload),
+        "micro_batch": asdict(plan.costs.workload) | {"chunks": chunks.most, "taper": chunks.taper},
         "is_measured": plan.costs.is_measured,
         "step_seconds": plan.step_seconds,
         "before_seconds": plan.before._asdict(),

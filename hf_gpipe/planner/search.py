@@ -8,10 +8,10 @@ from itertools import dropwhile
 from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError, UserError
-from hf_gpipe.planner.bound import way_of
 from hf_gpipe.planner.choose import allowed_plans, can_run, first_micro_batches
 from hf_gpipe.planner.listed import with_table
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.visiting import way_of
 from hf_gpipe.recipe import AUTO, PipelineConfig
 
 

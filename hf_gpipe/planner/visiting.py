@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from hf_gpipe.errors import UserError
@@ -26,16 +27,38 @@ _ROUNDS = None, 1, 2, 3, 4, 6, 8, 12, 16
 
 
 def open_visitors(planner: Planner) -> Sequence[Visitors]:
-    """The weights that `offload_weights: auto` may let visit. On a CPU none: it has one memory."""
-    if not (planner.can_visit and planner.device.is_asynchronous) or planner.tensor_parallel > 1:
+    """The weights that `offload_weights: auto` may let visit."""
+    return () if planner.tensor_parallel > 1 else possible_visitors(planner)
+
+
+def possible_visitors(planner: Planner) -> Sequence[Visitors]:
+    """The weights that may visit, the fewest first. On a CPU none: it has one memory."""
+    if not (planner.can_visit and planner.device.is_asynchronous):
         return ()
     total = planner.known_costs.total
     return ("all",) if total.trainable_bytes > total.num_bytes / 2 else ("frozen", "all")
 
 
-def untried(tensor_parallel: int) -> str:
+def way_of(plan: Plan) -> str:
+    """Where the weights of a plan are, in the words of a recipe."""
+    if (visitors := plan.settings.visitors) is None:
+        return "weights stay on their devices"
+    order = _ROUND_ROBIN if plan.timeline.schedule.placement.is_dealt else _BREADTH_FIRST
+    return f"offload_weights={visitors}, {order}"
+
+
+def with_visitors(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfig]:
+    """The configuration with the weights that visit decided, in every way that is worth a try."""
+    if not config.leaves_visits_open:
+        return [config]
+    # Of dealt stages all weights visit.
+    ways = ("all",) if config.schedule in DEALT else (None, *open_visitors(planner))
+    return [replace(config, offload_weights=visitors) for visitors in ways]
+
+
+def untried(num_ranks: int) -> str:
     """A sentence where `open_visitors` leaves out what a run could do; else an empty one."""
-    if tensor_parallel == 1:
+    if num_ranks == 1:
         return ""
     return (
         "with tensor_parallel above 1, weights that visit are not tried, for a stage has the memory of several devices "
@@ -61,7 +84,7 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
         schedules: tuple[str, ...] = (config.schedule,)
     else:
         # The workers to which stages are dealt share memory.
-        can_deal = config.offload_weights == "all" and planner.can_deal and not config.cuts_rows
+        can_deal = config.visitors == "all" and planner.can_deal and not config.cuts_rows
         schedules = (_BREADTH_FIRST, *(DEALT if can_deal and planner.host_size(size) % own_size == 0 else ()))
     if config.num_micro_batches == AUTO:
         wanted = [times * size for times in _MICRO_BATCHES]
@@ -82,7 +105,7 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
                 )
     if not is_possible:
         raise UserError(
-            f"offload_weights is {config.offload_weights} and num_stages auto: a model of {planner.num_layers} layers "
+            f"offload_weights is {config.visitors} and num_stages auto: a model of {planner.num_layers} layers "
             f"has not the three stages for each of {own_size} processes that {_BREADTH_FIRST} takes; use fewer "
             f"processes, or offload_weights all with schedule {_ROUND_ROBIN}"
         )

@@ -32,6 +32,7 @@ from hf_gpipe.schedule import (
     recompute_under,
     replicas_of,
 )
+from hf_gpipe.schedule.kinds import LOAD
 
 
 @section(kw_only=False)
@@ -148,7 +149,7 @@ class PipelineConfig(PipelineValues):
             num_processes: the number of processes of the job.
 
         Raises:
-            ScheduleError: the file cannot be read, its table cannot be run, or it contradicts the other fields.
+            UserError: the file cannot be read, its table cannot be run, or it contradicts the other fields.
         """
         if not is_table_file(self.schedule):
             return None
@@ -160,6 +161,11 @@ class PipelineConfig(PipelineValues):
             step *= accumulation * self.sequence_chunks
         table = read_table(self.schedule, num_stages, step, num_processes, replicas, self.sequence_chunks)
         recompute_under(table, self.recompute)
+        if LOAD in table.kinds and self.offload_weights is None:
+            raise UserError(
+                f"the table {table.name!r} loads and drops weights (L and D), and offload_weights is not given; set it "
+                "to frozen or all, or leave L and D out of the table"
+            )
         return table
 
     def with_auto(self, num_processes: int) -> PipelineConfig:

@@ -89,11 +89,32 @@ def _check_visits(config: PipelineValues) -> None:
             f"offload_weights {visitors}: graphs on the host keep weights on the device; let recompute be stage, or "
             "leave offload_weights out."
         )
-    if config.schedule in DEALT and visitors not in ("all", AUTO):
+    if config.schedule in DEALT:
+        check_dealt(config)
+
+
+def check_dealt(config: PipelineValues) -> None:
+    """Raise UserError for keys that stages do not go with which are dealt to all processes."""
+    name, visitors = config.schedule, config.offload_weights
+    if visitors not in ("all", AUTO):
         raise UserError(
-            f"schedule is {config.schedule} and offload_weights {visitors or 'null'}: its stages are dealt to all "
-            "processes, so all weights visit, adapters too; set offload_weights to all, or use another schedule."
+            f"schedule is {name} and offload_weights {visitors or 'null'}: its stages are dealt to all processes, so "
+            "all weights visit, adapters too; set offload_weights to all, or use another schedule."
         )
+    if config.tensor_parallel > 1:
+        raise UserError(f"schedule {name!r} and tensor_parallel {config.tensor_parallel}: use one of the two")
+
+
+def check_beside_teacher(config: PipelineValues) -> None:
+    """Raise UserError for keys that a teacher does not go with."""
+    unsupported = {
+        "sequence_chunks": config.cuts_rows,
+        "offload_weights": config.offload_weights is not None,
+        "schedule": config.schedule in ASYNCHRONOUS_SCHEDULES,
+    }
+    for name, is_asked in unsupported.items():
+        if is_asked:
+            raise UserError(f"teacher: {name} is {getattr(config, name)}, which is not supported beside a teacher")
 
 
 def _check_asynchronous(config: PipelineValues) -> None:

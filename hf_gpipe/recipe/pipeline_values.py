@@ -38,9 +38,14 @@ class PipelineValues(PipelineKeys):
         Raises:
             UserError: they are "auto".
         """
-        if self.offload_weights == AUTO:
+        if self.leaves_visits_open:
             raise UserError("offload_weights is auto, which a plan chooses; give frozen or all, or leave it out.")
         return cast("Visitors | None", self.offload_weights)
+
+    @property
+    def leaves_visits_open(self) -> bool:
+        """Whether the planner chooses the weights that visit."""
+        return self.offload_weights == AUTO
 
     def update_shares(self, count: int) -> int:
         """Among how many replicas the updates of a stage that has `count` of them are divided."""

@@ -24,6 +24,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.pipeline_keys import Visitors
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.offload import ALIGNMENT, aligned
+from hf_gpipe.runtime.world import World
 
 
 @dataclass(eq=False)
@@ -330,3 +331,19 @@ def _pinned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _copy(weights: Mapping[nn.Parameter, torch.Tensor], homes: Mapping[nn.Parameter, torch.Tensor]) -> None:
     for parameter, weight in weights.items():
         weight.copy_(homes[parameter], non_blocking=True)
+
+
+def visits_of(
+    run_by: Mapping[int, Mapping[int, StageModel]], visitors: Visitors | None, homes: Homes | None, world: World
+) -> dict[int, VisitingWeights]:
+    """Of each of this process's workers the visits of its stages' weights. Raises UserError, on every process, where no
+    weight could visit."""
+    if visitors is None:
+        return {worker: VisitingWeights({}) for worker in run_by}
+    visits = {worker: VisitingWeights(models, visitors, homes) for worker, models in run_by.items()}
+    if not any(world.gather_objects(sum(sum(visit.hosted_bytes.values()) for visit in visits.values()))):
+        raise UserError(
+            "offload_weights is frozen, and every weight is trained; use all, train adapters on the model "
+            "(peft_config, or lora.r), freeze a part of it, or leave offload_weights out"
+        )
+    return visits
