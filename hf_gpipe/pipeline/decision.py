@@ -71,8 +71,7 @@ class PipelineRequest:
         if is_table_file(self.config.schedule):
             same["schedule"] = TABLE_SUFFIX  # the main process reads it, and the others may know another path
         same |= {name: value for name, value in vars(self.inputs).items() if name not in OF_THE_READER}
-        of_tokens = self.loss.of_tokens
-        same |= {"label_smoothing": of_tokens.label_smoothing, "logit_clipping": of_tokens.logit_clipping}
+        same |= {name: value for name, value in vars(self.loss.of_tokens).items() if name != "metrics"}
         same |= {"seed": self.seed, "loss": self.loss, "length_bucketing": self.length_bucketing}
         teacher = {} if self.teacher is None else self.teacher.compared()
         return same | {f"teacher: {name}": value for name, value in teacher.items()} | self.model.compared()

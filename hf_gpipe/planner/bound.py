@@ -20,7 +20,7 @@ def limit_of_step(plan: Plan) -> str:
     planner, settings, table = plan.planner, plan.settings, plan.timeline.schedule
     costs = planner.table_costs(settings, table)
     others: dict[str, Any] = {**(costs.others or {})}
-    is_on_host = settings.visitors == "all" or planner.inputs.offload_optimizer
+    is_on_host = planner.inputs.is_on_host(settings.visitors)
     without = {
         "the update in CPU memory" if is_on_host else "the update": replace(costs, update_seconds=0.0),
         "copies of weights": replace(costs, others=others | {LOAD: 0.0, DROP: 0.0}),

@@ -198,15 +198,10 @@ class LayerSums:
         """Seconds of the optimizer's update of a stage; of trained weights that visit, and of offloaded state, it is
         the host's, where so many processes update at once."""
         owned, host = self.owned(start, stop), self.device.host
-        if visitors == "all" or inputs.offload_optimizer:
-            # The host reads and writes weights, gradients and state, of master weights those of float32.
-            moved = 2 * inputs.copy_share(self.costs.dtype) * owned.trainable_bytes
-            if visitors == "all":
-                # They are made of the gradients, and the weights of them.
-                moved += 2 * owned.trainable_bytes if inputs.fp32_master_weights else 0
-                return moved / host.process_rate(num_processes)
-            # Gradients and weights travel.
-            travels = 2 * owned.trainable_bytes / host.copy_rate(num_processes)
+        if inputs.is_on_host(visitors):
+            moved = inputs.moved_share(self.costs.dtype, visitors) * owned.trainable_bytes
+            # Gradients and weights travel; those that visit do so by themselves.
+            travels = 0.0 if visitors == "all" else 2 * owned.trainable_bytes / host.copy_rate(num_processes)
             return travels + moved / host.process_rate(num_processes)
         # Gradients are read for their norm and for the update; weights and state are read and written.
         passes = 4 + 2 * OPTIMIZER_SLOTS[inputs.optim]

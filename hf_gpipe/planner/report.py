@@ -265,7 +265,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 def _as_dict(plan: Plan) -> dict[str, Any]:
     chunks = plan.costs.workload.chunks
     return {
-        "settings": _settings(plan),
+        "settings": plan.settings.of_plan | plan.planner.inputs.of_optimizer,
         "device": plan.planner.device.name,
         "memory_limit_bytes": plan.planner.memory_bytes,
         "num_parameters": plan.costs.total.count,
@@ -312,12 +312,6 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
         # Of each machine, for checkpoints in memory.
         "kept_bytes": kept_bytes(plan),
     }
-
-
-def _settings(plan: Plan) -> dict[str, Any]:
-    inputs = plan.planner.inputs
-    of_inputs = {name: getattr(inputs, name) for name in ("fp32_master_weights", "offload_optimizer")}
-    return plan.settings.of_plan | {"optimizer": inputs.optim} | of_inputs
 
 
 def _table(plan: Plan) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from hf_gpipe.planner.costs import Parameters
 from hf_gpipe.planner.plan import Plan, StagePlan
-from hf_gpipe.planner.workload import ITEM_BYTES, OPTIMIZER_SLOTS
 from hf_gpipe.text import size_text
 
 
@@ -40,9 +39,7 @@ def _saved_bytes(plan: Plan) -> list[int]:
     """
     inputs, costs = plan.planner.inputs, plan.costs
     sizes = [0] * len(plan.processes)
-    state_share = OPTIMIZER_SLOTS[inputs.optim]
-    if inputs.fp32_master_weights:
-        state_share = (state_share + 1) * 4 / ITEM_BYTES[costs.dtype]
+    state_share = inputs.saved_share(costs.dtype)
     workers = plan.timeline.schedule.placement.workers
     for stage, owned in _owned(plan):
         weights = owned.trainable_bytes if inputs.saved == "adapters" else owned.num_bytes

@@ -18,6 +18,7 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Chunks, PipelineConfig, Recipe, TrainingSection
 from hf_gpipe.recipe.data import PAIRED_KINDS
+from hf_gpipe.recipe.pipeline_keys import Visitors
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.micro_batch import MicroBatch, in_chunks
 from hf_gpipe.runtime.wire import sendable
@@ -369,3 +370,24 @@ class PlanInputs:
         """Bytes of copies of the weights, of their gradients and of the optimizer's state per byte of such weights."""
         size = 4 if self.fp32_master_weights else ITEM_BYTES[dtype]
         return (OPTIMIZER_SLOTS[self.optim] + 2) * size / ITEM_BYTES[dtype]
+
+    def saved_share(self, dtype: str) -> float:
+        """Bytes of the optimizer's state and of master weights in a checkpoint per byte of such weights."""
+        slots = OPTIMIZER_SLOTS[self.optim]
+        return (slots + 1) * 4 / ITEM_BYTES[dtype] if self.fp32_master_weights else slots
+
+    def is_on_host(self, visitors: Visitors | None) -> bool:
+        """Whether the host computes the updates of trained weights, which may visit their devices."""
+        return visitors == "all" or self.offload_optimizer
+
+    def moved_share(self, dtype: str, visitors: Visitors | None) -> float:
+        """Bytes that the host reads and writes in an update per byte of such weights."""
+        # Weights, gradients and state, of master weights those of float32; where weights visit, their gradients are
+        # made of those that come, and the weights of them.
+        return 2 * self.copy_share(dtype) + 2 * (visitors == "all" and self.fp32_master_weights)
+
+    @property
+    def of_optimizer(self) -> dict[str, Any]:
+        """The optimizer and where it keeps what, by the names of a plan's settings."""
+        names = ("fp32_master_weights", "offload_optimizer")
+        return {"optimizer": self.optim} | {name: getattr(self, name) for name in names}

@@ -15,7 +15,6 @@ from hf_gpipe.recipe.pipeline_keys import (
     PLANNED,
     SYNCHRONOUS_SCHEDULES,
     TRAINING_SCHEDULES,
-    Chunks,
     Entries,
     Listed,
     Visitors,
@@ -206,11 +205,6 @@ class DecidedConfig(PipelineConfig):
     chunk_taper: NotNegative = 0.0
     offload_weights: Visitors | None = None
     speeds: Annotated[tuple[Positive, ...] | None, Listed] = None
-
-    @property
-    def chunks(self) -> Chunks:
-        """How rows are cut into chunks."""
-        return Chunks(self.sequence_chunks, self.chunk_taper)
 
     def replaced(self, **values: Any) -> PipelineConfig:
         """A copy with `values`, which may leave something to the planner again."""

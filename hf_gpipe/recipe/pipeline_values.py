@@ -7,7 +7,7 @@ from typing import cast
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import COST_STRATEGIES
-from hf_gpipe.recipe.pipeline_keys import AUTO, CHUNK_UNIT, Division, PipelineKeys, Visitors
+from hf_gpipe.recipe.pipeline_keys import AUTO, CHUNK_UNIT, Chunks, Division, PipelineKeys, Visitors
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import DEALT, DIVIDED_HEAD, Placement, placement_for, replicas_of
 from hf_gpipe.schedule.actions import parse_number
@@ -76,6 +76,12 @@ class PipelineValues(PipelineKeys):
     def cuts_rows(self) -> bool:
         """Whether rows are cut into chunks, or may be."""
         return self.sequence_chunks != 1
+
+    @property
+    def chunks(self) -> Chunks:
+        """How rows are cut into chunks, where the planner need not choose that."""
+        assert isinstance(self.sequence_chunks, int) and isinstance(self.chunk_taper, float | int), "it is decided"
+        return Chunks(self.sequence_chunks, self.chunk_taper)
 
     @property
     def most_chunk_tokens(self) -> int | None:

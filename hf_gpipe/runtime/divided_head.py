@@ -40,7 +40,6 @@ class _Live:
     logits: torch.Tensor
     """(N, V'), the projection's output."""
     targets: torch.Tensor
-    is_unit: torch.Tensor
     of_tokens: TokenLoss
     whole: torch.Tensor | None = None
     """(3, N): the largest logit, the sum of exponentials, and the factor of the gradient. Known here on the last
@@ -122,9 +121,7 @@ class HeadPart:
         targets = self._model.adapter.targets(inputs).flatten()
         flat = hidden.flatten(0, -2).to(deferred.autocast_dtype or hidden.dtype)
         matrix, bias = self._tensors(flat.dtype)
-        live = _Live(
-            flat, flat.new_empty(len(flat), len(matrix)), targets, loss.of_tokens.units(targets), loss.of_tokens
-        )
+        live = _Live(flat, flat.new_empty(len(flat), len(matrix)), targets, loss.of_tokens)
         with self._without_autocast:
             torch.mm(flat, matrix.t(), out=live.logits)
             if bias is not None:
@@ -144,22 +141,16 @@ class HeadPart:
 
     def _sums_of(self, live: _Live, rows: slice, deferred: DeferredLogits) -> torch.Tensor:
         logits = deferred.finish(live.logits[rows][None])[0]
-        of_tokens = live.of_tokens
-        return vocabulary_loss.sums_of_part(
-            logits,
-            live.targets[rows],
-            live.is_unit[rows],
-            self._rows.first,
-            bound=of_tokens.logit_clipping,
-            has_metrics=self._loss.of_tokens.metrics is not None,
-        ).to(self.wide)
+        has_metrics = self._loss.of_tokens.metrics is not None
+        part = live.targets[rows], self._rows.first, live.of_tokens
+        return vocabulary_loss.sums_of_part(logits, *part, has_metrics=has_metrics).to(self.wide)
 
     def _join(
         self, whole: torch.Tensor, live: _Live, loss: Loss, context: Context, *, is_training: bool
     ) -> tuple[Tensors, Tensors]:
         """The last stage's part of S: the losses, and the factor of the gradient of each token's loss."""
-        micro_batch, of_tokens, is_unit = context.micro_batch, live.of_tokens, live.is_unit
-        size = self._rows.size
+        micro_batch, of_tokens = context.micro_batch, live.of_tokens
+        size, is_unit = self._rows.size, of_tokens.units(live.targets)
         targets = self._model.adapter.targets(micro_batch.inputs)
         losses = vocabulary_loss.losses_of(whole[:4], size, of_tokens.label_smoothing)
         if of_tokens.metrics is not None:
@@ -194,17 +185,9 @@ class HeadPart:
                 leaf = projected.detach().requires_grad_(not deferred.is_projection_alone)
                 with torch.set_grad_enabled(leaf.requires_grad):
                     logits = deferred.finish(leaf[None])[0]
-                gradient = vocabulary_loss.gradient_of_part(
-                    logits.detach(),
-                    live.targets[rows],
-                    live.is_unit[rows],
-                    self._rows.first,
-                    self._rows.size,
-                    largest[rows],
-                    total[rows],
-                    smoothing=live.of_tokens.label_smoothing,
-                    bound=live.of_tokens.logit_clipping,
-                ).mul_(factor[rows, None])
+                part = live.targets[rows], self._rows.first, self._rows.size, largest[rows], total[rows]
+                gradient = vocabulary_loss.gradient_of_part(logits.detach(), *part, live.of_tokens)
+                gradient.mul_(factor[rows, None])
                 if leaf.requires_grad:
                     (gradient,) = torch.autograd.grad(logits, leaf, gradient.to(logits.dtype))
                 gradient = gradient.to(matrix.dtype)

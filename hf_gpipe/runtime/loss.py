@@ -340,17 +340,7 @@ class TokenLoss(Loss):
             (N,), 0 where the target is ignored; and (N, V), which has no meaning where the target is ignored.
         """
         if part is not None:
-            return vocabulary_loss.with_gradient(
-                logits,
-                targets,
-                self.units(targets),
-                part,
-                smoothing=self.label_smoothing,
-                bound=self.logit_clipping,
-                is_dynamic=self.is_dynamic,
-                metrics=self.metrics,
-                overwrite=overwrite,
-            )
+            return vocabulary_loss.with_gradient(logits, targets, part, self, overwrite=overwrite)
         smoothing, bound = self.label_smoothing, self.logit_clipping
         is_ignored = ~self.units(targets)
         columns = targets.masked_fill(is_ignored, 0)[:, None]

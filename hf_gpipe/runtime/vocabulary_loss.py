@@ -9,11 +9,14 @@ largest logit; the sum of exponentials, the target's logit and the sum of logits
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
-from hf_gpipe.runtime.token_metrics import TokenMetrics
+
+if TYPE_CHECKING:
+    from hf_gpipe.runtime.loss import TokenLoss
 
 
 def log_softmax(logits: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:
@@ -33,13 +36,9 @@ def total(values: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:
 def with_gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    is_unit: torch.Tensor,
     part: VocabularyPart,
+    loss: TokenLoss,
     *,
-    smoothing: float,
-    bound: float | None,
-    is_dynamic: bool,
-    metrics: TokenMetrics | None,
     overwrite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`TokenLoss.with_gradient` of a part of the columns.
@@ -47,17 +46,16 @@ def with_gradient(
     Args:
         logits: (N, V'), of the part, without a graph.
         targets: (N,), tokens of the whole vocabulary.
-        is_unit: which of them are targets, (N,).
         part: of the vocabulary.
-        smoothing, bound, is_dynamic, metrics: `label_smoothing`, `logit_clipping` and so on of the loss.
+        loss: whose options count.
         overwrite: whether the gradient may take the memory of the logits.
 
     Returns:
         The losses (N,), the same on every rank, and the gradient of the part's logits (N, V').
     """
-    ranks = part.ranks
+    ranks, is_unit = part.ranks, loss.units(targets)
     columns, is_foreign = _columns(logits, targets, is_unit, part.first)
-    seen, is_clipped = _seen(logits, bound)
+    seen, is_clipped = _seen(logits, loss)
     own, first = seen.max(-1)
     largest = ranks.largest(own)
     of_target = seen.gather(1, columns).squeeze(1).masked_fill(is_foreign, 0)
@@ -65,45 +63,37 @@ def with_gradient(
     gradient = (seen.sub_(largest[:, None]) if overwrite or seen is not logits else seen - largest[:, None]).exp_()
     sums = ranks.total(torch.stack([gradient.sum(-1), of_target, of_all]))
     gradient.div_(sums[0, :, None])
-    losses = losses_of([largest, *sums], part.size, smoothing)
-    if metrics is not None:
+    losses = losses_of([largest, *sums], part.size, loss.label_smoothing)
+    if loss.metrics is not None:
         # The first of the largest logits, as `max` finds it in whole ones.
         first = torch.where(own == largest, first + part.first, part.size)
         is_first = -ranks.largest(-first) == targets
-        metrics.add(is_unit, is_first, gradient, ranks.total)
-    _less_target(gradient, columns, is_foreign, is_clipped, part.size, smoothing)
-    if is_dynamic:
+        loss.metrics.add(is_unit, is_first, gradient, ranks.total)
+    _less_target(gradient, columns, is_foreign, is_clipped, part.size, loss)
+    if loss.is_dynamic:
         probability = losses.neg().exp()
         losses, gradient = losses * probability, gradient.mul_(probability[:, None])
     return losses.masked_fill(~is_unit, 0), gradient
 
 
 def sums_of_part(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    is_unit: torch.Tensor,
-    first: int,
-    *,
-    bound: float | None,
-    has_metrics: bool,
+    logits: torch.Tensor, targets: torch.Tensor, first: int, loss: TokenLoss, *, has_metrics: bool
 ) -> torch.Tensor:
     """The sums that the losses need of a part of the columns, where the other parts follow later (`joined`).
 
     Args:
         logits: (N, V'), without a graph.
         targets: (N,), tokens of the whole vocabulary.
-        is_unit: which of them are targets, (N,).
         first: the token of the first column.
-        bound: `logit_clipping` of the loss.
+        loss: whose logits are clipped.
         has_metrics: whether the two rows for metrics are there.
 
     Returns:
         (4, N) or (6, N): the largest logit; the sum of exponentials relative to it; the target's logit, or 0; the sum
         of logits. For metrics the first token with the largest logit, and the sum of logits weighted by exponentials.
     """
-    columns, is_foreign = _columns(logits, targets, is_unit, first)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    seen = wide if bound is None else wide.clamp(-bound, bound)
+    columns, is_foreign = _columns(logits, targets, loss.units(targets), first)
+    seen, _ = _seen(logits, loss)
     largest, place = seen.max(-1)
     exponentials = (seen - largest[:, None]).exp_()
     of_target = seen.gather(1, columns).squeeze(1).masked_fill(is_foreign, 0)
@@ -134,34 +124,31 @@ def losses_of(sums: Sequence[torch.Tensor] | torch.Tensor, size: int, smoothing:
 def gradient_of_part(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    is_unit: torch.Tensor,
     first: int,
     size: int,
     largest: torch.Tensor,
     total: torch.Tensor,
-    *,
-    smoothing: float,
-    bound: float | None,
+    loss: TokenLoss,
 ) -> torch.Tensor:
     """The gradient of the losses by a part of the columns, (N, V').
 
     Args:
-        logits, targets, is_unit, first, bound: as of `sums_of_part`.
+        logits, targets, first: as of `sums_of_part`.
         size: V.
         largest, total: the first two sums of the whole vocabulary, (N,).
-        smoothing: `label_smoothing`.
+        loss: whose options count.
     """
-    columns, is_foreign = _columns(logits, targets, is_unit, first)
-    seen, is_clipped = _seen(logits, bound)
+    columns, is_foreign = _columns(logits, targets, loss.units(targets), first)
+    seen, is_clipped = _seen(logits, loss)
     gradient = (seen - largest[:, None]).exp_().div_(total[:, None])
-    _less_target(gradient, columns, is_foreign, is_clipped, size, smoothing)
+    _less_target(gradient, columns, is_foreign, is_clipped, size, loss)
     return gradient
 
 
-def _seen(logits: torch.Tensor, bound: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _seen(logits: torch.Tensor, loss: TokenLoss) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The logits as the loss sees them, in float32 at least, and which of them are clipped."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if bound is None:
+    if (bound := loss.logit_clipping) is None:
         return wide, None
     seen = wide.clamp(-bound, bound)
     return seen, seen != wide
@@ -182,10 +169,10 @@ def _less_target(
     is_foreign: torch.Tensor,
     is_clipped: torch.Tensor | None,
     size: int,
-    smoothing: float,
+    loss: TokenLoss,
 ) -> None:
     """Turn the probabilities of a part of the columns into the gradient of the losses, in place."""
-    if smoothing:
+    if smoothing := loss.label_smoothing:
         probabilities.sub_(smoothing / size)
     probabilities.scatter_add_(1, columns, (smoothing - 1) * (~is_foreign).to(probabilities)[:, None])
     if is_clipped is not None:

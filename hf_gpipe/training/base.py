@@ -43,7 +43,6 @@ from hf_gpipe.training.generating import generation_config_of
 from hf_gpipe.training.loader import Collate
 from hf_gpipe.training.longest import longest_mini_batch
 from hf_gpipe.training.loss_scaling import LossScaler
-from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
 
 #: Arguments that may be another's in each process: where it writes and shows what, and a token that must not travel.
@@ -98,14 +97,6 @@ def set_up_model(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
         stage.add_noise(args.neftune_noise_alpha)
     if args.generation_config is not None:
         pipe.adapter.reference.generation_config = generation_config_of(args.generation_config)
-
-
-def master_weights_of(pipe: Pipeline, args: PipelineTrainingArguments) -> MasterWeights | None:
-    """The copies of the weights that the arguments ask for. Raises UserError where there can be none."""
-    if not (args.fp32_master_weights or args.offload_optimizer):
-        return None
-    parameters = dict(pipe.named_parameters())
-    return MasterWeights(parameters, in_float32=args.fp32_master_weights, on_host=args.offload_optimizer)
 
 
 def callbacks_of(

@@ -139,6 +139,14 @@ def check_optimizer(optimizer: Optimizer, parameters: Iterable[torch.nn.Paramete
         )
 
 
+def master_weights_of(pipe: Pipeline, args: PipelineTrainingArguments) -> MasterWeights | None:
+    """The copies of the weights that the arguments ask for. Raises UserError where there can be none."""
+    if not (args.fp32_master_weights or args.offload_optimizer):
+        return None
+    parameters = dict(pipe.named_parameters())
+    return MasterWeights(parameters, in_float32=args.fp32_master_weights, on_host=args.offload_optimizer)
+
+
 def check_optimizers(
     optimizer: Optimizer | None, scheduler: Scheduler | None, args: PipelineTrainingArguments, pipe: Pipeline
 ) -> None:

@@ -47,8 +47,6 @@ _TRAINERS = {
     "embeddings": _Own(PipelineEmbeddingConfig, PipelineEmbeddingTrainer),
     "prompts": _Own(PipelineGRPOConfig, PipelineGRPOTrainer, lambda recipe: (checked_by(recipe.grpo.reward),)),
 }
-#: Keys of `training` that a Pipeline has.
-_OF_PIPELINE = ("label_smoothing_factor", "logit_clipping", "packing")
 
 
 class Prepared(NamedTuple):
@@ -64,8 +62,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
     training, pipeline = recipe.training, recipe.pipeline
     own = _TRAINERS.get(recipe.data.kind)
     made_as = PipelineTrainingArguments if own is None else own.arguments
-    values = {name: value for name, value in vars(training).items() if name not in _OF_PIPELINE}
-    values = {name: value for name, value in values.items() if name in made_as.__dataclass_fields__}
+    values = {name: value for name, value in vars(training).items() if name in made_as.__dataclass_fields__}
     if own is not None:
         of_loss = {name: value for name, value in vars(recipe.of_loss).items() if name != "reward"}
         values |= {**of_loss, "max_length": recipe.data.max_length}

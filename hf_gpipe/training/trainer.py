@@ -43,7 +43,6 @@ from hf_gpipe.training.base import (
     join_with,
     loss_scaler,
     make_pipeline,
-    master_weights_of,
     options_of,
     restore_callbacks,
     set_up_model,
@@ -60,6 +59,7 @@ from hf_gpipe.training.optim import (
     check_optimizers,
     make_optimizer,
     make_scheduler,
+    master_weights_of,
     shard_optimizer,
     updated_parameters,
 )
