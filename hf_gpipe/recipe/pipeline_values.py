@@ -80,8 +80,7 @@ class PipelineValues(PipelineKeys):
     @property
     def chunks(self) -> Chunks:
         """How rows are cut into chunks, where the planner need not choose that."""
-        assert isinstance(self.sequence_chunks, int) and isinstance(self.chunk_taper, float | int), "it is decided"
-        return Chunks(self.sequence_chunks, self.chunk_taper)
+        return Chunks(cast("int", self.sequence_chunks), cast("float", self.chunk_taper))
 
     @property
     def most_chunk_tokens(self) -> int | None:
