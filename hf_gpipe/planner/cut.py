@@ -124,7 +124,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     sums = planner.sums(settings)
     if strategy == "profile" and not costs.is_measured:
         advice = "plan with --profile, or use flops"
-        if planner.tensor_parallel > 1:
+        if planner.num_ranks > 1:
             advice = "a run measures divided layers; plan with flops or auto"
         raise PartitionError(f"partition 'profile' needs measured layers, and none were measured; {advice}.")
     table, bound = planner.table(settings), planner.memory_bound(settings)

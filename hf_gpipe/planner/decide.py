@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.chunks import each_chunk, ways_to_cut
@@ -91,7 +90,7 @@ class Planning:
         if self.world.has_several_machines:
             measure_machines(self.world)
         measured = self._measure(config) if config.partition == "profile" else {}
-        memory = self._memory_bytes(config.tensor_parallel) if config.memory is None else config.memory_bytes
+        memory = self._memory_bytes(config.division.num_ranks) if config.memory is None else config.memory_bytes
 
         def best() -> tuple[DecidedConfig, str, Schedule | None]:
             plan = best_plan(self.planner(config, measured, decides=True).within(memory), config)
@@ -163,7 +162,8 @@ class Planning:
         mini_batch = self.world.from_reader(lambda: self.inputs.mini_batch(self.adapter))
         count = config.num_micro_batches if isinstance(config.num_micro_batches, int) else 4 * config.processes
         workload = mini_batch.of_rows(largest_micro_batch(mini_batch.rows, min(count, mini_batch.rows)))
-        speeds = measure_speeds(self.adapter, workload, self.world, self.loss, self._ranks(config))
+        ranks = self.world.ranks_of_workers(config.division)
+        speeds = measure_speeds(self.adapter, workload, self.world, self.loss, ranks)
         if self.world.is_reporter:
             logger.warning(
                 "planner: all processes are equally fast"
@@ -173,22 +173,18 @@ class Planning:
             )
         return speeds
 
-    def _ranks(self, config: PipelineConfig) -> ProcessRanks | None:
-        """The ranks of this process's worker; None: a process is a worker."""
-        ranks = self.world.ranks_of_workers(config.tensor_parallel)
-        return ranks and replace(ranks, divides_rows=config.division.divides_rows)
-
     def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, Chunks], Sequence[ModelCosts]]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
         world = self.world
-        mini_batch, ranks = world.from_reader(lambda: self.inputs.mini_batch(self.adapter)), self._ranks(config)
+        mini_batch = world.from_reader(lambda: self.inputs.mini_batch(self.adapter))
+        ranks = world.ranks_of_workers(config.division)
 
         def measured(workload: Workload) -> ModelCosts:
             own = profile_layers(
                 self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier, ranks=ranks
             )
             # The ranks of a worker wait for each other.
-            everyone = world.gather_objects(own)[:: config.tensor_parallel]
+            everyone = world.gather_objects(own)[:: config.division.num_ranks]
             # Those of a slower device are taken as the first one's.
             speeds = config.given_speeds or [1.0] * len(everyone)
             return mean_costs([times(model_costs, speed) for model_costs, speed in zip(everyone, speeds, strict=True)])
@@ -224,7 +220,7 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
             chosen.append("a table made for this plan")
         elif name not in ("num_stages", "replicas", "partition"):
             chosen.append(f"{name} {_shown(value)}")
-    note = untried(settings.tensor_parallel) if config.leaves_visits_open else ""
+    note = untried(plan.costs.num_ranks) if config.leaves_visits_open else ""
     if config.is_cut_by_cost:
         chosen.append(f"partition {list(settings.partition)} ({config.partition})")
     limit = plan.planner.memory_bytes

@@ -140,7 +140,7 @@ class Plan:
         size = self.planner.host_size(len(self.processes))
         hosted = [sum(self.hosted_bytes[start : start + size]) for start in range(0, len(self.processes), size)]
         # Each rank of a worker has its own part.
-        return self.planner.tensor_parallel * max(hosted)
+        return self.planner.num_ranks * max(hosted)
 
     @property
     def host_fullness(self) -> float:
@@ -195,7 +195,7 @@ class Planner:
             that is known.
         cluster: the links between the processes; None: every pair of them has the device's link.
         speeds: of each process, relative to `device`; None: all are as fast.
-        tensor_parallel: T, among which layers are divided. A process of the plan then stands for T, each of which has
+        num_ranks: T, among which layers are divided. A process of the plan then stands for T, each of which has
             this memory; the links of the cluster are between devices.
         teacher: rows of a micro-batch -> the costs of a teacher's layers; None: there is no teacher.
 
@@ -219,17 +219,17 @@ class Planner:
         memory_bytes: MemoryLimit = None,
         cluster: Cluster | None = None,
         speeds: Sequence[float] | None = None,
-        tensor_parallel: int = 1,
+        num_ranks: int = 1,
         teacher: Callable[[int], ModelCosts] | None = None,
     ) -> None:
         self._costs_of, self._teacher = costs_of, teacher
-        self.tensor_parallel = tensor_parallel
+        self.num_ranks = num_ranks
         inputs.check()
         self.inputs = inputs
         self.rows = inputs.mini_batch().rows
         self.device = device
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
-        self.cluster = None if cluster is None else cluster.of_workers(tensor_parallel)
+        self.cluster = None if cluster is None else cluster.of_workers(num_ranks)
         self._link = device.link if cluster is None else cluster.levels[0]
         self.speeds = speeds
         self.can_visit = self.can_deal = teacher is None
@@ -336,7 +336,7 @@ class Planner:
         placement, divides_head = key = table.placement, table.divides_head
         if key not in self._of_libraries:
             network = self._network(placement)
-            sizes = library_bytes(self.device, network, placement, self.tensor_parallel, divides_head=divides_head)
+            sizes = library_bytes(self.device, network, placement, self.num_ranks, divides_head=divides_head)
             self._of_libraries[key] = sizes
         return self._of_libraries[key]
 
@@ -362,7 +362,7 @@ class Planner:
 
     def num_copying(self, num_workers: int) -> int:
         """The devices that copy to and from the memory of one machine, all ranks of so many workers."""
-        return self.host_size(num_workers) * self.tensor_parallel
+        return self.host_size(num_workers) * self.num_ranks
 
     def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
         """The seconds of the actions and messages of a table that runs with these settings."""
@@ -386,10 +386,10 @@ class Planner:
         Raises:
             UserError: one of its kinds, for settings that no pipeline could have.
         """
-        if settings.tensor_parallel != self.tensor_parallel:
+        if settings.division.num_ranks != self.num_ranks:
             raise UserError(
-                f"tensor_parallel is {settings.tensor_parallel}, and the planner has the costs of layers for "
-                f"{self.tensor_parallel}; make another planner"
+                f"tensor_parallel is {settings.division.num_ranks}, and the planner has the costs of layers for "
+                f"{self.num_ranks}; make another planner"
             )
         if self.chunks != (other := self.with_chunks(settings.chunks)).chunks:
             return other.plan(settings)

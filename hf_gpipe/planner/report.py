@@ -200,7 +200,7 @@ def search_report(result: SearchResult) -> str:
     else:
         parts.append("none of them fits")
     parts += ["", "each way, and what limits it:", *_ways(result)]
-    sizes = {plan.settings.tensor_parallel for plan in (*result.fastest, *result.ways, result.leanest)}
+    sizes = {plan.costs.num_ranks for plan in (*result.fastest, *result.ways, result.leanest)}
     if text := untried(max(sizes)):
         parts.append(text)
     return "\n".join([*parts, "", "least memory:", header, leanest])
@@ -366,7 +366,7 @@ def _search_row(plan: Plan) -> tuple[str, ...]:
         bytes_text(sent.total),
         str(settings.num_stages),
         str(settings.num_micro_batches),
-        str(settings.tensor_parallel),
+        str(plan.costs.num_ranks),
         runs_text(plan.timeline.schedule.placement.replicas),
         settings.schedule,
         _recompute(plan),

@@ -39,7 +39,7 @@ def traffic(plan: Plan) -> Traffic:
     layers, table = plan.costs.layers, plan.timeline.schedule
     sums, placement = plan.planner.sums(plan.settings), table.placement
     gradients = boundaries = in_layers = 0.0
-    size, shares = plan.settings.tensor_parallel, recompute_shares(table)
+    size, shares = plan.costs.num_ranks, recompute_shares(table)
     share = sent_share(plan.settings, plan.costs.dtype)
     besides = plan.planner.besides(plan.settings.num_micro_batches, plan.settings.num_stages)
     messages = _messages(table)
@@ -76,7 +76,7 @@ def _messages(table: Schedule) -> dict[int, tuple[int, int]]:
 
 def is_mesh(plan: Plan) -> bool:
     """Whether links of several kinds or replicas are part of a plan."""
-    is_divided = plan.settings.tensor_parallel > 1
+    is_divided = plan.costs.num_ranks > 1
     return plan.planner.cluster is not None or plan.timeline.schedule.placement.has_replicas or is_divided
 
 
@@ -84,7 +84,7 @@ def mesh_lines(plan: Plan) -> list[tuple[str, str]]:
     """The cluster, the replicas and what is sent; nothing for one pipeline on equal links."""
     if not is_mesh(plan):
         return []
-    placement, sent, size = plan.timeline.schedule.placement, traffic(plan), plan.settings.tensor_parallel
+    placement, sent, size = plan.timeline.schedule.placement, traffic(plan), plan.costs.num_ranks
     in_layers = f", {bytes_text(sent.sums)} inside of layers" if size > 1 else ""
     lines = [
         ("replicas", f"{'-'.join(map(str, placement.replicas))}, processes of each stage {placement}"),

@@ -28,7 +28,7 @@ _ROUNDS = None, 1, 2, 3, 4, 6, 8, 12, 16
 
 def open_visitors(planner: Planner) -> Sequence[Visitors]:
     """The weights that `offload_weights: auto` may let visit."""
-    return () if planner.tensor_parallel > 1 else possible_visitors(planner)
+    return () if planner.num_ranks > 1 else possible_visitors(planner)
 
 
 def possible_visitors(planner: Planner) -> Sequence[Visitors]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.errors import UserError
+from hf_gpipe.recipe.pipeline_keys import Division
 from hf_gpipe.runtime import wire
 from hf_gpipe.runtime.facts import DeviceFacts, RankFacts
 from hf_gpipe.runtime.job import Job
@@ -398,12 +399,13 @@ class World:
         ]
         return groups[self.place]
 
-    def ranks_of_workers(self, size: int) -> ProcessRanks | None:
-        """`worker_ranks` where so many processes form a worker, before any stage is placed."""
-        if size == 1:
+    def ranks_of_workers(self, division: Division) -> ProcessRanks | None:
+        """`worker_ranks` where layers are divided so, before any stage is placed."""
+        if (size := division.num_ranks) == 1:
             return None
         count = self.num_processes // size
-        return self.placed(replace(Placement.spread(count, count), ranks_per_worker=size)).worker_ranks()
+        ranks = self.placed(replace(Placement.spread(count, count), ranks_per_worker=size)).worker_ranks()
+        return ranks and replace(ranks, divides_rows=division.divides_rows)
 
     def worker_ranks(self) -> ProcessRanks | None:
         """The ranks of this process's worker; None: it is the only one. Every process must call it."""
