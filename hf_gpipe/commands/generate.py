@@ -116,5 +116,4 @@ def _encoded(
         rows = [row[:-1] if row[-1:] == [tokenizer.eos_token_id] else row for row in rows]
     if not all(rows):
         raise UserError("a text has no tokens; give some")
-    padded = tokenizer.pad({"input_ids": rows}, padding=len(rows) > 1, return_tensors="pt")
-    return {name: padded[name] for name in ("input_ids", "attention_mask")}
+    return dict(tokenizer.pad({"input_ids": rows}, padding=len(rows) > 1, return_tensors="pt"))

@@ -36,7 +36,7 @@ class ChatExamples(EncodedConversations):
             example with a target.
     """
 
-    _name, _columns = "chats", ("input_ids", "labels")
+    _name = "chats"
     _read: Read = staticmethod(conversation_of)
 
     def __init__(

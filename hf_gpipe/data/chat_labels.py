@@ -62,10 +62,9 @@ class ChatEncoder:
 
     def _text(self, text: str) -> list[int]:
         """The ids of text without messages, which ends in the end-of-sequence token."""
-        end, ids = self._tokenizer.eos_token, self._tokenizer(text)["input_ids"]
-        if end is None or ids[-1:] == [self._tokenizer.eos_token_id]:
-            return list(ids)
-        return list(self._tokenizer(text + end)["input_ids"])
+        end, ids = self._tokenizer.eos_token, self._tokenizer.encode(text)
+        has_end = end is None or ids[-1:] == [self._tokenizer.eos_token_id]
+        return ids if has_end else self._tokenizer.encode(text + end)
 
     def _chat(self, where: str, row: Mapping[str, Any], messages: Messages) -> tuple[list[int], list[bool]]:
         if not self._assistant_only:
@@ -150,10 +149,10 @@ def ids_of(
 ) -> list[int]:
     """The ids of a text, or of some messages of a row as the chat template writes them."""
     if isinstance(content, str):
-        return list(tokenizer(content)["input_ids"])
+        return tokenizer.encode(content)
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
     text = apply_template(tokenizer, where, row, content, **options)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _end(text: str, start: int, until: str, message: Mapping[str, Any], eos: str | None) -> int | None:

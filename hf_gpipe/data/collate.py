@@ -28,15 +28,22 @@ class PairCollator:
         return cls(next(token for token in tokens if token is not None))
 
     def __call__(self, rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
-        input_ids = [row["input_ids"] for row in rows]
-        batch = {
-            "input_ids": self._pad(input_ids, self.pad_token_id),
-            "attention_mask": self._pad([[1] * len(row) for row in input_ids], 0),
-        }
+        batch = self.of_ids([row["input_ids"] for row in rows])
         if "labels" in rows[0]:
             batch["labels"] = self._pad([row["labels"] for row in rows], IGNORED_LABEL)
         return batch
 
+    def of_ids(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        """A mini-batch of ids alone."""
+        mask = self._pad([[1] * len(row) for row in rows], 0)
+        return {"input_ids": self._pad(rows, self.pad_token_id), "attention_mask": mask}
+
     def _pad(self, rows: list[list[int]], filler: int) -> torch.Tensor:
         longest = max(map(len, rows))
         return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
+
+
+def tokens_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
+    """The tokens of each row of a mini-batch, without padding."""
+    rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    return [ids[mask.bool()].tolist() for ids, mask in rows]

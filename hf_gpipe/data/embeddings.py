@@ -121,8 +121,8 @@ class EmbeddingCollator(PairCollator):
                     f"an example has {len(lengths)} texts, and the loss is of {self.texts}; set texts to {len(lengths)}"
                 )
             ends = torch.tensor(lengths).cumsum(0).tolist()
-            texts += [{"input_ids": ids[end - length : end]} for length, end in zip(lengths, ends, strict=True)]
+            texts += [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]
         scores = torch.tensor([row["score"][0] for row in rows], dtype=torch.float32)
         if self.needs_score and bool(scores.isnan().any()):
             raise DataError("an example has no score, which the loss needs; give the rows a column 'score'")
-        return super().__call__(texts) | {"labels": scores.repeat_interleave(self.texts)}
+        return self.of_ids(texts) | {"labels": scores.repeat_interleave(self.texts)}

@@ -45,7 +45,7 @@ class EncodedConversations(ABC):
     _name: str
     #: The rows, and why some are dropped, in messages; empty: none is.
     _what, _dropped = "conversations", "they then had no target"
-    _columns: tuple[str, ...]
+    _columns: tuple[str, ...] = ("input_ids", "labels")
     #: Of the columns, those of numbers that are no ids.
     _numbers: tuple[str, ...] = ()
     #: What is kept of a plain row.

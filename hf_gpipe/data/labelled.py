@@ -70,7 +70,7 @@ class LabelledExamples(EncodedConversations):
         DataError: a row of another form, or a text of which the tokenizer leaves no token.
     """
 
-    _name, _columns = "labelled", ("input_ids", "labels")
+    _name = "labelled"
     _what, _dropped = "texts", ""
 
     def __init__(

@@ -71,6 +71,6 @@ class RewardCollator(PairCollator):
     """
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        batch = super().__call__([{"input_ids": row[name]} for row in rows for name in ("chosen_ids", "rejected_ids")])
+        batch = self.of_ids([row[name] for row in rows for name in ("chosen_ids", "rejected_ids")])
         margins = torch.tensor([row.get("margin", 0.0) for row in rows], dtype=torch.float32).view(-1, 1)
         return batch | {"labels": torch.nn.functional.pad(margins, (0, 1)).flatten()}

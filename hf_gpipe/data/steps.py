@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -50,7 +51,7 @@ class StepExamples(EncodedConversations):
         DataError: a row of another form, a separator without tokens, or no example.
     """
 
-    _name, _columns = "steps", ("input_ids", "labels")
+    _name = "steps"
     _what, _dropped = "answers", "no end of a step was left of them"
     _read = staticmethod(stepwise_of)
 
@@ -63,18 +64,18 @@ class StepExamples(EncodedConversations):
         max_length: int | None = 1024,
         last_step_only: bool = False,
     ) -> None:
-        self._last_only, self._separator = last_step_only, _ids(tokenizer, step_separator)
+        self._last_only, self._separator = last_step_only, tokenizer.encode(step_separator, add_special_tokens=False)
         if not self._separator:
             raise DataError(f"step_separator {step_separator!r} has no tokens; its last one has the label of a step")
         super().__init__(rows, tokenizer, max_length=max_length, options=(step_separator, last_step_only))
 
     def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...] | None:
-        row = conversation.row
+        row, encode = conversation.row, partial(self._tokenizer.encode, add_special_tokens=False)
         begin = self._tokenizer.bos_token_id
-        ids = [*([] if begin is None else [begin]), *_ids(self._tokenizer, row["prompt"])]
+        ids = [*([] if begin is None else [begin]), *encode(row["prompt"])]
         labels = [IGNORED_LABEL] * len(ids)
         for number, (text, label) in enumerate(zip(row["completions"], row["labels"], strict=True)):
-            step = _ids(self._tokenizer, text) + self._separator
+            step = encode(text) + self._separator
             is_learnt = not self._last_only or number + 1 == len(row["labels"])
             ids += step
             labels += [IGNORED_LABEL] * (len(step) - 1) + [label if is_learnt else IGNORED_LABEL]
@@ -84,7 +85,3 @@ class StepExamples(EncodedConversations):
             self.num_dropped += 1
             return None
         return ids[kept], labels[kept]
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

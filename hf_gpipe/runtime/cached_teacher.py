@@ -30,7 +30,7 @@ class TopK:
         """Those of a micro-batch, all positions in one row; None: it has none. Columns of padding are cut off."""
         if TEACHER_TOKENS not in inputs:
             return None
-        columns = slice(inputs["input_ids"].shape[1])
+        columns = slice(inputs["labels"].shape[1])
         tokens, log_probs = (inputs[name][:, columns].flatten(0, 1) for name in (TEACHER_TOKENS, TEACHER_LOG_PROBS))
         return cls(tokens.long(), log_probs)
 

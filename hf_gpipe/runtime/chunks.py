@@ -80,12 +80,12 @@ def cut(inputs: Inputs, chunks: Chunks, adapter: Adapter) -> list[tuple[int, dic
     Raises:
         DataError: an entry of the mini-batch has no value for each token, or padding predicts a token.
     """
-    ids = inputs["input_ids"]
+    ids = adapter.main_input(inputs)
     of_tokens = {name: tensor for name, tensor in inputs.items() if name != "labels"}
     of_tokens["shift_labels"] = adapter.targets(inputs)
     if odd := [name for name, tensor in of_tokens.items() if tensor.shape != ids.shape]:
         raise DataError(
-            f"{odd[0]} has the shape {tuple(of_tokens[odd[0]].shape)} and input_ids {tuple(ids.shape)}; to cut rows "
+            f"{odd[0]} has the shape {tuple(of_tokens[odd[0]].shape)} and the tokens {tuple(ids.shape)}; to cut rows "
             "into chunks (sequence_chunks), each entry needs one value for each token"
         )
     mask = of_tokens.pop("attention_mask", torch.ones_like(ids))

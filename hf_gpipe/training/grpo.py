@@ -16,7 +16,8 @@ from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.dropout import key, mix
 from hf_gpipe.checkpoint.directory import written_whole
 from hf_gpipe.checkpoint.peft import CONFIG_NAME as ADAPTER_CONFIG_NAME
-from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.collate import PairCollator, tokens_of
+from hf_gpipe.data.preferences import answered
 from hf_gpipe.data.prompts import PromptCollator, PromptExamples
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import ModelSource, Pipeline
@@ -212,13 +213,10 @@ class PipelineGRPOTrainer(PairTrainer):
                 lambda: self._rewards(self._columns(batch, examples, count, rollouts)).tolist(), takes_long=True
             )
         )
-        prompts = [prompt for prompt in _prompts_of(batch) for _ in range(count)]
-        rows = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            is_left_out = args.mask_truncated_completions and completion[-1] != end
-            labels = [IGNORED_LABEL] * len(completion) if is_left_out else completion
-            rows.append({"input_ids": prompt + completion, "labels": [IGNORED_LABEL] * len(prompt) + labels})
-        made: dict[str, torch.Tensor] = PairCollator(0 if end is None else end)(rows)
+        prompts = [prompt for prompt in tokens_of(batch) for _ in range(count)]
+        made = answered([*zip(prompts, completions, strict=True)], end or 0)
+        if args.mask_truncated_completions:
+            made["labels"][torch.tensor([own[-1] != end for own in completions])] = IGNORED_LABEL
         total = summed(rewards, self._reward_weights)
         self._note_rollouts(rewards, total.view(-1, count), completions, end, is_training=is_training)
         made["advantages"] = (
@@ -242,7 +240,7 @@ class PipelineGRPOTrainer(PairTrainer):
         args, server, function = self.args, self._server, self._rollout_func
         sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
         if server is None and function is None:
-            prompts = {name: batch[name].repeat_interleave(count, 0) for name in ("input_ids", "attention_mask")}
+            prompts = {name: tensor.repeat_interleave(count, 0) for name, tensor in batch.items()}
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 tokens = completions_of(self.pipe, prompts, end, args.max_completion_length, do_sample=True, **sampling)
@@ -256,10 +254,10 @@ class PipelineGRPOTrainer(PairTrainer):
                 is_stale = is_training and args.rollout_sync_steps > 1
                 # Servers take a seed of 31 bits.
                 whose = {"seed": seed % 2**31, "end": end, "vocabulary": vocabulary, "has_log_probs": is_stale}
-                return server.complete(_prompts_of(batch), count, longest, **whose, **sampling)
+                return server.complete(tokens_of(batch), count, longest, **whose, **sampling)
             assert function is not None
             prompts = [examples.rows[row]["prompt"] for row in batch["row"].tolist() for _ in range(count)]
-            asked = [prompt for prompt in _prompts_of(batch) for _ in range(count)]
+            asked = [prompt for prompt in tokens_of(batch) for _ in range(count)]
             return rollouts_of(function, prompts, self, asked, longest, vocabulary)
 
         made: list[Rollouts] = []
@@ -337,9 +335,3 @@ class PipelineGRPOTrainer(PairTrainer):
             if values:  # there is none without any reward
                 metrics[name] = sum(values) / len(values)
         return metrics
-
-
-def _prompts_of(batch: Batch) -> list[list[int]]:
-    """The tokens of each prompt of a mini-batch, without padding."""
-    rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    return [ids[mask.bool()].tolist() for ids, mask in rows]

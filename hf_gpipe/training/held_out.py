@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import EvalPrediction, PreTrainedTokenizerBase, default_data_collator
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.collate import PairCollator, tokens_of
 from hf_gpipe.data.embeddings import EmbeddingCollator
 from hf_gpipe.data.kto import KTOCollator
 from hf_gpipe.data.labelled import LabelCollator
@@ -251,8 +251,7 @@ def evaluate_embeddings(pipe: Pipeline, held_out: HeldOut) -> HeldOutReport:
         for batch in shared_batches(batches, pipe.world):
             vectors.append(F.normalize(pipe.embed(batch), dim=1))
             scores.append(batch["labels"][:: loss.texts])
-            positives = zip(*(batch[name][1 :: loss.texts] for name in ("input_ids", "attention_mask")), strict=True)
-            texts += [tuple(ids[mask.bool()].tolist()) for ids, mask in positives]
+            texts += map(tuple, tokens_of(batch)[1 :: loss.texts])
     anchor, positive, *_ = torch.cat(vectors).view(-1, loss.texts, vectors[0].shape[1]).unbind(dim=1)
     score, number = torch.cat(scores).double(), len(anchor)
     values: dict[str, float] = {"num_examples": number}
