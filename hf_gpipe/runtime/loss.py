@@ -12,9 +12,8 @@ the logits can be made in parts, training never has all of them (runtime/head.py
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Flag
 from typing import Any
 
@@ -26,7 +25,7 @@ from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime import vocabulary_loss
 from hf_gpipe.runtime.additivity import check_independent
-from hf_gpipe.runtime.token_metrics import TokenMetrics
+from hf_gpipe.runtime.vocabulary_loss import TokenOptions
 
 #: Entries of a micro-batch that a first pass adds: the derivative of the loss by what it reads of each row, (B, E), and
 #: the loss of the row's unit, (B,).
@@ -235,47 +234,11 @@ class _Planned(Loss):
 
 
 @dataclass(frozen=True)
-class TokenLoss(Loss):
-    """The loss of every target token.
-
-    Attributes:
-        label_smoothing: share of the target's probability that is spread over the vocabulary, as in
-            torch.nn.functional.cross_entropy.
-        logit_clipping: the largest magnitude of a logit that the loss sees, as by `logits.clamp(-c, c)` (GPipe,
-            arXiv 1811.06965, section 5); a logit beyond it gets no gradient. None: no clipping.
-        is_dynamic: whether the loss of each token is multiplied by its probability, through which no gradient flows
-            (Dynamic Fine-Tuning, arXiv 2508.05629).
-        metrics: where other metrics of the tokens are noted; None: nowhere.
-
-    Raises:
-        UserError: `label_smoothing` is not in [0, 1), or is given for the dynamic loss, or `logit_clipping` is not a
-            finite number above 0.
-    """
-
-    label_smoothing: float = 0.0
-    logit_clipping: float | None = None
-    is_dynamic: bool = False
-    metrics: TokenMetrics | None = field(default=None, compare=False, repr=False)
+class TokenLoss(TokenOptions, Loss):
+    """The loss of every target token, with the options of `TokenOptions`, which raises UserError for wrong ones."""
 
     reads = Reads.TOKENS
     counts_tokens = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise UserError(f"label_smoothing={self.label_smoothing!r}: expected at least 0 and below 1")
-        if self.is_dynamic and self.label_smoothing:
-            raise UserError(
-                f"label_smoothing={self.label_smoothing!r} has no meaning in the loss of Dynamic Fine-Tuning; leave "
-                "one of them out"
-            )
-        bound = self.logit_clipping
-        if bound is not None and (isinstance(bound, bool) or not (bound > 0 and math.isfinite(bound))):
-            raise UserError(f"logit_clipping={bound!r}: expected a finite number above 0, or None for no clipping")
-
-    @staticmethod
-    def units(targets: torch.Tensor) -> torch.Tensor:
-        """Mask (B, T) of the targets (B, T) that are units of the loss."""
-        return targets != IGNORED_LABEL
 
     @property
     def of_tokens(self) -> TokenLoss:

@@ -8,15 +8,57 @@ largest logit; the sum of exponentials, the target's logit and the sum of logits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import torch
 
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
+from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.token_metrics import TokenMetrics
 
-if TYPE_CHECKING:
-    from hf_gpipe.runtime.loss import TokenLoss
+
+@dataclass(frozen=True)
+class TokenOptions:
+    """The options of the loss of every target token.
+
+    Attributes:
+        label_smoothing: share of the target's probability that is spread over the vocabulary, as in
+            torch.nn.functional.cross_entropy.
+        logit_clipping: the largest magnitude of a logit that the loss sees, as by `logits.clamp(-c, c)` (GPipe,
+            arXiv 1811.06965, section 5); a logit beyond it gets no gradient. None: no clipping.
+        is_dynamic: whether the loss of each token is multiplied by its probability, through which no gradient flows
+            (Dynamic Fine-Tuning, arXiv 2508.05629).
+        metrics: where other metrics of the tokens are noted; None: nowhere.
+
+    Raises:
+        UserError: `label_smoothing` is not in [0, 1), or is given for the dynamic loss, or `logit_clipping` is not a
+            finite number above 0.
+    """
+
+    label_smoothing: float = 0.0
+    logit_clipping: float | None = None
+    is_dynamic: bool = False
+    metrics: TokenMetrics | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"label_smoothing={self.label_smoothing!r}: expected at least 0 and below 1")
+        if self.is_dynamic and self.label_smoothing:
+            raise UserError(
+                f"label_smoothing={self.label_smoothing!r} has no meaning in the loss of Dynamic Fine-Tuning; leave "
+                "one of them out"
+            )
+        bound = self.logit_clipping
+        if bound is not None and (isinstance(bound, bool) or not (bound > 0 and math.isfinite(bound))):
+            raise UserError(f"logit_clipping={bound!r}: expected a finite number above 0, or None for no clipping")
+
+    @staticmethod
+    def units(targets: torch.Tensor) -> torch.Tensor:
+        """Mask (B, T) of the targets (B, T) that are units of the loss."""
+        return targets != IGNORED_LABEL
 
 
 def log_softmax(logits: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:
@@ -37,7 +79,7 @@ def with_gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
     part: VocabularyPart,
-    loss: TokenLoss,
+    loss: TokenOptions,
     *,
     overwrite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +119,7 @@ def with_gradient(
 
 
 def sums_of_part(
-    logits: torch.Tensor, targets: torch.Tensor, first: int, loss: TokenLoss, *, has_metrics: bool
+    logits: torch.Tensor, targets: torch.Tensor, first: int, loss: TokenOptions, *, has_metrics: bool
 ) -> torch.Tensor:
     """The sums that the losses need of a part of the columns, where the other parts follow later (`joined`).
 
@@ -128,7 +170,7 @@ def gradient_of_part(
     size: int,
     largest: torch.Tensor,
     total: torch.Tensor,
-    loss: TokenLoss,
+    loss: TokenOptions,
 ) -> torch.Tensor:
     """The gradient of the losses by a part of the columns, (N, V').
 
@@ -145,7 +187,7 @@ def gradient_of_part(
     return gradient
 
 
-def _seen(logits: torch.Tensor, loss: TokenLoss) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _seen(logits: torch.Tensor, loss: TokenOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The logits as the loss sees them, in float32 at least, and which of them are clipped."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if (bound := loss.logit_clipping) is None:
@@ -169,7 +211,7 @@ def _less_target(
     is_foreign: torch.Tensor,
     is_clipped: torch.Tensor | None,
     size: int,
-    loss: TokenLoss,
+    loss: TokenOptions,
 ) -> None:
     """Turn the probabilities of a part of the columns into the gradient of the losses, in place."""
     if smoothing := loss.label_smoothing:
