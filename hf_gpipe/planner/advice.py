@@ -11,8 +11,8 @@ import torch
 
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
-from hf_gpipe.planner.limits import MemoryLimit, limit_text
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.processes import MemoryLimit, limit_text
 from hf_gpipe.planner.visiting import possible_visitors
 from hf_gpipe.recipe import AUTO, DecidedConfig
 from hf_gpipe.runtime import failures

@@ -10,10 +10,10 @@ from operator import attrgetter
 from hf_gpipe.errors import PartitionError
 from hf_gpipe.partition import COST_STRATEGIES, by_cost, stages_of
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.limits import limit_of, limit_text, limits_of, speeds_of
 from hf_gpipe.planner.live_graphs import choose_recompute
 from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.plan import Plan, Planner, inner_recompute
+from hf_gpipe.planner.processes import limit_text
 from hf_gpipe.planner.table_costs import recompute_shares
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.recompute import Recompute
@@ -81,7 +81,7 @@ def _partly_on_host(plan: Plan) -> Iterator[Plan]:
         chosen = tuple("host" if number in hosts else entry for number, entry in enumerate(entries))
         candidate = planner.plan(replace(settings, recompute=chosen))
         yield candidate
-        limits = [limit_of(planner.memory_bytes, process.number) for process in candidate.processes]
+        limits = [planner.limit_of(process.number) for process in candidate.processes]
         full = [own for own, most in zip(candidate.processes, limits, strict=True) if most and own.memory.total > most]
         if hosts.isdisjoint(crowded := {stage for process in full for stage in process.stages}):
             return
@@ -133,7 +133,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     # Of r replicas the busiest runs M / r micro-batches, rounded up; the others wait for the slowest.
     of_replica = [
         -(-table.num_micro_batches // count) / table.num_micro_batches / speed
-        for count, speed in zip(placement.replicas, speeds_of(planner.speeds, placement), strict=True)
+        for count, speed in zip(placement.replicas, planner.speeds_of(placement), strict=True)
     ]
 
     def seconds(stage: int, start: int, stop: int) -> float:
@@ -189,7 +189,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
 def _caps(planner: Planner, placement: Placement) -> list[float]:
     """For each stage the most bytes that it may need, where a process's stages share its memory evenly."""
     caps = []
-    for own, limit in zip(placement.workers, limits_of(planner.memory_bytes, placement), strict=True):
+    for own, limit in zip(placement.workers, planner.limits_of(placement), strict=True):
         if limit is None:
             return []
         caps.append(limit / max(len(placement.stages_of(process)) for process in own))

@@ -13,12 +13,12 @@ from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.chunks import each_chunk, ways_to_cut
 from hf_gpipe.planner.costs import ModelCosts, mean_costs, times
 from hf_gpipe.planner.devices import Device
-from hf_gpipe.planner.limits import ALIKE, MemoryLimit, limit_text
 from hf_gpipe.planner.links import cluster_of, measure_machines, steady
 from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.measure import profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.processes import ALIKE, MemoryLimit, limit_text
 from hf_gpipe.planner.speeds import measure_speeds
 from hf_gpipe.planner.visiting import untried
 from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch

@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import cast
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.planner.limits import limit_of
 from hf_gpipe.planner.memory import stage_amounts
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.table_file import TABLE_FILE, each_stage, with_table_file
@@ -133,7 +132,7 @@ def _room(plan: Plan, process: int) -> float:
 
 def _spare(plan: Plan, process: int) -> int:
     """The bytes that are left at the peak; below 0 those that lack."""
-    limit = limit_of(plan.planner.memory_bytes, process)
+    limit = plan.planner.limit_of(process)
     assert limit is not None
     spare = limit - plan.processes[process].memory.total
     return int(spare / (1 + plan.planner.device.reserved_share)) - (spare < 0)

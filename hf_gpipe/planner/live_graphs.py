@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_gpipe.planner.costs import InnerRecompute
-from hf_gpipe.planner.limits import limits_of
 from hf_gpipe.planner.memory import MemoryBound, StageLayers
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.recipe import DecidedConfig, RecomputeChoice
@@ -29,7 +28,7 @@ def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoi
     settings = replace(settings, recompute="none")
     bound, layers = planner.memory_bound(settings), planner.stage_layers(settings)
     placement = planner.table(settings).placement
-    limits = limits_of(planner.memory_bytes, placement)
+    limits = planner.limits_of(placement)
     entries: list[str | int] = ["none"] * settings.num_stages
     for own in dict.fromkeys(map(placement.stages_of, range(placement.num_processes))):
         limit = min((own_limit for stage in own if (own_limit := limits[stage]) is not None), default=None)

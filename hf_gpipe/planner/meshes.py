@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, islice, pairwise, permutations
 
 from hf_gpipe.partition.count import by_count
-from hf_gpipe.planner.limits import ALIKE, MemoryLimit, limit_of
 from hf_gpipe.planner.plan import Planner
+from hf_gpipe.planner.processes import ALIKE, MemoryLimit, limit_of
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.schedule import Placement, placement_for
 

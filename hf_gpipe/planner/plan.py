@@ -17,10 +17,9 @@ from hf_gpipe.planner.chunks import taper_of, typical
 from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
 from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.libraries import library_bytes
-from hf_gpipe.planner.limits import MemoryLimit, check_processes, limit_of, speeds_of
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, away_bytes, estimate_memory, hosted_bytes
-from hf_gpipe.planner.network import Network, one_level
 from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.processes import MemoryLimit, Processes
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import table_of, with_visits_of
 from hf_gpipe.planner.times import TimeEstimate, time_of
@@ -160,7 +159,7 @@ class Plan:
         return max(self._fullness_of(self.fullest_process), self.host_fullness)
 
     def _fullness_of(self, process: ProcessPlan) -> float:
-        return process.memory.total / (limit_of(self.planner.memory_bytes, process.number) or 1)
+        return process.memory.total / (self.planner.limit_of(process.number) or 1)
 
     @cached_property
     def slowest_stage(self) -> StagePlan:
@@ -182,7 +181,7 @@ class Plan:
         return (0.0, float(f"{self.step_seconds:.3g}"), self.settings.num_micro_batches, self.peak_bytes)
 
 
-class Planner:
+class Planner(Processes):
     """Makes plans for one model, one mini-batch and one kind of device, of which each process may have another amount.
 
     Args:
@@ -190,13 +189,7 @@ class Planner:
             of rows that are not cut it is one. It is asked once for the same numbers.
         inputs: the shape of a mini-batch, how many are accumulated in a step, and the optimizer. The micro-batches of a
             step run as one table.
-        device: what a process computes on.
-        memory_bytes: the most that a process may use, or one number for each process; None: the device's memory, where
-            that is known.
-        cluster: the links between the processes; None: every pair of them has the device's link.
-        speeds: of each process, relative to `device`; None: all are as fast.
-        num_ranks: T, among which layers are divided. A process of the plan then stands for T, each of which has
-            this memory; the links of the cluster are between devices.
+        device, memory_bytes, cluster, speeds, num_ranks: as of `Processes`.
         teacher: rows of a micro-batch -> the costs of a teacher's layers; None: there is no teacher.
 
     Attributes:
@@ -222,16 +215,11 @@ class Planner:
         num_ranks: int = 1,
         teacher: Callable[[int], ModelCosts] | None = None,
     ) -> None:
+        super().__init__(device, memory_bytes, cluster, speeds, num_ranks)
         self._costs_of, self._teacher = costs_of, teacher
-        self.num_ranks = num_ranks
         inputs.check()
         self.inputs = inputs
         self.rows = inputs.mini_batch().rows
-        self.device = device
-        self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
-        self.cluster = None if cluster is None else cluster.of_workers(num_ranks)
-        self._link = device.link if cluster is None else cluster.levels[0]
-        self.speeds = speeds
         self.can_visit = self.can_deal = teacher is None
         self.lighter: Mapping[str, Callable[[], Plan]] = {}
         self.chunks = Chunks()
@@ -240,12 +228,6 @@ class Planner:
         self._sums: dict[tuple[int, Chunks, int], tuple[LayerSums, Sequence[LayerSums]]] = {}
         self._of_teacher: dict[int, LayerSums] = {}
         self._of_libraries: dict[tuple[Placement, bool], Sequence[int]] = {}
-
-    def within(self, memory_bytes: MemoryLimit) -> Planner:
-        """The same planner with another limit; what it has computed is shared."""
-        other = copy.copy(self)
-        other.memory_bytes = memory_bytes
-        return other
 
     def with_rows(self, rows: int) -> Planner:
         """The same planner for a mini-batch of another number of rows; what it has computed is shared."""
@@ -304,8 +286,8 @@ class Planner:
         key = *size, num_parts
         if key not in self._sums:
             of_chunks = self._costs_of(*size)
-            each = [LayerSums(costs, self.device, self._link, num_parts) for costs in of_chunks]
-            whole = each[0] if len(each) == 1 else LayerSums(typical(of_chunks), self.device, self._link, num_parts)
+            each = [LayerSums(costs, self.device, self.link, num_parts) for costs in of_chunks]
+            whole = each[0] if len(each) == 1 else LayerSums(typical(of_chunks), self.device, self.link, num_parts)
             self._sums[key] = whole, each
         return self._sums[key]
 
@@ -335,13 +317,10 @@ class Planner:
         """For each process the bytes that libraries take of its GPU."""
         placement, divides_head = key = table.placement, table.divides_head
         if key not in self._of_libraries:
-            network = self._network(placement)
+            network = self.network(placement)
             sizes = library_bytes(self.device, network, placement, self.num_ranks, divides_head=divides_head)
             self._of_libraries[key] = sizes
         return self._of_libraries[key]
-
-    def _network(self, placement: Placement) -> Network:
-        return Network(self.cluster or one_level(self.device, placement.num_processes), placement)
 
     def _state_shares(self, settings: DecidedConfig, table: Schedule) -> list[float]:
         """For each stage the bytes of the optimizer's state of a process per byte of the stage's trainable weights."""
@@ -352,33 +331,12 @@ class Planner:
         """The table that a pipeline with these settings runs; arguments and errors are those of `tables.table_of`."""
         num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
         table = table_of(settings, self.inputs, num_micro_batches, self.chunks.most, sizes)
-        check_processes(self.memory_bytes, self.speeds, table.placement)
+        self.check_processes(table.placement)
         return table
-
-    def host_size(self, num_processes: int) -> int:
-        """How many of so many workers a machine has; all of them in a cluster of one level."""
-        is_one = self.cluster is None or len(self.cluster.levels) == 1
-        return num_processes if is_one or self.cluster is None else min(self.cluster.devices_in(1), num_processes)
-
-    def num_copying(self, num_workers: int) -> int:
-        """The devices that copy to and from the memory of one machine, all ranks of so many workers."""
-        return self.host_size(num_workers) * self.num_ranks
 
     def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
         """The seconds of the actions and messages of a table that runs with these settings."""
-        sums, placement = self._sums_of(settings), table.placement
-        network = self._network(placement)
-        speeds = speeds_of(self.speeds, placement)
-        return costs_of_table(
-            *sums,
-            self.stage_layers(settings),
-            table,
-            speeds,
-            self.inputs,
-            settings,
-            network,
-            self.num_copying(placement.num_processes),
-        )
+        return costs_of_table(*self._sums_of(settings), self.stage_layers(settings), table, self, self.inputs, settings)
 
     def plan(self, settings: DecidedConfig) -> Plan:
         """Predict the memory and the time of one step of a pipeline with these settings.
@@ -451,8 +409,8 @@ class Planner:
                 new_tokens,
                 self.inputs.vocabulary,
                 self.stage_layers(settings),
-                speeds_of(self.speeds, placement),
-                self._network(placement),
+                self.speeds_of(placement),
+                self.network(placement),
             )
         return Before(forwards, generation)
 

@@ -14,10 +14,10 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.planner.advice import smallest_fix
 from hf_gpipe.planner.bound import limit_of_step
 from hf_gpipe.planner.bubble import smaller_bubble
-from hf_gpipe.planner.limits import limit_of, limit_text
 from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, Planner, StagePlan
+from hf_gpipe.planner.processes import limit_text
 from hf_gpipe.planner.saving import (
     copy_bytes,
     hosted_words,
@@ -143,7 +143,7 @@ def _before(plan: Plan) -> str:
 def verdict(plan: Plan) -> str:
     """Whether a plan fits; where it does not, the smallest change that makes it fit."""
     process = plan.fullest_process
-    limit = limit_of(plan.planner.memory_bytes, process.number)
+    limit = plan.planner.limit_of(process.number)
     if limit is None and plan.fits:
         return f"needs {size_text(plan.peak_bytes)} a process; --memory says whether that is there"
     needs = f"process {process.number} needs {size_text(plan.peak_bytes)}{f' of {size_text(limit)}' if limit else ''}"

@@ -8,8 +8,8 @@ from operator import attrgetter
 from hf_gpipe.planner.beside import Beside
 from hf_gpipe.planner.costs import Seconds
 from hf_gpipe.planner.memory import StageLayers, graph_bytes
-from hf_gpipe.planner.network import Network
 from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.processes import Processes
 from hf_gpipe.planner.workload import PlanInputs, sent_share
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule import Costs, Schedule
@@ -26,15 +26,15 @@ def costs_of_table(
     of_chunks: Sequence[LayerSums],
     stages: Sequence[StageLayers],
     table: Schedule,
-    speeds: Sequence[float],
+    processes: Processes,
     inputs: PlanInputs,
     settings: DecidedConfig,
-    network: Network,
-    host_size: int,
 ) -> Costs:
-    """The costs for the simulation of a table; `sums` are of the typical chunk, `of_chunks` of each. So many processes
-    of a machine copy and update at once."""
-    visitors, is_dealt = settings.visitors, table.placement.is_dealt
+    """The costs for the simulation of a table; `sums` are of the typical chunk, `of_chunks` of each."""
+    visitors, placement = settings.visitors, table.placement
+    network, speeds = processes.network(placement), processes.speeds_of(placement)
+    # So many copy and update at once.
+    host_size = processes.num_copying(placement.num_processes)
 
     def update(number: int, stage: StageLayers, count: int) -> float:
         seconds = sums.update_seconds(stage.start, stage.stop, inputs, visitors, host_size) / speeds[number]
@@ -59,7 +59,7 @@ def costs_of_table(
             of_stages.append(values if len(values) > 1 else values[0])
         return of_stages
 
-    hosted = [sums.hosted(stage.start, stage.stop, visitors, is_dealt=is_dealt) for stage in stages]
+    hosted = [sums.hosted(stage.start, stage.stop, visitors, is_dealt=placement.is_dealt) for stage in stages]
     share = sent_share(settings, sums.costs.dtype)
     graphs = [sums.copy_seconds(graph_bytes(sums, stage), host_size, ways=2) for stage in stages]
     boundaries = [
@@ -88,7 +88,7 @@ def costs_of_table(
         ),
         weight_seconds=each(lambda _, __, weights, ___: weights),
         update_seconds=[
-            update(number, *stage) for number, stage in enumerate(zip(stages, table.placement.replicas, strict=True))
+            update(number, *stage) for number, stage in enumerate(zip(stages, placement.replicas, strict=True))
         ],
         transfer_seconds=network.transfer_seconds(boundaries),
         reduce_seconds=[

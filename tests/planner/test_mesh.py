@@ -14,7 +14,6 @@ from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.choose import best_plan
 from hf_gpipe.planner.costs import ModelCosts
-from hf_gpipe.planner.limits import limits_of
 from hf_gpipe.planner.meshes import with_mesh
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search import search
@@ -189,7 +188,7 @@ def test_unlike_devices_hold_what_fits_them(limits: tuple[int, ...]) -> None:
     assert plan.fits
     assert max(plan.settings.partition) == plan.settings.partition[limits.index(400)]
     # A stage takes the smallest memory of its replicas.
-    assert limits_of(within.memory_bytes, Placement([(0, 1, 2)])) == [150 * MIB]
+    assert within.limits_of(Placement([(0, 1, 2)])) == [150 * MIB]
     with pytest.raises(PartitionError, match="fits the processes' memory"):
         best_plan(within, PipelineConfig(1, 4, "1f1b", "none", "auto", replicas=3))
 
