@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.commands.base import loading
 from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import Recipe, load_recipe
+from hf_gpipe.recipe import Chunks, Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, recompute_under
 
@@ -180,7 +180,7 @@ class PlanRequest:
     def can_cut_rows(self) -> bool:
         """Whether the rows of the model can be cut into chunks; a tiny clone is compared."""
         try:
-            _check_chunks(self.recipe, replace(self.config, sequence_chunks=2), _adapter(self.recipe))
+            _check_chunks(self.recipe, self.config.cut_into(Chunks(2)), _adapter(self.recipe))
         except UserError:
             return False
         return True
@@ -212,15 +212,12 @@ class PlanRequest:
             chunk_tokens: the most tokens of a chunk, into which rows are cut under 1f1b with recompute stage; None: the
                 rows are cut as in the plan.
         """
-        from hf_gpipe.planner.chunks import chunk_counts
-
         recipe = replace(self.recipe, data=replace(self.recipe.data, **lengths))
         planner = replace(self, recipe=recipe, is_profiled=False).planner
         settings = plan.settings
         if chunk_tokens is not None:
-            cut = replace(self.config, sequence_chunks=f"{chunk_tokens} tokens")
-            (chunks,) = chunk_counts(cut, planner.inputs.mini_batch().target_tokens)
-            settings = replace(settings, sequence_chunks=chunks, schedule="1f1b", recompute="stage")
+            chunks = Chunks(-(-planner.inputs.mini_batch().target_tokens // chunk_tokens))
+            settings = settings.cut_into(chunks, schedule="1f1b", recompute="stage")
         other = planner.plan(settings)
         # The planner cuts what the model has no positions for.
         return other.fits and other.costs.workload.target_tokens >= planner.inputs.mini_batch().target_tokens

@@ -29,7 +29,7 @@ from hf_gpipe.recipe.pipeline_rules import check_dealt
 from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.chunks import check_chunks
 from hf_gpipe.runtime.custom_loss import loss_of
-from hf_gpipe.runtime.loss import PLAIN, Loss, Reads
+from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss, Reads
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.runtime.world import World
@@ -132,6 +132,8 @@ class Decision:
                 "two passes, between which no stage may update; use a synchronous schedule, such as 1f1b"
             )
         if inputs.packing:
+            if not request.loss.is_of_tokens:
+                raise UserError(f"packing=True: {NOT_PACKED.format(type(loss).__name__)}")
             verify_packing(adapter)
         if given.cuts_rows:
             check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=inputs.packing)

@@ -181,7 +181,7 @@ class Pipeline:
             partition=partition,
             **settings,
         )
-        loss = asked_loss(loss, label_smoothing, logit_clipping, packing=inputs.packing)
+        loss = asked_loss(loss, label_smoothing, logit_clipping)
         options: dict[str, Any] = {"attn_implementation": attn_implementation, "autocast": autocast}
         options["trust_remote_code"] = trust_remote_code
         of_teacher = teacher if teacher is None or isinstance(teacher, ModelSpec) else ModelSpec.of(teacher, **options)

@@ -114,9 +114,8 @@ def _ways(planner: Planner, config: PipelineConfig, cut: Chunks) -> Iterator[tup
     if config.chunk_taper == AUTO and cut.most > 1:
         # Of the longest rows, whatever M is.
         tapers.add(own.taper(planner.rows))
-    for taper in sorted(tapers):
-        way = replace(config, sequence_chunks=cut.most, chunk_taper=taper)
-        yield own.with_chunks(cut._replace(taper=taper)), way
+    for way in (cut._replace(taper=taper) for taper in sorted(tapers)):
+        yield own.with_chunks(way), config.cut_into(way)
 
 
 def _outcomes(planner: Planner, config: PipelineConfig) -> list[Outcome]:

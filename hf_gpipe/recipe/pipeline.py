@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.pipeline_keys import (
@@ -15,6 +15,7 @@ from hf_gpipe.recipe.pipeline_keys import (
     PLANNED,
     SYNCHRONOUS_SCHEDULES,
     TRAINING_SCHEDULES,
+    Chunks,
     Entries,
     Listed,
     Visitors,
@@ -177,6 +178,10 @@ class PipelineConfig(PipelineValues):
         """A copy with a mesh and other values. Without replicas nothing shares an update, so `zero` is 0."""
         shares = max(replicas_of(num_stages, replicas)) > 1
         return replace(self, num_stages=num_stages, replicas=replicas, zero=self.zero if shares else 0, **values)
+
+    def cut_into(self, chunks: Chunks, **values: Any) -> Self:
+        """A copy whose rows are cut so, with other values."""
+        return replace(self, sequence_chunks=chunks.most, chunk_taper=chunks.taper, **values)
 
     def decided(self, **values: Any) -> DecidedConfig:
         """A copy with `values`, which replace everything that is left to the planner."""

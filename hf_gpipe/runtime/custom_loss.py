@@ -15,7 +15,7 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.classifiers import ONE_CLASS, problem_of
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.additivity import adds_up
-from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss, LossInputs, Reads, TokenLoss
+from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, Reads, TokenLoss
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,18 @@ def loss_of_function(given: Loss | Callable[..., Any] | None) -> Loss | None:
     return given if given is None or isinstance(given, Loss) else LogitsLoss(given)
 
 
-def asked_loss(given: Loss | None, label_smoothing: float, logit_clipping: float | None, *, packing: bool) -> Loss:
+def asked_loss(given: Loss | None, label_smoothing: float, logit_clipping: float | None) -> Loss:
     """The loss that was given, or the cross-entropy. Raises UserError where it is none, or contradicts the rest."""
     of_tokens = TokenLoss(label_smoothing, logit_clipping)
     if given is None:
         return of_tokens
-    name = type(given).__name__
     if not isinstance(given, Loss):
-        raise UserError(f"loss is a {name}; give a LogitsLoss or a RowLoss with your function")
+        raise UserError(f"loss is a {type(given).__name__}; give a LogitsLoss or a RowLoss with your function")
     for option in ("label_smoothing", "logit_clipping"):
         if (value := getattr(of_tokens, option)) and value != getattr(given.of_tokens, option):
             raise UserError(
                 f"{option}={value!r} is of the cross-entropy, and the loss is another one; leave one of them out"
             )
-    if packing and not given.is_of_tokens:
-        raise UserError(f"packing=True: {NOT_PACKED.format(name)}")
     return given
 
 
