@@ -27,7 +27,7 @@ from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.runtime.custom_loss import asked_loss
 from hf_gpipe.runtime.device_choice import DeviceChoice, world_for
 from hf_gpipe.runtime.joining import join_job
-from hf_gpipe.runtime.loss import Loss
+from hf_gpipe.runtime.loss import Loss, TokenLoss
 from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.table import Schedule
 
@@ -181,7 +181,7 @@ class Pipeline:
             partition=partition,
             **settings,
         )
-        loss = asked_loss(loss, label_smoothing, logit_clipping)
+        loss = asked_loss(loss, TokenLoss(label_smoothing, logit_clipping))
         options: dict[str, Any] = {"attn_implementation": attn_implementation, "autocast": autocast}
         options["trust_remote_code"] = trust_remote_code
         of_teacher = teacher if teacher is None or isinstance(teacher, ModelSpec) else ModelSpec.of(teacher, **options)

@@ -92,9 +92,8 @@ def loss_of_function(given: Loss | Callable[..., Any] | None) -> Loss | None:
     return given if given is None or isinstance(given, Loss) else LogitsLoss(given)
 
 
-def asked_loss(given: Loss | None, label_smoothing: float, logit_clipping: float | None) -> Loss:
-    """The loss that was given, or the cross-entropy. Raises UserError where it is none, or contradicts the rest."""
-    of_tokens = TokenLoss(label_smoothing, logit_clipping)
+def asked_loss(given: Loss | None, of_tokens: TokenLoss) -> Loss:
+    """The loss that was given, or the cross-entropy. Raises UserError where it is none, or contradicts the other."""
     if given is None:
         return of_tokens
     if not isinstance(given, Loss):

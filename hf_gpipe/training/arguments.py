@@ -167,7 +167,7 @@ class PipelineTrainingArguments(TrainingArguments):
         for name in ("timeline_steps", "slow_machine_steps", "memory_save_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}; it must be at least 1, or None")
-        TokenLoss(logit_clipping=self.logit_clipping)
+        self.of_tokens  # noqa: B018  # raises UserError for other numbers
         self._check_sampling()
         if self.recompute in ("none", "host") and self.is_checkpointing:
             raise UserError(
@@ -226,6 +226,11 @@ class PipelineTrainingArguments(TrainingArguments):
     def planned(self, inputs: PlanInputs) -> PlanInputs:
         """The planner's inputs with what a step does beside its table."""
         return inputs
+
+    @property
+    def of_tokens(self) -> TokenLoss:
+        """The cross-entropy, with the options that these arguments have."""
+        return TokenLoss(self.label_smoothing_factor, self.logit_clipping)
 
     def make_loss(self) -> Loss | None:
         """The loss that these arguments ask for; None: the cross-entropy."""

@@ -165,7 +165,7 @@ def make_pipeline(
     if config.num_micro_batches in (None, AUTO):
         before = world.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
         inputs = replace(inputs, earlier_num_micro_batches=before)
-    loss = asked_loss(loss, args.label_smoothing_factor, args.logit_clipping)
+    loss = asked_loss(loss, args.of_tokens)
     by_length = args.train_sampling_strategy == "group_by_length"
     return Pipeline.of(PipelineRequest(spec, config, inputs, args.seed, loss, by_length), world)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from hf_gpipe.data.packed_rows import STRATEGIES
@@ -105,7 +105,6 @@ class PipelineSFTConfig(PipelineTrainingArguments):
                 "padding_free=True without packing goes with max_length=None, as in TRL; cut the rows yourself, or use "
                 "packing=True"
             )
-        TokenLoss(self.label_smoothing_factor, self.logit_clipping, self.loss_type == "dft")
 
     @property
     def packs_rows(self) -> bool:
@@ -117,6 +116,10 @@ class PipelineSFTConfig(PipelineTrainingArguments):
         """Whether the collator gets the rows as they are."""
         return isinstance(self.dataset_kwargs, dict) and bool(self.dataset_kwargs.get("skip_prepare_dataset"))
 
+    @property
+    def of_tokens(self) -> TokenLoss:
+        return replace(super().of_tokens, is_dynamic=self.loss_type == "dft")
+
     def make_loss(self) -> TokenLoss:
         """The loss that these arguments ask for, which notes its metrics."""
-        return TokenLoss(self.label_smoothing_factor, self.logit_clipping, self.loss_type == "dft", TokenMetrics())
+        return replace(self.of_tokens, metrics=TokenMetrics())
