@@ -86,8 +86,7 @@ def measure(given: Namespace) -> dict[str, Any]:
 
 def computed_tokens(pipe: Pipeline, batch: dict[str, torch.Tensor]) -> int:
     """Tokens of a mini-batch's micro-batches, padding included."""
-    how = {"length_bucketing": pipe.length_bucketing, "packing": pipe.packing}
-    made = make_micro_batches(pipe.adapter, [batch], pipe.num_micro_batches, 0, 0, **how)
+    made = make_micro_batches(pipe.adapter, [batch], pipe.cutting, 0, 0)
     return sum(micro_batch.inputs["input_ids"].numel() for micro_batch in made)
 
 

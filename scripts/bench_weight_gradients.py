@@ -48,7 +48,7 @@ from hf_gpipe.model.assembly import assemble
 from hf_gpipe.runtime import stage as stage_module
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.loss import TokenLoss
-from hf_gpipe.runtime.micro_batch import Context, make_micro_batches
+from hf_gpipe.runtime.micro_batch import Context, Cutting, make_micro_batches
 from hf_gpipe.runtime.stage import Stage
 
 VOCABULARY = 64
@@ -72,7 +72,7 @@ def split_costs(given: argparse.Namespace) -> dict[str, Any]:
     whole, split = middle_stage(config), middle_stage(config)
     split.model.defer_weight_gradients()
     batch = random_batch(given.rows, given.length, VOCABULARY)
-    (micro_batch,) = make_micro_batches(whole.model.adapter, [batch], 1, seed=0, step=0)
+    (micro_batch,) = make_micro_batches(whole.model.adapter, [batch], Cutting(1), seed=0, step=0)
     hidden, gradient = torch.randn(2, given.rows, given.length, given.width)
     context = Context(micro_batch, {"hidden": hidden})
     faults: Counter[str] = Counter()
@@ -174,7 +174,7 @@ def tiny_steps(schedule: str) -> tuple[int, Callable[[], Any]]:
     pipe = Pipeline(config_of(16, num_stages), num_stages, num_micro_batches, schedule, partition=[2, 1, 1, 3])
     actions = pipe.schedule(num_micro_batches)
     batch = random_batch(num_micro_batches, 8, VOCABULARY)
-    micro_batches = make_micro_batches(pipe.adapter, [batch], num_micro_batches, seed=0, step=0)
+    micro_batches = make_micro_batches(pipe.adapter, [batch], Cutting(num_micro_batches), seed=0, step=0)
 
     def step() -> None:
         pipe.steps.executor.run(actions, micro_batches)

@@ -21,7 +21,7 @@ from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, Reads
-from hf_gpipe.runtime.micro_batch import chunks_of, make_micro_batches, split_rows
+from hf_gpipe.runtime.micro_batch import Cutting, chunks_of, make_micro_batches, split_rows
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.step import Row
 from hf_gpipe.runtime.ties import share_within_process
@@ -164,9 +164,8 @@ def split_step(
         for n, own in models.items()
     }
     edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
-    micro_batches = make_micro_batches(
-        adapter, [batch], MICRO_BATCHES, 0, 0, packing=packing, chunks=chunks, loss=loss_of
-    )
+    cutting = Cutting(MICRO_BATCHES, packing=packing, chunks=chunks)
+    micro_batches = make_micro_batches(adapter, [batch], cutting, 0, 0, loss=loss_of)
     for stage_model in models.values() if recomputes_blocks else ():
         stage_model.checkpoint_blocks()
     table = build_schedule(

@@ -24,6 +24,7 @@ from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.loss import whole_logits
+from hf_gpipe.runtime.micro_batch import Cutting
 from hf_gpipe.runtime.step import Row
 from hf_gpipe.runtime.teacher import PREFIX
 from hf_gpipe.runtime.visits import leave_on_host, visits_of
@@ -101,6 +102,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     executor.prepare(decision.full_table)
     if request.model.saved_adapters is not None:
         parameters.load_pretrained(request.model.saved_adapters)
+    how = request.length_bucketing, request.inputs.packing, config.torch_compile, config.chunks
     forwards = Forwards(
         decision,
         parameters,
@@ -108,10 +110,10 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         edges,
         executor,
         {n: visits[worker] for n, worker in world.own_workers.items()},
-        num_micro_batches=config.num_micro_batches,
-        has_new_adapters=request.model.has_new_adapters,
+        Cutting(config.num_micro_batches, *how),
+        request.model.has_new_adapters,
     )
-    return Steps(forwards, request.length_bucketing, request.inputs.packing)
+    return Steps(forwards)
 
 
 def _boundary_dtype(name: str | None, adapter: Adapter) -> torch.dtype | None:

@@ -25,6 +25,7 @@ from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.micro_batch import (
     Batch,
+    Cutting,
     LogitsCallback,
     MicroBatch,
     StepOptions,
@@ -43,7 +44,7 @@ class Forwards:
         stages: of this process, by number.
         edges: at the ends of these stages.
         visits: of the weights of each of these stages.
-        num_micro_batches: of a mini-batch.
+        cutting: of mini-batches in training; in evaluation the number of micro-batches alone counts.
         has_new_adapters: whether the model before its training is there, as the model without its PEFT adapters.
     """
 
@@ -53,7 +54,7 @@ class Forwards:
     edges: Edges
     executor: Executor
     visits: Mapping[int, VisitingWeights]
-    num_micro_batches: int
+    cutting: Cutting
     has_new_adapters: bool
 
     def __post_init__(self) -> None:
@@ -156,14 +157,8 @@ class Forwards:
         self.parameters.ties.refresh_copies()
         # Its number names its mini-batch in metrics; there is no dropout to seed.
         self._num_evaluations += 1
-        return make_micro_batches(
-            self.adapter,
-            [rows],
-            self.num_micro_batches,
-            self.parameters.seed,
-            self._num_evaluations,
-            loss=self.decision.loss,
-        )
+        how = Cutting(self.cutting.num_micro_batches), self.parameters.seed, self._num_evaluations
+        return make_micro_batches(self.adapter, [rows], *how, loss=self.decision.loss)
 
     def _evaluate(self, rows: Batch, options: StepOptions) -> Evaluation:
         micro_batches = self._in_micro_batches(rows)

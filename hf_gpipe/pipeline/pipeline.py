@@ -113,6 +113,7 @@ class Pipeline:
         decision: what is the same in all processes, such as the schedule's tables.
         steps: the part that trains.
         forwards: the part that evaluates and generates.
+        cutting: how mini-batches are cut into micro-batches.
         weights: the parameters of this process's stages.
         loss: of training.
         has_new_adapters: whether the model has PEFT adapters that `peft_config` has added.
@@ -209,7 +210,7 @@ class Pipeline:
 
         # What is built: the stages of this process, with their weights.
         self.steps = build(request, decision)
-        self.forwards = self.steps.forwards
+        self.forwards, self.cutting = self.steps.forwards, self.steps.cutting
         self.weights, self.stages = self.forwards.parameters, self.forwards.stages
         self.models, self.ties = self.weights.models, self.weights.ties
         self.has_given_seed = request.seed is not None
@@ -221,9 +222,9 @@ class Pipeline:
     window: Schedule | None = _attribute("steps", "window")
     stash_bytes: int = _attribute("steps", "stash_bytes")
     loss_scale: float = _attribute("steps", "loss_scale")
-    num_micro_batches: int = _attribute("forwards", "num_micro_batches")
-    length_bucketing: bool = _attribute("steps", "length_bucketing")
-    packing: bool = _attribute("steps", "packing")
+    num_micro_batches: int = _attribute("cutting", "num_micro_batches")
+    length_bucketing: bool = _attribute("cutting", "length_bucketing")
+    packing: bool = _attribute("cutting", "packing")
     has_new_adapters: bool = _attribute("forwards", "has_new_adapters")
     seed: int = _attribute("weights", "seed")
 

@@ -52,13 +52,10 @@ class Steps:
 
     Attributes:
         forwards: runs the same stages without gradients.
-        length_bucketing, packing: as of `Pipeline`.
         step, window, stash_bytes, loss_scale: as of `Pipeline`.
     """
 
     forwards: Forwards
-    length_bucketing: bool
-    packing: bool
     step: int = 0
     window: Schedule | None = None
     stash_bytes: int = 0
@@ -66,9 +63,9 @@ class Steps:
 
     def __post_init__(self) -> None:
         self.decision, self.parameters = self.forwards.decision, self.forwards.parameters
-        self.executor = self.forwards.executor
+        self.executor, self.cutting = self.forwards.executor, self.forwards.cutting
         self.adapter, self.world = self.decision.adapter, self.decision.world
-        self._is_packing_verified = self.packing
+        self._is_packing_verified = self.cutting.packing
         has_one = self.decision.config.num_stages > 1 and self.decision.given.num_micro_batches == 1
         self._may_lack_overlap = self.world.is_reporter and has_one and not self.decision.is_asynchronous
 
@@ -259,19 +256,9 @@ class Steps:
         """The micro-batches of a training step, whose indices begin with `first`."""
         self.parameters.trainable.check(self.parameters.models)
         self.parameters.ties.refresh_copies()
-        micro_batches = make_micro_batches(
-            self.adapter,
-            [self.forwards.with_passes(batch) for batch in batches],
-            self.forwards.num_micro_batches,
-            self.parameters.seed,
-            step,
-            first=first,
-            length_bucketing=self.length_bucketing,
-            packing=self.packing,
-            is_compiled=self.decision.config.torch_compile,
-            chunks=self.decision.config.chunks,
-            loss=self.decision.loss,
-        )
+        how = self.cutting, self.parameters.seed, step
+        batches = [self.forwards.with_passes(batch) for batch in batches]
+        micro_batches = make_micro_batches(self.adapter, batches, *how, first=first, loss=self.decision.loss)
         if self._may_lack_overlap:
             self._may_lack_overlap = False
             if len(micro_batches) == 1:

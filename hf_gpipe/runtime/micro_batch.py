@@ -222,31 +222,41 @@ def _even_cut(lengths: Sequence[int], count: int) -> list[int]:
     return runs(low)
 
 
-def make_micro_batches(
-    adapter: Adapter,
-    batches: Sequence[Batch],
-    num_micro_batches: int,
-    seed: int,
-    step: int,
-    *,
-    first: int = 0,
-    length_bucketing: bool = False,
-    packing: bool = False,
-    is_compiled: bool = False,
-    chunks: Chunks = Chunks(),
-    loss: Loss = PLAIN,
-) -> list[MicroBatch]:
-    """The micro-batches of one step: of one mini-batch, or of several whose gradients are accumulated.
+@dataclass
+class Cutting:
+    """How mini-batches are cut into micro-batches.
 
-    Args:
-        batches: mini-batches; each is cut into at most `num_micro_batches`.
-        num_micro_batches: M.
-        first: the index of the first one, where a table has several steps.
+    Attributes:
+        num_micro_batches: M, of a mini-batch that has as many rows.
         length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
         packing: whether the rows of a mini-batch are packed, shared out by tokens. Those of a flattened one always are.
         is_compiled: whether the blocks are compiled by torch.compile.
         chunks: how rows are cut into chunks of tokens, each a micro-batch of the table; into fewer where a micro-batch
             has fewer tokens in a row.
+    """
+
+    num_micro_batches: int
+    length_bucketing: bool = False
+    packing: bool = False
+    is_compiled: bool = False
+    chunks: Chunks = Chunks()
+
+
+def make_micro_batches(
+    adapter: Adapter,
+    batches: Sequence[Batch],
+    cutting: Cutting,
+    seed: int,
+    step: int,
+    first: int = 0,
+    loss: Loss = PLAIN,
+) -> list[MicroBatch]:
+    """The micro-batches of one step: of one mini-batch, or of several whose gradients are accumulated.
+
+    Args:
+        batches: mini-batches.
+        cutting: of each.
+        first: the index of the first one, where a table has several steps.
         loss: says how many units there are, and which rows stay together.
 
     Raises:
@@ -255,6 +265,7 @@ def make_micro_batches(
     """
     if not batches:
         raise DataError("there is no mini-batch to run on")
+    count, packing, chunks = cutting.num_micro_batches, cutting.packing, cutting.chunks
     for batch in batches:
         adapter.check_keys(batch)
         if "shift_labels" in batch and not loss.is_of_tokens:
@@ -272,16 +283,16 @@ def make_micro_batches(
                 raise UserError(NOT_PACKED.format(type(loss).__name__))
             if chunks.most > 1:
                 check_chunks(adapter, is_loss_of_tokens=True, packing=True)
-            parts = packed_parts(batch, num_micro_batches, adapter.target_keys)
-            inputs += [adapter.packed(documents, is_compiled=is_compiled) for documents in parts]
+            parts = packed_parts(batch, count, adapter.target_keys)
+            inputs += [adapter.packed(documents, is_compiled=cutting.is_compiled) for documents in parts]
             row_seeds += [()] * len(parts)
         else:
             lengths = adapter.lengths_in_rows(batch)
             numbered = batch | {_NUMBER: num_rows + torch.arange(len(batch["labels"]))}
             rows = (
-                split_tokens(numbered, num_micro_batches, adapter, loss.rows_per_unit, lengths)
-                if length_bucketing
-                else split_rows(numbered, num_micro_batches, loss.rows_per_unit, lengths)
+                split_tokens(numbered, count, adapter, loss.rows_per_unit, lengths)
+                if cutting.length_bucketing
+                else split_rows(numbered, count, loss.rows_per_unit, lengths)
             )
             row_seeds += [
                 tuple(mix(seed, step, key("row"), row) for row in part.pop(_NUMBER).tolist()) for part in rows
@@ -293,7 +304,7 @@ def make_micro_batches(
         loss.check_inputs(adapter, own)
     targets = [adapter.targets(own) for own in inputs]
     num_units, num_tokens = (
-        max(1, sum(int(count(target).sum()) for target in targets)) for count in (loss.row_units, loss.row_tokens)
+        max(1, sum(int(number(target).sum()) for target in targets)) for number in (loss.row_units, loss.row_tokens)
     )
     whole = [
         MicroBatch(

@@ -28,7 +28,7 @@ from hf_gpipe.data import SFTExamples
 from hf_gpipe.data.packed_rows import packed_rows
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.runtime.loss import TokenLoss
-from hf_gpipe.runtime.micro_batch import make_micro_batches
+from hf_gpipe.runtime.micro_batch import Cutting, make_micro_batches
 from tests.data.chat_templates import MARKED, tokenizer
 from tests.gloo import run_gloo
 from tests.oracle import plain_model
@@ -331,7 +331,7 @@ def test_each_row_has_the_same_seed_for_every_number_of_micro_batches(length_buc
     batch = {"input_ids": ids, "labels": ids}
     seeds = []
     for count in (1, 3, 7):
-        made = make_micro_batches(adapter, [batch, batch], count, 5, 2, length_bucketing=length_bucketing)
+        made = make_micro_batches(adapter, [batch, batch], Cutting(count, length_bucketing), 5, 2)
         of_rows: dict[tuple[int, int], int] = {}
         for one in made:
             firsts = one.inputs["input_ids"][:, 0].tolist()
