@@ -366,14 +366,12 @@ def _adapter(recipe: Recipe) -> Adapter:
 
 def _check_chunks(recipe: Recipe, config: PipelineConfig, adapter: Adapter) -> None:
     """Raise UserError where rows cannot be cut into chunks."""
-    from hf_gpipe.adapters.text import TextAdapter
     from hf_gpipe.model.chunks import verify_chunks
     from hf_gpipe.runtime.chunks import check_chunks
     from hf_gpipe.training.from_recipe import loss_of
 
     packing = recipe.training.packing
     check_chunks(adapter, is_loss_of_tokens=loss_of(recipe).is_of_tokens, packing=packing)
-    assert isinstance(adapter, TextAdapter), "it was checked"
     verify_chunks(adapter, packing=packing, recomputes_blocks="block" in config.recompute)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.text import TextAdapter, check_reads_text
 from hf_gpipe.errors import UnsupportedModelError, one_line
 from hf_gpipe.model.clone import Batch, attention_of, clone_of, padded_batch
 from hf_gpipe.model.exactness import compared_once
@@ -18,7 +19,7 @@ _CHUNKS, _STAGES = Chunks(3), 2
 _TOLERANCE = 1e-5
 
 
-def verify_chunks(adapter: TextAdapter, *, packing: bool = False, recomputes_blocks: bool = False) -> None:
+def verify_chunks(adapter: Adapter, *, packing: bool = False, recomputes_blocks: bool = False) -> None:
     """Compare a tiny clone whose rows are cut into chunks with the plain clone, once for equal clones.
 
     A model with a state beside keys and values, or whose tokens attend to later ones, cannot be cut so.
@@ -32,6 +33,7 @@ def verify_chunks(adapter: TextAdapter, *, packing: bool = False, recomputes_blo
     Raises:
         UnsupportedModelError: loss or gradients differ, or the clone does not run.
     """
+    adapter = check_reads_text(adapter, "sequence_chunks")
     what = f"in chunks {attention_of(adapter)} {packing} {recomputes_blocks}"
     padding_predicts = compared_once(adapter, what, lambda: _padding_predicts(adapter, packing, recomputes_blocks))
     adapter.padding_predicts_in_chunks |= padding_predicts

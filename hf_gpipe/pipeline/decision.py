@@ -189,8 +189,7 @@ class Decision:
 
     def verify_chunks(self, *, packing: bool) -> None:
         """Raise UnsupportedModelError where rows, or packed rows, cannot be cut into chunks: a tiny clone says so."""
-        if isinstance(self.adapter, TextAdapter):
-            verify_chunks(self.adapter, packing=packing, recomputes_blocks="block" in self.config.recompute)
+        verify_chunks(self.adapter, packing=packing, recomputes_blocks="block" in self.config.recompute)
 
     @property
     def is_asynchronous(self) -> bool:

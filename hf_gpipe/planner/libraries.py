@@ -6,8 +6,8 @@ NVLink SHARP and for trees of several machines is not counted either.
 
 from __future__ import annotations
 
-from hf_gpipe.planner.devices import LINKS, Device
-from hf_gpipe.planner.network import Network
+from hf_gpipe.planner.devices import LINKS
+from hf_gpipe.planner.processes import Processes
 from hf_gpipe.schedule import Placement
 from hf_gpipe.schedule.messages import communicators, head_communicators
 
@@ -25,18 +25,12 @@ _BOTH_BYTES = _RECEIVING_BYTES + _SENDING_BYTES
 _NVLINK_CHANNELS, _CHANNELS = (32, 24), (2, 2)
 
 
-def library_bytes(
-    device: Device, network: Network, placement: Placement, num_ranks: int, *, divides_head: bool
-) -> tuple[int, ...]:
-    """For each worker the bytes that libraries take on each of its devices; 0 without CUDA.
+def library_bytes(processes: Processes, placement: Placement, *, divides_head: bool) -> tuple[int, ...]:
+    """For each worker of a placement the bytes that libraries take on each of its devices; 0 without CUDA.
 
-    Args:
-        device: of every worker.
-        network: the links between the workers.
-        placement: of the stages.
-        num_ranks: T, among which layers are divided.
-        divides_head: whether the workers share the head.
+    With `divides_head` the workers share the head.
     """
+    device, network = processes.device, processes.network(placement)
     if device.workspace_bytes is None:
         return (0,) * placement.num_processes
     sizes = [device.workspace_bytes + _SEGMENTS_BYTES] * placement.num_processes
@@ -50,7 +44,7 @@ def library_bytes(
     for group in {everyone, *placement.groups}:
         for worker in group if len(group) > 1 else ():
             sizes[worker] += _channels(network.slowest_rate(group))[1] * _BOTH_BYTES
-    of_ranks = _channels(device.link.bytes_per_second)[1] * _BOTH_BYTES if num_ranks > 1 else 0
+    of_ranks = _channels(device.link.bytes_per_second)[1] * _BOTH_BYTES if processes.num_ranks > 1 else 0
     return tuple(size + of_ranks for size in sizes)
 
 

@@ -317,9 +317,7 @@ class Planner(Processes):
         """For each process the bytes that libraries take of its GPU."""
         placement, divides_head = key = table.placement, table.divides_head
         if key not in self._of_libraries:
-            network = self.network(placement)
-            sizes = library_bytes(self.device, network, placement, self.num_ranks, divides_head=divides_head)
-            self._of_libraries[key] = sizes
+            self._of_libraries[key] = library_bytes(self, placement, divides_head=divides_head)
         return self._of_libraries[key]
 
     def _state_shares(self, settings: DecidedConfig, table: Schedule) -> list[float]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hf_gpipe.partition.cluster import Cluster, parse_cluster
+from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.devices import DEVICES, cpu
 from hf_gpipe.planner.libraries import library_bytes
-from hf_gpipe.planner.network import Network, one_level
+from hf_gpipe.planner.processes import Processes
 from hf_gpipe.schedule import Placement
 
 MIB = 1 << 20
@@ -16,10 +16,8 @@ PCIE, RING, NVLINK, NVLINK_RING = 2 * 12, 2 * 12, 32 * 12, 24 * 12
 
 
 def mebibytes(name: str, workers: list[tuple[int, ...]], cluster: str | None = None, ranks: int = 1) -> list[float]:
-    device, placement = DEVICES[name], Placement(workers)
-    where: Cluster = one_level(device, placement.num_processes) if cluster is None else parse_cluster(cluster)
-    sizes = library_bytes(device, Network(where, placement), placement, ranks, divides_head=False)
-    return [size / MIB for size in sizes]
+    processes = Processes(DEVICES[name], None, cluster and parse_cluster(cluster), None, ranks)
+    return [size / MIB for size in library_bytes(processes, Placement(workers), divides_head=False)]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +29,7 @@ def mebibytes(name: str, workers: list[tuple[int, ...]], cluster: str | None = N
         # Two stages of two replicas: each worker sends to one of the next, and has a ring with its own replica.
         ("rtx4090", [(0, 1), (2, 3)], None, 1, [PCIE + 2 * RING] * 4),
         # Between two machines, and for sums over all, the network; each has the ranks of its worker beside.
-        ("a100-80", [(0,), (1,)], "2x1@1.25GB/s,300GB/s", 2, [PCIE + RING + NVLINK_RING] * 2),
+        ("a100-80", [(0,), (1,)], "2x2@1.25GB/s,300GB/s", 2, [PCIE + RING + NVLINK_RING] * 2),
     ],
 )
 def test_each_connection_counts(
@@ -43,15 +41,11 @@ def test_each_connection_counts(
 
 def test_hopper_has_larger_workspaces_and_a_cpu_none() -> None:
     assert mebibytes("h100", [(0,)]) == [64 + 22]
-    placement, device = Placement([(0,), (1,)]), cpu(1)
-    assert library_bytes(device, Network(one_level(device, 2), placement), placement, 1, divides_head=False) == (0, 0)
+    assert library_bytes(Processes(cpu(1)), Placement([(0,), (1,)]), divides_head=False) == (0, 0)
 
 
 def test_a_divided_head_has_communicators_of_its_own() -> None:
-    device, placement = DEVICES["rtx4090"], Placement([(0,), (1,), (2,)])
-    network = Network(one_level(device, 3), placement)
-    whole, divided = (
-        library_bytes(device, network, placement, 1, divides_head=divides_head) for divides_head in (False, True)
-    )
+    processes, placement = Processes(DEVICES["rtx4090"]), Placement([(0,), (1,), (2,)])
+    whole, divided = (library_bytes(processes, placement, divides_head=divides_head) for divides_head in (False, True))
     # The last stage talks to both others, each in both directions.
     assert [(more - less) / MIB for less, more in zip(whole, divided, strict=True)] == [PCIE, PCIE, 2 * PCIE]
