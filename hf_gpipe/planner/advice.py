@@ -12,7 +12,6 @@ import torch
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.planner.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.processes import MemoryLimit, limit_text
 from hf_gpipe.planner.visiting import possible_visitors
 from hf_gpipe.recipe import AUTO, DecidedConfig
 from hf_gpipe.runtime import failures
@@ -33,8 +32,8 @@ def smallest_fix(plan: Plan) -> str:
     limit = plan.planner.memory_bytes
     if limit is None or plan.fits:
         limit = round(_SAFE_SHARE * plan.peak_bytes)
-    least, fix = plan, ""
-    for words, changed in _changed_plans(plan.planner.within(limit), plan):
+    least, fix, planner = plan, "", plan.planner.within(limit)
+    for words, changed in _changed_plans(planner, plan):
         if changed.fits:
             fix = f"{words} {_fits(changed)} where it was {seconds_text(plan.step_seconds)}"
             if changed.settings.num_processes == plan.settings.num_processes:
@@ -44,12 +43,12 @@ def smallest_fix(plan: Plan) -> str:
     others = [
         f"where adapters alone are trained, {change}" for change in ["; ".join(_adapters_that_fit(plan))] if change
     ]
-    others += [f"with weights in CPU memory, {change}" for change in _visits_that_fit(plan, limit)]
+    others += [f"with weights in CPU memory, {change}" for change in _visits_that_fit(planner, plan)]
     if not fix and plan.host_fullness > 1:
         fix = "use machines with more CPU memory, an optimizer with less state, or adapters with offload_weights=frozen"
     elif not fix:
         fix = (
-            f"no number of stages or micro-batches fits {limit_text(limit)}: the leanest way needs "
+            f"no number of stages or micro-batches fits {planner.limit_text}: the leanest way needs "
             f"{size_text(least.peak_bytes)} ({_words(least)})"
         )
         if not others:
@@ -79,9 +78,9 @@ def _adapters_that_fit(plan: Plan) -> Iterator[str]:
                 break
 
 
-def _visits_that_fit(plan: Plan, limit: MemoryLimit) -> Iterator[str]:
+def _visits_that_fit(planner: Planner, plan: Plan) -> Iterator[str]:
     """Weights that visit the same devices, which are GPUs, with stages as small as they come; if that fits."""
-    settings, planner = plan.settings, plan.planner.within(limit)
+    settings = plan.settings
     if settings.replicas != 1 or settings.visitors is not None:
         return
     num_stages = planner.num_layers // settings.num_processes * settings.num_processes

@@ -13,7 +13,6 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.live_graphs import choose_recompute
 from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.plan import Plan, Planner, inner_recompute
-from hf_gpipe.planner.processes import limit_text
 from hf_gpipe.planner.table_costs import recompute_shares
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.recompute import Recompute
@@ -178,7 +177,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
         # The cap of a stage is no limit that anybody gave.
         raise PartitionError(
             f"no split of {planner.num_layers} layers into {settings.num_stages} stages fits the processes' memory "
-            f"({limit_text(limit)}{' each, which the stages of a process share' * isinstance(limit, int)}): the least "
+            f"({planner.limit_text}{' each, which the stages of a process share' * isinstance(limit, int)}): the least "
             f"demanding one needs {error.fullness:.2f} times as much; allow that much, or use more stages or smaller "
             "micro-batches.",
             error.fullness,

@@ -18,7 +18,7 @@ from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.measure import profile_layers, rated_machine, steady_memory, this_machine
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.processes import ALIKE, MemoryLimit, limit_text
+from hf_gpipe.planner.processes import ALIKE, MemoryLimit
 from hf_gpipe.planner.speeds import measure_speeds
 from hf_gpipe.planner.visiting import untried
 from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
@@ -224,7 +224,7 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
     if config.is_cut_by_cost:
         chosen.append(f"partition {list(settings.partition)} ({config.partition})")
     limit = plan.planner.memory_bytes
-    fits = "no limit of memory is known" if limit is None else f"the limit is {limit_text(limit)}"
+    fits = "no limit of memory is known" if limit is None else f"the limit is {plan.planner.limit_text}"
     return (
         f"planner: {', '.join(chosen)}: a step of {seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, peak "
         f"memory {size_text(plan.peak_bytes)} in a process; {fits}{'' if plan.fits else ', which nothing allowed fits'}"

@@ -13,7 +13,6 @@ from itertools import accumulate, combinations, islice, pairwise, permutations
 
 from hf_gpipe.partition.count import by_count
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.planner.processes import ALIKE, MemoryLimit, limit_of
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.schedule import Placement, placement_for
 
@@ -23,24 +22,6 @@ _FEW_PROCESSES = 7
 _FEW_ORDERED = 4
 #: With more it begins with so many orders of the classes of devices.
 _MOST_ORDERS = 6
-
-DeviceClasses = Sequence[int]
-"""The number of the class of each process; the classes are numbered in the order of their first process."""
-
-
-def device_classes(memory_bytes: MemoryLimit, speeds: Sequence[float] | None, num_processes: int) -> DeviceClasses:
-    """The class of each process: those of one class have the same speed, and limits of memory that are `ALIKE`.
-
-    A plan must fit the limit of each process all the same.
-    """
-    limits = [limit_of(memory_bytes, process) or 0 for process in range(num_processes)]
-    least_alike: dict[float, float] = {}
-    for limit in sorted(set(limits)):
-        least = next(reversed(least_alike.values()), limit)
-        least_alike[limit] = least if limit < ALIKE * least else limit
-    devices = [(least_alike[limit], speeds[process] if speeds else 1.0) for process, limit in enumerate(limits)]
-    numbers = {device: number for number, device in enumerate(dict.fromkeys(devices))}
-    return [numbers[device] for device in devices]
 
 
 def with_mesh(config: PipelineConfig, placement: Placement) -> PipelineConfig:
@@ -64,7 +45,7 @@ class Meshes:
         self._most = planner.num_layers if config.num_stages == AUTO else int(config.num_stages)
         self._fewest = 1 if config.num_stages == AUTO else self._most
         self._replicas = config.replicas
-        self._classes = device_classes(planner.memory_bytes, planner.speeds, self._size)
+        self._classes = planner.classes(self._size)
         depths = range(1, 1 if planner.cluster is None else len(planner.cluster.levels))
         #: How many processes a machine has, and each larger part of the cluster.
         self._machines = [planner.cluster.devices_in(depth) for depth in depths] if planner.cluster else []

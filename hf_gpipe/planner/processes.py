@@ -54,7 +54,7 @@ class Processes:
 
     def limit_of(self, process: int) -> int | None:
         """The most bytes that a process may use; None: no limit is known."""
-        return limit_of(self.memory_bytes, process)
+        return self.memory_bytes[process] if isinstance(self.memory_bytes, tuple) else self.memory_bytes
 
     def limits_of(self, placement: Placement) -> list[int | None]:
         """For each stage the limit of a process that holds it: the smallest of its replicas'."""
@@ -76,6 +76,38 @@ class Processes:
                     "entry for each process."
                 )
 
+    def classes(self, num_processes: int) -> Sequence[int]:
+        """The number of each process's class: those of one class have the same speed, and limits that are `ALIKE`.
+
+        Classes are numbered in the order of their first process. A plan must fit the limit of each process all the
+        same.
+        """
+        limits = [self.limit_of(process) or 0 for process in range(num_processes)]
+        least_alike: dict[float, float] = {}
+        for limit in sorted(set(limits)):
+            least = next(reversed(least_alike.values()), limit)
+            least_alike[limit] = least if limit < ALIKE * least else limit
+        speeds = self.speeds or [1.0] * num_processes
+        devices = [(least_alike[limit], speeds[process]) for process, limit in enumerate(limits)]
+        numbers = {device: number for number, device in enumerate(dict.fromkeys(devices))}
+        return [numbers[device] for device in devices]
+
+    @property
+    def limit_text(self) -> str:
+        """The limit of memory for people: "80 GiB", or "24 GiB, 12 GiB" for each process."""
+        limit = self.memory_bytes
+        if limit is None:
+            return "not known"
+        return ", ".join(map(size_text, limit)) if isinstance(limit, tuple) else size_text(limit)
+
+    @property
+    def text(self) -> str:
+        """The memory of each process, and their speeds."""
+        speeds = "" if self.speeds is None else f", relative speeds {', '.join(f'{speed:g}' for speed in self.speeds)}"
+        limit = self.memory_bytes
+        memory = "memory not known" if limit is None else self.limit_text + " each" * isinstance(limit, int)
+        return f"{memory}{speeds}"
+
     def network(self, placement: Placement) -> Network:
         """The links between the workers of a placement."""
         return Network(self.cluster or one_level(self.device, placement.num_processes), placement)
@@ -88,15 +120,3 @@ class Processes:
     def num_copying(self, num_workers: int) -> int:
         """The devices that copy to and from the memory of one machine, all ranks of so many workers."""
         return self.host_size(num_workers) * self.num_ranks
-
-
-def limit_of(memory_bytes: MemoryLimit, process: int) -> int | None:
-    """The most bytes that a process may use; None: no limit is known."""
-    return memory_bytes[process] if isinstance(memory_bytes, tuple) else memory_bytes
-
-
-def limit_text(limit: MemoryLimit) -> str:
-    """A limit of memory for people: "80 GiB", or "24 GiB, 12 GiB" for each process."""
-    if limit is None:
-        return "not known"
-    return ", ".join(map(size_text, limit)) if isinstance(limit, tuple) else size_text(limit)

@@ -16,8 +16,7 @@ from hf_gpipe.planner.bound import limit_of_step
 from hf_gpipe.planner.bubble import smaller_bubble
 from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.memory import MemoryEstimate
-from hf_gpipe.planner.plan import Plan, Planner, StagePlan
-from hf_gpipe.planner.processes import limit_text
+from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.planner.saving import (
     copy_bytes,
     hosted_words,
@@ -79,7 +78,7 @@ def report(plan: Plan) -> str:
             f"{planner.rows} rows of {rows}, as {num_micro_batches} micro-batches of at most {workload.rows}"
             f"{', packed' if workload.is_packed else ''}{cut if table.chunks > 1 else ''}",
         ),
-        ("devices", f"{settings.num_processes}{times} x {planner.device.name}, {_each_process(planner)}"),
+        ("devices", f"{settings.num_processes}{times} x {planner.device.name}, {planner.text}"),
         (
             "pipeline",
             f"{settings.num_stages} stages, schedule {settings.schedule}, recompute {_recompute(plan)}, layers a stage "
@@ -381,15 +380,6 @@ def _items(memory: MemoryEstimate) -> dict[str, int]:
 def _types(plan: Plan) -> str:
     costs = plan.costs
     return costs.dtype if costs.dtype == costs.compute_dtype else f"{costs.dtype}, computing in {costs.compute_dtype}"
-
-
-def _each_process(planner: Planner) -> str:
-    speeds = (
-        "" if planner.speeds is None else f", relative speeds {', '.join(f'{speed:g}' for speed in planner.speeds)}"
-    )
-    limit = planner.memory_bytes
-    memory = "memory not known" if limit is None else limit_text(limit) + " each" * isinstance(limit, int)
-    return f"{memory}{speeds}"
 
 
 def _recompute(plan: Plan) -> str:

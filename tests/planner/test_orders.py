@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_gpipe.errors import PartitionError
 from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.choose import best_plan
-from hf_gpipe.planner.meshes import Meshes, device_classes, with_mesh
+from hf_gpipe.planner.meshes import Meshes, with_mesh
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.schedule import Placement
@@ -143,11 +143,10 @@ def test_two_processes_are_exchanged_as_long_as_it_helps() -> None:
     plan = best_plan(within, replace(config, replicas="auto"))
     assert plan.timeline.schedule.placement.workers[3] == (0,)
     assert plan.step_seconds < 0.6 * best_plan(within, config).step_seconds
-    assert device_classes(None, within.speeds, 5) == list(range(5))
+    assert within.within(None).classes(5) == list(range(5))
 
 
 def test_devices_that_differ_a_little_are_of_one_class() -> None:
     free = [80_000 * MIB - index * MIB for index in range(31)]
-    assert set(device_classes((*free, 70_000 * MIB), None, 32)) == {0, 1}, (
-        "what is free differs a little on equal devices"
-    )
+    processes = planner(blocks(1)).within((*free, 70_000 * MIB))
+    assert set(processes.classes(32)) == {0, 1}, "what is free differs a little on equal devices"
