@@ -237,6 +237,12 @@ class PipelineTrainingArguments(TrainingArguments):
         return None
 
     @property
+    def rows_of_update(self) -> int | None:
+        """Rows of one update; None with `batch_tokens`, where they vary."""
+        rows = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        return rows if self.batch_tokens is None else None
+
+    @property
     def packs_rows(self) -> bool:
         """Whether micro-batches are rows of documents without padding."""
         return bool(self.packing)

@@ -80,9 +80,7 @@ class Logs:
         """The metrics of the whole training, for this process; `train_loss` is the mean loss."""
         state = self._trainer.state
         steps = state.global_step - self._first_step
-        rows = steps * self._args.per_device_train_batch_size * self._args.gradient_accumulation_steps
-        if self._args.batch_tokens is not None:
-            rows = self._num_rows
+        rows = self._num_rows if self._args.rows_of_update is None else steps * self._args.rows_of_update
         metrics: dict[str, float] = speed_metrics("train", self._start_time, num_samples=rows, num_steps=steps)
         loss = (self._logged_loss + self._loss) / max(steps, 1)
         return metrics | {"total_flos": state.total_flos, "train_loss": loss}

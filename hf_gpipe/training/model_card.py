@@ -28,8 +28,8 @@ def write_model_card(trainer: Any, path: Path, **entries: Any) -> None:
     hyperparameters, args, pipe = summary.hyperparameters, trainer.args, trainer.pipe
     for name in ("distributed_type", "num_devices", "total_train_batch_size", "total_eval_batch_size"):
         hyperparameters.pop(name, None)
-    if args.gradient_accumulation_steps > 1 and args.batch_tokens is None:
-        hyperparameters["total_train_batch_size"] = trainer.get_total_train_batch_size(args)
+    if args.gradient_accumulation_steps > 1 and args.rows_of_update is not None:
+        hyperparameters["total_train_batch_size"] = args.rows_of_update
     hyperparameters |= {"num_stages": pipe.num_stages, "num_micro_batches": pipe.num_micro_batches}
     hyperparameters["schedule"] = pipe.schedule_name
     path.write_text(summary.to_model_card(), encoding="utf-8")

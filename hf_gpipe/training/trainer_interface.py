@@ -96,9 +96,9 @@ class TrainerInterface:
 
     def get_total_train_batch_size(self, args: PipelineTrainingArguments) -> int:
         """Rows of one update. Raises UserError with `batch_tokens`, where it varies."""
-        if args.batch_tokens is not None:
+        if (rows := args.rows_of_update) is None:
             raise UserError("get_total_train_batch_size: with batch_tokens the rows of an update vary")
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return rows
 
     def num_examples(self, dataloader: Any) -> int:
         """Rows of a loader's dataset; where it has no length, about as many as the mini-batches have."""
