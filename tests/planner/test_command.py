@@ -25,9 +25,7 @@ training: {output_dir: never, batch_size: 4}
 @pytest.fixture(autouse=True)
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of these tests are smaller than what CUDA's libraries hold."""
-    monkeypatch.setattr(
-        planner_plan, "library_bytes", lambda _, __, placement, *___, **____: [0] * placement.num_processes
-    )
+    monkeypatch.setattr(planner_plan, "library_bytes", lambda _, placement, **__: [0] * placement.num_processes)
 
 
 @pytest.fixture
