@@ -47,6 +47,7 @@ _FEED_FORWARD = _names(
     2 * WIDTH,
     *("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
     *("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"),
+    *("alignment_intermediate_size", "mlp_dim"),
 )
 _EXPERTS = _names(4, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _VOCABULARIES = _names(
@@ -101,6 +102,15 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], NUM_BLOCKS // 2]]},
     "mamba2": {"num_heads": 2 * WIDTH // HEAD_WIDTH},
     "xlnet": {"d_head": HEAD_WIDTH},
+    # Its groups of channels are 32.
+    "janus_vqgan": {
+        "base_channels": 32,
+        "channel_multiplier": [1, 2],
+        "latent_channels": 32,
+        "num_embeddings": VOCABULARY,
+        "image_token_embed_dim": WIDTH,
+        "projection_dim": WIDTH,
+    },
 }
 #: Sizes of the part that reads images, and of what the text part reads of them.
 _IMAGES: dict[str, Any] = {
