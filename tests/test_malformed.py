@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import os
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,11 @@ def refused(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def base(prepared: Path) -> dict[str, Any]:
+    return copy.deepcopy(_base(prepared))
+
+
+@cache
+def _base(prepared: Path) -> dict[str, Any]:
     recipe: dict[str, Any] = yaml.safe_load((prepared / "recipe.yaml").read_text())
     recipe["training"]["output_dir"] = str(prepared / "out")
     return recipe

@@ -11,7 +11,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,15 @@ from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
 from hf_gpipe.adapters.head import FoundProjection
+from hf_gpipe.adapters.skeleton import NoRandomValues
 from hf_gpipe.adapters.stubs import STUBS
 from hf_gpipe.errors import UnsupportedModelError, UserError
+
+
+def values_where_they_stay(model: nn.Module) -> NoRandomValues | nullcontext[None]:
+    """Context manager for injections: into a model on the meta device PEFT moves what it has filled on the CPU."""
+    on_meta = all(parameter.is_meta for parameter in model.parameters())
+    return NoRandomValues(everywhere=True) if on_meta else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ class PeftAdapter:
                 config.exclude_modules = _also_excluded(getattr(config, "exclude_modules", None), absent)
             with _having_input_embeddings(model), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the whole model it has warned before, and the rest is no matter
-                inject_adapter_in_model(config, model, self.name)
+                with values_where_they_stay(model):
+                    inject_adapter_in_model(config, model, self.name)
         elif not getattr(model, "peft_config", None):
             model.peft_config = {self.name: self.config}
         modules = dict(model.named_modules())

