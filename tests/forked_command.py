@@ -6,6 +6,7 @@ a script whose exceptions the interpreter tells by tests/runtime/test_start.py.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import multiprocessing
 import os
@@ -151,6 +152,26 @@ def torchrun(words: Sequence[str], work: Callable[[int], int] | None = None) -> 
     SubprocessHandler._popen = lambda handler, args, environment: start(environment)  # type: ignore
     elastic.main([*words])
     return 0
+
+
+def accelerate(words: Sequence[str], work: Callable[[], int] | None = None) -> int:
+    """`accelerate launch` on a CPU, in this process, with its one process forked from it.
+
+    Args:
+        words: its options, the script, and the script's.
+        work: what the process does, and its exit code; None: it runs the script.
+    """
+    from accelerate.commands import launch
+
+    def simple_launcher(given: argparse.Namespace) -> None:
+        _, environment = launch.prepare_simple_launcher_cmd_env(given)
+        os.environ.update(environment)
+        script = [given.training_script, *given.training_script_args]
+        sys.exit(forked.Forked(work or (lambda: run_script(script))).wait())
+
+    launch.simple_launcher = simple_launcher
+    launch.launch_command(launch.launch_command_parser().parse_args([*words]))
+    return 1  # it has started something else
 
 
 class Training:

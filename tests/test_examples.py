@@ -1,11 +1,8 @@
-"""Examples run as they stand: alone, under torchrun, under accelerate launch; plain transformers loads the results."""
+"""Examples run as they stand: alone, and under accelerate launch; plain transformers loads the results."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,9 @@ from tests.oracle import tiny_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-LAUNCHER = [
-    *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"),
+#: Options of `accelerate launch`.
+LAUNCHED = [
+    *("--cpu", "--num_processes", "2", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
 ]
 FEW_STEPS = ["--use_cpu", "--max_steps", "2", "--per_device_train_batch_size", "4", "--report_to", "none"]
@@ -33,18 +31,15 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(launcher: str, folder: Path, script: str, *arguments: str | Path, options: list[str]) -> str:
-    """Run an example, alone in a forked process; what it printed."""
+    """Run an example in a forked process, alone or by a launcher; what it printed."""
     words = [str(EXAMPLES / script), *map(str, arguments), *options, *FEW_STEPS]
     if launcher == "alone":
         process = forked_command.start_function(folder, forked_command.run_script, words)
-        process.join(240)
-        assert process.exitcode == 0, (folder / "run.err").read_text()[-3000:]
-        return (folder / "run.out").read_text()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent), "HF_HUB_OFFLINE": "1"}
-    environment = forked_command.without_collector(environment)
-    finished = subprocess.run([*LAUNCHER, *words], capture_output=True, text=True, env=environment, timeout=240)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return finished.stdout
+    else:
+        process = forked_command.start_function(folder, forked_command.accelerate, [*LAUNCHED, *words])
+    process.join(240)
+    assert process.exitcode == 0, (folder / "run.err").read_text()[-3000:]
+    return (folder / "run.out").read_text()
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
