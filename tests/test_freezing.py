@@ -13,7 +13,7 @@ from torch import nn
 from transformers import MarianMTModel, PegasusConfig, PegasusForConditionalGeneration, PreTrainedModel
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters import Adapter, adapter_for
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.model.clone import Batch, padded_batch
 from hf_gpipe.model.steps import MICRO_BATCHES, Step, plain_step
@@ -78,8 +78,8 @@ def made_anew(pipe: Pipeline) -> Pipeline:
 
 
 CASES = [*DECODER_ONLY, *ENCODER_DECODER, *VARIANTS]
-#: Of these every split and every part is tried, and of each other family one split and three of the five parts.
-THOROUGH = ("llama", "t5", "marian", "gpt2, untied")
+#: Of these every split and every part is tried, and of each other family one split and two of the five parts.
+THOROUGH = ("llama", "t5")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,7 +90,7 @@ def test_loss_and_every_gradient(case: str) -> None:
     splits = [(2, "none"), (3, "stage"), (4, blocks)]
     number = CASES.index(case)
     chosen = splits if case in THOROUGH else [splits[number % len(splits)]]
-    parts = PARTS if case in THOROUGH else [PARTS[(number + turn) % len(PARTS)] for turn in (0, 1, 3)]
+    parts = PARTS if case in THOROUGH else [PARTS[(number + turn) % len(PARTS)] for turn in (0, 2)]
     pipes = [Pipeline(model, k, MICRO_BATCHES, recompute=how) for k, how in chosen]
     adapter = pipes[0].adapter
     for part in parts:
@@ -105,8 +105,8 @@ def test_loss_and_every_gradient(case: str) -> None:
 
 
 def loaded(family: str, folder: Path) -> PreTrainedModel:
-    """A model with 6 + 6 blocks, as opus-mt's, and with what requires a gradient after `from_pretrained`."""
-    sizes: dict[str, Any] = {"encoder_layers": 6, "decoder_layers": 6}
+    """A model with 3 + 3 blocks, and with what requires a gradient after `from_pretrained`."""
+    sizes: dict[str, Any] = {"encoder_layers": 3, "decoder_layers": 3}
     config = oracle.tiny_config("marian", **sizes)
     cls: type[PreTrainedModel] = MarianMTModel
     if family == "pegasus":
@@ -130,7 +130,7 @@ def test_a_table_of_sines_that_requires_a_gradient_gets_none(family: str, tmp_pa
     for part in ("encoder", "embeddings"):
         freeze(model, adapter, part)
         expected = oracle.run_plain(model, batch, 2)
-        for num_stages in (2, 3, 4):
+        for num_stages in (2, 4):
             model.zero_grad()
             pipe = Pipeline(model, num_stages, 2)
             oracle.assert_same(oracle.run_pipeline(pipe, batch), expected)
@@ -237,11 +237,10 @@ def test_nothing_to_train(is_all: bool, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- PEFT, whatever the model comes from
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_adapters_on_loaded_and_on_new_models(num_stages: int, tmp_path: Path) -> None:
+def test_adapters_on_loaded_and_on_new_models(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     options: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], "layers_pattern": "layers"}
-    lora = peft.LoraConfig(**options, layers_to_transform=[4, 5], init_lora_weights=False)
+    lora = peft.LoraConfig(**options, layers_to_transform=[2], init_lora_weights=False)
     model = loaded("marian", tmp_path)
     batch = oracle.padded_batch(model.config)
     for source in (tmp_path, model.config):
@@ -250,10 +249,11 @@ def test_adapters_on_loaded_and_on_new_models(num_stages: int, tmp_path: Path) -
         expected = oracle.run_pipeline(one, batch)
         assert expected.gradients
         assert all("lora_" in name for name in expected.gradients)
-        pipe = Pipeline(source, num_stages, 2, **arguments)
-        oracle.assert_same(oracle.run_pipeline(pipe, batch), expected)
-        # Of two stages the first has adapters.
-        assert any(pipe.stages[0].trainable_outputs.values()) == (num_stages == 2)
+        for num_stages in (2, 4):
+            pipe = Pipeline(source, num_stages, 2, **arguments)
+            oracle.assert_same(oracle.run_pipeline(pipe, batch), expected)
+            # Of two stages the first has adapters.
+            assert any(pipe.stages[0].trainable_outputs.values()) == (num_stages == 2)
         if source is tmp_path:
             reference = peft.get_peft_model(copy.deepcopy(model), lora).get_base_model()
             reference.load_state_dict(dict(one.named_parameters()), strict=False)
@@ -275,7 +275,7 @@ def _on_two_processes() -> list[Step]:
     for num_stages in (2, 4):
         for case, part in PROCESSES:
             model = clone(case)
-            freeze(model, Pipeline(model, num_stages).adapter, part)
+            freeze(model, adapter_for(model.config, model.dtype, "eager"), part)
             steps.append(in_stages(Pipeline(model, num_stages, MICRO_BATCHES), padded_batch(model)))
         model = clone("deepseek_v32")
         only_indexers(model)
