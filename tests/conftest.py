@@ -45,11 +45,22 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()
+    spare_what_is_there()
     # Models and traces of tests make many objects, few of them garbage: it is looked for more seldom.
     gc.set_threshold(50_000, 20, 10)
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After the last test of a file, what the libraries have imported and kept since is no garbage either."""
+    if nextitem is None or nextitem.path != item.path:
+        spare_what_is_there()
+
+
+def spare_what_is_there() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

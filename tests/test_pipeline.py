@@ -34,10 +34,10 @@ def test_gradients_of_the_plain_model(family: str, tied: bool) -> None:
         expected = run_plain(plain, batch, num_micro_batches)
         plain.zero_grad()
         for num_stages in (1, 2, 3, 4):
-            # Every pair of values comes, and of each family every three; all together take longer, and catch no more.
-            if (number + num_stages + tied) % 2:
+            # Every pair of values comes; all together take longer, and catch no more.
+            if (number + num_stages + tied + FAMILIES.index(family)) % 4:
                 continue
-            recompute = ("none", "stage")[(number // 2 + num_stages // 2) % 2]
+            recompute = ("none", "stage")[(number // 2 + num_stages // 2 + tied) % 2]
             pipe = Pipeline(plain, num_stages, num_micro_batches, recompute=recompute)
             assert_same(run_pipeline(pipe, batch), expected)
             assert float(pipe.grad_norm()) == pytest.approx(expected.norm, rel=1e-10)
@@ -45,9 +45,9 @@ def test_gradients_of_the_plain_model(family: str, tied: bool) -> None:
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "gpipe_fused", "1f1b"])
 @pytest.mark.parametrize("recompute", ["none", "block", "stage"])
-@pytest.mark.parametrize("family", ["llama", "marian"])
-def test_schedules_and_recomputation_change_nothing(family: str, recompute: str, schedule: str) -> None:
-    config = tiny_config(family)
+def test_schedules_and_recomputation_change_nothing(recompute: str, schedule: str) -> None:
+    # tests/test_execution.py has more schedules with both families.
+    config = tiny_config("llama" if (recompute == "block") == (schedule in ("naive", "1f1b")) else "marian")
     batch, plain = padded_batch(config), plain_model(config)
     expected = run_plain(plain, batch, 3)
     pipe = Pipeline(plain, 3, 3, schedule=schedule, recompute=recompute)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_exact(family: str, attention: str, num_stages: int, chunks: int, option
 
 @pytest.mark.parametrize(
     ("family", "recompute"),
-    [("qwen3", "stage"), ("qwen3", "block"), ("gpt2", "none"), ("phi", "stage"), ("gemma3_text", "none")],
+    [("qwen3", "stage"), ("qwen3", "block"), ("gpt2", "none"), ("gemma3_text", "none")],
 )
 def test_rows_without_padding(family: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody writes out a mask of tokens by tokens, and the gradients are the same; qwen3 has groups of heads."""
@@ -132,10 +133,12 @@ def test_chunks_attend_by_the_function_that_needs_no_mask(
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_compiled_blocks(packing: bool) -> None:
-    model, batch = plain_model(tiny_config("llama")), rows(2, 12, "none")
+    config, batch = tiny_config("llama"), rows(2, 8, "none")
+    config.num_hidden_layers = 1
+    model = plain_model(config)
     model.set_attn_implementation("sdpa")
     expected = plain_step(model, batch)
-    pipe = Pipeline(model, 2, 2, torch_compile="aot_eager", sequence_chunks=3, packing=packing)
+    pipe = Pipeline(model, 2, 2, torch_compile="aot_eager", sequence_chunks=2, packing=packing)
     assert step(pipe, batch).difference(expected) <= TOLERANCE
 
 
@@ -144,12 +147,9 @@ def test_compiled_blocks(packing: bool) -> None:
     [
         ("mixtral", 1, 2, {"schedule": "1f1b"}, "right"),
         ("mixtral", 2, 3, {"schedule": "zb_h1", "recompute": "none"}, "left"),
-        ("mixtral", 3, 5, {"schedule": "gpipe", "recompute": "block"}, "none"),
         ("mixtral", 3, 5, {"schedule": "gpipe", "recompute": "block"}, "right"),
-        ("qwen2_moe", 1, 5, {"schedule": "gpipe", "recompute": "none"}, "right"),
-        ("qwen2_moe", 2, 2, {"schedule": "1f1b"}, "left"),
+        ("mixtral", 2, 1, {"schedule": "1f1b"}, "right"),
         ("qwen2_moe", 3, 3, {"schedule": "gpipe_fused"}, "none"),
-        ("qwen2_moe", 2, 1, {"schedule": "1f1b"}, "right"),
         ("olmoe", 2, 3, {"schedule": "1f1b"}, "left"),
     ],
 )
@@ -164,7 +164,7 @@ def test_the_auxiliary_loss_of_experts_is_that_of_whole_rows(
         assert step(pipe, batch).difference(expected) <= TOLERANCE
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     num_stages=st.integers(1, 4),
     num_micro_batches=st.integers(1, 3),
@@ -202,15 +202,12 @@ def test_any_step_is_exact(
     ("family", "attention", "num_stages", "chunks", "options"),
     [
         ("llama", "sdpa", 3, 5, {"schedule": "1f1b"}),
-        ("qwen3", "eager", 2, 3, {"schedule": "gpipe", "recompute": "none"}),
         ("gemma3_text", "sdpa", 2, 4, {"schedule": "zb_h1", "recompute": "none"}),
         ("mistral", "sdpa", 3, 2, {"schedule": "gpipe", "recompute": "block"}),
         ("gpt2", "sdpa", 2, 3, {"schedule": "zb_v"}),
         ("opt", "eager", 3, 3, {"schedule": "1f1b"}),
-        ("falcon", "sdpa", 1, 3, {"schedule": "1f1b"}),
-        ("bloom", "eager", 2, 3, {"schedule": "1f1b"}),
+        ("bloom", "eager", 1, 3, {"schedule": "1f1b"}),
         ("mixtral", "sdpa", 2, 7, {"schedule": "gpipe_fused"}),
-        ("cohere2", "eager", 2, 3, {"schedule": "1f1b"}),
     ],
 )
 def test_packed_rows(family: str, attention: str, num_stages: int, chunks: int, options: dict[str, Any]) -> None:
@@ -222,7 +219,7 @@ def test_packed_rows(family: str, attention: str, num_stages: int, chunks: int, 
         assert step(pipe, batch).difference(expected) <= TOLERANCE
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5).filter(lambda lengths: max(lengths) > 1),
     window=st.sampled_from([None, 1, 2, 3, 5]),
@@ -316,7 +313,8 @@ def test_gradients_are_accumulated_over_mini_batches() -> None:
 def in_processes(cases: list[tuple[str, int, int]], replicas: int, zero: int) -> list[float]:
     """The differences of one step of each case: a schedule, its stages and the number of rows; 1f1b packs rows too."""
     differences = []
-    with InFloat64():
+    # That chunks are exact for the family is found above, and takes each process longer than all else.
+    with InFloat64(), patch("hf_gpipe.pipeline.decision.verify_chunks"):
         for schedule, num_stages, num_rows in cases:
             config, batch = tiny_config("llama"), rows(num_rows, 11)
             expected = plain_step(plain_model(config), batch)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from hf_gpipe.recipe import load_recipe
 from hf_gpipe.schedule import Placement, build
@@ -30,7 +31,7 @@ REPOSITORY = Path(__file__).parents[1]
 # A corpus beside the checkout; where there is none, its test is skipped.
 TLDR = Path(os.environ.get("HF_GPIPE_TLDR", REPOSITORY.parent / "shared/data/tldr/tldr.jsonl.gz"))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-STEPS, SAVED = 48, 16
+STEPS, SAVED = 30, 10
 
 RECIPE = f"""
 model:
@@ -67,8 +68,10 @@ evaluation: {{max_examples: 5, max_new_tokens: 8, samples: 2}}
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
+    """The recipe with all that `finished` leaves to the planner, whose work takes as long as a short training."""
     path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.replace("OUTPUT", str(tmp_path / "out")))
+    decided = RECIPE.replace("schedule: gpipe", "schedule: gpipe, partition: count, recompute: stage")
+    path.write_text(decided.replace("OUTPUT", str(tmp_path / "out")))
     return path
 
 
@@ -137,19 +140,15 @@ def test_a_run_leaves_everything_behind(finished: tuple[Path, subprocess.Complet
 def test_plain_transformers_translates_with_the_result(
     finished: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
-    program = """
-import sys
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-for folder in sys.argv[1:]:
-    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model.config.vocab_size == len(tokenizer) == 320
-    assert model.generation_config.max_new_tokens == 8
-    ids = model.generate(**tokenizer(["3. Mai", "4 juin"], return_tensors="pt", padding=True))
-    assert ids.shape[0] == 2 and ids.shape[1] <= 9 and isinstance(tokenizer.batch_decode(ids)[0], str)
-"""
-    folder, _ = finished
-    folders = [str(folder), str(folder / f"checkpoint-{2 * SAVED}")]
-    subprocess.run([sys.executable, "-c", program, *folders], check=True, timeout=100, cwd="/")
+    for folder in (finished[0], finished[0] / f"checkpoint-{2 * SAVED}"):
+        model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        assert type(model).__module__.startswith("transformers.")
+        assert model.config.vocab_size == len(tokenizer) == 320
+        assert model.generation_config.max_new_tokens == 8
+        ids = model.generate(**tokenizer(["3. Mai", "4 juin"], return_tensors="pt", padding=True))
+        assert ids.shape[0] == 2
+        assert ids.shape[1] <= 9
+        assert isinstance(tokenizer.batch_decode(ids)[0], str)
 
 
 @pytest.mark.parametrize("num_stages", [1, 4])
@@ -169,7 +168,7 @@ def test_the_loss_does_not_depend_on_the_stages(
 
 def test_the_command_starts_a_process_for_each_replica(recipe: Path, tmp_path: Path) -> None:
     """Dropout is on, and the losses are those of one process, whatever the order of the processes."""
-    words = ["training.max_steps=4", "training.save_steps=2", "evaluation.max_examples=2"]
+    words = ["training.max_steps=4", "training.save_steps=2", "evaluation.max_examples=1"]
     moved = ["pipeline.placement=2,0 1", "training.max_steps=2"]
     for changed in (moved, []):
         result = forked(recipe, "pipeline.replicas=[2, 1]", *words, *changed, num_processes=3)
@@ -186,7 +185,7 @@ def test_a_killed_run_ends_with_the_same_weights(
 ) -> None:
     folder = recipe.parent / "out"
     saved = folder / f"checkpoint-{SAVED}"
-    kill_once(lambda: losses_so_far(folder) > SAVED + 5 and saved.exists(), recipe)
+    kill_once(lambda: losses_so_far(folder) > SAVED + 2 and saved.exists(), recipe)
     assert not (folder / "metrics.json").exists(), "it had ended before it was killed"
     result = forked(recipe)
     assert result.returncode == 0, result.stderr
@@ -289,17 +288,18 @@ data:
   language_field: tgt_lang
   languages: [de, es, ko]
   target_tag: true
-  max_examples: 3000
+  max_examples: 1500
   max_source_tokens: 48
   max_target_tokens: 48
-tokenizer: {{vocab_size: 2000}}
-pipeline: {{num_stages: 2, num_micro_batches: 2, num_processes: 1, schedule: gpipe_fused}}
-training: {{output_dir: {tmp_path / "out"}, max_steps: 100, batch_size: 16, learning_rate: 3.0e-3, save_steps: null}}
-evaluation: {{max_examples: 4, max_new_tokens: 24}}
+tokenizer: {{vocab_size: 1000}}
+pipeline:
+  {{num_stages: 2, num_micro_batches: 2, num_processes: 1, schedule: gpipe_fused, partition: count, recompute: none}}
+training: {{output_dir: {tmp_path / "out"}, max_steps: 70, batch_size: 16, learning_rate: 3.0e-3, save_steps: null}}
+evaluation: {{max_examples: 2, max_new_tokens: 8}}
 """)
     assert main([str(path)]) == 0
     values = losses(tmp_path / "out")
-    assert len(values) == 11
+    assert len(values) == 8
     assert values[-1] < values[0] - 1.5
     assert all(later < earlier + 0.3 for earlier, later in pairwise(values))
 
