@@ -16,7 +16,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import Adapter, adapter_for
 from hf_gpipe.adapters.autocast import Autocast, keeping_weights
 from hf_gpipe.adapters.peft_resolve import resolve_peft
-from hf_gpipe.adapters.tiny import tiny_config
+from hf_gpipe.adapters.tiny import BLOCK_COUNTS, tiny_config
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner import layers as planner_layers
 from hf_gpipe.planner.by_rows import ByRows
@@ -50,9 +50,18 @@ def costs_of(config: PreTrainedConfig) -> ModelCosts:
     return LayerTracer(adapter_for(config)).costs(WORKLOAD)
 
 
+def short(family: str) -> PreTrainedConfig:
+    """A clone with two blocks in each stack."""
+    config = clone(family)
+    for name in BLOCK_COUNTS:
+        if isinstance(vars(config).get(name), int):
+            setattr(config, name, 2)
+    return config
+
+
 @cache
-def costs_of_clone(family: str) -> ModelCosts:
-    return costs_of(clone(family))
+def costs_of_short(family: str) -> ModelCosts:
+    return costs_of(short(family))
 
 
 def numbers(parameters: dict[str, torch.nn.Parameter]) -> tuple[int, int, int]:
@@ -77,7 +86,7 @@ def test_a_stage_holds_and_owns_what_a_pipelines_does(family: str) -> None:
     config = clone(family)
     costs = costs_of(config)
     sums = LayerSums(costs, DEVICE)
-    for num_stages in (1, 2, 3):
+    for num_stages in (1, 3):
         pipe = Pipeline(config, num_stages, seed=0, device="cpu")
         for stage, model in pipe.models.items():
             layers = pipe.partition[stage]
@@ -104,9 +113,9 @@ def trace(costs_family: PreTrainedConfig, start: int, stop: int, inner: InnerRec
 @pytest.mark.parametrize("inner", ["none", "block"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "t5", "bart"])
 def test_a_stage_keeps_what_its_layers_keep_together(family: str, inner: InnerRecompute) -> None:
-    config, costs = clone(family), costs_of_clone(family)
+    config, costs = short(family), costs_of_short(family)
     num_layers, graphs = len(costs.layers), LayerSums(costs, DEVICE).graphs[inner]
-    for start, stop in ((0, num_layers), (2, num_layers - 1), (num_layers // 2, num_layers)):
+    for start, stop in ((0, num_layers), (2, num_layers - 1) if inner == "none" else (num_layers // 2, num_layers)):
         found = trace(config, start, stop, inner, is_real=False)
         assert graphs.kept_bytes(start, stop) == pytest.approx(found.saved, rel=0.01)
         peak = graphs.backward_peak_bytes(start, stop)
@@ -120,7 +129,7 @@ def test_the_gradient_of_a_tied_table_waits_for_that_of_another_embedding(family
     than predicted where two embeddings use it; the head adds to the gradient at once.
     """
     config, cpu = clone(family), torch.device("cpu")
-    config.vocab_size = 600_000  # larger than what the allocator keeps
+    config.vocab_size = 300_000  # larger than what the allocator keeps
     adapter, workload = adapter_for(config), Workload(rows=1, source_tokens=3, target_tokens=3)
     costs = LayerTracer(adapter).costs(workload)
     predicted = LayerSums(costs, DEVICE).graphs["none"].backward_peak_bytes(0, len(costs.layers))
@@ -138,7 +147,7 @@ def test_the_gradient_of_a_tied_table_waits_for_that_of_another_embedding(family
 @pytest.mark.parametrize("family", ["llama", "t5", "bart"])
 def test_sums_of_any_run_of_layers_are_those_added_up_one_by_one(family: str, inner: InnerRecompute) -> None:
     """As the top of prefix_sums.py defines them: masks once a stack, and the first layer's input is the stage's."""
-    costs = costs_of_clone(family)
+    costs = costs_of_short(family)
     layers, graphs = costs.layers, LayerSums(costs, DEVICE).graphs[inner]
     for start, stop in combinations(range(len(layers) + 1), 2):
         own = layers[start:stop]
@@ -220,13 +229,13 @@ def test_what_lies_on_no_line_is_computed() -> None:
 
 
 def test_calls_of_a_block_do_not_depend_on_its_rows() -> None:
-    costs = costs_of_clone("llama")
+    costs = costs_of_short("llama")
     block = costs.layers[1]
     seven_linears, attention = 7, 1
     assert seven_linears + attention < block.forward_calls < 60
     assert 2 * seven_linears + attention < block.backward_calls < 120
     assert block.stage_calls > 0, "a stage makes its mask and its rotary tables"
-    assert [layer.forward_calls for layer in costs.layers[1:3]] == [block.forward_calls] * 2
+    assert costs.layers[2].forward_calls == block.forward_calls
 
 
 def test_flops_of_a_block_and_of_the_head() -> None:
@@ -247,7 +256,7 @@ def test_flops_of_a_block_and_of_the_head() -> None:
 
 
 def test_boundaries_are_what_crosses() -> None:
-    costs = costs_of_clone("bart")
+    costs = costs_of_short("bart")
     source, target = 3 * 12 * 32 * 4, 3 * 10 * 32 * 4
     by_kind = {(layer.stack, layer.kind): layer.input_bytes for layer in costs.layers}
     assert costs.layers[0].input_bytes == 0
@@ -261,7 +270,7 @@ def test_boundaries_are_what_crosses() -> None:
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_a_short_model_tells_all_of_a_long_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = clone(family)
-    for name in ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"):
+    for name in BLOCK_COUNTS:
         if isinstance(vars(config).get(name), int):
             setattr(config, name, 5)
     adapter = adapter_for(config)
