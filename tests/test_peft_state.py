@@ -172,7 +172,8 @@ def test_a_recipe_trains_whole_modules_and_trains_saved_adapters_on(tmp_path: Pa
         "model": {"path": str(base)},
         "data": {"kind": "text", "path": str(tmp_path / "text.txt"), "max_target_tokens": 16, "test_fraction": 0.2},
         "tokenizer": {"vocab_size": 280},
-        "pipeline": {"num_stages": 2, "num_micro_batches": 2, "num_processes": 1, "device": "cpu"},
+        "pipeline": {"num_stages": 2, "num_micro_batches": 2, "num_processes": 1, "device": "cpu"}
+        | {"schedule": "gpipe", "partition": "count", "recompute": "stage"},
         "training": {"output_dir": str(tmp_path / "first"), "max_steps": 2, "batch_size": 4},
     }
     recipe.write_text(json.dumps(sections))

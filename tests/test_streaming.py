@@ -32,7 +32,8 @@ data:
   shuffle_buffer: 20
   temperature: 5
 tokenizer: {vocab_size: 288, training_pairs: 60}
-pipeline: {num_stages: 2, num_processes: 1, num_micro_batches: 2, device: cpu}
+pipeline: {num_stages: 2, num_processes: 1, num_micro_batches: 2, device: cpu,
+  schedule: gpipe, partition: count, recompute: stage}
 training: {output_dir: OUTPUT, max_steps: 6, batch_size: 4, learning_rate: 1.0e-3, lr_scheduler_type: constant,
   logging_steps: 1, save_steps: 3}
 evaluation: {max_examples: 3, max_new_tokens: 6, samples: 1}

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_gpipe.adapters import Blueprint, StageModel, adapter_for, build_adapter
+from hf_gpipe.adapters import Blueprint, StageModel, adapter_for, build_adapter, tiny
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.adapters.quantised import is_4bit, size_of_quantised
 from hf_gpipe.adapters.tensor_parallel import plan as plans
@@ -21,7 +21,6 @@ from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut, Heads, dealt, scaled
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 from hf_gpipe.adapters.text import TextAdapter
-from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.adapters.weight_gradients import Product
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
 from hf_gpipe.model import clone, tensor_parallel
@@ -72,15 +71,18 @@ IN_PARTS = (
 def difference(
     config: PreTrainedConfig, size: int, given: dict[str, int] | None = None, *, divides_rows: bool = False
 ) -> float:
-    """Of a tiny clone, with the sizes that are given, divided and whole."""
+    """Of a tiny clone of two blocks a stack, with the sizes that are given, divided and whole."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "NUM_BLOCKS", 2)
+        for name in tiny.BLOCK_COUNTS:
+            patch.setitem(tiny._SIZES, name, 2)
 
-        def tiny(config: PreTrainedConfig) -> PreTrainedConfig:
-            made = tiny_config(config)
+        def with_sizes(config: PreTrainedConfig) -> PreTrainedConfig:
+            made = tiny.tiny_config(config)
             made.update(given or {})
             return made
 
-        patch.setattr(clone, "tiny_config", tiny)
+        patch.setattr(clone, "tiny_config", with_sizes)
         model = exact_clone(config, torch.float64)
     adapter = build_adapter(Blueprint(model.config, torch.float64, "eager", type(model)))
     (expected,) = divided_steps(model, adapter, 1)

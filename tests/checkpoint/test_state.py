@@ -71,54 +71,55 @@ SAVE = {"save_strategy": "steps", "save_steps": 2, "max_steps": 9, "dropout": 0.
         {"gradient_accumulation_steps": 2, "optim": "adafactor", "lr_scheduler_type": "cosine"},
         {"train_sampling_strategy": "group_by_length", "data_collator": random_noise, "optim": "sgd"},
         {"train_dataset": Stream(10), "data_collator": random_noise, "optim": "adagrad"},
-        {"save_strategy": "epoch", "optim": "rmsprop"},
+        {"save_strategy": "epoch", "train_dataset": Rows(12), "optim": "rmsprop"},
     ],
 )
 def test_a_run_that_was_interrupted_ends_with_the_same_weights(values: dict[str, Any], tmp_path: Path) -> None:
-    settings = SAVE | values
+    settings = SAVE | {"max_steps": 6} | values
     whole, resumed = Recorder(), Recorder()
     uninterrupted = trainer(tmp_path / "whole", callbacks=[whole], **settings)
     uninterrupted.train()
     with pytest.raises(CrashError):
-        trainer(tmp_path / "run", callbacks=[CrashAt(7)], **settings).train()
+        trainer(tmp_path / "run", callbacks=[CrashAt(5)], **settings).train()
     again = trainer(tmp_path / "run", callbacks=[resumed], **settings)
-    assert again.train(resume_from_checkpoint=True).global_step == 9
+    assert again.train(resume_from_checkpoint=True).global_step == 6
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
-    assert 3 <= len(resumed.losses) <= 4
+    assert 2 <= len(resumed.losses) <= 3
     for name, tensor in weights(uninterrupted).items():
         assert torch.equal(weights(again)[name], tensor), name
     kept = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").open()] for run in ("whole", "run")]
     losses = [[line["loss"] for line in lines if "loss" in line] for lines in kept]
     assert losses[0] == losses[1], "no line is lost, none is there twice"
     finished = trainer(tmp_path / "run", **settings)
-    assert finished.train(resume_from_checkpoint=True).global_step == 9
+    assert finished.train(resume_from_checkpoint=True).global_step == 6
 
 
 def test_state_of_one_split_loads_on_another(tmp_path: Path) -> None:
     """The model is tied, and the parameters move between stages."""
-    settings = SAVE | {"save_steps": 4}
+    settings = SAVE | {"save_steps": 2, "max_steps": 5}
     whole = trainer(tmp_path / "whole", num_stages=3, **settings)
     whole.train()
     with pytest.raises(CrashError):
-        trainer(tmp_path / "run", num_stages=3, callbacks=[CrashAt(6)], **settings).train()
+        trainer(tmp_path / "run", num_stages=3, callbacks=[CrashAt(3)], **settings).train()
     for num_stages in (1, 2, 5):
         made = trainer(tmp_path / f"k{num_stages}", num_stages=num_stages, **settings)
-        made.train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-4")
+        made.train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-2")
         for name, tensor in weights(whole).items():
             torch.testing.assert_close(weights(made)[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
 def _resume_on_two(folder: str) -> dict[str, torch.Tensor]:
-    made = trainer(Path(folder), num_stages=4, **SAVE)
+    made = trainer(Path(folder), num_stages=4, **SAVE | {"max_steps": 5})
     made.train(resume_from_checkpoint=True)
     return weights(made)
 
 
 def test_state_of_one_process_loads_in_two(tmp_path: Path) -> None:
-    whole = trainer(tmp_path / "whole", num_stages=4, **SAVE)
+    settings = SAVE | {"max_steps": 5}
+    whole = trainer(tmp_path / "whole", num_stages=4, **settings)
     whole.train()
     with pytest.raises(CrashError):
-        trainer(tmp_path / "run", num_stages=4, callbacks=[CrashAt(5)], **SAVE).train()
+        trainer(tmp_path / "run", num_stages=4, callbacks=[CrashAt(3)], **settings).train()
     first, second = run_gloo(_resume_on_two, 2, str(tmp_path / "run"))
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(first[name], tensor, rtol=0, atol=1e-6, msg=name)
@@ -522,26 +523,14 @@ def test_a_training_goes_on_from_the_newest_checkpoint_that_is_whole(
 # ---------------------------------------------------------------------- restaged
 
 
-HALF = {"save_strategy": "steps", "save_steps": 8, "max_steps": 16, "dropout": 0.2}
-
-
-def test_half_of_a_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
-    whole = trainer(tmp_path / "whole", **HALF)
-    whole.train()
-    made = trainer(tmp_path / "again", **HALF)
-    assert made.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-8").global_step == 16
-    for name, tensor in weights(whole).items():
-        assert torch.equal(weights(made)[name], tensor), name
-
-
 def test_stages_and_schedule_change_on_the_way(tmp_path: Path) -> None:
     """Two stages, then three with another schedule, then one: the weights of a run that kept its two."""
     # The gradient of a key's bias is nothing but rounding, which differs between the schedules. This
     # epsilon is above it, so Adam does not scale the rounding up to whole updates.
-    settings = HALF | {"save_steps": 5, "max_steps": 15, "num_micro_batches": 4, "adam_epsilon": 1e-6}
+    settings = SAVE | {"max_steps": 6, "num_micro_batches": 4, "adam_epsilon": 1e-6}
     whole = trainer(tmp_path / "whole", num_stages=2, schedule="gpipe", **settings)
     whole.train()
-    legs = [(2, "gpipe", 5), (3, "1f1b", 10), (1, "gpipe", 15)]
+    legs = [(2, "gpipe", 2), (3, "1f1b", 4), (1, "gpipe", 6)]
     for num_stages, schedule, last in legs:
         stages = {"num_stages": num_stages, "schedule": schedule}
         made = trainer(tmp_path / "run", callbacks=[StopAt(last)], **stages, **settings)

@@ -54,7 +54,7 @@ def recipe(folder: Path, *overrides: str) -> Recipe:
     model: {{config: {json.dumps({"model_type": "vit", "image_size": 8, **VIT})}}}
     data: {{kind: images, path: {folder}/folder, labels: {json.dumps(NAMES)}, validation_fraction: 0.2,
            test_fraction: 0.2}}
-    pipeline: {{num_stages: 2, num_micro_batches: 2, device: cpu}}
+    pipeline: {{num_stages: 2, num_micro_batches: 2, device: cpu, schedule: gpipe, partition: count, recompute: stage}}
     training: {{output_dir: {folder}/out, max_steps: 8, batch_size: 8, eval_steps: 4, learning_rate: 0.02}}
     evaluation: {{batch_size: 4}}
     """

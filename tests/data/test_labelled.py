@@ -51,7 +51,7 @@ def recipe(folder: Path, *overrides: str) -> Recipe:
     model: {path: FOLDER}
     data: {kind: classification, path: FOLDER/rows.jsonl, labels: [bad, good], text_field: review.text,
            validation_fraction: 0.2, test_fraction: 0.2, max_length: 12}
-    pipeline: {num_stages: 2, num_micro_batches: 2, device: cpu}
+    pipeline: {num_stages: 2, num_micro_batches: 2, device: cpu, schedule: gpipe, partition: count, recompute: stage}
     training: {output_dir: FOLDER/out, max_steps: 8, batch_size: 8, eval_steps: 4, learning_rate: 0.02}
     evaluation: {batch_size: 4}
     """

@@ -375,7 +375,9 @@ def _on_replicas() -> dict[str, Any]:
                 return decode(inputs)
 
             pipe.forwards.generator.decode = noted  # type: ignore[method-assign]
-            named = METHODS | {name: options for name, options in ENDS.items() if name.startswith(family)}
+            # On the other meshes with the two whose rows are counted.
+            methods = METHODS if num_stages == replicas else {name: METHODS[name] for name in ("greedy", "sampling")}
+            named = methods | {name: options for name, options in ENDS.items() if name.startswith(family)}
             for method, options in named.items():
                 torch.manual_seed(5 if rank == 0 else 99)
                 arguments = {**prompts(model), "max_new_tokens": 10, **options} if rank == 0 else {}

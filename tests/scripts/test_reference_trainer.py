@@ -17,7 +17,8 @@ model: {config: {model_type: t5, d_model: 16, d_kv: 8, d_ff: 32, num_layers: 1, 
 data: {kind: cldr, languages: [de, fr], templates: [weekday, month_day], examples_per_language: 200,
        validation_fraction: 0.1, test_fraction: 0.1}
 tokenizer: {vocab_size: 320}
-pipeline: {num_stages: 2, num_micro_batches: 2, num_processes: 1, device: cpu}
+pipeline: {num_stages: 2, num_micro_batches: 2, num_processes: 1, device: cpu,
+  schedule: gpipe, partition: count, recompute: stage}
 training: {output_dir: OUTPUT, max_steps: 6, batch_tokens: 60, learning_rate: 1.0e-3, warmup_steps: 2,
            lr_scheduler_type: warmup_stable_decay, decay_steps: 2, eval_steps: 2}
 evaluation: {max_examples: 2, max_new_tokens: 2, samples: 0}

@@ -57,7 +57,7 @@ model: {config: {model_type: marian, d_model: 16, encoder_layers: 1, decoder_lay
 data: {kind: cldr, languages: [de, fr, es, it, nl, sv], templates: [weekday, month_day], examples_per_language: 100,
        min_examples_per_language: 50, power_law_exponent: 0.5, test_fraction: 0.1, validation_fraction: 0.02}
 tokenizer: {vocab_size: 330}
-pipeline: {device: cpu}
+pipeline: {num_stages: 1, num_micro_batches: 1, device: cpu, schedule: gpipe, partition: count, recompute: none}
 training: {output_dir: none, max_steps: 1, batch_size: 8, logging_steps: 1, save_steps: 1}
 evaluation: {max_examples: 4, max_new_tokens: 4, samples: 1}
 """

@@ -51,7 +51,7 @@ model: {config: {model_type: marian, d_model: 16, encoder_layers: 1, decoder_lay
 data: {kind: jsonl, path: PATH, source_field: tgt, target_field: src, english: target, language_field: tgt_lang,
        split_by: target, validation_fraction: 0.15, test_fraction: 0.15, temperature: 5.0}
 tokenizer: {vocab_size: 290}
-pipeline: {device: cpu}
+pipeline: {num_stages: 1, num_micro_batches: 1, device: cpu, schedule: gpipe, partition: count, recompute: none}
 training: {output_dir: none, batch_size: 16, learning_rate: 1.0e-12, lr_scheduler_type: warmup_stable_decay,
            logging_steps: 1, eval_steps: 1, save_steps: 4}
 evaluation: {max_examples: 4, max_new_tokens: 4, samples: 1}

@@ -12,7 +12,7 @@ from tests.test_train import kill_once
 
 pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_prediction")
 
-STEPS = 90
+STEPS = 60
 
 RECIPE = f"""
 model:
@@ -27,7 +27,7 @@ data:
   max_source_tokens: 24
   max_target_tokens: 24
 tokenizer: {{vocab_size: 300}}
-pipeline: {{num_stages: 2, num_micro_batches: 2, device: cpu}}
+pipeline: {{num_stages: 2, num_micro_batches: 2, device: cpu, schedule: gpipe, partition: count, recompute: stage}}
 training: {{output_dir: FOLDER/out, max_steps: {STEPS}, batch_tokens: 100, batch_size: 8, logging_steps: 1,
   save_steps: 10}}
 evaluation: {{max_examples: 2, max_new_tokens: 4, samples: 0}}
