@@ -20,6 +20,9 @@ from hf_gpipe.runtime.micro_batch import split_rows
 from tests.gloo import run_gloo
 from tests.oracle import Batch, Result, assert_same, run_pipeline
 
+#: What would be planned where an example is given, which takes longer than a step.
+DECIDED: dict[str, Any] = {"schedule": "gpipe", "recompute": "stage", "partition": "count"}
+
 
 class Block(nn.Module):
     """Attention over the tokens of a row that are not padding."""
@@ -79,7 +82,7 @@ def plain_step(model: nn.Module, batch: Batch, num_micro_batches: int) -> Result
 def test_layers_are_found_by_running_the_module(num_stages: int, schedule: str) -> None:
     model, batch = tagger(), tagged()
     expected = plain_step(copy.deepcopy(model), batch, 3)
-    pipe = Pipeline(model, num_stages, 3, schedule, example=batch)
+    pipe = Pipeline(model, num_stages, 3, example=batch, **DECIDED | {"schedule": schedule})
     names = [layer.name for layer in pipe.adapter.layers]
     assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert pipe.adapter.layers[0].modules == ("embed", "dropout")
@@ -107,7 +110,7 @@ def test_dropout_does_not_depend_on_the_stages() -> None:
     batch = tagged()
     results = [
         run_pipeline(
-            Pipeline(tagger(0.5), stages, 2, partition="count", seed=3, recompute=recompute, example=batch), batch
+            Pipeline(tagger(0.5), stages, 2, seed=3, example=batch, **DECIDED | {"recompute": recompute}), batch
         )
         for stages, recompute in ((1, "none"), (3, "stage"), (5, "none"))
     ]
@@ -119,11 +122,11 @@ def test_dropout_does_not_depend_on_the_stages() -> None:
 def _train_and_save(directory: Path) -> None:
     model, batch = tagger(), tagged()
     expected = plain_step(copy.deepcopy(model), batch, 3)
-    pipe = Pipeline(model, 2, 3, "1f1b", example=batch)
+    pipe = Pipeline(model, 2, 3, example=batch, **DECIDED | {"schedule": "1f1b"})
     assert_same(run_pipeline(pipe, batch), expected)
     pipe.save_pretrained(directory)
     model.zero_grad()
-    assert_same(run_pipeline(Pipeline(model, 1, 3, replicas=2, example=batch), batch), expected)
+    assert_same(run_pipeline(Pipeline(model, 1, 3, replicas=2, example=batch, **DECIDED), batch), expected)
 
 
 def test_two_processes(tmp_path: Path) -> None:
@@ -137,7 +140,7 @@ def test_two_processes(tmp_path: Path) -> None:
 
 def test_files(tmp_path: Path) -> None:
     batch = tagged()
-    pipe = Pipeline(tagger(), 3, 2, example=batch)
+    pipe = Pipeline(tagger(), 3, 2, example=batch, **DECIDED)
     before = pipe.eval_step(batch).loss
     pipe.save_pretrained(tmp_path)
     with torch.no_grad():
@@ -166,7 +169,7 @@ def test_image_classifiers_of_transformers(family: str, tmp_path: Path) -> None:
     plain = copy.deepcopy(model)
     (loss := plain(**batch).loss).backward()
     expected = Result(loss.item(), {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
-    pipe = Pipeline(model, 3, 2, partition="count", example=batch)
+    pipe = Pipeline(model, 3, 2, example=batch, **DECIDED)
     assert_same(run_pipeline(pipe, batch), expected)
     pipe.save_pretrained(tmp_path)
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path, dtype=torch.float64)
@@ -186,10 +189,10 @@ def test_labels_of_image_classifiers() -> None:
         config = AutoConfig.for_model("vit", image_size=32, patch_size=16, num_labels=3, **IMAGES["vit"])
         config.problem_type = problem_type
         model, batch = AutoModelForImageClassification.from_config(config), {"pixel_values": pixels, "labels": labels}
-        return Pipeline(model, 2, 2, example=batch, **options)
+        return Pipeline(model, 2, 2, example=batch, **DECIDED | options)
 
     classes, shares = torch.tensor([0, -100, 2, 1]), torch.rand(4, 3)
-    of_one = made(None, classes, partition="count")
+    of_one = made(None, classes)
     of_many = made("multi_label_classification", shares, partition="flops")
     of_one.train_step({"pixel_values": pixels, "labels": classes})
     of_many.train_step({"pixel_values": pixels, "labels": shares})
@@ -208,7 +211,7 @@ def test_labels_of_image_classifiers() -> None:
     def soft(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
 
-    of_soft = made(None, shares, loss=LogitsLoss(soft), partition="count")
+    of_soft = made(None, shares, loss=LogitsLoss(soft))
     of_soft.train_step({"pixel_values": pixels, "labels": shares})
 
 
