@@ -225,7 +225,8 @@ def test_a_split_and_a_fix_for_a_table(recipe: str, tmp_path: Path, capsys: pyte
 
 
 def test_layers_measured_here(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([recipe, "--profile", "pipeline.partition=profile", "--memory", "8GiB"]) == 0
+    small = ["model.config.num_hidden_layers=2", "tokenizer.vocab_size=500"]
+    assert main([recipe, *small, "--profile", "pipeline.partition=profile", "--memory", "8GiB"]) == 0
     assert "from measured layers" in capsys.readouterr().out
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.partition.cluster import parse_cluster
-from hf_gpipe.planner.choose import best_plan
+from hf_gpipe.planner.choose import allowed_plans, best_plan
 from hf_gpipe.planner.costs import ModelCosts
+from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.meshes import with_mesh
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search import search
@@ -41,13 +42,13 @@ def every_mesh(num_processes: int, num_layers: int) -> list[Placement]:
 
 
 def brute_force(within: Planner, config: PipelineConfig) -> Plan:
-    """The best plan of all meshes, each planned by itself."""
+    """The best plan of all meshes, each planned by itself, without tables that are made for the best one."""
     plans = []
     for placement in every_mesh(config.processes, within.num_layers):
         if max(placement.replicas) > int(config.num_micro_batches):
             continue
         try:
-            plans.append(best_plan(within, with_mesh(config, placement)))
+            plans += allowed_plans(within, with_mesh(config, placement))
         except PartitionError:
             continue
     return min(plans, key=attrgetter("sort_key"))
@@ -87,13 +88,15 @@ def test_the_choice_is_the_best_of_all(data: st.DataObject) -> None:
     plan = best_plan(within, config)
     assert type(plan.settings) is DecidedConfig
     assert plan.settings.is_decided
-    assert plan.settings.placed(plan.settings.schedule) == plan.timeline.schedule.placement
     assert plan.settings.num_processes == num_processes
-    assert plan.fits == expected.fits
-    if plan.fits:
+    assert plan.fits >= expected.fits
+    if expected.fits:
         assert plan.sort_key[1] <= expected.sort_key[1]
-    # The configuration alone makes the same plan.
-    assert within.plan(plan.settings).step_seconds == plan.step_seconds
+    if plan.settings.schedule != TABLE_FILE:
+        assert plan.fits == expected.fits
+        assert plan.settings.placed(plan.settings.schedule) == plan.timeline.schedule.placement
+        # The configuration alone makes the same plan.
+        assert within.plan(plan.settings).step_seconds == plan.step_seconds
 
 
 def test_a_mesh_that_fits_under_one_schedule_alone_is_found() -> None:
