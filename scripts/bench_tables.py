@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     case = replace(tiny(case), rows=8) if options.quick else case
     job = partial(run_job, num_processes=2, fork=options.quick, timeout_seconds=900)
     measured = job(profile, (case,))
-    plain = planned(measured, case, replace(this_machine(CPU), reserved_share=0.0))
+    plain = planned(measured, case, replace(this_machine(CPU), reserved_share=0.0, reserved_working_share=0.0))
     rows = []
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-tables-") as folder:
         for graphs in GRAPHS[: 1 if options.quick else None]:

@@ -24,10 +24,12 @@ _CALL_SECONDS = 1e-5
 #: difference between "this process has" and "allocated" plus "reserved" in torch's messages of CUDA out of memory: 0.46
 #: and 0.49 GiB on an RTX 4090 (issues 11 of pinokiofactory/flux-webui and 8 of 3DTopia/Phidias-Diffusion on GitHub).
 #: XLA reserves 0.52 GiB of a TPU (github.com/sokrypton/ColabFold/issues/62).
+#: An H100 was measured with torch 2.11: 0.52 for the context, 0.75 once kernels have run, 0.84 with streams that copy.
 _CONTEXT_GIB = 0.5
 #: The workspaces of cuBLAS and of cuBLASLt, in MiB: 8.125 and at most 4, and on Hopper 32 each
 #: (getChosenWorkspaceSize in ATen/cuda/CublasHandlePool.cpp, and pull request 120925 of pytorch/pytorch).
-_WORKSPACE_MIB, _HOPPER_WORKSPACE_MIB = 12.125, 64.0
+_WORKSPACE_MIB = 12.125
+_HOPPER = {"workspace_mib": 64.0, "context_gib": 0.85}
 
 
 LINKS: dict[str, Level] = {
@@ -94,9 +96,11 @@ class Device:
         flops_per_second: by the type of a matrix product's factors, such as "bfloat16"; float32 is always there.
         bytes_per_second: of its memory.
         link: to the device of the next stage.
-        reserved_share: what the allocator holds without using it, as a share of all that comes and goes in a step:
-            freed blocks that fit nothing. PyTorch's allocator of GPUs wastes little; glibc's on a CPU keeps freed
-            memory below what is still alive (measured: see docs/planner.md).
+        reserved_share: what the allocator holds without using it, freed blocks that fit nothing, as a share of what
+            waits between actions: graphs and messages. On GPUs measured on an H100 (docs/gpu.md); glibc's allocator on
+            a CPU keeps freed memory below what is still alive (docs/planner.md).
+        reserved_working_share: the same as a share of gradients and of the memory that an action needs while it runs,
+            whose sizes differ more.
         call_seconds: the host's time for one operation, however small.
         is_asynchronous: whether it computes, moves bytes and is told what to do next at the same time, so that the
             longest of the three counts. A CPU does one after the other.
@@ -109,7 +113,8 @@ class Device:
     flops_per_second: Mapping[str, float]
     bytes_per_second: float
     link: Level
-    reserved_share: float = 0.05
+    reserved_share: float = 0.1
+    reserved_working_share: float = 0.35
     call_seconds: float = 0.0
     is_asynchronous: bool = True
     host: Host = Host()
@@ -136,6 +141,7 @@ def _gpu(
     fp16: float,
     bf16: float | None,
     workspace_mib: float | None = _WORKSPACE_MIB,
+    context_gib: float = _CONTEXT_GIB,
 ) -> Device:
     """A device of the table below.
 
@@ -146,11 +152,12 @@ def _gpu(
         link: to the device of the next stage.
         fp32, fp16, bf16: rates in 10^12 a second.
         workspace_mib: of cuBLAS; None: it has no CUDA.
+        context_gib: of CUDA and its kernels.
     """
     rates = {"float32": fp32 * 1e12, "float16": fp16 * 1e12}
     if bf16 is not None:
         rates["bfloat16"] = bf16 * 1e12
-    memory_bytes = round((memory_gib - _CONTEXT_GIB) * _GIB)
+    memory_bytes = round((memory_gib - context_gib) * _GIB)
     workspace = None if workspace_mib is None else int(workspace_mib * (1 << 20))
     device = Device(name, memory_bytes, rates, terabytes * 1e12, LINKS[link], call_seconds=_CALL_SECONDS)
     return replace(device, workspace_bytes=workspace)
@@ -168,8 +175,8 @@ DEVICES: dict[str, Device] = {
         _gpu("a100-40", 39.3, 1.555, "nvlink3", fp32=19.5, fp16=312, bf16=312),
         _gpu("a100-80", 79.1, 2.039, "nvlink3", fp32=19.5, fp16=312, bf16=312),
         _gpu("l4", 22.0, 0.3, "pcie4", fp32=30.3, fp16=121, bf16=121),
-        _gpu("h100", 79.1, 3.35, "nvlink4", fp32=67, fp16=989, bf16=989, workspace_mib=_HOPPER_WORKSPACE_MIB),
-        _gpu("h200", 139.7, 4.8, "nvlink4", fp32=67, fp16=989, bf16=989, workspace_mib=_HOPPER_WORKSPACE_MIB),
+        _gpu("h100", 79.1, 3.35, "nvlink4", fp32=67, fp16=989, bf16=989, **_HOPPER),
+        _gpu("h200", 139.7, 4.8, "nvlink4", fp32=67, fp16=989, bf16=989, **_HOPPER),
         _gpu("rtx3090", 23.6, 0.936, "pcie4", fp32=35.6, fp16=71, bf16=71),
         _gpu("rtx4090", 23.6, 1.008, "pcie4", fp32=82.6, fp16=165, bf16=165),
         # One of the two cores of a chip, GPipe's accelerator; products of float32 run in bfloat16.

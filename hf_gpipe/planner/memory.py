@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from hf_gpipe.planner.beside import NOTHING, Beside
 from hf_gpipe.planner.costs import InnerRecompute
+from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.prefix_sums import LayerSums
 from hf_gpipe.recipe.pipeline_keys import Visitors
 from hf_gpipe.schedule import Placement, Schedule, Timeline, num_stashes
@@ -139,9 +140,14 @@ def estimate_memory(
                 for stage, layers in zip(own, ranges, strict=True)
             )
         ),
-        reserve=round(sums.device.reserved_share * sum(fullest.values())),
+        reserve=round(sum(_reserved_share(sums.device, item) * size for item, size in fullest.items())),
         libraries=library_bytes,
     )
+
+
+def _reserved_share(device: Device, item: str) -> float:
+    """What the allocator holds beside an item, as a share of it."""
+    return device.reserved_working_share if item in ("gradients", "working") else device.reserved_share
 
 
 def hosted_bytes(
@@ -284,11 +290,11 @@ class MemoryBound:
         """The most that stage `number` keeps with so many stored graphs, and its working memory beside that."""
         sums, beside = self._sums, stage.beside
         rows, deferred, inputs, gradients, head_inputs, logits = self._counts[number]
-        key, reserved = (stage.start, stage.stop, stage.inner), sums.device.reserved_share
+        key, device = (stage.start, stage.stop, stage.inner), sums.device
         run = self._known.get(key) or self._known.setdefault(key, _bytes_of(sums, *key))
         always = run.held + run.buffers + self._ids + beside.held_bytes + self._libraries[number]
         always += self._stashes[number] * run.trained
-        always += (1 + reserved) * run.trained + self._state_shares[number] * run.owned
+        always += (1 + device.reserved_working_share) * run.trained + self._state_shares[number] * run.owned
         always += 0 if self._is_asynchronous else run.converted
         coming = live_graphs * (run.graph + (run.converted if self._is_asynchronous else 0))
         coming += deferred * run.deferred + rows * run.row + gradients * run.gradient
@@ -301,7 +307,7 @@ class MemoryBound:
             run.backward - run.graph,
             beside.forward_peak(run.forward_only),
         )
-        return always + (1 + reserved) * coming, (1 + reserved) * working
+        return always + (1 + device.reserved_share) * coming, (1 + device.reserved_working_share) * working
 
 
 class _RunBytes(NamedTuple):

@@ -382,9 +382,10 @@ class PlanInputs:
 
     def moved_share(self, dtype: str, visitors: Visitors | None) -> float:
         """Bytes that the host reads and writes in an update per byte of such weights."""
-        # Weights, gradients and state, of master weights those of float32; where weights visit, their gradients are
-        # made of those that come, and the weights of them.
-        return 2 * self.copy_share(dtype) + 2 * (visitors == "all" and self.fp32_master_weights)
+        # Weights, gradients and state, of master weights those of float32. Where weights visit, the norm is that of the
+        # gradients that come; gradients of master weights are made of these, and the weights of master weights.
+        of_visitors = 1 + 2 * self.fp32_master_weights if visitors == "all" else 0
+        return 2 * self.copy_share(dtype) + of_visitors
 
     @property
     def of_optimizer(self) -> dict[str, Any]:

@@ -111,6 +111,8 @@ class VisitingWeights:
         self._free: defaultdict[torch.device, list[_Buffer]] = defaultdict(list)
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
         self._there: dict[int, _Loaded] = {}
+        #: Of each device on CUDA the gradients on their way to the host, and when they have left.
+        self._leaving: dict[torch.device, tuple[list[torch.Tensor], torch.cuda.Event]] = {}
         #: Gradients of earlier steps, to be added to the step's own once these have come.
         self._added: list[tuple[nn.Parameter, torch.Tensor]] = []
 
@@ -152,6 +154,8 @@ class VisitingWeights:
                 must be there.
         """
         loaded = self._there[stage]
+        if adds_gradients:
+            self._let_go(self._devices[stage])
         if adds_gradients and not loaded.adds_gradients and self._homes is not None:
             loaded.adds_gradients = True
             self._fetch_gradients(stage)
@@ -183,7 +187,7 @@ class VisitingWeights:
                 with torch.cuda.stream(stream):
                     for (parameter, gradient), home in homes:
                         gradients[parameter] = home.copy_(gradient, non_blocking=True)
-                        gradient.record_stream(stream)
+                self._leave(device, [p.grad for p in gradients])
             for parameter, home in loaded.homes.items():
                 parameter.grad = None
                 parameter.data = home
@@ -213,7 +217,6 @@ class VisitingWeights:
                 for parameter, value in there.items():
                     assert parameter.grad is not None
                     parameter.grad.copy_(value, non_blocking=True)
-                    parameter.grad.record_stream(stream)
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def _give_gradients(self, stage: int, loaded: _Loaded) -> None:
@@ -230,9 +233,8 @@ class VisitingWeights:
                     for parameter, home in gradients.items():
                         assert parameter.grad is not None
                         home.value.copy_(parameter.grad, non_blocking=True)
-                        parameter.grad.record_stream(stream)
                 assert self._homes is not None, "the stage is dealt"
-                self._homes.given[stage] = stream.record_event()
+                self._homes.given[stage] = self._leave(device, [p.grad for p in gradients])
         for parameter, home in gradients.items():
             gradient = parameter.grad
             assert gradient is not None
@@ -243,6 +245,23 @@ class VisitingWeights:
             parameter.grad = None
             parameter.data = home_weight
             parameter.grad = loaded.earlier.get(parameter)
+
+    def _leave(self, device: torch.device, gradients: list[torch.Tensor | None]) -> torch.cuda.Event:
+        """Keep gradients until they have been copied to the host; returns when that is.
+
+        The allocator would keep them too, but while the host is ahead of the device it would not give their memory to
+        the next visits, so that the peak would depend on how far ahead the host is.
+        """
+        self._let_go(device)
+        has_left = self._stream(device, "out").record_event()
+        self._leaving[device] = [gradient for gradient in gradients if gradient is not None], has_left
+        return has_left
+
+    def _let_go(self, device: torch.device) -> None:
+        """Free the gradients that leave: what the device computes from now on waits until they are on the host."""
+        if device in self._leaving:
+            _, has_left = self._leaving.pop(device)
+            torch.cuda.current_stream(device).wait_event(has_left)
 
     def way_home(self) -> Callable[[], None] | None:
         """Function that waits until the gradients of the visits that are over are on the host, and that any thread may
@@ -261,6 +280,7 @@ class VisitingWeights:
         """Wait until the gradients of a step are on the host, and add those that were there before."""
         if (wait := self.way_home()) is not None:
             wait()
+        self._leaving.clear()
         for parameter, gradient in self._added:
             assert parameter.grad is not None, "it has come"
             parameter.grad += gradient

@@ -54,8 +54,8 @@ def test_what_the_host_of_dealt_stages_holds_and_does() -> None:
         # Weights, gradients and two values for each weight.
         assert plan.hosted_bytes == [4 * 40 * MIB] * 2
         rate = min(1.0, host.bytes_per_second / MIB / 2)
-        # All of these are read and written.
-        assert plan.processes[0].time.update == pytest.approx(4 * 2 * 40 / rate)
+        # All of these are read and written, and gradients are read for their norm.
+        assert plan.processes[0].time.update == pytest.approx((4 * 2 + 1) * 40 / rate)
         assert plan.processes[0].memory.optimizer == 0
     one, several = (
         with_host(planner(costs), SLOW).plan(dealt((1,) * 8, size, schedule="breadth_first")) for size in (1, 2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from hf_gpipe.runtime import gradient_norm as gradient_norms
 from hf_gpipe.runtime.gradient_norm import begin_loss_and_norm, clip, gradient_norm, gradients_of
 from hf_gpipe.runtime.world import World
 
@@ -14,13 +16,18 @@ def parameter(gradient: torch.Tensor | None) -> torch.nn.Parameter:
     return found
 
 
-def test_it_is_the_norm_of_all_gradients_at_once() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_it_is_the_norm_of_all_gradients_at_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_norms, "_PIECE", 4096)
+    monkeypatch.setattr(gradient_norms, "_ROW", 64)
     generator = torch.Generator().manual_seed(0)
-    # The first is longer than the pieces that a gradient is read in, and no multiple of them.
-    gradients = [torch.randn(shape, generator=generator) for shape in ((300, 301), (7,), (1, 1))]
+    # The first is longer than the pieces that a gradient is read in, and no multiple of them, nor of their rows.
+    gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in ((300, 301), (7,), (1, 1))]
+    before = [one.clone() for one in gradients]
     found = gradient_norm(gradients_of(parameter(one) for one in (*gradients, None)), World.of_job())
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch.cat([one.flatten() for one in gradients]).double().norm())
+    assert all(map(torch.equal, gradients, before)), "they are read alone"
 
 
 def test_squares_that_float32_cannot_hold_count() -> None:
