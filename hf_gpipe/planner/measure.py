@@ -291,8 +291,8 @@ def rated_machine(device: torch.device, num_processes: int = 1) -> Device:
     memory = steady_memory(DeviceFacts.of(device), num_processes)
     if device.type == "cuda":
         return replace(_sheet_of(device), memory_bytes=memory)
-    reserved = {"reserved_share": _RESERVED_SHARE, "reserved_working_share": _RESERVED_SHARE}
-    return replace(cpu(torch.get_num_threads()), memory_bytes=memory, **reserved)
+    sheet, share = cpu(torch.get_num_threads()), _RESERVED_SHARE
+    return replace(sheet, memory_bytes=memory, reserved_share=share, reserved_working_share=share)
 
 
 def _sheet_of(device: torch.device) -> Device:

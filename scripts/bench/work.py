@@ -157,7 +157,8 @@ class ResNetWork(Work):
 def loss_share(logits: torch.Tensor, targets: torch.Tensor, num_targets: int) -> torch.Tensor:
     """A micro-batch's part of the mini-batch's mean loss; logits (B, T, V), targets (B, T)."""
     flat = logits.view(-1, logits.shape[-1])
-    return F.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="sum") / num_targets
+    # In float32, as transformers' own loss.
+    return F.cross_entropy(flat.float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum") / num_targets
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
