@@ -158,7 +158,7 @@ def test_a_search_says_where_layers_must_be_divided(
 ) -> None:
     """A table of 400,000 tokens, its state and logits do not fit a device, and half of them do."""
     asked = [recipe, "tokenizer.vocab_size=400000", "training.batch_size=2", *devices, "--search"]
-    assert main([*asked, "--memory", "470MiB"]) == 0
+    assert main([*asked, "--memory", "520MiB"]) == 0
     out = capsys.readouterr().out
     assert "smaller values do not fit: pipeline.tensor_parallel must be 2 at least" in out
     assert "pipeline.tensor_parallel=2" in out
@@ -189,7 +189,7 @@ def test_a_table_made_for_a_plan(recipe: str, tmp_path: Path, capsys: pytest.Cap
     numbers = ("num_stages=3", "num_micro_batches=6", "partition=[3,2,2]")
     asked = [recipe, "training.batch_size=48", *(f"pipeline.{number}" for number in numbers)]
     # No graph would wait on such a host.
-    asked += ["--device", "t4", "--memory", "18MiB", "--host-bandwidth", "1MB/s"]
+    asked += ["--device", "t4", "--memory", "20MiB", "--host-bandwidth", "1MB/s"]
     is_open = [*asked, "pipeline.recompute=auto"]
     seconds = {}
     for schedule in ("1f1b", "gpipe_fused", "gpipe", "zb_h1", "zb_h2", "auto"):

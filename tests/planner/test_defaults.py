@@ -160,7 +160,7 @@ def test_the_device_that_is_decided_for(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.memory_bytes == measure.device_memory(DeviceFacts.of(torch.device("cpu")), 2)
     assert cpu(4).flops_for("float32") == 4 * cpu(1).flops_for("float32")
     gpu = torch.device("cuda", 5)
-    free = [int(78.9 * GIB), int(78.2 * GIB), 40 * GIB]
+    free = [int(78.9 * GIB), int(78.2 * GIB), int(40.5 * GIB)]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")

@@ -9,7 +9,7 @@ import torch
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner import measure
-from hf_gpipe.planner.devices import DEVICES, LINKS, custom, device, link_between, read_bandwidth, read_flops
+from hf_gpipe.planner.devices import DEVICES, LINKS, Host, custom, device, link_between, read_bandwidth, read_flops
 from hf_gpipe.planner.measure import this_machine
 
 
@@ -79,7 +79,8 @@ def test_every_device_of_the_table_is_whole() -> None:
 def test_a_plan_may_use_what_the_driver_reports_less_a_context(name: str, reported_gib: float) -> None:
     """A plan that filled all 24 GiB of a card by its name was out of memory on the card, which had 23.1 GiB for it."""
     usable = (device(name).memory_bytes or 0) / 2**30
-    assert reported_gib - 0.65 < usable < reported_gib - 0.45
+    most = 0.9 if name == "h100" else 0.65
+    assert reported_gib - most < usable < reported_gib - 0.45
 
 
 def test_a_given_device_has_one_rate() -> None:
@@ -99,11 +100,12 @@ def test_this_machine() -> None:
 def test_the_memory_of_a_gpu_is_what_is_free_and_what_this_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_matrix_rate", "_memory_rate", "_call_seconds"):
         monkeypatch.setattr(measure, name, lambda *_: 1e9)
+    monkeypatch.setattr(measure, "_host_of", lambda _: Host())
     gpu = torch.device("cuda", 7)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     properties = SimpleNamespace(name="a GPU", total_memory=80 << 30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 << 30)
-    assert this_machine(gpu).memory_bytes == 40 << 30
+    assert this_machine(gpu).memory_bytes == (40 << 30) - measure._KERNELS_BYTES
     assert this_machine(gpu).workspace_bytes == DEVICES["h100"].workspace_bytes

@@ -17,14 +17,15 @@ def test_gpipe_without_recomputation_keeps_every_graph_and_every_boundary() -> N
     """At the end of the forwards stage 1 has M = 4 graphs of two layers and 4 inputs. In the first backward the
     gradients of weights come as the graph goes: 20 MiB for 5 of its 10 when the first layer's turn comes.
     """
-    plan = planner(blocks(4)).plan(settings((2, 2)))
-    memory = plan.stages[1].memory
+    toy = planner(blocks(4))
+    toy.device = replace(toy.device, reserved_share=0.1, reserved_working_share=0.5)
+    memory = toy.plan(settings((2, 2))).stages[1].memory
     assert memory.parameters == 20 * MIB
     assert memory.activations == 4 * 10 * MIB
     assert memory.boundaries == 4 * MIB
     assert memory.gradients == 15 * MIB
     assert memory.working == memory.optimizer == memory.early_gradients == memory.logits == 0
-    assert memory.reserve == pytest.approx(0.05 * (44 + 15) * MIB, abs=1)
+    assert memory.reserve == pytest.approx((0.1 * 44 + 0.5 * 15) * MIB, abs=1)
     assert memory.total == sum(vars(memory).values())
 
 
