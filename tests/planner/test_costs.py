@@ -336,6 +336,16 @@ def autocast_on(device: str) -> Adapter:
     return adapter
 
 
+def test_the_first_block_above_frozen_embeddings_keeps_less() -> None:
+    """Its input gets no gradient, so its norm does not keep it in float32."""
+    peft = pytest.importorskip("peft")
+    adapter = adapter_for(clone("llama"), dtype=torch.bfloat16)
+    resolve_peft(adapter, "default", peft.LoraConfig(target_modules=["q_proj"], r=2))
+    _, first, second, *_ = LayerTracer(adapter).costs(WORKLOAD).layers
+    values = WORKLOAD.rows * WORKLOAD.target_tokens * adapter.config.hidden_size
+    assert second.plain.saved_bytes - first.plain.saved_bytes >= 4 * values
+
+
 def test_autocast_converts_each_weight_once_for_a_step() -> None:
     """Graphs of several micro-batches share the conversions, so no graph counts them; of a GPU they are the same."""
     plain, costs, on_gpu = (
