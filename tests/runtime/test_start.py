@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,22 +79,27 @@ def free_port() -> int:
         return int(any_socket.getsockname()[1])
 
 
+def anew(what: str, variables: dict[str, str]) -> subprocess.Popen[str]:
+    """The script in an interpreter of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, what, "0"],
+        cwd=REPOSITORY,
+        env={**ENVIRONMENT, **variables},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+
+
 @pytest.mark.parametrize(
     ("what", "exit_code", "line"),
     [("fault", 1, "error: process 1: ValueError: boom"), ("user", 2, "error: the key is wrong")],
 )
 def test_an_exception_that_a_script_does_not_catch(what: str, exit_code: int, line: str, script: Scripts) -> None:
-    """The interpreter itself tells it; the other process, and those of the other tests, are forked."""
+    """Of a fault the interpreter itself tells; the other processes, here and in the other tests, are forked."""
     port = free_port()
     other = script(0, port, what)
-    fails = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, what, "0"],
-        cwd=REPOSITORY,
-        env={**ENVIRONMENT, **place(1, port)},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+    fails: Any = script(1, port, what) if what == "user" else anew(what, place(1, port))
     begin = time.monotonic()
     told = [process.communicate(timeout=200)[1] for process in (other, fails)]
     assert time.monotonic() - begin < 100

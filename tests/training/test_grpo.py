@@ -258,7 +258,7 @@ def test_prompts_of_messages_get_completions_of_messages(tmp_path: Path) -> None
 
 def test_the_reward_rises() -> None:
     """By the example."""
-    rewards = main(40)
+    rewards = main(30)
     assert rewards[-1] > rewards[0] + 0.3
 
 

@@ -46,8 +46,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 # ---------------------------------------------------------------------- beside transformers' Trainer
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
+@pytest.mark.parametrize(("accumulation", "optim"), [(1, "adafactor"), (2, "adamw_torch_fused")])
 def test_the_plain_trainer_s_numbers_and_events(accumulation: int, optim: str, tmp_path: Path) -> None:
     """Llama, whose own loss counts the tokens of all accumulated mini-batches, so that the two agree."""
     common: dict[str, Any] = {
