@@ -19,7 +19,8 @@ import pytest
 LONGEST = (
     *("test_faults.py", "test_benches.py", "test_train.py", "test_freezing.py", "test_recipes.py", "test_gpu_check.py"),
     *("test_families.py", "test_execution.py", "test_costs.py", "test_training_to_end.py", "test_zero.py"),
-    "test_random_search.py",
+    # They wait more than they compute.
+    *("test_launch.py", "test_start.py"),
 )
 
 # Before anything reads it: no test asks a hub, and a model that is not there is told at once.
