@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,12 +102,13 @@ def no_prediction() -> Iterator[None]:
 
 
 def leave_out(patch: pytest.MonkeyPatch) -> None:
-    """Let runs say nothing of the planner's prediction, and draw no timeline.
+    """Let runs say nothing of the planner's prediction, measure one step in place of five, and draw no timeline.
 
-    tests/training/test_cost.py and tests/schedule/test_draw.py have their tests, and the command that tests start as a
-    user does has both.
+    tests/training/test_cost.py, test_timeline.py and tests/schedule/test_draw.py have their tests, and the command that
+    tests start as a user does has all of it.
     """
     from hf_gpipe.training import cost, job
 
     patch.setattr(cost, "_predicted", lambda pipe, batches: {})
+    patch.setattr(job, "measure_step", partial(job.measure_step, repeats=1))
     patch.setattr(job, "draw_png", lambda *timelines, titles: None)

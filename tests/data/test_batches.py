@@ -24,7 +24,7 @@ def is_complete(batches: list[list[int]], count: int, size: int) -> bool:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(LENGTHS, SIZES, SEEDS, SEEDS)
 def test_an_epoch_holds_every_example_once(lengths, size, seed, epoch):
     assert is_complete(length_bucketed_batches(lengths, size, seed, epoch), len(lengths), size)
@@ -73,7 +73,7 @@ def test_batches_of_one_length_do_not_follow_one_another():
 TOKENS = st.lists(st.integers(0, 60), min_size=1, max_size=200)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(TOKENS, st.integers(1, 500), SEEDS, SEEDS, st.sampled_from(["shuffled", "by length", "in order"]))
 def test_mini_batches_of_tokens_share_an_epoch_evenly(tokens, batch_tokens, seed, epoch, how):
     count = num_token_batches(tokens, batch_tokens)

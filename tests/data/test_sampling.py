@@ -17,7 +17,7 @@ ROWS = st.lists(NAMES, min_size=1, max_size=120)
 TEMPERATURES = st.floats(1, 100)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(COUNTS, TEMPERATURES)
 def test_probabilities_follow_the_formula(counts: dict[str, int], temperature: float) -> None:
     probabilities = language_probabilities(counts, temperature)
@@ -50,7 +50,7 @@ def test_what_has_no_probabilities(counts: dict[str, int], temperature: float, m
         language_probabilities(counts, temperature)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(COUNTS, TEMPERATURES)
 def test_draws_are_the_rounded_shares(counts: dict[str, int], temperature: float) -> None:
     draws, total = draws_of(counts, temperature), sum(counts.values())
@@ -63,7 +63,7 @@ def test_draws_are_the_rounded_shares(counts: dict[str, int], temperature: float
         assert abs(draws[language] - share) <= 1 + given_away
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(ROWS, TEMPERATURES, st.integers(0, 3))
 def test_no_row_comes_again_before_all_of_its_language_have(
     languages: list[str], temperature: float, seed: int

@@ -125,7 +125,7 @@ def test_a_document_s_split_depends_on_it_alone(documents: list[str]) -> None:
 # ---------------------------------------------------------------------- blocks
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.text("abc", max_size=7), min_size=1, max_size=8), st.integers(2, 9))
 def test_blocks_are_the_documents_joined_and_cut(documents: list[str], size: int) -> None:
     joined = [token for text in documents for token in [*map(ord, text), 1]]

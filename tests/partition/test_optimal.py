@@ -57,7 +57,7 @@ def problems(draw: st.DrawFn) -> tuple[int, int, StageCost]:
     return num_layers, num_stages, additive(*(draw(layers) for _ in range(draw(st.integers(1, 3)))))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(problems())
 def test_no_other_split_is_better(problem: tuple[int, int, StageCost]) -> None:
     num_layers, num_stages, cost = problem
@@ -74,7 +74,7 @@ def test_equal_sums_of_squares_are_a_tie() -> None:
     assert by_cost(6, 5, cost) == (1, 1, 2, 1, 1) == best(6, 5, cost)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(problems(), st.data())
 def test_no_other_split_under_a_cap_is_better(problem: tuple[int, int, StageCost], data: st.DataObject) -> None:
     """Memory has what is not a sum over layers: boundaries at both ends, and the largest layer's working memory.
@@ -111,7 +111,7 @@ def test_no_other_split_under_a_cap_is_better(problem: tuple[int, int, StageCost
         )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=9), st.data())
 def test_costs_that_are_no_whole_numbers(costs: list[float], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))

@@ -125,7 +125,7 @@ def leaf_paths(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], 
     return {at: leaf for key, inner in value.items() for at, leaf in leaf_paths(inner, (*path, key)).items()}
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(sections, min_size=2, max_size=4))
 def test_a_chain_is_its_files_merged_in_turn(tmp_path: Path, chain: list[dict[Any, Any]]) -> None:
     """And each value's place is the last file that gave it."""

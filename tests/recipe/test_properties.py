@@ -110,7 +110,7 @@ def with_value(key: Path, value: Any) -> dict[Any, Any]:
     return {**BASE, section: {**BASE.get(section, {}), name: value}}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_a_recipe_that_is_accepted_is_the_same_after_writing_and_reading(data: st.DataObject) -> None:
     recipe = None
@@ -126,14 +126,14 @@ def test_a_recipe_that_is_accepted_is_the_same_after_writing_and_reading(data: s
         assert parse_recipe(recipe.to_yaml(), TRUST if recipe.model.trust_remote_code else ()) == recipe
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(values)
 def test_yaml_gives_back_what_was_written(value: Any) -> None:
     again, _ = read(write({"value": value}), "text")
     assert again == {"value": value}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.sampled_from(list(KEYS)), values)
 @example(("pipeline", "zero"), "x")  # no text is near to a number
 @example(("pipeline", "zero"), True)
@@ -149,14 +149,14 @@ def test_any_value_at_any_key_is_accepted_or_refused_by_name(key: Path, value: A
         assert "expected" in str(caught.value)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.text(st.characters(codec="utf-8"), max_size=60), st.lists(st.text(max_size=30), max_size=2))
 def test_any_text_and_any_override_end_in_a_recipe_error(text: str, overrides: list[str]) -> None:
     with pytest.raises(RecipeError):
         parse_recipe(text, overrides)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.text("{}[],:-&*!|>'\"%@`#?~ \n\tmodeltraing0123456789.e_", max_size=80))
 def test_text_made_of_yaml_signs_ends_in_a_recipe_error(text: str) -> None:
     with pytest.raises(RecipeError):
@@ -165,7 +165,7 @@ def test_text_made_of_yaml_signs_ends_in_a_recipe_error(text: str) -> None:
         parse_recipe(write(BASE), [f"model.config.x={text}"])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(st.sampled_from([key for key in KEYS if len(str(key[-1])) >= 5]), st.data())
 def test_a_misspelt_key_gets_a_hint_to_a_key_that_exists(key: Path, data: st.DataObject) -> None:
     section, name = str(key[0]), str(key[1])

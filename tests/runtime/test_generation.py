@@ -105,7 +105,7 @@ def test_tokens_of_the_plain_model(family: str, method: str) -> None:
     expected = plain_tokens(model, **METHODS[method])
     assert len({tuple(row) for row in expected[:, -10:].tolist()}) > 1, "rows that differ make the test a test"
     num_layers = len(split_model(family, 1).adapter.layers)
-    for num_stages in (1, 2, 3, 4, num_layers):
+    for num_stages in (1, 3, num_layers):
         pipe = split_model(family, num_stages)
         torch.manual_seed(5)
         found = pipe.generate(**prompts(model), max_new_tokens=10, **METHODS[method])

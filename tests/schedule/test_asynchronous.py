@@ -57,7 +57,7 @@ def windows(draw: st.DrawFn, places: st.SearchStrategy[Placement] | None = None)
 
 
 @given(windows() | windows(replicated()))
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 def test_every_window_is_valid_and_keeps_what_is_still_to_be_read(table: Schedule) -> None:
     check_table(table)
     assert Schedule.from_text(table.text()) == table

@@ -11,7 +11,7 @@ from tests.schedule.cases import Recompute, idle_seconds, schedules
 
 
 @given(schedules(), st.fractions(0, 2, max_denominator=8))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 def test_the_parts_of_every_row_are_exactly_the_step(case: tuple[Schedule, Recompute], transfer: Fraction) -> None:
     schedule, _ = case
     costs = Costs(Fraction(1), Fraction(2), Fraction(3, 2), Fraction(1, 3), transfer)

@@ -47,7 +47,7 @@ F, R, B, U = FORWARD, RECOMPUTE, BACKWARD, UPDATE
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_every_table_is_valid_and_survives_its_text(case: tuple[Schedule, Recompute]) -> None:
     schedule, _ = case
     check_table(schedule)
@@ -57,7 +57,7 @@ def test_every_table_is_valid_and_survives_its_text(case: tuple[Schedule, Recomp
 
 
 @given(st.sampled_from(sorted(OWN)), st.integers(1, 7), st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_every_action_exactly_once(name: str, num_micro_batches: int, data: st.DataObject) -> None:
     placement = data.draw(placements(name))
     num_stages = placement.num_stages
@@ -90,7 +90,7 @@ def test_every_action_exactly_once(name: str, num_micro_batches: int, data: st.D
 
 
 @given(schedules(names=tuple(name for name in OWN if name not in (*PLACED, *VOCABULARY))))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_a_stage_works_in_the_same_order_wherever_it_is(case: tuple[Schedule, Recompute]) -> None:
     """Apart from W, which is a part of B where no other process waits for the I before it."""
     schedule, recompute = case
@@ -101,7 +101,7 @@ def test_a_stage_works_in_the_same_order_wherever_it_is(case: tuple[Schedule, Re
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_messages_are_received_in_the_order_in_which_they_are_sent(case: tuple[Schedule, Recompute]) -> None:
     schedule, _ = case
 

@@ -85,7 +85,7 @@ def _can_run(
 
 
 @given(any_valid_tables(), st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_the_first_micro_batches_of_any_valid_table_are_a_valid_table(table: Schedule, data: st.DataObject) -> None:
     check_table(table)
     part = table.of_first(data.draw(st.integers(1, table.num_micro_batches)))
@@ -96,7 +96,7 @@ def test_the_first_micro_batches_of_any_valid_table_are_a_valid_table(table: Sch
 
 
 @given(schedules(), st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_so_are_those_of_the_builders(case: tuple[Schedule, Recompute], data: st.DataObject) -> None:
     table, _ = case
     rows = data.draw(st.integers(1, table.num_micro_batches // table.chunks))
@@ -220,7 +220,7 @@ def test_recomputation_is_what_the_table_says(tmp_path: Path) -> None:
 
 
 @given(st.text(max_size=40) | st.randoms().map(lambda chance: scrambled(chance)))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_any_text_is_a_table_or_an_error_that_says_where(text: str) -> None:
     try:
         table = Schedule.from_text(text)

@@ -76,14 +76,14 @@ def last_own_needs(table: Schedule) -> dict[Action, list[int]]:
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_every_table_runs_if_each_message_blocks(case: tuple[Schedule, Recompute]) -> None:
     table, _ = case
     assert runs_with_blocking_messages(table, operations(table))
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_a_receive_starts_after_what_it_depends_on_and_before_its_use(case: tuple[Schedule, Recompute]) -> None:
     table, _ = case
     needs = last_own_needs(table)
@@ -93,7 +93,7 @@ def test_a_receive_starts_after_what_it_depends_on_and_before_its_use(case: tupl
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_there_is_one_message_for_each_pair_of_actions_on_two_processes(case: tuple[Schedule, Recompute]) -> None:
     table, _ = case
     home = {action: process for process, actions in enumerate(table.actions) for action in actions}
@@ -109,7 +109,7 @@ def test_there_is_one_message_for_each_pair_of_actions_on_two_processes(case: tu
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_two_processes_send_and_receive_in_one_order(case: tuple[Schedule, Recompute]) -> None:
     """So the messages of all stages can share one first-in-first-out communicator per direction."""
     table, _ = case
@@ -124,7 +124,7 @@ def test_two_processes_send_and_receive_in_one_order(case: tuple[Schedule, Recom
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_a_receive_is_started_when_its_source_starts(case: tuple[Schedule, Recompute]) -> None:
     """With equal stages. So of each other process at most one message is announced and not yet sent."""
     table, _ = case
@@ -171,7 +171,7 @@ def test_the_receives_of_a_small_table() -> None:
 
 
 @given(replicated_tables() | schedules())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_messages_go_where_the_stages_are(case: tuple[Schedule, Recompute]) -> None:
     """What the rows of a builder's table say is what the placement says."""
     table, _ = case

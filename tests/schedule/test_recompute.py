@@ -42,7 +42,7 @@ def orders(draw: st.DrawFn) -> list[Action]:
 
 
 @given(orders(), st.integers(1, 4))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_no_choice_recomputes_less_within_the_limit(order: list[Action], limit: int) -> None:
     result = with_recomputations(order, (limit,))
     recomputed = {action.micro_batch for action in result if action.kind == R}
@@ -53,7 +53,7 @@ def test_no_choice_recomputes_less_within_the_limit(order: list[Action], limit: 
 
 
 @given(orders(), st.integers(0, 4) | st.none())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_a_recomputation_stands_directly_before_its_backward(order: list[Action], limit: int | None) -> None:
     result = with_recomputations(order, (limit,))
     assert [action for action in result if action.kind != R] == order
@@ -63,7 +63,7 @@ def test_a_recomputation_stands_directly_before_its_backward(order: list[Action]
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_a_table_counts_its_graphs(case: tuple[Schedule, Recompute]) -> None:
     schedule, recompute = case
     for stage in range(schedule.num_stages):

@@ -72,7 +72,7 @@ def tables(draw: st.DrawFn) -> tuple[Schedule, Recompute]:
 
 
 @given(tables(), st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_every_table_is_valid_for_any_number_of_its_micro_batches(
     case: tuple[Schedule, Recompute], data: st.DataObject
 ) -> None:
@@ -84,7 +84,7 @@ def test_every_table_is_valid_for_any_number_of_its_micro_batches(
 
 
 @given(tables())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_the_micro_batches_of_row_m_are_on_replica_m_modulo_their_number(case: tuple[Schedule, Recompute]) -> None:
     table, _ = case
     for stage, workers in enumerate(table.placement.workers):
@@ -100,7 +100,7 @@ def test_the_micro_batches_of_row_m_are_on_replica_m_modulo_their_number(case: t
 
 
 @given(tables())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_a_reduction_follows_the_last_backward_at_once(case: tuple[Schedule, Recompute]) -> None:
     table, _ = case
     for actions in table.actions:
@@ -115,7 +115,7 @@ def test_a_reduction_follows_the_last_backward_at_once(case: tuple[Schedule, Rec
 
 
 @given(tables(), st.fractions(0, 3, max_denominator=4))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_the_parts_of_every_step_add_up(case: tuple[Schedule, Recompute], reduce: Fraction) -> None:
     table, _ = case
     costs = Costs(Fraction(1), Fraction(2), Fraction(3, 2), Fraction(1, 3), Fraction(1, 4), reduce)
@@ -132,7 +132,7 @@ def test_the_parts_of_every_step_add_up(case: tuple[Schedule, Recompute], reduce
 
 
 @given(st.sampled_from(sorted(OWN)), st.integers(1, 3), st.integers(1, 2), st.integers(1, 4), st.data())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 def test_uniform_replicas_are_pipelines_side_by_side(
     name: str, of_replica: int, stages_each: int, replicas: int, data: st.DataObject
 ) -> None:
@@ -170,7 +170,7 @@ def test_1f1b_keeps_as_many_in_flight_as_pipedream(counts: list[int], num_micro_
 
 
 @given(tables())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_a_limit_of_graphs_holds_on_each_worker(case: tuple[Schedule, Recompute]) -> None:
     table, recompute = case
     if isinstance(recompute, tuple) and table.is_training:
@@ -206,7 +206,7 @@ def test_between_which_workers_micro_batches_pass() -> None:
 
 
 @given(tables())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_every_message_has_an_edge(case: tuple[Schedule, Recompute]) -> None:
     table, _ = case
     placement = table.placement

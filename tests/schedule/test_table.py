@@ -160,7 +160,7 @@ def any_schedules(draw: st.DrawFn) -> Schedule:
 
 
 @given(any_schedules())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_text_round_trip_is_exact(schedule: Schedule) -> None:
     again = Schedule.from_text(schedule.text())
     assert again == schedule

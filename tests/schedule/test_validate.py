@@ -87,7 +87,7 @@ def with_actions(schedule: Schedule, process: int, actions: list[Action]) -> Sch
 
 
 @given(built(), st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_a_table_lacks_every_action_but_a_recomputation(schedule: Schedule, data: st.DataObject) -> None:
     process = data.draw(st.integers(0, len(schedule.actions) - 1))
     actions = list(schedule.actions[process])
@@ -107,7 +107,7 @@ def test_a_table_lacks_every_action_but_a_recomputation(schedule: Schedule, data
 
 
 @given(built(), st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_no_action_fits_another_process_or_a_second_time(schedule: Schedule, data: st.DataObject) -> None:
     process = data.draw(st.integers(0, len(schedule.actions) - 1))
     action = data.draw(st.sampled_from(schedule.actions[process]))
@@ -119,7 +119,7 @@ def test_no_action_fits_another_process_or_a_second_time(schedule: Schedule, dat
 
 
 @given(built(), st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_a_backward_never_comes_before_its_forward_or_recomputation(schedule: Schedule, data: st.DataObject) -> None:
     if not schedule.is_training:
         return

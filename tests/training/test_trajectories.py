@@ -101,6 +101,7 @@ def test_the_plain_trainer_s_trajectory(
         num_stages=num_stages,
         num_micro_batches=num_micro_batches,
         schedule=schedule,
+        recompute="stage" if num_stages == 2 else "none",
         train_dataset=dataset(family, 44, 0),
         eval_dataset=dataset(family, 8, 1),
         compute_metrics=accuracy,
