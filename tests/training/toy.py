@@ -86,7 +86,7 @@ def arguments(folder: Path, **values: Any) -> PipelineTrainingArguments:
         "num_stages": 2,
         "num_micro_batches": 2,
         "schedule": "gpipe",
-        "recompute": "none",
+        "recompute": "stage",
         "partition": "count",
         "max_steps": 6,
         "per_device_train_batch_size": 4,
