@@ -17,6 +17,7 @@ from bench.planned import Case, planned, profile, tiny, train_pipeline
 from bench.work import Work
 from transformers import AutoModelForCausalLM
 
+from hf_gpipe.errors import StageError
 from hf_gpipe.planner import measure
 from hf_gpipe.planner.plan import Plan
 from tests.gpu.checks import Check
@@ -25,14 +26,17 @@ _GIB = 2**30
 #: Largest difference of a prediction, as a share of what was measured. The times of emulated devices say nothing.
 TOLERANCE = 0.1
 _STEPS = 5
+#: Of the model, and of its rows, so that products take a fast GPU longer than the host needs to start them.
+_BLOCKS, _ROWS, _TOKENS = 8, 8, 2048
 
 
 def cases(work: Work) -> Iterator[Case]:
-    """One stage or several in one process, on a GPU that they fit; `work` gives the sizes of the model and its rows."""
+    """One stage or several in one process, on a GPU that they fit; `work` gives the width of the model."""
+    work = replace(work, layers=_BLOCKS, rows=_ROWS, tokens=_TOKENS)
     config = llama(work.hidden, work.layers, work.vocabulary, work.intermediate, max_position_embeddings=work.tokens)
 
     def case(name: str, num_stages: int, schedule: str, recompute: str, **values: Any) -> Case:
-        given = {"rows": work.rows, "source": work.tokens, "target": work.tokens, "num_micro_batches": 4} | values
+        given = {"rows": work.rows, "source": work.tokens, "target": work.tokens, "num_micro_batches": 2} | values
         of_case = {"num_stages": num_stages, "num_processes": 1, "schedule": schedule, "recompute": recompute}
         return Case(name, config, **of_case, **{"dtype": "bfloat16", "device": "cuda"} | given)
 
@@ -42,25 +46,24 @@ def cases(work: Work) -> Iterator[Case]:
     yield case("activations on the host", 2, "1f1b", "host")
     yield case("autocast", 1, "gpipe", "block", dtype="float32", training="bf16")
     yield case("packed", 1, "gpipe", "block", training="packed")
-    yield case("chunks of rows", 1, "1f1b", "stage", rows=2, num_micro_batches=2, sequence_chunks=4)
+    yield case("chunks of rows", 1, "1f1b", "stage", rows=2, sequence_chunks=4)
     yield case("LoRA", 1, "gpipe", "none", training="lora")
     yield case("QLoRA", 1, "gpipe", "block", training="qlora")
-    visits = {"num_micro_batches": 8}
     frozen, everything = ({"offload_weights": name} for name in ("frozen", "all"))
-    yield case("LoRA, weights visit", 6, "breadth_first", "stage", training="lora", others=frozen, **visits)
-    yield case("all weights visit", 6, "breadth_first", "stage", others=everything, **visits)
-    yield case("dealt stages", 6, "round_robin", "stage", others=everything, **visits)
+    yield case("LoRA, weights visit", 6, "breadth_first", "stage", training="lora", others=frozen)
+    yield case("all weights visit", 6, "breadth_first", "stage", others=everything)
+    yield case("dealt stages", 6, "round_robin", "stage", others=everything)
 
 
 def checks(works: Sequence[Work], *, quick: bool, emulated: bool) -> list[Check]:
-    """A check for each case, of the second largest work that fits, or of the only one; with `quick` of a third."""
-    chosen = [one for work in works[:2][-1:] for one in cases(work)][:: 3 if quick else 1]
+    """A check for each case, of the largest work that fits; with `quick` of a third."""
+    chosen = [one for work in works[:1] for one in cases(work)][:: 3 if quick else 1]
     job = {"quick": quick, "emulated": emulated}
     return [Check("plan", one.name, "planned:compare", job | {"case": one}) for one in chosen]
 
 
 def compare(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure the layers, plan, and train a few steps."""
+    """Measure the layers, plan, and train a few steps: with all of the GPU's memory, and with as much as is planned."""
     case: Case = job["case"]
     if case.training == "qlora" and find_spec("bitsandbytes") is None:
         return {"skipped": "bitsandbytes is not installed"}
@@ -77,9 +80,13 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
             case = replace(case, folder=folder)
         machine = measure.this_machine(device)
         plan = planned([profile(case)], case, machine)
-        _, seconds = train_pipeline(case, _STEPS, before_steps=lambda: _forget(device))
-        # Emulated devices have the attention of a CPU, which keeps more, and no times.
-        return {} if job["emulated"] else _judge(plan, seconds, device)
+        pipe, seconds = train_pipeline(case, _STEPS, before_steps=lambda: _forget(device))
+        if job["emulated"]:  # with the attention of a CPU, which keeps more, and no times
+            return {}
+        found = _judge(plan, seconds, device)
+        del pipe
+        found["problems"] += _fits(case, plan, device)
+        return found
 
 
 def _forget(device: torch.device) -> None:
@@ -87,6 +94,18 @@ def _forget(device: torch.device) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
+
+
+def _fits(case: Case, plan: Plan, device: torch.device) -> list[str]:
+    """Whether two steps run in the memory of the plan; else how they fail."""
+    _forget(device)
+    planned_bytes = plan.processes[0].memory.total
+    torch.cuda.set_per_process_memory_fraction(planned_bytes / torch.cuda.get_device_properties(device).total_memory)
+    try:
+        train_pipeline(case, 2)
+    except (StageError, torch.OutOfMemoryError) as error:
+        return [f"it does not run in the {planned_bytes / _GIB:.2f} GiB of its plan: {error}"]
+    return []
 
 
 def _judge(plan: Plan, seconds: tuple[float, ...], device: torch.device) -> dict[str, Any]:
