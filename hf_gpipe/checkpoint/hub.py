@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,16 +41,25 @@ from hf_gpipe.errors import CheckpointError
 
 
 class _SeededByName(TorchDispatchMode):
-    """Seeds the generator before each random fill of a parameter from (seed, the parameter's name).
+    """Draws random fills on the CPU, whose generator it seeds before each of a parameter from (seed, its name).
 
-    So a parameter gets the same values in any order of initialisation, and on any stage. A random fill of a tensor that
-    is not a parameter continues from the previous seed.
+    So a parameter gets the same values in any order of initialisation, on any stage and on any device: on CUDA the same
+    seed gives other values, and large tensors of GPUs of different models differ too. A random fill of a tensor that is
+    not a parameter continues from the previous seed. The state of the generator is restored at the end.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         super().__init__()
         self._model = model
         self._seed = seed
+
+    def __enter__(self) -> Self:
+        self._state = torch.default_generator.get_state()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.default_generator.set_state(self._state)
 
     @cached_property
     def _names(self) -> dict[int, str]:
@@ -59,14 +68,18 @@ class _SeededByName(TorchDispatchMode):
         return {t.untyped_storage().data_ptr(): name for name, t in named if t.device.type != "meta"}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and args and isinstance(args[0], torch.Tensor):
-            tensor = args[0]
-            if tensor.device.type != "meta":
-                name = self._names.get(tensor.untyped_storage().data_ptr())
-                if name is not None:
-                    seed = mix(self._seed, key(name), int(tensor.storage_offset()))
-                    default_generator(tensor.device).manual_seed(seed)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and args and isinstance(args[0], torch.Tensor)
+        if not is_random or args[0].device.type == "meta":
+            return func(*args, **kwargs)
+        tensor, *others = args
+        name = self._names.get(tensor.untyped_storage().data_ptr())
+        if name is not None:
+            torch.default_generator.manual_seed(mix(self._seed, key(name), int(tensor.storage_offset())))
+        if tensor.device.type == "cpu":
+            return func(tensor, *others, **kwargs)
+        drawn = func(tensor.cpu(), *others, **kwargs)
+        return tensor.copy_(drawn) if func._schema.is_mutable else drawn.to(tensor.device)
 
 
 def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
@@ -78,10 +91,8 @@ def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
     # Getting memory makes every parameter trainable; some are not, such as Marian's table of positions.
     frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     model._move_missing_keys_from_meta_to_device(set(model.state_dict()), {"": device}, None, None)
-    state = default_generator(device).get_state()
     with _SeededByName(model, seed):
         model._initialize_missing_keys(False)
-    default_generator(device).set_state(state)
     model.tie_weights(recompute_mapping=False)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
@@ -207,15 +218,12 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
         weight_mapping=get_model_conversion_mapping(model, hf_quantizer=quantizer),
         hf_quantizer=quantizer,
     )
-    state = default_generator(device).get_state()
     try:
         with _quiet(), _SeededByName(model, seed), BySlices():
             info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], config)
             info = PreTrainedModel._finalize_model_loading(model, config, info)
     except (RuntimeError, OSError, SafetensorError) as error:
         raise CheckpointError(f"the checkpoint {str(path)!r} does not fit the model: {error}") from error
-    finally:
-        default_generator(device).set_state(state)
     head = f"{stage.adapter.layers[-1].name}."
     missing = {name for name in info.missing_keys if not (stage.adapter.may_lack_head and name.startswith(head))}
     if missing:

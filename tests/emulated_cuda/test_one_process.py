@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_gpipe import Pipeline
 from tests.emulated_cuda.comparing import assert_near, compare, config_of
-from tests.emulated_cuda.processes import run_emulated
+from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
 from tests.oracle import padded_batch, plain_model
 
 THREE = ("cuda:0", "cuda:1", "cuda:2")
@@ -48,6 +50,32 @@ def test_untied_weights_and_rows_by_length_and_in_chunks_on_two_devices() -> Non
     way = {"num_stages": 2, "num_micro_batches": 2, "length_bucketing": True}
     chunks = {"schedule": "zb_h1", "recompute": "stage", "sequence_chunks": 3}
     compare(1, "llama", ("cuda:1", "cuda:0"), [way, way | chunks], tied=False)
+
+
+class RandomOnDevice(TorchDispatchMode):
+    """Notes random operations on tensors of a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and args and getattr(args[0], "is_cuda", False):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@on_emulated_cuda()
+def test_initial_weights_are_those_of_a_cpu() -> None:
+    """A real GPU gives other values for the same seed, so they are drawn on the CPU."""
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    for config, peft in ((config_of("marian"), None), (config_of("t5"), None), (config_of("llama"), lora)):
+        with RandomOnDevice() as drawn:
+            found = Pipeline(config, 2, peft_config=peft, seed=3, device="cuda:1")
+        assert not drawn.found
+        expected = dict(Pipeline(config, 2, peft_config=peft, seed=3, device="cpu").named_parameters())
+        assert expected.keys() == dict(found.named_parameters()).keys()
+        assert all(torch.equal(p.cpu(), expected[name]) for name, p in found.named_parameters())
 
 
 #: Asynchronous schedules, and where their stages are: arguments of a pipeline.
