@@ -146,7 +146,7 @@ def estimate_memory(
 
 
 def _reserved_share(device: Device, item: str) -> float:
-    """What the allocator holds beside an item, as a share of it."""
+    """The share of an item that the allocator holds beside it."""
     return device.reserved_working_share if item in ("gradients", "working") else device.reserved_share
 
 
