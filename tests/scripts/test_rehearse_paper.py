@@ -18,6 +18,7 @@ def test_the_deepest_recipe_and_one_of_one_language_run(
 ) -> None:
     monkeypatch.setattr(execute, "start", Training)
     words = ["model.config.d_model=16", 'model.transformer="T(2, 16, 1)"', "pipeline.num_stages=4"]
+    words += ["pipeline.partition=count"]
     names = ["paper-6b", "paper-batch-260k"]
     assert rehearse_paper.main([*names, "--steps", "2", "--output", str(tmp_path), *words]) == 0
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| paper-")]
