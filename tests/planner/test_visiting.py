@@ -183,6 +183,7 @@ def test_what_limits_a_step() -> None:
 
 def test_options_of_the_host() -> None:
     assert read_host(None, None, None) == Host()
+    assert read_host(None, None, "9GB/s", SLOW) == replace(SLOW, bytes_per_second=9e9, process_bytes_per_second=9e9)
     found = read_host("pcie3/2", "256GiB", "50GB/s")
     assert (found.link, found.devices_per_link) == (LINKS["pcie3"], 2)
     assert (found.memory_bytes, found.process_rate(2), found.copy_rate(2)) == (256 << 30, 2.5e10, 6.25e9)
