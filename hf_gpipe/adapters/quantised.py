@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import is_bitsandbytes_available
 
@@ -57,7 +58,10 @@ class Quantisation:
         Which layers are left as they are (the head, and what is tied) depends on the whole model, not on a stage.
         """
         quantizer = self.quantizer()
-        quantizer.preprocess_model(model=model, dtype=model.dtype, device_map={"": "cpu"})
+        # As in from_pretrained: transformers 5.17 converts weights to the type that the empty layers have, and then
+        # quantises them.
+        with local_torch_dtype(model.dtype):
+            quantizer.preprocess_model(model=model, dtype=model.dtype, device_map={"": "cpu"})
         quantizer.postprocess_model(model)
         del model.config.quantization_config  # from_pretrained of a saved model would look for quantised weights
         for module in quantised_layers(model):
