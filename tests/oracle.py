@@ -8,10 +8,18 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import BartConfig, LlamaConfig, M2M100Config, MarianConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    LlamaConfig,
+    M2M100Config,
+    MarianConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters import adapter_for
 
 VOCABULARY = 50
 Batch = dict[str, torch.Tensor]
@@ -72,10 +80,10 @@ def tiny_config(family: str, *, tied: bool = True, dropout: float = 0.0, **overr
 
 def plain_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """The whole model with random weights, eager attention, in training mode."""
-    config = copy.deepcopy(config)
-    config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    return type(adapter_for(config).reference)(config).to(dtype).train()
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = auto_class.from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager")
+    return model.to(dtype).train()
 
 
 def padded_batch(config: PreTrainedConfig, rows: int = 6, seed: int = 1) -> Batch:

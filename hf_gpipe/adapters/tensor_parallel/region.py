@@ -17,7 +17,7 @@ class Region:
     """The divided part of the blocks of a stage.
 
     A block begins outside of it, also when it runs again in backward (split.py); nothing else depends on what ran
-    before.
+    before. torch.compile cannot compile what the ranks exchange, and is not to try it function by function.
 
     Attributes:
         ranks: of the worker.
@@ -37,11 +37,13 @@ class Region:
         self._joined = WeakIdKeyDictionary()
         self.reset()
 
+    @torch.compiler.disable
     def reset(self) -> None:
         """Begin outside."""
         self.is_inside = False
         self._entered = WeakIdKeyDictionary()
 
+    @torch.compiler.disable
     def enter(self, tensor: torch.Tensor, units: tuple[int, ...] | None) -> torch.Tensor:
         """The tensor that a column layer reads, which makes so many units. Layers that read the same tensor share its
         gradient's sum."""
@@ -85,6 +87,7 @@ class Region:
         if self.during_sums is not None:
             self.during_sums.pass_on()
 
+    @torch.compiler.disable
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of what the row layers of all ranks make, or this rank's part of its positions."""
         self.reset()
