@@ -121,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if setting.name not in options.settings:
             continue
         if options.quick:
-            setting = replace(setting, work=setting.work.tiny(), claims=())
+            count = 4 * max(case.options.replicas for case in setting.cases)  # of each pipeline four
+            tiny = setting.work.tiny(micro_batches=min(setting.work.micro_batches, count))
+            setting = replace(setting, work=tiny, claims=())
         setting = selected(setting, options.only)
         run = partial(measure, work=setting.work, fork=options.quick)
         cases = {case.name: partial(run, case.contender, options=case.options) for case in setting.cases}

@@ -324,10 +324,10 @@ def planned() -> list[tuple[str | None, list[int], list[int], float, Any]]:
     """For a plan by rates and one by measured seconds: what the planner chose, the parameters of each stage in its
     plan, those that this process has of its own, the loss, and the speeds of the workers."""
     config, found = config_of("llama"), []
-    for partition, speeds, count in (("auto", None, "auto"), ("profile", "profile", 3)):  # each count is measured
+    for partition, speeds in (("auto", None), ("profile", "profile")):
         options = {"partition": partition, "speeds": speeds, "sequence_parallel": speeds is not None}
         batch = padded_batch(config)
-        pipe = Pipeline(plain_model(config), 2, count, "auto", "auto", tensor_parallel=2, example=batch, **options)
+        pipe = Pipeline(plain_model(config), 2, 2, "1f1b", "none", tensor_parallel=2, example=batch, **options)
         own = [sum(p.numel() for p in model.parameters.values()) for model in pipe.models.values()]
         loss = step(pipe, batch)[0].loss
         stages = pipe.world.from_reader(lambda pipe=pipe: [stage.num_parameters for stage in pipe.plan().stages])

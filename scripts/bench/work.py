@@ -131,7 +131,7 @@ class ResNetWork(Work):
 
     def tiny(self, **values: Any) -> Work:
         sizes = (("embedding_size", 4), ("hidden_sizes", [4, 8]), ("depths", [1, 1]))
-        return replace(self, **{"pixels": 16, "sizes": sizes, "steps": 1, **values})
+        return replace(self, **{"pixels": 16, "rows": 16, "sizes": sizes, "steps": 1, **values})
 
     def model(self) -> Any:
         torch.manual_seed(0)

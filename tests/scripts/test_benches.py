@@ -45,14 +45,14 @@ PEERS = [
 def run_all(folder: Path) -> int:
     """The largest exit code: 1 is also that of a case that ended at another loss."""
     commands = {
-        "strategies": (bench_strategies.main, ["resnet"]),
+        "strategies": (bench_strategies.main, ["resnet", "--micro-batches", "4"]),
         "chunks": (bench_chunks.main, []),
         "emulated": (bench_emulated.main, []),
         "head": (bench_head.main, []),
         "memory": (bench_memory.main, []),
         "peers": (bench_peers.main, PEERS),
         "table2": (bench_table2.main, []),
-        "tables": (bench_tables.main, []),
+        "tables": (bench_tables.main, ["--steps", "2"]),
     }
     return max(main(["--quick", "--json", f"{folder}/{name}.json", *words]) for name, (main, words) in commands.items())
 
