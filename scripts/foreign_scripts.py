@@ -98,7 +98,8 @@ def words_of(name: str, work: Path, output: Path, steps: int) -> list[str]:
     else:
         of_script = ["--model_name_or_path", work / "pairs", "--do_predict", "--predict_with_generate"]
         of_script += ["--train_file", data, "--validation_file", data, "--test_file", data]
-        of_script += ["--max_source_length", "32", "--max_target_length", "16", "--num_beams", "2"]
+        of_script += ["--max_source_length", "32", "--max_target_length", "8", "--num_beams", "2"]
+        of_script += ["--max_predict_samples", "8"]
     if name == "translation":
         of_script += ["--source_lang", "de", "--target_lang", "en"]
     if name == "summarization":
@@ -107,6 +108,7 @@ def words_of(name: str, work: Path, output: Path, steps: int) -> list[str]:
         *map(str, of_script),
         *("--output_dir", str(output), "--do_train", "--do_eval", "--use_cpu", "--report_to", "none"),
         *("--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4", "--learning_rate", "1e-2"),
+        *("--max_eval_samples", "8"),
         *("--max_steps", str(steps), "--save_steps", str(steps // 2), "--logging_steps", "1"),
         # Trainer shuffles in an order of its own.
         *("--train_sampling_strategy", "sequential"),

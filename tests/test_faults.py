@@ -32,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("undo_the_command_s_settings", "no_predicti
 STOPPED = 75
 
 
-def test_a_dozen_faults(tmp_path: Path) -> None:
-    """scripts/chaos.py tries all; here each kind and each phase comes once."""
+def test_each_kind_of_fault(tmp_path: Path) -> None:
+    """scripts/chaos.py tries all; here each phase comes once, and each kind."""
     process = forked_command.start_function(tmp_path, chaos.main, ["--quick"])
     try:
         process.join(280)
