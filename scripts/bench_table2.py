@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for schedule, of_schedule in waited.items():
         print(f"{emulated_table(of_schedule, schedule)}\n", flush=True)
     # Half of one micro-batch is another size: M = 1 has no twin.
-    counts = MICRO_BATCHES[:-1] if options.quick else MICRO_BATCHES
+    counts = MICRO_BATCHES[1:2] if options.quick else MICRO_BATCHES
     plan = [(case, m) for m in counts for case in CASES if case.name != "twin" or m > 1]
     rates: RowsPerSecond = take_turns(
         {(case.name, m): lambda case=case, m=m: rows_per_second(case, m, quick=options.quick) for case, m in plan},

@@ -49,7 +49,7 @@ from hf_gpipe.training import loader, updates
 from scripts.emulated_hosts import is_running
 from scripts.forked import Forked, import_ahead, stuck, train_forked
 from scripts.random_faults.search import search
-from scripts.tiny_run import TIMEOUT_SECONDS, prepare, weights
+from scripts.tiny_run import TIMEOUT_SECONDS, observe, prepare, weights
 
 NUM_PROCESSES = 3
 #: How long all processes may take to end.
@@ -352,6 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = options.output or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         recipe = prepare(folder)
+        observe(recipe)
         expected = undisturbed(recipe, folder / "undisturbed")
         print(f"{'fault':45} {'seconds':>7} {'exit':>4}  message", flush=True)
         for number, fault in enumerate(faults):

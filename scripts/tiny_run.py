@@ -9,6 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from hf_gpipe.data import train_tokenizer
+from hf_gpipe.data.tokenizer import read_tokenizer
+from hf_gpipe.model.opening import adapter_of
+from hf_gpipe.recipe import load_recipe
+from hf_gpipe.training.job import check_recipe
+from hf_gpipe.training.recipe_model import model_config, spec_of
 
 #: How long the processes of the recipe wait for a message.
 TIMEOUT_SECONDS = 8
@@ -40,6 +45,14 @@ def prepare(folder: Path, **values: int | str) -> Path:
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder, **VALUES | values))
     return recipe
+
+
+def observe(recipe: Path) -> None:
+    """Observe the recipe's model, so that the processes that are forked from this one find it observed."""
+    given = load_recipe(recipe)
+    check_recipe(given)
+    config = model_config(given, read_tokenizer(recipe.with_name("tokenizer")))
+    adapter_of(spec_of(given, config))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -80,9 +80,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def wait_for_steps(output: Path, is_running: Callable[[], bool]) -> None:
+def wait_for_steps(output: Path, is_running: Callable[[], bool], count: int = 3) -> None:
     deadline = time.monotonic() + 120
-    while not (output / "metrics.jsonl").exists() or (output / "metrics.jsonl").read_text().count("\n") < 3:
+    while not (output / "metrics.jsonl").exists() or (output / "metrics.jsonl").read_text().count("\n") < count:
         assert is_running()
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -156,6 +156,9 @@ def test_a_second_run_in_the_output_directory_leaves_the_first_alone(
     try:
         wait_for_steps(tmp_path / "out", first.is_alive)
         before = (tmp_path / "out/recipe.yaml").stat().st_mtime_ns
+        processes = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        for pid in processes:  # else both train for as long as the second one waits
+            os.kill(pid, signal.SIGSTOP)
         (tmp_path / "second").mkdir()
         second = forked_command.start(tmp_path / "second", *words)
         second.join(200)
@@ -163,10 +166,13 @@ def test_a_second_run_in_the_output_directory_leaves_the_first_alone(
         assert second.exitcode == 2
         assert re.search(r"^error: \S+/out is the output directory of the run of process \d+ on machine ", line)
         assert (tmp_path / "out/recipe.yaml").stat().st_mtime_ns == before
-        assert first.is_alive()
+        done = (tmp_path / "out/metrics.jsonl").read_text()
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+        wait_for_steps(tmp_path / "out", first.is_alive, done.count("\n") + 1)
         # Of the first, nobody can tidy up.
-        for pid in (tmp_path / "pids").read_text().split():
-            os.kill(int(pid), signal.SIGKILL)
+        for pid in processes:
+            os.kill(pid, signal.SIGKILL)
         first.join(60)
     finally:
         first.kill()

@@ -57,7 +57,6 @@ BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
     "uneven": ("uneven llama", 0.2, {"num_stages": 2, "recompute": "block"}),
     "rows in parts": ("marian", 0.2, {"num_stages": 2, "recompute": "block", **IN_PARTS}),
     "rows in parts, zero bubble": ("uneven llama", 0.2, {"num_stages": 2, "schedule": "zb_h1", **IN_PARTS}),
-    "dropout": ("llama", 0.2, {"num_stages": 2, "schedule": "1f1b", "recompute": "none"}),
     "dropout, stages again": ("marian", 0.2, {"num_stages": 2, "schedule": "1f1b", "recompute": "stage"}),
     "dropout, blocks again": ("marian", 0.2, {"num_stages": 2, "schedule": "1f1b", "recompute": "block"}),
     "dropout, weights apart": ("marian", 0.2, {"num_stages": 2, "schedule": "zb_h1", "recompute": "none"}),

@@ -211,11 +211,8 @@ def _count_state() -> tuple[int, int, int]:
     optimizer.step()
     tensors = [value for slots in optimizer.state.values() for value in slots.values()]
     own = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    return (
-        own,
-        sum(p.numel() * p.element_size() for p in pipe.parameters()),
-        pipe.plan(batch).processes[0].memory.optimizer,
-    )
+    planned = pipe.world.from_reader(lambda: pipe.plan(batch).processes[0].memory.optimizer)
+    return own, sum(p.numel() * p.element_size() for p in pipe.parameters()), planned
 
 
 def test_a_replica_keeps_its_part_of_the_state() -> None:

@@ -28,7 +28,7 @@ def search(seed: int, seconds: float, folder: Path, only: str = "", case: int | 
         case: this one alone.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    prepared, results = prepare(folder), folder / "results.jsonl"
+    prepared, results = prepare(folder, only), folder / "results.jsonl"
     done = {(result["seed"], result["case"]) for result in read(results)}
     end, number, running = time.monotonic() + seconds, -1 if case is None else case - 1, list[forked.Forked]()
     while time.monotonic() < end:

@@ -72,9 +72,14 @@ def program_of(launch: str) -> str:
     return COMMAND if launch in (COMMAND, TORCHRUN) else SCRIPT
 
 
+def combinations(only: str) -> list[tuple[Fault, str]]:
+    """The faults and kinds of launch that have a word in their names."""
+    return [(fault, launch) for fault in FAULTS for launch in fault.launches if only in f"{fault.name}, {launch}"]
+
+
 def combination(seed: int, number: int, only: str) -> tuple[Fault, str]:
     """The fault and the kind of launch of a case: in each round every one comes once, in an order of its own."""
-    every = [(fault, launch) for fault in FAULTS for launch in fault.launches if only in f"{fault.name}, {launch}"]
+    every = combinations(only)
     if not every:
         raise SystemExit(f"no fault and launch have {only!r} in their names")
     order = random.Random(f"{seed} round {number // len(every)}").sample(every, len(every))
@@ -232,13 +237,15 @@ def _is_equal(output: Path, want: dict[str, torch.Tensor]) -> bool:
     return weights.keys() == want.keys() and all(torch.equal(weights[name], want[name]) for name in want)
 
 
-def prepare(folder: Path) -> Prepared:
-    """The recipe, the whole runs and the cache, unless the folder has them."""
+def prepare(folder: Path, only: str) -> Prepared:
+    """The recipe, the cache, and a whole run of each program that may be tried, unless the folder has them."""
     recipe = folder / "recipe.yaml"
     if not recipe.exists():
         tiny_run.prepare(folder, stages=2, steps=STEPS, save=SAVED, evaluate=EVALUATED)
+    tiny_run.observe(recipe)
     expected = {}
-    for launch in (COMMAND, SCRIPT):
+    # The command comes first: it makes the cache.
+    for launch in sorted({COMMAND, *(program_of(launch) for _, launch in combinations(only))}):
         own = folder / launch
         if not (own / "done").exists():
             shutil.rmtree(own, ignore_errors=True)

@@ -31,7 +31,7 @@ from tests import forked_command
 #: Of the comparison with other trainers.
 PEERS = [
     *("--settings", "on", "lengths", "zero_bubble", "pipedream", "mesh"),
-    *("--only", "single", "torch Schedule1F1B", "ours 1f1b stage", "ours auto 770 MB", "ours 1f1b none bucketed"),
+    *("--only", "single", "torch Schedule1F1B", "ours auto 770 MB", "ours 1f1b none bucketed"),
     *(
         "torch DDP x Schedule1F1B",
         "ours 2 x 2 zero 1",
