@@ -31,8 +31,8 @@ def _of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = Non
     return F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
-#: Seeds whose choices differ in all that can be drawn: experts and replicas, adapters, chunks with dropout, T = 4.
-DRAWN = (0, 2, 4, 7)
+#: Seeds whose choices differ in all that can be drawn: experts and replicas, adapters, chunks, T = 4 and rows in parts.
+DRAWN = (0, 2, 4, 29)
 #: For so many processes: the family, T, and the rest of the pipeline.
 PLAIN: dict[int, list[tuple[str, int, dict[str, Any]]]] = {
     2: [
