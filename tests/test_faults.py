@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -152,7 +153,7 @@ def test_a_second_run_in_the_output_directory_leaves_the_first_alone(
     """Without a lock the second one deletes what the first one is writing, and both end with a missing file."""
     words = [str(prepared / "recipe.yaml"), f"training.output_dir={tmp_path / 'out'}", "training.max_steps=100000"]
     words += ["training.resume=never", "pipeline.num_processes=2"]
-    first = forked_command.start(tmp_path, *words)
+    first, started, processes = forked_command.start(tmp_path, *words), [], list[int]()
     try:
         wait_for_steps(tmp_path / "out", first.is_alive)
         before = (tmp_path / "out/recipe.yaml").stat().st_mtime_ns
@@ -161,7 +162,8 @@ def test_a_second_run_in_the_output_directory_leaves_the_first_alone(
             os.kill(pid, signal.SIGSTOP)
         (tmp_path / "second").mkdir()
         second = forked_command.start(tmp_path / "second", *words)
-        second.join(200)
+        started.append(second)
+        second.join(100)
         (line,) = (tmp_path / "second/run.err").read_text().splitlines()
         assert second.exitcode == 2
         assert re.search(r"^error: \S+/out is the output directory of the run of process \d+ on machine ", line)
@@ -175,7 +177,11 @@ def test_a_second_run_in_the_output_directory_leaves_the_first_alone(
             os.kill(pid, signal.SIGKILL)
         first.join(60)
     finally:
-        first.kill()
+        for process in (first, *started):
+            process.kill()
+        for pid in processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)  # one that stands still does not see that its launcher has ended
     again = ["training.max_steps=2", "training.resume=never", "pipeline.num_processes=1"]
     assert main([*words, *again]) == 0, capsys.readouterr().err
 
