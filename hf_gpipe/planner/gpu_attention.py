@@ -50,11 +50,19 @@ def kernel_attention_backward(
     is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of the queries, keys and values."""
-    query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
-    with torch.enable_grad():
-        result = _computed(query, key, value, is_causal)
-    of_query, of_key, of_value = torch.autograd.grad(result, (query, key, value), gradient)
-    return of_query, of_key, of_value
+    # Written out: under torch 2.11 autograd makes no graph inside of an operation.
+    heads, scale = query.shape[1] // key.shape[1], query.shape[-1] ** -0.5
+    keys, values = (tensor.repeat_interleave(heads, dim=1) for tensor in (key, value))
+    scores = query @ keys.mT * scale
+    if is_causal:
+        scores = scores.masked_fill(
+            ~LowerRightMask.of(query.shape[-2], key.shape[-2], query.device).written, -torch.inf
+        )
+    weights = scores.softmax(-1)
+    of_weights = gradient @ values.mT
+    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+    of_key, of_value = of_scores.mT @ query, weights.mT @ gradient
+    return of_scores @ keys, *(tensor.unflatten(1, (-1, heads)).sum(2) for tensor in (of_key, of_value))
 
 
 @kernel_attention_backward.register_fake
