@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.prefix_sums import EFFICIENCY
 from hf_gpipe.schedule import simulate
 from hf_gpipe.schedule.kinds import DROP, LOAD, OFFLOAD, PREFETCH
 from hf_gpipe.text import seconds_text
@@ -41,7 +40,7 @@ def limit_of_step(plan: Plan) -> str:
     elif plan.costs.is_measured:
         cause = "the layers' measured seconds"
     else:
-        rate = EFFICIENCY * planner.device.flops_for(plan.costs.compute_dtype) / 1e12
+        rate = planner.device.product_rate(plan.costs.compute_dtype) / 1e12
         cause = f"the layers, whose products are taken to run at {rate:.3g} TFLOP/s"
     return f"{cause}; devices compute {1 - idle:.0%} of a step{''.join(f', which is {part}' for part in parts[:1])}" + (
         f" and {', '.join(parts[1:])}" if len(parts) > 1 else ""

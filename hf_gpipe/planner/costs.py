@@ -178,8 +178,9 @@ class LayerCost:
         seconds: measured; None where nothing was.
         deferred_bytes: what I keeps for W where the backward is split.
         row_bytes: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
+        forward_moved, backward_moved: bytes that operations without a product read and write.
         forward_calls, backward_calls: operations, each of which takes time however small it is.
-        stage_calls: operations of a stage before its layers, for masks and positions.
+        stage_moved, stage_calls: the same of a stage before its layers, for masks and positions.
         forward_sums, backward_sums: over the ranks of a worker, where its layers are divided.
         sums_beside: those of `backward_sums` that run beside products of weights, unless W computes these later.
     """
@@ -203,6 +204,9 @@ class LayerCost:
     deferred_bytes: int = 0
     row_bytes: int = 0
     converted_bytes: int = 0
+    forward_moved: int = 0
+    backward_moved: int = 0
+    stage_moved: int = 0
     forward_calls: int = 0
     backward_calls: int = 0
     stage_calls: int = 0
@@ -284,6 +288,8 @@ class ModelCosts:
             plain=nothing,
             block=nothing,
             seconds=None if self.layers[-1].seconds is None else Seconds(0.0, 0.0, 0.0),
+            forward_moved=0,
+            backward_moved=0,
             forward_calls=0,
             backward_calls=0,
             forward_sums=NO_SUMS,

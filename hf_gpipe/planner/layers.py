@@ -83,8 +83,10 @@ class ModelLayers:
         self.buffer_bytes = [0] * len(adapter.layers)
         for name, buffer in model.named_buffers():
             self.buffer_bytes[adapter.layer_of(name)] += buffer.nbytes
-        self.classes = _classes(adapter, model)
         self._trained = frozenset(layer for layer in adapter.layers if adapter.is_trained(layer, model))
+        # Of a layer that no trained one comes before, the backward computes no gradient of its input.
+        wanted = [index > 0 and any(self.wants_gradient(index).values()) for index in range(len(adapter.layers))]
+        self.classes = list(zip(wanted, _classes(adapter, model), strict=True))
 
     def first_alike(self, whole: ModelLayers | None = None) -> list[int]:
         """For each layer, of `whole` or of this model, the first layer of this model that is like it.
@@ -183,6 +185,9 @@ class LayerTracer:
                     deferred_bytes=traced_layer.trace.deferred,
                     row_bytes=traced_layer.trace.row,
                     converted_bytes=traced_layer.trace.converted,
+                    forward_moved=traced_layer.trace.forward_moved,
+                    backward_moved=traced_layer.trace.backward_moved,
+                    stage_moved=traced_layer.trace.stage_moved,
                     forward_calls=traced_layer.trace.forward_calls,
                     backward_calls=traced_layer.trace.backward_calls,
                     stage_calls=traced_layer.trace.stage_calls,

@@ -30,8 +30,6 @@ from hf_gpipe.planner.devices import Device
 from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs
 from hf_gpipe.recipe.pipeline_keys import Visitors
 
-#: Share of a device's peak rate that matrix products of a transformer reach, where nothing was measured.
-EFFICIENCY = 0.5
 #: The executor's time for an action, in operations: 64 to 81 microseconds on a host that takes 7 for an operation.
 _CALLS_OF_ACTION = 10
 
@@ -165,7 +163,7 @@ class LayerSums:
         """Seconds in which so many bytes come from the host, whose devices are so many; of 2 ways, as many go there at
         once. A CPU reads and writes them in its memory."""
         device = self.device
-        rate = device.host.copy_rate(num_devices, ways) if device.is_asynchronous else device.bytes_per_second / 2
+        rate = device.host.copy_rate(num_devices, ways) if device.is_asynchronous else device.memory_rate / 2
         return num_bytes / rate
 
     def owned(self, start: int, stop: int) -> Parameters:
@@ -207,7 +205,7 @@ class LayerSums:
         passes = 4 + 2 * OPTIMIZER_SLOTS[inputs.optim]
         if self.costs.update_seconds_per_parameter is not None:
             return self.costs.update_seconds_per_parameter * owned.trainable_count
-        return passes * owned.trainable_bytes / self.device.bytes_per_second
+        return passes * owned.trainable_bytes / self.device.memory_rate
 
 
 class GraphSums:
@@ -292,22 +290,19 @@ def _hidden_seconds(layer: LayerCost, own: Seconds, size: int, link: Level) -> f
 
 
 def estimated_seconds(layer: LayerCost, compute_dtype: str, device: Device) -> Seconds:
-    """A layer's seconds by a device's rates: of its arithmetic, of the bytes that it moves, and of its operations."""
-    rate = EFFICIENCY * device.flops_for(compute_dtype)
-    held = sum((shared.size for shared in layer.shared), start=layer.parameters)
-    # What a layer keeps it has written once, and weights it has read once, but for the rows of a table.
-    kept, read = layer.plain.saved_bytes, 0 if layer.kind == "embedding" else held.num_bytes
-    forward = device.seconds(layer.forward_flops / rate, kept + read, layer.forward_calls)
-    # A gradient of weights is written, read, and added to what is there.
-    moved = 2 * kept + read + 4 * held.trainable_bytes
-    backward = device.seconds(layer.backward_flops / rate, moved, layer.backward_calls)
+    """A layer's seconds by a device's rates: of its matrix products, of the bytes that other operations move, and of
+    the calls of all (a roofline, Williams et al. 2009, with only one roof over an operation)."""
+    rate = device.product_rate(compute_dtype)
+    forward = device.seconds(layer.forward_flops / rate, layer.forward_moved, layer.forward_calls)
+    backward = device.seconds(layer.backward_flops / rate, layer.backward_moved, layer.backward_calls)
     return Seconds(forward, forward, backward)
 
 
 def estimated_stage_seconds(layers: Sequence[LayerCost], device: Device) -> Seconds:
     """The seconds of a stage beyond its layers: its own operations, and the executor's time for an action."""
     action = device.seconds(0.0, 0, _CALLS_OF_ACTION)
-    forward = action + device.seconds(0.0, 0, max(layer.stage_calls for layer in layers))
+    moved, calls = max(layer.stage_moved for layer in layers), max(layer.stage_calls for layer in layers)
+    forward = action + device.seconds(0.0, moved, calls)
     return Seconds(forward, forward, action)
 
 

@@ -1,4 +1,4 @@
-"""Traces a stage's forward and backward without memory: the bytes that they keep, their peak, and their operations.
+"""Traces a stage's forward and backward without memory: the bytes that they keep and move, and their operations.
 
 The stage runs on fake tensors: PyTorch passes shapes, types and kernels along and computes nothing. So the numbers are
 those of the code that will run, of any family, and a layer of a hundred gigabytes costs milliseconds. A few families
@@ -56,8 +56,9 @@ class Trace(NamedTuple):
         row: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
         forward_flops, backward_flops: of matrix products, numbers.
         weight_flops: of the backward's matrix products those for the weights of linear layers.
-        stage_calls, forward_calls, backward_calls: numbers of operations: of the forward those before the first own
-            layer was called, the others, and the backward's. Views are not counted.
+        stage_moved, forward_moved, backward_moved: bytes that all other operations read and write: of the forward
+            those before the first own layer was called, the others, and the backward's.
+        stage_calls, forward_calls, backward_calls: numbers of operations in the same three parts. Views are not counted.
         forward_sums, backward_sums: over the ranks of a worker.
         sums_beside: of the backward those that run beside products.
     """
@@ -74,6 +75,9 @@ class Trace(NamedTuple):
     forward_flops: int
     backward_flops: int
     weight_flops: int
+    stage_moved: int
+    forward_moved: int
+    backward_moved: int
     stage_calls: int
     forward_calls: int
     backward_calls: int
@@ -297,6 +301,9 @@ def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks 
         backward_flops=backward.flops,
         # A linear layer's gradient of its input takes as many operations as its forward; the rest is for the weights.
         weight_flops=max(backward.linear_flops - forward.phase.linear_flops, 0),
+        stage_moved=forward.phase.moved_before,
+        forward_moved=forward.phase.moved - forward.phase.moved_before,
+        backward_moved=backward.moved,
         stage_calls=forward.phase.calls_before,
         forward_calls=forward.phase.calls - forward.phase.calls_before,
         backward_calls=backward.calls,

@@ -1,4 +1,5 @@
-"""Follows what runs: the memory of its tensors, the operations of its matrix products, and the calls.
+"""Follows what runs: the memory of its tensors, the arithmetic of its matrix products, the bytes that all other
+operations move, and the calls.
 
 It works on real tensors and on fake ones alike, forward and backward.
 """
@@ -10,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -34,8 +36,9 @@ class Phase:
         start_bytes: what was alive when it began.
         flops: of its matrix products, 2 for a multiplication and its addition.
         linear_flops: the part of them that has the form of a linear layer.
+        moved: bytes that the other operations read and write.
         calls: operations, views apart.
-        calls_before: those of them before the first own layer was called.
+        moved_before, calls_before: those of them before the first own layer was called.
         is_inside: whether an own layer was called, so that what is made from now on is the layers'.
         levels: what was alive beyond `start_bytes`, after each new tensor.
     """
@@ -43,7 +46,9 @@ class Phase:
     start_bytes: int
     flops: int = 0
     linear_flops: int = 0
+    moved: int = 0
     calls: int = 0
+    moved_before: int = 0
     calls_before: int = 0
     is_inside: bool = False
     levels: list[int] = field(default_factory=list)
@@ -51,7 +56,7 @@ class Phase:
     def enter_layers(self, *_: Any) -> None:
         """As a hook of the first own layer."""
         if not self.is_inside:
-            self.is_inside, self.calls_before = True, self.calls
+            self.is_inside, self.moved_before, self.calls_before = True, self.moved, self.calls
 
 
 class Tracker(TorchDispatchMode):
@@ -118,12 +123,15 @@ class Tracker(TorchDispatchMode):
                 self._note(tensor)
         if self._phase is not None and not self._as_on_gpu and (converted := _converted_bytes(func, args, result)):
             self._phase.levels.append(self.live_bytes + converted - self._phase.start_bytes)
-        formula = _quantised if is_quantised else _FLOPS.get(func._overloadpacket)
-        if formula is not None and self._phase is not None:
-            flops = int(formula(*args, **kwargs, out_val=result))
+        if self._phase is not None and not func.is_view:
+            formula = _quantised if is_quantised else _FLOPS.get(func._overloadpacket)
+            flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
             self._phase.flops += flops
             if is_quantised or func._overloadpacket in _LINEAR:
                 self._phase.linear_flops += flops
+            self._phase.moved += moved_bytes(func._overloadpacket, args, kwargs, result, flops)
+            if weights is not None:
+                self._phase.moved += args[1].nbytes + weights.nbytes
         return result
 
     def _note(self, tensor: torch.Tensor, *, is_counted: bool = True) -> None:
@@ -158,6 +166,35 @@ def _converted_bytes(func: Any, args: Any, result: Any) -> int:
         return 0
     common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     return sum(tensor.numel() * common.itemsize for tensor in (*tensors, result) if tensor.dtype != common)
+
+
+def moved_bytes(operation: Any, args: Any, kwargs: Any, result: Any, flops: int) -> int:
+    """The bytes that an operation reads from memory and writes to it; what is broadcast counts once.
+
+    Args:
+        operation: with any overload; no view.
+        args, kwargs, result: of its call.
+        flops: of a matrix product. A product with a long way to sum over, and many rows and columns, reads and writes
+            beside its arithmetic, so that its bytes do not count.
+    """
+    if operation in _WITHOUT_KERNEL:
+        return 0
+    outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
+    inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+    if flops and flops >= 2 * _NARROW * max(tensor.numel() for tensor in (*inputs, *outputs)):
+        mask = kwargs.get("attn_mask")  # each head reads it
+        return 0 if mask is None else mask.nbytes * (args[0].shape[1] // mask.shape[1])
+    if operation in _OF_TABLE:
+        table = args[_OF_TABLE[operation]]
+        return 2 * sum(_bytes(tensor) for tensor in (*inputs, *outputs) if tensor is not table)
+    if operation in _OVERWRITE:
+        inputs = inputs[1:]
+    distinct = {(tensor.untyped_storage()._cdata, tensor.storage_offset()): tensor for tensor in inputs}
+    return sum(map(_bytes, (*distinct.values(), *outputs)))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.itemsize
 
 
 def _attention(query: Any, key: Any, value: Any, _: Any = 0.0, is_causal: bool = False, **__: Any) -> int:
@@ -207,6 +244,17 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.hf_gpipe.kernel_attention: _attention_of_groups,
     torch.ops.hf_gpipe.kernel_attention_backward: _backward_of_groups,
     _aten._grouped_mm: _grouped,
+}
+#: A product whose rows, columns or sum are this short takes as long as its matrices need to be read and written.
+_NARROW = 64
+_WITHOUT_KERNEL = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+#: Operations that write their first argument without reading it.
+_OVERWRITE = {_aten.copy_, _aten.fill_, _aten.zero_, _aten.bernoulli_}
+#: Operations that read or write only some numbers of a table -> the table's place among their arguments.
+_OF_TABLE = {
+    **dict.fromkeys((_aten.embedding, _aten.index, _aten.index_select, _aten.gather, _aten.nll_loss_forward), 0),
+    **dict.fromkeys((_aten.index_put_, _aten.index_add_, _aten.scatter_, _aten.scatter_add_), 0),
+    _aten.nll_loss_backward: 1,
 }
 #: The products of linear layers and experts. Those of attention have a batch.
 _LINEAR = {_aten.mm, _aten.addmm, _aten.addmm_, _aten._grouped_mm}
