@@ -73,6 +73,8 @@ def typical(chunks: Sequence[ModelCosts]) -> ModelCosts:
             layer,
             forward_flops=round(fmean(own.forward_flops for own in same)),
             backward_flops=round(fmean(own.backward_flops for own in same)),
+            forward_moved=round(fmean(own.forward_moved for own in same)),
+            backward_moved=round(fmean(own.backward_moved for own in same)),
             seconds=mean_seconds(own.seconds for own in same),
         )
         for layer, *same in zip(most.layers, *(chunk.layers for chunk in chunks), strict=True)

@@ -58,7 +58,7 @@ class Trace(NamedTuple):
         weight_flops: of the backward's matrix products those for the weights of linear layers.
         stage_moved, forward_moved, backward_moved: bytes that all other operations read and write: of the forward
             those before the first own layer was called, the others, and the backward's.
-        stage_calls, forward_calls, backward_calls: numbers of operations in the same three parts. Views are not counted.
+        stage_calls, forward_calls, backward_calls: numbers of operations in these three parts. Views are not counted.
         forward_sums, backward_sums: over the ranks of a worker.
         sums_beside: of the backward those that run beside products.
     """

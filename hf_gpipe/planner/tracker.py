@@ -129,9 +129,10 @@ class Tracker(TorchDispatchMode):
             self._phase.flops += flops
             if is_quantised or func._overloadpacket in _LINEAR:
                 self._phase.linear_flops += flops
-            self._phase.moved += moved_bytes(func._overloadpacket, args, kwargs, result, flops)
             if weights is not None:
                 self._phase.moved += args[1].nbytes + weights.nbytes
+                args = args[0], weights
+            self._phase.moved += moved_bytes(func._overloadpacket, args, kwargs, result, flops)
         return result
 
     def _note(self, tensor: torch.Tensor, *, is_counted: bool = True) -> None:
@@ -174,15 +175,15 @@ def moved_bytes(operation: Any, args: Any, kwargs: Any, result: Any, flops: int)
     Args:
         operation: with any overload; no view.
         args, kwargs, result: of its call.
-        flops: of a matrix product. A product with a long way to sum over, and many rows and columns, reads and writes
-            beside its arithmetic, so that its bytes do not count.
+        flops: of a matrix product or of attention; else 0. A product that is not narrow reads and writes while it
+            computes, so its bytes do not count, but for a mask of attention, which every head reads.
     """
     if operation in _WITHOUT_KERNEL:
         return 0
     outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
     inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
-    if flops and flops >= 2 * _NARROW * max(tensor.numel() for tensor in (*inputs, *outputs)):
-        mask = kwargs.get("attn_mask")  # each head reads it
+    if flops and flops > 2 * _NARROW * max(tensor.numel() for tensor in (*inputs, *outputs)):
+        mask = kwargs.get("attn_mask")
         return 0 if mask is None else mask.nbytes * (args[0].shape[1] // mask.shape[1])
     if operation in _OF_TABLE:
         table = args[_OF_TABLE[operation]]
@@ -245,7 +246,7 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.hf_gpipe.kernel_attention_backward: _backward_of_groups,
     _aten._grouped_mm: _grouped,
 }
-#: A product whose rows, columns or sum are this short takes as long as its matrices need to be read and written.
+#: With as few rows or columns, or as short a sum, a product takes as long as it reads and writes its matrices.
 _NARROW = 64
 _WITHOUT_KERNEL = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 #: Operations that write their first argument without reading it.

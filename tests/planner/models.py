@@ -10,8 +10,8 @@ from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig
 
-DEVICE = Device("toy", None, {"float32": 2.0}, 1e30, LINKS["nvlink4"], reserved_share=0.05, reserved_working_share=0.05)
-"""It does one operation a second, at the efficiency that is assumed where nothing was measured."""
+DEVICE = Device("toy", None, {"float32": 1.0}, 1e30, LINKS["nvlink4"], reserved_share=0.05, reserved_working_share=0.05)
+"""It does one operation a second."""
 
 MIB = 1 << 20
 

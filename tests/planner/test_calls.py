@@ -14,11 +14,11 @@ from hf_gpipe.planner.workload import PlanInputs, Workload
 from tests.planner.models import DEVICE, layer, model, settings
 
 
-@pytest.mark.parametrize(("is_asynchronous", "forward", "backward"), [(True, 3.0, 8.0), (False, 4.0, 10.0)])
+@pytest.mark.parametrize(("is_asynchronous", "forward", "backward"), [(True, 5.0, 8.0), (False, 8.0, 11.0)])
 def test_operations_take_time_however_small(is_asynchronous: bool, forward: float, backward: float) -> None:
-    """A GPU computes while its host calls the next operation; a CPU does one after the other."""
-    one = replace(layer("h.0", flops=1), forward_calls=6, backward_calls=16)
-    device = replace(DEVICE, call_seconds=0.5, is_asynchronous=is_asynchronous)
+    """A GPU computes and then moves bytes, while its host calls the next operation; a CPU does one after the other."""
+    one = replace(layer("h.0", flops=1), forward_moved=4, backward_moved=1, forward_calls=6, backward_calls=16)
+    device = replace(DEVICE, bytes_per_second=2.0, memory_share=0.5, call_seconds=0.5, is_asynchronous=is_asynchronous)
     seconds = estimated_seconds(one, "float32", device)
     assert (seconds.forward, seconds.backward) == (forward, backward)
 
