@@ -290,7 +290,7 @@ def _hidden_seconds(layer: LayerCost, own: Seconds, size: int, link: Level) -> f
 
 
 def estimated_seconds(layer: LayerCost, compute_dtype: str, device: Device) -> Seconds:
-    """A layer's seconds by a device's rates: its products take their arithmetic, and other operations what they move."""
+    """A layer's seconds by a device's rates: products take their arithmetic, and other operations what they move."""
     rate = device.product_rate(compute_dtype)
     forward = device.seconds(layer.forward_flops / rate, layer.forward_moved, layer.forward_calls)
     backward = device.seconds(layer.backward_flops / rate, layer.backward_moved, layer.backward_calls)

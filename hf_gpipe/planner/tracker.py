@@ -132,7 +132,8 @@ class Tracker(TorchDispatchMode):
             if weights is not None:
                 self._phase.moved += args[1].nbytes + weights.nbytes
                 args = args[0], weights
-            self._phase.moved += moved_bytes(func._overloadpacket, args, kwargs, result, flops)
+            if not (self._as_on_gpu and func._overloadpacket in _IN_DROPOUT):
+                self._phase.moved += moved_bytes(func._overloadpacket, args, kwargs, result, flops)
         return result
 
     def _note(self, tensor: torch.Tensor, *, is_counted: bool = True) -> None:
@@ -184,7 +185,7 @@ def moved_bytes(operation: Any, args: Any, kwargs: Any, result: Any, flops: int)
     inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
     if flops and flops > 2 * _NARROW * max(tensor.numel() for tensor in (*inputs, *outputs)):
         mask = kwargs.get("attn_mask")
-        return 0 if mask is None else mask.nbytes * (args[0].shape[1] // mask.shape[1])
+        return 0 if mask is None else args[0].shape[:-1].numel() * mask.shape[-1] * mask.itemsize
     if operation in _OF_TABLE:
         table = args[_OF_TABLE[operation]]
         return 2 * sum(_bytes(tensor) for tensor in (*inputs, *outputs) if tensor is not table)
@@ -249,6 +250,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 #: With as few rows or columns, or as short a sum, a product takes as long as it reads and writes its matrices.
 _NARROW = 64
 _WITHOUT_KERNEL = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+#: A GPU draws dropout in the kernel that multiplies by it; a CPU makes it before by these two.
+_IN_DROPOUT = {_aten.bernoulli_, _aten.div_}
 #: Operations that write their first argument without reading it.
 _OVERWRITE = {_aten.copy_, _aten.fill_, _aten.zero_, _aten.bernoulli_}
 #: Operations that read or write only some numbers of a table -> the table's place among their arguments.

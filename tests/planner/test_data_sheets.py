@@ -81,3 +81,11 @@ def test_what_an_operation_moves(run: Callable[[Tensor, Tensor], Any], expected:
     with torch.no_grad(), Tracker() as tracker, tracker.phase() as phase:
         run(x, y)
     assert phase.moved == 4 * expected
+
+
+@pytest.mark.parametrize(("as_on_gpu", "expected"), [(True, 3 * SIZE), (False, 6 * SIZE)])
+def test_a_gpu_draws_dropout_as_it_multiplies(as_on_gpu: bool, expected: int) -> None:
+    x = torch.ones(2, 128, 128)
+    with Tracker(as_on_gpu=as_on_gpu) as tracker, tracker.phase() as phase:
+        F.dropout(x, 0.1)
+    assert phase.moved == 4 * expected
