@@ -30,6 +30,7 @@ def test_on_emulated_devices(tmp_path: Path) -> None:
     """Of each kind of check one: in one process and in two, with one killed, and speed without its figures."""
     check_available()
     words = ["float64, 2 p", "a failed", "killed", "raised", "step, 2 processes", "sanitizer, 1", "profile", "speed"]
+    words += ["float64, weights and", "plan: activations"]
     only = [f"--only={word}" for word in words]
     done = checked("--emulated", "--quick", "--output", str(tmp_path), "--profile", str(tmp_path / "profiles"), *only)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,7 +41,7 @@ def test_on_emulated_devices(tmp_path: Path) -> None:
     assert found["passed"]
     assert len(found["environment"]["gpus"]) == 8
     results = {one["kind"]: one["result"] for one in found["checks"]}
-    assert results.keys() == {"exactness", "hang", "order", "waiting", "profile", "speed"}
+    assert results.keys() == {"exactness", "hang", "order", "waiting", "plan", "profile", "speed"}
     assert {name for name, result in results.items() if result == "skipped"} == {"order"}
     assert not [one for one in found["checks"] if one["result"] == "failed"]
     speed = {one["name"]: one["figures"] for one in found["checks"] if one["kind"] == "speed"}
