@@ -132,7 +132,7 @@ class Tracker(TorchDispatchMode):
             if weights is not None:
                 self._phase.moved += args[1].nbytes + weights.nbytes
                 args = args[0], weights
-            if not (self._as_on_gpu and func._overloadpacket in _IN_DROPOUT):
+            if not (self._as_on_gpu and func in _IN_DROPOUT):
                 self._phase.moved += moved_bytes(func._overloadpacket, args, kwargs, result, flops)
         return result
 
@@ -251,7 +251,7 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 _NARROW = 64
 _WITHOUT_KERNEL = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 #: A GPU draws dropout in the kernel that multiplies by it; a CPU makes it before by these two.
-_IN_DROPOUT = {_aten.bernoulli_, _aten.div_}
+_IN_DROPOUT = {_aten.bernoulli_.float, _aten.div_.Scalar}
 #: Operations that write their first argument without reading it.
 _OVERWRITE = {_aten.copy_, _aten.fill_, _aten.zero_, _aten.bernoulli_}
 #: Operations that read or write only some numbers of a table -> the table's place among their arguments.
