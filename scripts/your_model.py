@@ -272,7 +272,7 @@ fits. Every step has {batch} rows of 2,048 tokens in {batch} micro-batches (M = 
 |---|--:|---|
 {memory}
 
-A process has 98 % of the card's nominal memory, less half a GiB for the CUDA context. The rates are
+A process has 98 % of the card's nominal memory, less half a GiB for CUDA and its kernels. The rates are
 those of one card for all sizes up to 48 GB, so between columns only memory differs; the 80 GB column
 is of an A100 with NVLink. Another card changes the seconds, and hardly what fits.
 
@@ -280,10 +280,9 @@ is of an A100 with NVLink. Another card changes the seconds, and hardly what fit
 |---|---|
 {methods}
 
-Weights are bfloat16 in all three. Full fine-tuning with float32 master weights takes 20 bytes for each
-parameter. Leave the key out, and it takes 8: AdamW's state is then bfloat16 too, which rounds small
-updates away. QLoRA's seconds are LoRA's: the plan does not count the time in which a card turns 4 bits
-back into bfloat16.
+Weights are bfloat16 in all three. Full fine-tuning with float32 master weights takes 20 bytes for
+each parameter. Leave the key out, and it takes 8: AdamW's state is then bfloat16 too, which rounds
+small updates away.
 
 ## One row by hand
 

@@ -11,7 +11,7 @@ a deep model's layers are run in a short model, where the short model has a laye
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -95,15 +95,9 @@ class ModelLayers:
             KeyError: this model has none.
         """
         first: dict[Any, int] = {}
-        for index, alike in enumerate(self._alike()):
-            first.setdefault(alike, index)
-        return [first[alike] for alike in (whole or self)._alike()]
-
-    def _alike(self) -> Iterator[tuple[Any, frozenset[bool]]]:
-        """Of each layer what another one must share: the first block above frozen embeddings keeps less than the next,
-        since its input gets no gradient."""
         for index, made_of in enumerate(self.classes):
-            yield made_of, frozenset(self.wants_gradient(index).values() if index else ())
+            first.setdefault(made_of, index)
+        return [first[made_of] for made_of in (whole or self).classes]
 
     def wants_gradient(self, boundary: int) -> Mapping[str, bool]:
         """For each tensor that crosses a boundary, whether any layer that it depends on is trained."""
