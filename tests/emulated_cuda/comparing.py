@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig, T5Config
 
 from hf_gpipe import Pipeline
+from hf_gpipe.planner import measure
 from tests.emulated_cuda.processes import run_emulated
 from tests.oracle import VOCABULARY, padded_batch, plain_model, tiny_config
 
@@ -71,6 +72,11 @@ def outcome(config: PreTrainedConfig, device: str | Sequence[str], **of_pipeline
         pipe.zero_grad()
     numbers["evaluation"] = pipe.eval_step(batch).loss
     return Outcome(numbers, gradients, gathered(pipe, dict(pipe.named_parameters())))
+
+
+def make_products_small() -> None:
+    """Let the planner measure small products of matrices: those that are quick on a GPU take long here."""
+    measure._PRODUCT_SIZES["cuda"] = (64,)
 
 
 Ways = Sequence[Mapping[str, Any]]

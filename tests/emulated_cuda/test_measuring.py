@@ -19,7 +19,7 @@ from hf_gpipe.planner import measure
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.memory import peak_memory_bytes
-from tests.emulated_cuda.comparing import config_of
+from tests.emulated_cuda.comparing import config_of, make_products_small
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
 from tests.oracle import plain_model
 from tests.test_execution import decisions, measured
@@ -46,11 +46,6 @@ def planned() -> list[object]:
     make_products_small()
     assert measure.this_machine(torch.device("cuda:1")).name == "emulated CUDA device 1"
     return decisions()
-
-
-def make_products_small() -> None:
-    """A product of matrices that is quick on a GPU takes long here."""
-    measure._PRODUCT_SIZES["cuda"] = (64,)
 
 
 @on_emulated_cuda()

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from hf_gpipe.errors import StageError
 from hf_gpipe.planner import measure
 from hf_gpipe.planner.plan import Plan
+from tests.emulated_cuda.comparing import make_products_small
 from tests.gpu.checks import Check
 
 _GIB = 2**30
@@ -69,7 +70,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         return {"skipped": "bitsandbytes is not installed"}
     if job["emulated"]:
         case = tiny(case)
-        measure._PRODUCT_SIZES["cuda"] = (64,)
+        make_products_small()
     device = torch.device("cuda:0")
     torch.cuda.set_device(device)
     if case.weights_visit and not job["emulated"]:  # the host updates them

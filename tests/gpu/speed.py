@@ -13,7 +13,7 @@ from bench.report import Spread, paired
 from bench.settings import Case
 from bench.work import Work
 
-from hf_gpipe.planner import measure as planner_measure
+from tests.emulated_cuda.comparing import make_products_small
 from tests.gpu.checks import VARIABLES, Result
 from tests.gpu.peaks import peak_flops
 
@@ -45,8 +45,8 @@ class Comparison:
         runs: dict[str, list[Measured]] = {case.name: [] for case in self.cases}
         errors: dict[str, JobFailedError] = {}
         how = {"fork": self.emulated, "timeout_seconds": limit_seconds, "variables": VARIABLES}
-        if self.emulated:  # the planner's products of large matrices, quick on a GPU, would take most of the time
-            planner_measure._PRODUCT_SIZES["cuda"] = (64,)
+        if self.emulated:
+            make_products_small()
         start = time.monotonic()
         for rep in range(reps):
             for case in self.cases[:: -1 if rep % 2 else 1]:

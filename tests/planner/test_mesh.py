@@ -206,7 +206,7 @@ def test_a_faster_device_gets_more_layers() -> None:
 
 
 def _of_rows(memory_bytes: int, num_rows: int = 64, num_blocks: int = 8) -> Planner:
-    """What a block keeps grows with the rows of a micro-batch."""
+    """A model whose blocks keep more for each row of a micro-batch."""
 
     def costs_of(rows: int, _: int) -> list[ModelCosts]:
         sizes = {"boundary": rows * MIB, "saved": 64 * rows * MIB, "block_saved": 64 * rows * MIB}
