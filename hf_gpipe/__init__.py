@@ -12,28 +12,28 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # `as` tells type checkers that a name is public
     from hf_gpipe.adapters.transformer_size import transformer_config as transformer_config
+    from hf_gpipe.losses.custom import LogitsLoss as LogitsLoss
+    from hf_gpipe.losses.custom import RowLoss as RowLoss
+    from hf_gpipe.losses.distillation import DistillationLoss as DistillationLoss
+    from hf_gpipe.losses.embedding import EmbeddingLoss as EmbeddingLoss
+    from hf_gpipe.losses.loss import Loss as Loss
+    from hf_gpipe.losses.loss import LossInputs as LossInputs
+    from hf_gpipe.losses.loss import Reads as Reads
     from hf_gpipe.pipeline import Pipeline as Pipeline
     from hf_gpipe.recipe import PipelineConfig as PipelineConfig
-    from hf_gpipe.runtime.custom_loss import LogitsLoss as LogitsLoss
-    from hf_gpipe.runtime.custom_loss import RowLoss as RowLoss
-    from hf_gpipe.runtime.distillation import DistillationLoss as DistillationLoss
-    from hf_gpipe.runtime.loss import Loss as Loss
-    from hf_gpipe.runtime.loss import LossInputs as LossInputs
-    from hf_gpipe.runtime.loss import Reads as Reads
+    from hf_gpipe.trainers.dpo import PipelineDPOConfig as PipelineDPOConfig
+    from hf_gpipe.trainers.dpo import PipelineDPOTrainer as PipelineDPOTrainer
+    from hf_gpipe.trainers.embeddings import PipelineEmbeddingConfig as PipelineEmbeddingConfig
+    from hf_gpipe.trainers.embeddings import PipelineEmbeddingTrainer as PipelineEmbeddingTrainer
+    from hf_gpipe.trainers.grpo import PipelineGRPOConfig as PipelineGRPOConfig
+    from hf_gpipe.trainers.grpo import PipelineGRPOTrainer as PipelineGRPOTrainer
+    from hf_gpipe.trainers.kto import PipelineKTOConfig as PipelineKTOConfig
+    from hf_gpipe.trainers.kto import PipelineKTOTrainer as PipelineKTOTrainer
+    from hf_gpipe.trainers.reward import PipelineRewardConfig as PipelineRewardConfig
+    from hf_gpipe.trainers.reward import PipelineRewardTrainer as PipelineRewardTrainer
+    from hf_gpipe.trainers.sft import PipelineSFTTrainer as PipelineSFTTrainer
+    from hf_gpipe.trainers.sft_config import PipelineSFTConfig as PipelineSFTConfig
     from hf_gpipe.training.arguments import PipelineTrainingArguments as PipelineTrainingArguments
-    from hf_gpipe.training.dpo import PipelineDPOConfig as PipelineDPOConfig
-    from hf_gpipe.training.dpo import PipelineDPOTrainer as PipelineDPOTrainer
-    from hf_gpipe.training.embedding_loss import EmbeddingLoss as EmbeddingLoss
-    from hf_gpipe.training.embeddings import PipelineEmbeddingConfig as PipelineEmbeddingConfig
-    from hf_gpipe.training.embeddings import PipelineEmbeddingTrainer as PipelineEmbeddingTrainer
-    from hf_gpipe.training.grpo import PipelineGRPOConfig as PipelineGRPOConfig
-    from hf_gpipe.training.grpo import PipelineGRPOTrainer as PipelineGRPOTrainer
-    from hf_gpipe.training.kto import PipelineKTOConfig as PipelineKTOConfig
-    from hf_gpipe.training.kto import PipelineKTOTrainer as PipelineKTOTrainer
-    from hf_gpipe.training.reward import PipelineRewardConfig as PipelineRewardConfig
-    from hf_gpipe.training.reward import PipelineRewardTrainer as PipelineRewardTrainer
-    from hf_gpipe.training.sft import PipelineSFTTrainer as PipelineSFTTrainer
-    from hf_gpipe.training.sft_config import PipelineSFTConfig as PipelineSFTConfig
     from hf_gpipe.training.trainer import PipelineTrainer as PipelineTrainer
 
 __version__ = "0.1.0"
@@ -42,18 +42,18 @@ _NAMES_OF = {
     "adapters.transformer_size": ("transformer_config",),
     "pipeline": ("Pipeline",),
     "recipe": ("PipelineConfig",),
-    "runtime.custom_loss": ("LogitsLoss", "RowLoss"),
-    "runtime.distillation": ("DistillationLoss",),
-    "runtime.loss": ("Loss", "LossInputs", "Reads"),
+    "losses.custom": ("LogitsLoss", "RowLoss"),
+    "losses.distillation": ("DistillationLoss",),
+    "losses.loss": ("Loss", "LossInputs", "Reads"),
     "training.arguments": ("PipelineTrainingArguments",),
-    "training.dpo": ("PipelineDPOConfig", "PipelineDPOTrainer"),
-    "training.embedding_loss": ("EmbeddingLoss",),
-    "training.embeddings": ("PipelineEmbeddingConfig", "PipelineEmbeddingTrainer"),
-    "training.grpo": ("PipelineGRPOConfig", "PipelineGRPOTrainer"),
-    "training.kto": ("PipelineKTOConfig", "PipelineKTOTrainer"),
-    "training.reward": ("PipelineRewardConfig", "PipelineRewardTrainer"),
-    "training.sft": ("PipelineSFTTrainer",),
-    "training.sft_config": ("PipelineSFTConfig",),
+    "trainers.dpo": ("PipelineDPOConfig", "PipelineDPOTrainer"),
+    "losses.embedding": ("EmbeddingLoss",),
+    "trainers.embeddings": ("PipelineEmbeddingConfig", "PipelineEmbeddingTrainer"),
+    "trainers.grpo": ("PipelineGRPOConfig", "PipelineGRPOTrainer"),
+    "trainers.kto": ("PipelineKTOConfig", "PipelineKTOTrainer"),
+    "trainers.reward": ("PipelineRewardConfig", "PipelineRewardTrainer"),
+    "trainers.sft": ("PipelineSFTTrainer",),
+    "trainers.sft_config": ("PipelineSFTConfig",),
     "training.trainer": ("PipelineTrainer",),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _NAMES_OF.items() for name in names}

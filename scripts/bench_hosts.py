@@ -32,11 +32,11 @@ import transformers
 from bench.models import llama
 from bench.planned import CPU, Case, planned, profile, tiny, train_pipeline
 from bench.runner import parser as numbers_parser
+from hf_gpipe.planner.costs.costs.measure import this_machine
 
-from hf_gpipe.planner.links import cluster_of, measure_machines
-from hf_gpipe.planner.measure import this_machine
+from hf_gpipe.job.world import World
+from hf_gpipe.planner.machines.links import cluster_of, measure_machines
 from hf_gpipe.planner.traffic import traffic
-from hf_gpipe.runtime.world import World
 from scripts.emulated_hosts import Hosts, why_not
 
 PORT = 29500

@@ -43,11 +43,11 @@ from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
-from hf_gpipe.adapters.weight_gradients import Product
+from hf_gpipe.adapters.modules.weight_gradients import Product
+from hf_gpipe.losses.loss import TokenLoss
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.runtime import stage as stage_module
 from hf_gpipe.runtime.channel import LocalChannel
-from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import Context, Cutting, make_micro_batches
 from hf_gpipe.runtime.stage import Stage
 

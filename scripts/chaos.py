@@ -42,8 +42,8 @@ from hf_gpipe.checkpoint import directory, save, state
 from hf_gpipe.checkpoint.directory import checkpoints, last_checkpoint, step_of
 from hf_gpipe.checkpoint.together import PATIENCE
 from hf_gpipe.errors import EXIT_STOPPED
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime import batches, generation, stage
-from hf_gpipe.runtime.world import World
 from hf_gpipe.train import main as train
 from hf_gpipe.training import loader, updates
 from scripts.emulated_hosts import is_running

@@ -43,7 +43,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 
 from hf_gpipe.checkpoint import state
 from hf_gpipe.commands.launch import main as launch
-from hf_gpipe.runtime.job import ENDING, WORK_VARIABLE, Job, read_note
+from hf_gpipe.job.job import ENDING, WORK_VARIABLE, Job, read_note
 from hf_gpipe.train import main as train
 from scripts import chaos, forked, tiny_run
 from scripts.emulated_hosts import Hosts, why_not

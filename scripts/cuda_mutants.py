@@ -243,7 +243,7 @@ MUTANTS = (
     ),
     Mutant(
         "processes keep the first device as current",
-        "runtime/device_choice.py",
+        "job/device_choice.py",
         "torch.cuda.set_device(torch.device(devices[0]))",
         "pass",
         "every process takes memory on the first device",
@@ -343,7 +343,7 @@ MUTANTS = (
     ),
     Mutant(
         "mini-batches on a device are read early",
-        "runtime/wire.py",
+        "job/wire.py",
         "tensor.cpu().clone(",
         'tensor.to("cpu", non_blocking=True).clone(',
         STALE_COPY,
@@ -442,7 +442,7 @@ MUTANTS = (
     ),
     Mutant(
         "random numbers of the first device",
-        "adapters/dropout.py",
+        "adapters/modules/dropout.py",
         "return torch.cuda.default_generators[index]",
         "return torch.cuda.default_generators[0]",
         "dropout depends on the device",

@@ -25,8 +25,8 @@ from mesh_losses import logged
 from peft import LoraConfig
 
 from hf_gpipe import Pipeline
+from hf_gpipe.losses.preference import PreferenceLoss
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
-from hf_gpipe.training.preference_loss import PreferenceLoss
 from tests.oracle import padded_batch, plain_model, tiny_config
 
 STEPS, ROWS = 20, 8

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from hf_gpipe.planner.costs.costs.layers import ModelLayers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -34,14 +35,13 @@ from transformers.models.auto.modeling_auto import (
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.families import EXACT, REFUSED, UNREAD
 from hf_gpipe.adapters.image_text import FORMS
+from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text import TextAdapter
-from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model.chunks import verify_chunks
 from hf_gpipe.model.clone import turn_randomness_off
 from hf_gpipe.model.exactness import CloneError, compare
 from hf_gpipe.model.tensor_parallel import verify_division
-from hf_gpipe.planner.layers import ModelLayers
 from hf_gpipe.runtime.chunks import check_chunks
 
 REPORT = Path(__file__).parents[1] / "docs" / "families.md"

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from hf_gpipe.planner.costs.costs.measure import this_machine
 
-from hf_gpipe.planner.measure import this_machine
-from hf_gpipe.runtime import launch
+from hf_gpipe.job import launch
 from hf_gpipe.train import main as train
 
 
 class Forked:
-    """A process forked off this one, with what `hf_gpipe.runtime.supervise` needs of subprocess.Popen."""
+    """A process forked off this one, with what `hf_gpipe.job.supervise` needs of subprocess.Popen."""
 
     def __init__(self, function: Callable[[], int], log: Path | None = None) -> None:
         self._exit_code: int | None = None
@@ -84,7 +84,7 @@ def train_forked(
 
 
 def fork_ahead(worker: Callable[[int], int], folder: Path, num_processes: int) -> None:
-    """Fork the processes that `hf_gpipe.runtime.launch` will start: they call `worker` with their rank.
+    """Fork the processes that `hf_gpipe.job.launch` will start: they call `worker` with their rank.
 
     They are forked before the launcher starts a thread, whose locks they would inherit, and wait for their environment.
     Their numbers are written to the file `pids` in the folder.
@@ -136,7 +136,12 @@ def import_ahead(num_processes: int) -> None:
     """Let the processes that are forked from this one find what a training imports late, and how fast this machine is
     where so many processes compute."""
     torch.set_num_threads(1)
-    for module in ("hf_gpipe.training.job", "matplotlib.backends.backend_agg", "matplotlib.font_manager", "sacrebleu"):
+    for module in (
+        "hf_gpipe.from_recipe.job",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.font_manager",
+        "sacrebleu",
+    ):
         importlib.import_module(module)
     this_machine(torch.device("cpu"), num_processes)
 

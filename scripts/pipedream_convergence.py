@@ -25,11 +25,11 @@ from bench.report import table
 
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.data import PairCollator
+from hf_gpipe.from_recipe.checks import loss_of, tokenizer_of
+from hf_gpipe.from_recipe.model import model_config
+from hf_gpipe.from_recipe.tasks import task_of
+from hf_gpipe.from_recipe.trainer import arguments_of
 from hf_gpipe.recipe import load_recipe
-from hf_gpipe.training.from_recipe import loss_of, tokenizer_of
-from hf_gpipe.training.recipe_model import model_config
-from hf_gpipe.training.recipe_trainer import arguments_of
-from hf_gpipe.training.tasks import task_of
 
 #: Of all runs. Embedding and head are on different stages, which an asynchronous schedule trains apart.
 SMALL = (

@@ -19,13 +19,13 @@ from transformers import TrainingArguments
 from hf_gpipe.commands import check, generate, launch, merge, plan
 from hf_gpipe.commands.train import USAGE
 from hf_gpipe.errors import EXIT_USER_ERROR
-from hf_gpipe.planner.devices import DEVICES, LINKS
+from hf_gpipe.planner.machines.devices import DEVICES, LINKS
 from hf_gpipe.recipe.fields import SECTIONS
 from hf_gpipe.recipe.help import default_text, kinds_text, recipe_help
 from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.words import describe
+from hf_gpipe.trainers.sft_config import PipelineSFTConfig
 from hf_gpipe.training.arguments import PipelineTrainingArguments
-from hf_gpipe.training.sft_config import PipelineSFTConfig
 from hf_gpipe.training.supported import BITSANDBYTES_OPTIMIZERS, HARMLESS_ARGUMENTS, OPTIMIZERS, REFUSED
 from hf_gpipe.training.surface import FIXED, READ_ONLY
 from hf_gpipe.training.surface import REFUSED as SURFACE_REFUSED

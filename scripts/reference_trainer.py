@@ -36,11 +36,11 @@ from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.commands.base import Parser, run_command
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import UserError
+from hf_gpipe.from_recipe.checks import loss_of
+from hf_gpipe.from_recipe.model import model_config
+from hf_gpipe.from_recipe.tasks import task_of
+from hf_gpipe.from_recipe.trainer import arguments_of
 from hf_gpipe.recipe import Recipe, load_recipe
-from hf_gpipe.training.from_recipe import loss_of
-from hf_gpipe.training.recipe_model import model_config
-from hf_gpipe.training.recipe_trainer import arguments_of
-from hf_gpipe.training.tasks import task_of
 
 Batch = Mapping[str, torch.Tensor]
 #: Of the run's arguments, those that decide an update.

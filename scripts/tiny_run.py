@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from hf_gpipe.data import train_tokenizer
 from hf_gpipe.data.tokenizer import read_tokenizer
+from hf_gpipe.from_recipe.job import check_recipe
+from hf_gpipe.from_recipe.model import model_config, spec_of
 from hf_gpipe.model.opening import adapter_of
 from hf_gpipe.recipe import load_recipe
-from hf_gpipe.training.job import check_recipe
-from hf_gpipe.training.recipe_model import model_config, spec_of
 
 #: How long the processes of the recipe wait for a message.
 TIMEOUT_SECONDS = 8

@@ -12,10 +12,10 @@ import argparse
 
 from hf_gpipe.data.teacher_file import write_top_k
 from hf_gpipe.errors import RecipeError
+from hf_gpipe.from_recipe.model import named_teacher
+from hf_gpipe.from_recipe.tasks import task_of
+from hf_gpipe.from_recipe.teaching import teacher_alone, top_k_of
 from hf_gpipe.recipe import load_recipe
-from hf_gpipe.training.recipe_model import named_teacher
-from hf_gpipe.training.tasks import task_of
-from hf_gpipe.training.teaching import teacher_alone, top_k_of
 
 
 def main(argv: list[str] | None = None) -> None:

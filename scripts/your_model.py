@@ -17,9 +17,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from hf_gpipe.planner.search.search.choose import best_plan
+
 from hf_gpipe.commands.plan import read_request
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.choose import best_plan
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.recipe import PipelineConfig
 
@@ -57,7 +58,7 @@ PUBLISHED = {
     "70b": "Llama-3-70B",
 }
 WORDS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
-#: The driver reports less than a card's name says, and a CUDA context takes a part (hf_gpipe/planner/devices.py).
+#: The driver reports less than a card's name says, and a CUDA context takes a part (planner/machines/devices.py).
 USABLE_SHARE, CONTEXT_GIB = 0.98, 0.5
 
 

@@ -104,10 +104,10 @@ def no_prediction() -> Iterator[None]:
 def leave_out(patch: pytest.MonkeyPatch) -> None:
     """Let runs say nothing of the planner's prediction, measure one step in place of five, and draw no timeline.
 
-    tests/training/test_cost.py, test_timeline.py and tests/schedule/test_draw.py have their tests, and the command that
-    tests start as a user does has all of it.
+    tests/from_recipe/test_cost.py, test_timeline.py and tests/schedule/test_draw.py have their tests, and the command
+    that tests start as a user does has all of it.
     """
-    from hf_gpipe.training import cost, job
+    from hf_gpipe.from_recipe import cost, job
 
     patch.setattr(cost, "_predicted", lambda pipe, batches: {})
     patch.setattr(job, "measure_step", partial(job.measure_step, repeats=1))

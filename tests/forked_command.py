@@ -1,7 +1,7 @@
 """Commands and programs in processes that are forked from one that has imported everything: they start in no time.
 
 `python -m hf_gpipe.train` itself, as a user starts it, is run by tests/test_train.py and tests/test_malformed.py, and
-a script whose exceptions the interpreter tells by tests/runtime/test_start.py.
+a script whose exceptions the interpreter tells by tests/job/test_start.py.
 """
 
 from __future__ import annotations

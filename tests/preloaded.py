@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import product
 
 NAMES = (
-    *("hf_gpipe.training.job", "hf_gpipe.planner.decide", "tests.oracle", "tests.training.toy", "scripts.forked"),
+    *("hf_gpipe.from_recipe.job", "hf_gpipe.planner.decide", "tests.oracle", "tests.training.toy", "scripts.forked"),
     *("pytest", "hypothesis", "matplotlib.backends.backend_agg", "sacrebleu", "sacrebleu.tokenizers.tokenizer_13a"),
     *(
         f"transformers.models.{name}.modeling_{name}"

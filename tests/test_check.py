@@ -23,9 +23,9 @@ from transformers import (
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for, families, stubs
-from hf_gpipe.adapters.structure import unlike_default
-from hf_gpipe.adapters.tiny import tiny_config
-from hf_gpipe.adapters.weight_gradients import Product
+from hf_gpipe.adapters.modules.weight_gradients import Product
+from hf_gpipe.adapters.observation.structure import unlike_default
+from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.commands import check
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model import exactness

@@ -274,7 +274,7 @@ def test_a_job_that_is_started_again_without_a_lost_machine_goes_on_with_those_l
 
 STUCK = """
 import ctypes, os, signal, sys, threading, time
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 from hf_gpipe.training.stopping import StopRequest
 with StopRequest(World.of_job(), float(sys.argv[2])):
     print("ready", flush=True)
@@ -310,8 +310,8 @@ def test_a_step_that_does_not_end_is_not_waited_for(where: str, why: str, tmp_pa
 
 ENDED_EARLY = """
 import os, signal, subprocess, sys, time
-from hf_gpipe.runtime import failures
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job import failures
+from hf_gpipe.job.world import World
 from hf_gpipe.training.stopping import StopRequest
 with StopRequest(World.of_job(), 60.0) as request:
     child = subprocess.Popen(["true"])
@@ -335,7 +335,7 @@ def test_a_process_that_looks_for_advice_is_told_to_end(what: str, told: str, tm
 def test_the_handlers_are_given_back(tmp_path: Path) -> None:
     program = """
 import os, signal
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 from hf_gpipe.training.stopping import StopRequest
 before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 with StopRequest(World.of_job(), 5.0) as request:

@@ -28,6 +28,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("recipe",),
     ("strict_json",),
     ("adapters",),
+    ("losses",),
+    ("job",),
     ("runtime",),
     ("checkpoint",),
     ("model",),
@@ -35,6 +37,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pipeline",),
     ("data",),
     ("training",),
+    ("trainers",),
+    ("from_recipe",),
     ("commands",),
     ("train",),
     ("__main__",),
@@ -133,7 +137,7 @@ def test_the_upper_layers_name_neither_torch_nor_transformers() -> None:
 def test_the_upper_layers_load_neither_torch_nor_transformers_and_the_launcher_no_transformers() -> None:
     """A process that only starts others would otherwise spend seconds on importing it."""
     upper = ", ".join(f"{PACKAGE}.{name}" for name in WITHOUT_TORCH)
-    launcher = f"{PACKAGE}.train, {PACKAGE}.runtime.launch"
+    launcher = f"{PACKAGE}.train, {PACKAGE}.job.launch"
     loaded = f"print(sorted({HEAVY!r} & set(sys.modules)))"
     finished = subprocess.run(
         [sys.executable, "-c", f"import sys, {upper}; {loaded}; import {launcher}; {loaded}"],

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hf_gpipe.commands import train
 from hf_gpipe.commands.launch import main
 from hf_gpipe.commands.launch_file import ENGINES
-from hf_gpipe.runtime.started import first_node, of_srun, tasks_per_node
+from hf_gpipe.job.started import first_node, of_srun, tasks_per_node
 from scripts import tiny_run
 from tests import gloo
 from tests.conftest import leave_out

@@ -16,10 +16,10 @@ from transformers import LlamaForCausalLM
 
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.errors import CheckpointError, RecipeError, UnsupportedModelError, UserError
+from hf_gpipe.from_recipe.checks import check_model
+from hf_gpipe.from_recipe.model import model_config
 from hf_gpipe.recipe import load_recipe
 from hf_gpipe.train import main
-from hf_gpipe.training.from_recipe import check_model
-from hf_gpipe.training.recipe_model import model_config
 from tests.gloo import run_gloo
 from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 from tests.test_peft import adapted_model, lora

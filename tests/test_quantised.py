@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_gpipe.planner.costs.costs.layers import LayerTracer, ModelLayers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -19,15 +20,15 @@ from transformers import (
 )
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters import adapter_for, quantised
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters.modules import quantised
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.errors import UnsupportedModelError, UserError
-from hf_gpipe.planner.layers import LayerTracer, ModelLayers
+from hf_gpipe.from_recipe.checks import check_model
+from hf_gpipe.losses.loss import TokenLoss
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
-from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.runtime.micro_batch import split_rows
-from hf_gpipe.training.from_recipe import check_model
 from scripts.bench.models import quantisation
 from tests.gloo import run_gloo
 from tests.oracle import Result, padded_batch, run_pipeline

@@ -12,19 +12,19 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hf_gpipe.planner.costs.costs.layers import LayerTracer
 from PIL import Image
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from examples import digit_questions
 from hf_gpipe.commands import plan
 from hf_gpipe.data import train_tokenizer
-from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.from_recipe import job
+from hf_gpipe.from_recipe.checks import check_model
+from hf_gpipe.job.job import Job
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import SEQUENCE_KINDS, load_recipe
 from hf_gpipe.recipe.data import CLASSIFIER_KINDS, PAIRED_KINDS
-from hf_gpipe.runtime.job import Job
-from hf_gpipe.training import job
-from hf_gpipe.training.from_recipe import check_model
 from scripts.write_teacher import main as write_teacher
 from tests.data import hub_directories
 

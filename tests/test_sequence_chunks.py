@@ -15,8 +15,8 @@ from peft import LoraConfig
 from transformers import MistralConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline, RowLoss
-from hf_gpipe.adapters import lower_right
-from hf_gpipe.adapters.lower_right import LowerRightMask
+from hf_gpipe.adapters.attention import lower_right
+from hf_gpipe.adapters.attention.lower_right import LowerRightMask
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, ScheduleError, UnsupportedModelError, UserError
 from hf_gpipe.model.clone import Batch, exact_clone

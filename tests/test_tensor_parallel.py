@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig
 
 from hf_gpipe import DistillationLoss, Pipeline
 from hf_gpipe.errors import UserError
+from hf_gpipe.losses.custom import LogitsLoss, RowLoss
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.runtime.custom_loss import LogitsLoss, RowLoss
 from scripts.bench.models import quantisation
 from tests.gloo import run_gloo
 from tests.oracle import Batch, Result, assert_same, padded_batch, plain_model, run_plain, tiny_config

@@ -381,7 +381,7 @@ def test_a_replica_without_a_micro_batch_is_told_before_any_process_starts(
 def test_many_processes_are_not_started_for_an_error(
     words: list[str], message: str, recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_gpipe.runtime.launch.launch", lambda *_, **__: pytest.fail("processes are started"))
+    monkeypatch.setattr("hf_gpipe.job.launch.launch", lambda *_, **__: pytest.fail("processes are started"))
     assert main([str(recipe), *words]) == 2
     assert re.fullmatch(rf"error: .*{message}.*\n", capsys.readouterr().err)
 

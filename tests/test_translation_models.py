@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from hf_gpipe.planner.costs.costs.layers import LayerTracer
 from torch.nn import functional as F
 from transformers import MixtralConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline, PipelineTrainer, transformer_config
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.layers import LayerTracer
+from hf_gpipe.from_recipe import job
+from hf_gpipe.from_recipe.checks import check_model
+from hf_gpipe.from_recipe.model import model_config
+from hf_gpipe.job.device_choice import world_for
+from hf_gpipe.losses.loss import PLAIN, TokenLoss
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
-from hf_gpipe.runtime.device_choice import world_for
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
-from hf_gpipe.training import job
-from hf_gpipe.training.from_recipe import check_model
-from hf_gpipe.training.recipe_model import model_config
 from tests.oracle import (
     VOCABULARY,
     Batch,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_gpipe.planner.search.search.choose import best_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -19,13 +20,12 @@ from transformers import GPT2Config, T5Config
 from hf_gpipe import LogitsLoss, Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import ScheduleError, UserError
-from hf_gpipe.planner.choose import best_plan
-from hf_gpipe.planner.devices import device
+from hf_gpipe.losses.loss import TokenLoss
+from hf_gpipe.planner.machines.devices import device
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import divided_head
-from hf_gpipe.runtime.loss import TokenLoss
 from hf_gpipe.schedule import DIVIDED_HEAD, Costs, Schedule, build, check_table, simulate
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages

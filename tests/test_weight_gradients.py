@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hf_gpipe.planner.costs.costs.layers import LayerTracer
 from torch import nn
 from torch.nn import functional as F
 from transformers import Gemma2Config, GPT2Config, MixtralConfig, PreTrainedConfig, PreTrainedModel, T5Config
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters.linear import hand_over
-from hf_gpipe.adapters.weight_gradients import WeightGradients, kept_bytes
+from hf_gpipe.adapters.modules.linear import hand_over
+from hf_gpipe.adapters.modules.weight_gradients import WeightGradients, kept_bytes
 from hf_gpipe.errors import StageError, UserError
-from hf_gpipe.planner.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime import replicas
 from hf_gpipe.schedule import Action, Placement, Schedule, build, check_table

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters.autocast import Autocast
-from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.layers import Layer, Stack, StackName
-from hf_gpipe.adapters.patches import Patch
+from hf_gpipe.adapters.modules.autocast import Autocast
+from hf_gpipe.adapters.modules.head import FoundProjection
+from hf_gpipe.adapters.modules.patches import Patch
+from hf_gpipe.adapters.modules.quantised import Quantisation
+from hf_gpipe.adapters.modules.routers import Router, RouterPort
 from hf_gpipe.adapters.peft import PeftAdapter
-from hf_gpipe.adapters.quantised import Quantisation
-from hf_gpipe.adapters.routers import Router, RouterPort
 from hf_gpipe.adapters.stubs import Port
 from hf_gpipe.errors import DataError
 

@@ -23,16 +23,16 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.auto_classes import IMAGE_CLASSIFICATION
-from hf_gpipe.adapters.autocast import Autocast, scope_of
 from hf_gpipe.adapters.base import Adapter, Inputs, Stage, Tensors
-from hf_gpipe.adapters.batch_norm import hold_averages
 from hf_gpipe.adapters.chain_layers import find_layers, parts_of_sequential
 from hf_gpipe.adapters.classifiers import ONE_CLASS, check_labels, check_range, problem_of
-from hf_gpipe.adapters.head import FoundProjection
 from hf_gpipe.adapters.layers import Layer
-from hf_gpipe.adapters.observations import Observations, Shapes
-from hf_gpipe.adapters.observed import Observed, observe, text_of
-from hf_gpipe.adapters.skeleton import copy_with_stubs
+from hf_gpipe.adapters.modules.autocast import Autocast, scope_of
+from hf_gpipe.adapters.modules.batch_norm import hold_averages
+from hf_gpipe.adapters.modules.head import FoundProjection
+from hf_gpipe.adapters.observation.observations import Observations, Shapes
+from hf_gpipe.adapters.observation.observed import Observed, observe, text_of
+from hf_gpipe.adapters.observation.skeleton import copy_with_stubs
 from hf_gpipe.adapters.stubs import Port
 from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from hf_gpipe.adapters.layers import Layer
-from hf_gpipe.adapters.observed import observe
+from hf_gpipe.adapters.observation.observed import observe
 from hf_gpipe.errors import UnsupportedModelError
 
 

@@ -8,9 +8,9 @@ from collections.abc import Container, Mapping, Sequence
 
 import torch
 
+from hf_gpipe.adapters.attention.documents import Documents, is_flash
+from hf_gpipe.adapters.attention.known_mask import KnownMask
 from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Stage, Tensors
-from hf_gpipe.adapters.documents import Documents, is_flash
-from hf_gpipe.adapters.known_mask import KnownMask
 from hf_gpipe.adapters.layers import Layer, StackName
 from hf_gpipe.adapters.packing import used_columns
 from hf_gpipe.adapters.text import TextAdapter

@@ -21,7 +21,7 @@ from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, RowImages, Stage, Tens
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.image_entries import ImageEntries, ImagesInOrder, ImagesOfGrids, ImagesOfRows
 from hf_gpipe.adapters.layers import Layer
-from hf_gpipe.adapters.skeleton import Blueprint
+from hf_gpipe.adapters.observation.skeleton import Blueprint
 from hf_gpipe.errors import DataError, UnsupportedModelError
 
 #: By model_type the form of the images, of the families whose features are those of one forward of the tower.

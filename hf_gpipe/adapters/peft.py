@@ -20,8 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
-from hf_gpipe.adapters.head import FoundProjection
-from hf_gpipe.adapters.skeleton import NoRandomValues
+from hf_gpipe.adapters.modules.head import FoundProjection
+from hf_gpipe.adapters.observation.skeleton import NoRandomValues
 from hf_gpipe.adapters.stubs import STUBS
 from hf_gpipe.errors import UnsupportedModelError, UserError
 

@@ -14,24 +14,24 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_gpipe.adapters.autocast import scope_of
+from hf_gpipe.adapters.attention.document_positions import is_position_table, number_anew
+from hf_gpipe.adapters.attention.position_tables import share_tables, strip_weights
 from hf_gpipe.adapters.base import Adapter, Inputs, Tensors
-from hf_gpipe.adapters.batch_norm import BatchNorms
-from hf_gpipe.adapters.document_positions import is_position_table, number_anew
-from hf_gpipe.adapters.dropout import DropoutSeeds, default_generator, key
-from hf_gpipe.adapters.head import DeferredLogits, Projection
-from hf_gpipe.adapters.intercept import extend_class
 from hf_gpipe.adapters.layers import Layer
-from hf_gpipe.adapters.linear import hand_over
-from hf_gpipe.adapters.position_tables import share_tables, strip_weights
-from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
+from hf_gpipe.adapters.modules.autocast import scope_of
+from hf_gpipe.adapters.modules.batch_norm import BatchNorms
+from hf_gpipe.adapters.modules.dropout import DropoutSeeds, default_generator, key
+from hf_gpipe.adapters.modules.head import DeferredLogits, Projection
+from hf_gpipe.adapters.modules.intercept import extend_class
+from hf_gpipe.adapters.modules.linear import hand_over
+from hf_gpipe.adapters.modules.routers import ChunkRouters, RouterPort, complete
+from hf_gpipe.adapters.modules.weight_gradients import WeightGradients
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, replace_tensor
 from hf_gpipe.adapters.tensor_parallel.masks import dropout_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.tensor_parallel.split import Division
-from hf_gpipe.adapters.weight_gradients import WeightGradients
 from hf_gpipe.errors import UserError
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_gpipe.adapters.dropout import DropoutSeeds
-from hf_gpipe.adapters.intercept import hidden_of, intercept, with_hidden
 from hf_gpipe.adapters.layers import StackName
+from hf_gpipe.adapters.modules.dropout import DropoutSeeds
+from hf_gpipe.adapters.modules.intercept import hidden_of, intercept, with_hidden
 
 
 class Port:

@@ -11,17 +11,17 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import packing
-from hf_gpipe.adapters.autocast import Autocast
+from hf_gpipe.adapters.attention.document_positions import is_position_table
+from hf_gpipe.adapters.attention.known_mask import with_known_masks
+from hf_gpipe.adapters.attention.position_tables import shared_tables
 from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter, Inputs, Tensors
 from hf_gpipe.adapters.batch_keys import OF_LOSSES, check_keys
-from hf_gpipe.adapters.document_positions import is_position_table
-from hf_gpipe.adapters.known_mask import with_known_masks
 from hf_gpipe.adapters.layers import Layer, StackName
-from hf_gpipe.adapters.position_tables import shared_tables
-from hf_gpipe.adapters.probe import observe_family
-from hf_gpipe.adapters.quantised import Quantisation
-from hf_gpipe.adapters.routers import find_routers
-from hf_gpipe.adapters.skeleton import Blueprint, build_skeleton, copy_with_stubs, has_closures
+from hf_gpipe.adapters.modules.autocast import Autocast
+from hf_gpipe.adapters.modules.quantised import Quantisation
+from hf_gpipe.adapters.modules.routers import find_routers
+from hf_gpipe.adapters.observation.probe import observe_family
+from hf_gpipe.adapters.observation.skeleton import Blueprint, build_skeleton, copy_with_stubs, has_closures
 from hf_gpipe.adapters.stubs import EmbeddingStub, PassThrough, Port
 from hf_gpipe.errors import DataError, UserError
 

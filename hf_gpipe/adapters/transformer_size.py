@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_gpipe.adapters.skeleton import Blueprint, build_skeleton
+from hf_gpipe.adapters.observation.skeleton import Blueprint, build_skeleton
 from hf_gpipe.recipe.transformer import with_transformer
 
 PAPER_SIZES = {

@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.job import available_cores
+from hf_gpipe.job.job import available_cores
 
 DIGESTS_FILE = "hf_gpipe_digests.json"
 FORMAT = 1

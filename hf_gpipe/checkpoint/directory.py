@@ -23,7 +23,7 @@ from hf_gpipe.checkpoint.save import make_directory, replace_directory
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, has_state, read_state, read_trainer_state
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from hf_gpipe.checkpoint.save import replace_directory
 from hf_gpipe.checkpoint.state import read_state, read_trainer_state
 from hf_gpipe.checkpoint.together import write_together
 from hf_gpipe.errors import CheckpointError, MessageError
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from uuid import uuid4
 
 from hf_gpipe.errors import EXIT_USER_ERROR, CheckpointError, UserError
-from hf_gpipe.runtime import failures
-from hf_gpipe.runtime.facts import boot_id
-from hf_gpipe.runtime.failures import Failure
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job import failures
+from hf_gpipe.job.facts import boot_id
+from hf_gpipe.job.failures import Failure
+from hf_gpipe.job.world import World
 
 LOCK_FILE = ".hf_gpipe.lock"
 #: How often the owner touches its file, and after how long without that an owner on another machine is gone.

@@ -23,7 +23,7 @@ from hf_gpipe.checkpoint.save import make_directory, prepare_files, publish_file
 from hf_gpipe.checkpoint.save import write_configuration as write_model_configuration
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError, UserError
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 
 WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 

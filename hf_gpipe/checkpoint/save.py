@@ -25,8 +25,8 @@ from hf_gpipe.checkpoint.copies import Files, PendingWrite
 from hf_gpipe.checkpoint.digests import Entry
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.wire import sendable
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.wire import sendable
+from hf_gpipe.job.world import World
 
 #: File names of shards, written by transformers or by this module. Other files named model-... belong to the user.
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")

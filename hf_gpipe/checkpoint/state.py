@@ -32,9 +32,9 @@ from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.run_state import Progress, RunState
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
+from hf_gpipe.job.world import World
 from hf_gpipe.recipe.words import show
 from hf_gpipe.runtime.shards import Shards
-from hf_gpipe.runtime.world import World
 
 FOLDER, STATE_FILE = "training_state", "state.json"
 #: Of transformers' trainer.

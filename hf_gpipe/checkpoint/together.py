@@ -9,7 +9,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 
 Value = TypeVar("Value")
 

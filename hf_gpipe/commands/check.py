@@ -36,13 +36,13 @@ def _check(options: argparse.Namespace) -> int:
         import transformers
 
         from hf_gpipe.adapters.auto_classes import IMAGE_CLASSIFICATION
-        from hf_gpipe.adapters.quantised import find_quantisation
+        from hf_gpipe.adapters.modules.quantised import find_quantisation
         from hf_gpipe.checkpoint.configuration import read_config
         from hf_gpipe.model.exactness import CloneError, compare
 
     num_stages = 3
     if options.model.endswith((".yaml", ".yml")):
-        from hf_gpipe.training.recipe_model import model_config
+        from hf_gpipe.from_recipe.model import model_config
 
         trusting = ["model.trust_remote_code=true"] if options.trust_remote_code else []
         recipe = load_recipe(options.model, [*options.overrides, *trusting])

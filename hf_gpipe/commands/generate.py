@@ -53,9 +53,9 @@ def _generate(args: argparse.Namespace) -> int:
         import torch
 
         from hf_gpipe.data.tokenizer import read_tokenizer
+        from hf_gpipe.job.agreement import compare
+        from hf_gpipe.job.joining import join_job
         from hf_gpipe.pipeline import Pipeline
-        from hf_gpipe.runtime.agreement import compare
-        from hf_gpipe.runtime.joining import join_job
 
     job = join_job()
     # The main process alone reads the texts, and each process may have a device of its own.

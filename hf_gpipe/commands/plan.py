@@ -48,11 +48,11 @@ def _plan(options: argparse.Namespace) -> int:
 
     request = PlanRequest.of(options)
 
-    from hf_gpipe.planner.listed import TABLE_FILE
     from hf_gpipe.planner.picture import draw_plan
     from hf_gpipe.planner.report import as_dict, overrides, report, search_report
-    from hf_gpipe.planner.search import search_all
-    from hf_gpipe.planner.visiting import untried
+    from hf_gpipe.planner.search.search.listed import TABLE_FILE
+    from hf_gpipe.planner.search.search.search import search_all
+    from hf_gpipe.planner.search.search.visiting import untried
 
     if options.longest and request.planner.memory_bytes is None:
         raise UserError("--longest: no limit of memory is known; give --memory or --device.")
@@ -112,7 +112,7 @@ def _longest(key: str, fits: Callable[[int], bool]) -> str:
 
 
 def _parser() -> Parser:
-    from hf_gpipe.planner.devices import DEVICES, LINKS
+    from hf_gpipe.planner.machines.devices import DEVICES, LINKS
 
     parser = Parser(DESCRIPTION, "plan")
     parser.add_argument("recipe", help="the recipe")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from hf_gpipe.adapters import Adapter
     from hf_gpipe.partition.cluster import Cluster
-    from hf_gpipe.planner.devices import Device
+    from hf_gpipe.planner.machines.devices import Device
     from hf_gpipe.planner.plan import Plan, Planner
     from hf_gpipe.recipe import PipelineConfig
 
@@ -61,9 +61,9 @@ class PlanRequest:
         for limit in limits if options.memory else ():
             read_bytes(limit, "--memory")
         with loading():
-            from hf_gpipe.planner.network import read_cluster
+            from hf_gpipe.planner.machines.network import read_cluster
 
-            import_module("hf_gpipe.planner.choose")  # and torch and transformers with it
+            import_module("hf_gpipe.planner.search.search.choose")  # and torch and transformers with it
 
         device, *others = _devices(options)
         if options.devices is not None and num_devices is None:
@@ -112,7 +112,7 @@ class PlanRequest:
 
     def _plan_with(self, keys: str, options: argparse.Namespace) -> Plan:
         """The plan with some more keys of the model, also where it does not fit."""
-        from hf_gpipe.planner.choose import best_plan
+        from hf_gpipe.planner.search.search.choose import best_plan
 
         other = load_recipe(options.recipe, [*options.overrides, *keys.split()])
         lighter = replace(self, recipe=replace(self.recipe, model=other.model, lora=other.lora))
@@ -133,13 +133,13 @@ class PlanRequest:
     @cached_property
     def planner(self) -> Planner:
         """Of all this; the layers are measured or traced when it is made."""
+        from hf_gpipe.from_recipe.checks import loss_of, workload_of
+        from hf_gpipe.from_recipe.model import teacher_of
         from hf_gpipe.model.tensor_parallel import check_division
-        from hf_gpipe.planner.choose import micro_batch_counts
+        from hf_gpipe.planner.machines.speeds import rated_speeds
         from hf_gpipe.planner.of_model import planner_of
-        from hf_gpipe.planner.speeds import rated_speeds
+        from hf_gpipe.planner.search.search.choose import micro_batch_counts
         from hf_gpipe.planner.workload import PlanInputs
-        from hf_gpipe.training.from_recipe import loss_of, workload_of
-        from hf_gpipe.training.recipe_model import teacher_of
 
         recipe, config, adapter = self.recipe, self.config, _adapter(self.recipe)
         if config.cuts_rows:
@@ -187,8 +187,8 @@ class PlanRequest:
 
     def best(self) -> Plan:
         """The plan, with what is left open chosen. Raises UserError where nothing that is allowed fits."""
-        from hf_gpipe.planner.advice import smallest_fix
-        from hf_gpipe.planner.choose import best_plan
+        from hf_gpipe.planner.search.search.advice import smallest_fix
+        from hf_gpipe.planner.search.search.choose import best_plan
 
         try:
             return best_plan(self.planner, self.config)
@@ -199,7 +199,7 @@ class PlanRequest:
 
     def _unlimited(self) -> Plan:
         """The plan where no split fits: without a limit there is one, which knows what would have to change."""
-        from hf_gpipe.planner.choose import best_plan
+        from hf_gpipe.planner.search.search.choose import best_plan
 
         return replace(best_plan(self.planner.within(None), self.config), planner=self.planner)
 
@@ -229,7 +229,7 @@ def _count(text: str | None) -> int | None:
     Raises:
         UserError: the text is neither.
     """
-    from hf_gpipe.planner.network import is_cluster
+    from hf_gpipe.planner.machines.network import is_cluster
 
     if text is None or is_cluster(text):
         return None
@@ -321,7 +321,7 @@ def _weakest_of_workers(devices: Sequence[Device], size: int) -> list[Device]:
 
 
 def _device(options: argparse.Namespace) -> Device:
-    from hf_gpipe.planner.devices import read_host
+    from hf_gpipe.planner.machines.devices import read_host
 
     alone = _device_alone(options)
     given = options.host_link, options.host_memory, options.host_bandwidth
@@ -329,13 +329,13 @@ def _device(options: argparse.Namespace) -> Device:
 
 
 def _device_alone(options: argparse.Namespace) -> Device:
-    from hf_gpipe.planner.devices import LINKS, custom, device, link_between, read_bandwidth, read_flops
+    from hf_gpipe.planner.machines.devices import LINKS, custom, device, link_between, read_bandwidth, read_flops
 
     if options.device is None and options.flops is None and options.bandwidth is None:
         if options.profile:
             import torch
 
-            from hf_gpipe.planner.measure import this_machine
+            from hf_gpipe.planner.costs.costs.measure import this_machine
 
             measured = this_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
             return measured if options.link is None else replace(measured, link=link_between(options.link))
@@ -359,16 +359,16 @@ def _here() -> torch.device:
 
 def _adapter(recipe: Recipe) -> Adapter:
     """Of the recipe's model. Without CUDA the types under autocast are observed on the CPU, which has nearly all."""
-    from hf_gpipe.training.from_recipe import checked_adapter
+    from hf_gpipe.from_recipe.checks import checked_adapter
 
     return checked_adapter(recipe, _here())
 
 
 def _check_chunks(recipe: Recipe, config: PipelineConfig, adapter: Adapter) -> None:
     """Raise UserError where rows cannot be cut into chunks."""
+    from hf_gpipe.from_recipe.checks import loss_of
     from hf_gpipe.model.chunks import verify_chunks
     from hf_gpipe.runtime.chunks import check_chunks
-    from hf_gpipe.training.from_recipe import loss_of
 
     packing = recipe.training.packing
     check_chunks(adapter, is_loss_of_tokens=loss_of(recipe).is_of_tokens, packing=packing)

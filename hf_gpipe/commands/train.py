@@ -13,9 +13,9 @@ from pathlib import Path
 
 from hf_gpipe.commands.base import fail, flushed, loading
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
+from hf_gpipe.job.started import has_group, note_launcher
 from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help
 from hf_gpipe.recipe.pipeline_keys import OF_EACH_PROCESS
-from hf_gpipe.runtime.started import has_group, note_launcher
 
 #: In the output directory of a run that a signal has stopped: start it again to go on. torchrun hides exit codes.
 STOPPED_FILE = "stopped"
@@ -80,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "RANK" in os.environ or num_processes == 1:
             return _work(recipe)
         if num_processes > _FEW_PROCESSES:
-            from hf_gpipe.training.job import check_recipe
+            from hf_gpipe.from_recipe.job import check_recipe
 
             check_recipe(recipe)
-        from hf_gpipe.runtime.launch import launch
+        from hf_gpipe.job.launch import launch
 
         return launch(
             "hf_gpipe.train",
@@ -108,15 +108,15 @@ def _print_help(sections: Sequence[str]) -> int:
 
 def _work(recipe: Recipe) -> int:
     """This process's part of the job."""
-    from hf_gpipe.runtime import failures
-    from hf_gpipe.runtime.job import in_job
-    from hf_gpipe.runtime.joining import join_job
+    from hf_gpipe.job import failures
+    from hf_gpipe.job.job import in_job
+    from hf_gpipe.job.joining import join_job
 
     is_guest = has_group()
     try:
         with loading():
             from hf_gpipe.checkpoint.save import writing
-            from hf_gpipe.training.job import run
+            from hf_gpipe.from_recipe.job import run
             from hf_gpipe.training.stopping import TrainingStopped
 
         job = join_job(recipe.pipeline.timeout_seconds, recipe.pipeline.threads_per_process, _settings(recipe))
@@ -210,7 +210,7 @@ def _num_workers(recipe: Recipe) -> int:
 
 def _fail(error: UserError) -> int:
     if "RANK" in os.environ:
-        from hf_gpipe.runtime import failures
+        from hf_gpipe.job import failures
 
         return failures.report(error)
     return fail(error)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch.utils.data import Dataset
 
 from hf_gpipe.errors import DataError
-from hf_gpipe.runtime.cached_teacher import TEACHER_LOG_PROBS, TEACHER_TOKENS
+from hf_gpipe.losses.cached_teacher import TEACHER_LOG_PROBS, TEACHER_TOKENS
 
 #: Name -> the type, and the number of dimensions.
 _TENSORS = {

@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import IGNORED_LABEL, build_adapter
 from hf_gpipe.adapters.image_text import FORMS, example_batch
-from hf_gpipe.adapters.skeleton import Blueprint, build
+from hf_gpipe.adapters.observation.skeleton import Blueprint, build
+from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text import TextAdapter
-from hf_gpipe.adapters.tiny import tiny_config
 
 ROWS, SOURCE_LENGTH, TARGET_LENGTH = 4, 9, 7
 

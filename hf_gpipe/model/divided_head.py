@@ -13,8 +13,8 @@ from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, HeadRows, 
 from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.loss import Loss, Reads, whole_logits
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
+from hf_gpipe.losses.loss import Loss, Reads, whole_logits
 from hf_gpipe.schedule.placement import Placement
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import Blueprint, build_adapter, is_listed, unsupported
-from hf_gpipe.adapters.structure import unlike_default
+from hf_gpipe.adapters.observation.structure import unlike_default
+from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text import TextAdapter
-from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import StageError, UnsupportedModelError, listed, one_line
 from hf_gpipe.model.clone import exact_clone, padded_batch
 from hf_gpipe.model.steps import TOLERANCES, next_tokens, plain_step, split_step

@@ -27,10 +27,10 @@ from hf_gpipe.checkpoint.directory import written_whole
 from hf_gpipe.checkpoint.peft import as_config, check_adapters, load_adapters, num_labels_of
 from hf_gpipe.checkpoint.save import prepare_files, publish, write_configuration, write_shard
 from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.job.world import World
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
-from hf_gpipe.runtime.world import World
 
 #: Bytes of a shard, and so of the weights in memory; a layer that is larger is a shard by itself.
 SHARD_BYTES = 1 << 30

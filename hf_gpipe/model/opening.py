@@ -20,15 +20,15 @@ from hf_gpipe.adapters.auto_classes import (
     SEQUENCE_CLASSIFICATION,
     TOKEN_CLASSIFICATION,
 )
-from hf_gpipe.adapters.batch_norm import batch_norms_of
 from hf_gpipe.adapters.chain import Chain, is_chain
-from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model, check_sizes
-from hf_gpipe.adapters.head import FoundProjection
-from hf_gpipe.adapters.observations import Shapes
-from hf_gpipe.adapters.patches import find_patches
+from hf_gpipe.adapters.modules.batch_norm import batch_norms_of
+from hf_gpipe.adapters.modules.feed_forward import feed_forward_outputs
+from hf_gpipe.adapters.modules.head import FoundProjection
+from hf_gpipe.adapters.modules.patches import find_patches
+from hf_gpipe.adapters.observation.observations import Shapes
+from hf_gpipe.adapters.observation.skeleton import Blueprint, build_skeleton
 from hf_gpipe.adapters.peft_resolve import resolve_peft
-from hf_gpipe.adapters.skeleton import Blueprint, build_skeleton
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter, StageModel
-from hf_gpipe.adapters.document_positions import is_position_table
+from hf_gpipe.adapters.attention.document_positions import is_position_table
 from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.errors import UnsupportedModelError, one_line
 from hf_gpipe.model.clone import Batch, clone_of, padded_batch

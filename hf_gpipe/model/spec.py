@@ -16,8 +16,8 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.peft import find_peft
 from hf_gpipe.checkpoint.peft import as_config, base_of, has_adapters
 from hf_gpipe.checkpoint.source_digest import digest_of_model
+from hf_gpipe.job.agreement import Noted, model_in_memory
 from hf_gpipe.recipe import ModelSection
-from hf_gpipe.runtime.agreement import Noted, model_in_memory
 
 ModelSource: TypeAlias = nn.Module | PreTrainedConfig | str | os.PathLike[str]
 """A model in memory, a configuration to initialise, or a Hub id or directory to load."""
@@ -79,7 +79,7 @@ class ModelSpec:
         return isinstance(self.model, PreTrainedConfig) or self.has_new_adapters or makes_head
 
     def compared(self) -> dict[str, Any]:
-        """Its values, by name; they must be the same in all processes (runtime/agreement.py).
+        """Its values, by name; they must be the same in all processes (job/agreement.py).
 
         Raises CheckpointError where the files of a directory cannot be read.
         """

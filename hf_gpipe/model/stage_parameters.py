@@ -16,13 +16,13 @@ from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.peft import load_adapters, pending_adapters
 from hf_gpipe.checkpoint.save import pending_model
 from hf_gpipe.errors import UserError
+from hf_gpipe.job.world import World
 from hf_gpipe.model.trainable import TrainableLayers
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.shards import Shards, treats_elements_alone
 from hf_gpipe.runtime.ties import Ties
-from hf_gpipe.runtime.world import World
 
 
 class StageParameters:

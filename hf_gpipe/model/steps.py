@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel
-from hf_gpipe.adapters.routers import auxiliary_loss
+from hf_gpipe.adapters.modules.routers import auxiliary_loss
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.losses.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.clone import Batch
 from hf_gpipe.partition import partition
@@ -20,7 +21,6 @@ from hf_gpipe.recipe import Chunks
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.executor import Executor
-from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.micro_batch import Cutting, chunks_of, make_micro_batches, split_rows
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.step import Row

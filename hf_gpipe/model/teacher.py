@@ -13,6 +13,7 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.errors import UserError
+from hf_gpipe.losses.loss import Loss
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
@@ -20,7 +21,6 @@ from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.recipe.pipeline_rules import check_beside_teacher
-from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
 
 

@@ -14,11 +14,11 @@ from hf_gpipe.adapters.tensor_parallel.masks import dropout_of, masks_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError, one_line
+from hf_gpipe.job.emulated_ranks import emulate
 from hf_gpipe.model.clone import attention_of, exact_clone, padded_batch
 from hf_gpipe.model.exactness import compared_once
 from hf_gpipe.model.steps import Step, split_step
 from hf_gpipe.recipe import Division
-from hf_gpipe.runtime.emulated_ranks import emulate
 
 _STAGES = 3
 #: The largest difference of a clone, of the gradient norm. Parts that the library computes in float32 round in another

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.loss import Loss
+from hf_gpipe.job.world import World
+from hf_gpipe.losses.loss import Loss
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.teacher import StageTeacher
-from hf_gpipe.runtime.world import World
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter, StageModel
-from hf_gpipe.adapters.batch_norm import batch_norms_of
+from hf_gpipe.adapters.modules.batch_norm import batch_norms_of
 from hf_gpipe.errors import UserError
+from hf_gpipe.losses.loss import whole_logits
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.divided_head import divide_head
 from hf_gpipe.model.opening import read_dtype
@@ -23,7 +24,6 @@ from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.homes import Homes
-from hf_gpipe.runtime.loss import whole_logits
 from hf_gpipe.runtime.micro_batch import Cutting
 from hf_gpipe.runtime.step import Row
 from hf_gpipe.runtime.teacher import PREFIX

@@ -10,6 +10,10 @@ from typing import Any
 from hf_gpipe.adapters import Adapter, is_known_exact
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.job.agreement import compare
+from hf_gpipe.job.world import World
+from hf_gpipe.losses.custom import loss_of
+from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss, Reads
 from hf_gpipe.model.chunks import verify_chunks
 from hf_gpipe.model.divided_head import check_divides_head, check_stages
 from hf_gpipe.model.exactness import verify
@@ -20,19 +24,15 @@ from hf_gpipe.model.teacher import Teacher, check_given, open_teacher
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.decide import Planning, settled
+from hf_gpipe.planner.machines.preflight import compare_with_machines
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.pipeline_keys import OF_EACH_PROCESS
 from hf_gpipe.recipe.pipeline_rules import check_dealt
-from hf_gpipe.runtime.agreement import compare
 from hf_gpipe.runtime.chunks import check_chunks
-from hf_gpipe.runtime.custom_loss import loss_of
-from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss, Reads
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under

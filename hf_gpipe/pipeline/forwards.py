@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hf_gpipe.adapters.dropout import default_generator
+from hf_gpipe.adapters.modules.dropout import default_generator
 from hf_gpipe.adapters.peft import without_adapters
 from hf_gpipe.errors import UserError
+from hf_gpipe.losses.loss import Loss
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision
 from hf_gpipe.runtime.batches import share
@@ -22,7 +23,6 @@ from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.first_pass import gathered_rows, with_comparison
 from hf_gpipe.runtime.generation import Generator
-from hf_gpipe.runtime.loss import Loss
 from hf_gpipe.runtime.micro_batch import (
     Batch,
     Cutting,
@@ -104,7 +104,7 @@ class Forwards:
         if type(self.decision.loss).embed is Loss.embed:
             raise UserError(
                 f"embed: the loss is a {type(self.decision.loss).__name__}, which reads no embeddings; give the "
-                "Pipeline loss=EmbeddingLoss() of hf_gpipe.training.embedding_loss"
+                "Pipeline loss=EmbeddingLoss() of hf_gpipe.losses.embedding"
             )
         micro_batches = self._in_micro_batches(rows)
         with self._in_evaluation():

@@ -13,6 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.job.calls import by_every_process
+from hf_gpipe.job.device_choice import DeviceChoice, world_for
+from hf_gpipe.job.joining import join_job
+from hf_gpipe.job.world import World
+from hf_gpipe.losses.custom import asked_loss
+from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.model.spec import ModelSource, ModelSpec
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.building import build
@@ -23,12 +29,6 @@ from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.pipeline.whole import refresh, whole_model
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
-from hf_gpipe.runtime.calls import by_every_process
-from hf_gpipe.runtime.custom_loss import asked_loss
-from hf_gpipe.runtime.device_choice import DeviceChoice, world_for
-from hf_gpipe.runtime.joining import join_job
-from hf_gpipe.runtime.loss import Loss, TokenLoss
-from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.table import Schedule
 
 Arguments = ParamSpec("Arguments")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_gpipe.adapters.autocast import keeping_weights
+from hf_gpipe.adapters.modules.autocast import keeping_weights
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.packing import verify_packing
 from hf_gpipe.pipeline.forwards import Forwards

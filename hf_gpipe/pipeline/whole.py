@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_gpipe.adapters.autocast import scope_of
-from hf_gpipe.adapters.batch_norm import follow_averages
+from hf_gpipe.adapters.modules.autocast import scope_of
+from hf_gpipe.adapters.modules.batch_norm import follow_averages
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.stage_parameters import StageParameters

@@ -1,1 +1,1 @@
-"""Predicts whether a training fits and how fast it is: costs of layers, memory and time of a plan, and its choice."""
+"""Predicts whether a training fits and how fast it is, and chooses what a configuration leaves open."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.machines.network import Network
 from hf_gpipe.planner.memory import StageLayers
-from hf_gpipe.planner.network import Network
-from hf_gpipe.planner.prefix_sums import LayerSums
 
 #: Bytes of a logit, which every process gets in float32.
 _LOGIT_BYTES = 4

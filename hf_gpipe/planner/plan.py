@@ -12,14 +12,14 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.before import NOTHING_BEFORE, Before, generation_seconds
-from hf_gpipe.planner.beside import Beside, besides
-from hf_gpipe.planner.chunks import taper_of, typical
-from hf_gpipe.planner.costs import InnerRecompute, ModelCosts
-from hf_gpipe.planner.devices import Device
-from hf_gpipe.planner.libraries import library_bytes
+from hf_gpipe.planner.costs.costs.beside import Beside, besides
+from hf_gpipe.planner.costs.costs.chunks import taper_of, typical
+from hf_gpipe.planner.costs.costs.costs import InnerRecompute, ModelCosts
+from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.machines.devices import Device
+from hf_gpipe.planner.machines.libraries import library_bytes
+from hf_gpipe.planner.machines.processes import MemoryLimit, Processes
 from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, away_bytes, estimate_memory, hosted_bytes
-from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.planner.processes import MemoryLimit, Processes
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import table_of, with_visits_of
 from hf_gpipe.planner.times import TimeEstimate, time_of

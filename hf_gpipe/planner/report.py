@@ -11,10 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.advice import smallest_fix
 from hf_gpipe.planner.bound import limit_of_step
-from hf_gpipe.planner.bubble import smaller_bubble
-from hf_gpipe.planner.listed import TABLE_FILE
 from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.planner.saving import (
@@ -26,9 +23,12 @@ from hf_gpipe.planner.saving import (
     saving_text,
     visits_text,
 )
-from hf_gpipe.planner.search import SearchResult
+from hf_gpipe.planner.search.search.advice import smallest_fix
+from hf_gpipe.planner.search.search.bubble import smaller_bubble
+from hf_gpipe.planner.search.search.listed import TABLE_FILE
+from hf_gpipe.planner.search.search.search import SearchResult
+from hf_gpipe.planner.search.search.visiting import untried, way_of
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
-from hf_gpipe.planner.visiting import untried, way_of
 from hf_gpipe.recipe import AUTO, PipelineConfig, keys_of
 from hf_gpipe.schedule import DEALT, is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators

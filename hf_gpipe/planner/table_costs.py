@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-from hf_gpipe.planner.beside import Beside
-from hf_gpipe.planner.costs import Seconds
+from hf_gpipe.planner.costs.costs.beside import Beside
+from hf_gpipe.planner.costs.costs.costs import Seconds
+from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.machines.processes import Processes
 from hf_gpipe.planner.memory import StageLayers, graph_bytes
-from hf_gpipe.planner.prefix_sums import LayerSums
-from hf_gpipe.planner.processes import Processes
 from hf_gpipe.planner.workload import PlanInputs, sent_share
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule import Costs, Schedule

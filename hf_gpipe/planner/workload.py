@@ -9,19 +9,19 @@ from typing import Any, Literal
 import torch
 
 from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.attention.documents import attends_by_document
 from hf_gpipe.adapters.base import IGNORED_LABEL, RowImages, Tensors
-from hf_gpipe.adapters.documents import attends_by_document
 from hf_gpipe.adapters.layers import StackName
-from hf_gpipe.adapters.observations import Shapes
+from hf_gpipe.adapters.observation.observations import Shapes
 from hf_gpipe.adapters.packing import is_flattened, packed_parts
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.job.wire import sendable
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Chunks, PipelineConfig, Recipe, TrainingSection
 from hf_gpipe.recipe.data import PAIRED_KINDS
 from hf_gpipe.recipe.pipeline_keys import Visitors
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.micro_batch import MicroBatch, in_chunks
-from hf_gpipe.runtime.wire import sendable
 from hf_gpipe.schedule import Schedule
 
 #: A token that no family gives a meaning: past the special tokens, inside of the smallest vocabulary.

@@ -1,1 +1,1 @@
-"""Running a schedule: processes and devices, the tensors that cross stages, and the executor."""
+"""Runs a schedule: micro-batches, stages, the tensors that cross them, replicas, and the executor."""

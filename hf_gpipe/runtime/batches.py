@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError, MessageError, PeerError
-from hf_gpipe.runtime import wire
-from hf_gpipe.runtime.job import Job
+from hf_gpipe.job import wire
+from hf_gpipe.job.job import Job
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime.micro_batch import Batch
-from hf_gpipe.runtime.world import World
 
 Batches = Sequence[Batch]
 

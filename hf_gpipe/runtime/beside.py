@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from hf_gpipe.errors import StageError
-from hf_gpipe.runtime import failures
+from hf_gpipe.job import failures
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import Resource
 

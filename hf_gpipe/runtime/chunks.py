@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter
-from hf_gpipe.adapters.documents import is_flash
-from hf_gpipe.adapters.known_mask import KnownMask
+from hf_gpipe.adapters.attention.documents import is_flash
+from hf_gpipe.adapters.attention.known_mask import KnownMask
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.recipe import Chunks

@@ -16,12 +16,12 @@ from typing import TypeAlias
 import torch
 
 from hf_gpipe.adapters import StageModel
-from hf_gpipe.adapters.head import DeferredLogits
+from hf_gpipe.adapters.modules.head import DeferredLogits
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadRows
-from hf_gpipe.runtime import vocabulary_loss
+from hf_gpipe.losses import vocabulary as vocabulary_loss
+from hf_gpipe.losses.loss import PLAIN, Loss, LossInputs, TokenLoss
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.head import chunk_positions
-from hf_gpipe.runtime.loss import PLAIN, Loss, LossInputs, TokenLoss
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, LOGITS, LOGITS_GRADIENT

@@ -10,8 +10,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime.channel import Channel, DeviceChannel, LocalChannel, RemoteChannel, narrowed
-from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.messages import Link, communicators, head_communicators, links_between
 
 

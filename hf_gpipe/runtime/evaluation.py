@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime.host import read
-from hf_gpipe.runtime.world import World
 
 #: Results of each row on the last stage, in the order of the fields below.
 _NAMES = ("nll", "loss", "num_units")

@@ -15,7 +15,7 @@ from itertools import groupby
 
 import torch
 
-from hf_gpipe.runtime.loss import ROW_GRADIENTS, UNIT_LOSSES, Loss
+from hf_gpipe.losses.loss import ROW_GRADIENTS, UNIT_LOSSES, Loss
 from hf_gpipe.runtime.micro_batch import MicroBatch
 
 

@@ -13,10 +13,10 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.runtime import wire
-from hf_gpipe.runtime.agreement import compare
+from hf_gpipe.job import wire
+from hf_gpipe.job.agreement import compare
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime.spread_rows import number_of_parts
-from hf_gpipe.runtime.world import World
 
 _SECOND_MODEL = "drafts tokens with another model or head, which the pipeline does not have"
 _OUTSIDE = "its method is not part of transformers itself"

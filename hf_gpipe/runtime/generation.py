@@ -21,19 +21,19 @@ from transformers.utils import ModelOutput
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.base import Inputs
-from hf_gpipe.adapters.cache import PipelineCache
-from hf_gpipe.adapters.dropout import default_generator
-from hf_gpipe.adapters.intercept import extend_class
 from hf_gpipe.adapters.layers import StackName
+from hf_gpipe.adapters.modules.cache import PipelineCache
+from hf_gpipe.adapters.modules.dropout import default_generator
+from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.errors import StageError, UserError
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.generate_arguments import GenerateArguments
 from hf_gpipe.runtime.spread_rows import joined, part_of, pipelines
 from hf_gpipe.runtime.visits import VisitingWeights
-from hf_gpipe.runtime.world import World
 
 
 def check_generates(adapter: Adapter) -> None:

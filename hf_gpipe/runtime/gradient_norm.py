@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime.host import read
-from hf_gpipe.runtime.world import World
 
 #: Values of a gradient on the CPU that are converted at once, and those of them that one thread adds up.
 _PIECE, _ROW = 1 << 20, 1 << 14

@@ -20,9 +20,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hf_gpipe.adapters.head import DeferredLogits
-from hf_gpipe.adapters.weight_gradients import Product
-from hf_gpipe.runtime.loss import Loss, LossInputs, Reads, TokenLoss
+from hf_gpipe.adapters.modules.head import DeferredLogits
+from hf_gpipe.adapters.modules.weight_gradients import Product
+from hf_gpipe.losses.loss import Loss, LossInputs, Reads, TokenLoss
 
 #: Logits of a chunk, at least. Fewer would make products of matrices slow.
 CHUNK_LOGITS = 1 << 23

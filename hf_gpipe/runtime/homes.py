@@ -21,8 +21,8 @@ from torch import nn
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime.offload import ALIGNMENT, aligned
-from hf_gpipe.runtime.world import World
 
 #: Where files are memory that processes share.
 _SHARED_MEMORY = Path("/dev/shm")

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.dropout import key, mix
+from hf_gpipe.adapters.modules.dropout import key, mix
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss
 from hf_gpipe.recipe import Chunks
 from hf_gpipe.runtime.chunks import Chunk, check_chunks, cut
-from hf_gpipe.runtime.loss import NOT_PACKED, PLAIN, Loss
 from hf_gpipe.runtime.teacher import TeacherLogits
 
 Batch = Mapping[str, torch.Tensor]

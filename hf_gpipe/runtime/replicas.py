@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime.ties import Ties
-from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule.table import Schedule
 
 #: Gradients travel in messages of about this size: large ones use a link well, and the first ones leave early.

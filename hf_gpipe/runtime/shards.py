@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime import wire
+from hf_gpipe.job import wire
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime.replicas import BUCKET_BYTES, Replicas, in_buckets, started
-from hf_gpipe.runtime.world import World
 
 Slots: TypeAlias = dict[str, Any]
 """The state that an optimizer keeps of one parameter: tensors and numbers, by their names."""

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.base import Inputs
-from hf_gpipe.adapters.head import DeferredLogits
+from hf_gpipe.adapters.modules.head import DeferredLogits
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision
 from hf_gpipe.adapters.tensor_parallel.split import Division
 from hf_gpipe.adapters.text import TextAdapter

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime.homes import Homes
-from hf_gpipe.runtime.world import World
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_gpipe.runtime.wire import sendable
+from hf_gpipe.job.wire import sendable
 from hf_gpipe.schedule.actions import Action
 
 

@@ -21,10 +21,10 @@ from torch import nn
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
+from hf_gpipe.job.world import World
 from hf_gpipe.recipe.pipeline_keys import Visitors
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.offload import ALIGNMENT, aligned
-from hf_gpipe.runtime.world import World
 
 
 @dataclass(eq=False)

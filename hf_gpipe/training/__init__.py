@@ -1,1 +1,1 @@
-"""Training: arguments, the trainer, its data, optimizer, evaluation and pictures."""
+"""Trains: arguments, `PipelineTrainer` and its loop, mini-batches, optimizer, evaluation and checkpoints."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 
 
 class Agreement:

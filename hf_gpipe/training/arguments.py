@@ -16,11 +16,11 @@ from transformers.training_args import ParallelMode
 from transformers.utils import is_bitsandbytes_available
 
 from hf_gpipe.errors import UserError, check_choice, nearest
+from hf_gpipe.job.world import World
+from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
 from hf_gpipe.recipe.pipeline_keys import PLANNED
-from hf_gpipe.runtime.loss import Loss, TokenLoss
-from hf_gpipe.runtime.world import World
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
     HARMLESS_ARGUMENTS,

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from hf_gpipe.runtime.facts import available_memory
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.facts import available_memory
+from hf_gpipe.job.world import World
 
 #: Of the memory that a machine has available, the share that copies may take: the files that are written need as much
 #: again until they are on the disk.

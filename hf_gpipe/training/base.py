@@ -26,18 +26,18 @@ from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE, options_of_groups, read_state
 from hf_gpipe.data.image_text import ImageTextExamples
 from hf_gpipe.errors import CheckpointError, UserError
+from hf_gpipe.job.agreement import compare
+from hf_gpipe.job.job import Job
+from hf_gpipe.job.joining import join_job
+from hf_gpipe.job.world import World
+from hf_gpipe.losses.custom import asked_loss
+from hf_gpipe.losses.loss import Loss
 from hf_gpipe.model.opening import chain_of
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import Pipeline, PipelineRequest
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO
-from hf_gpipe.runtime.agreement import compare
-from hf_gpipe.runtime.custom_loss import asked_loss
 from hf_gpipe.runtime.generation import check_generates
-from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.joining import join_job
-from hf_gpipe.runtime.loss import Loss
-from hf_gpipe.runtime.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
 from hf_gpipe.training.loader import Collate

@@ -36,9 +36,9 @@ from hf_gpipe.checkpoint.state import (
 )
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError
+from hf_gpipe.job import failures
+from hf_gpipe.job.job import Job
 from hf_gpipe.recipe import AUTO
-from hf_gpipe.runtime import failures
-from hf_gpipe.runtime.job import Job
 from hf_gpipe.text import size_text
 from hf_gpipe.training.background import begun, has_memory_for
 from hf_gpipe.training.optim import set_rates, updated_parameters

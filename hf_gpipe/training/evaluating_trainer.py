@@ -11,11 +11,11 @@ from transformers.trainer_utils import PredictionOutput
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.errors import UserError
+from hf_gpipe.job.calls import by_every_process
 from hf_gpipe.model.opening import chain_of
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.batches import tensors_of
-from hf_gpipe.runtime.calls import by_every_process
 from hf_gpipe.training.base import example_of
 from hf_gpipe.training.evaluator import Evaluator
 from hf_gpipe.training.loader import LABEL_COLUMNS, Batch, MiniBatches

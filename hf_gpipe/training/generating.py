@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.adapters.dropout import default_generator, mix
+from hf_gpipe.adapters.modules.dropout import default_generator, mix
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.generation import check_generates

@@ -13,7 +13,7 @@ from transformers.trainer_utils import HubStrategy
 
 from hf_gpipe.checkpoint.lock import LOCK_FILE
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
 #: The files of a checkpoint that are not part of the model; what an output directory has beside a model.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hf_gpipe.adapters.dropout import mix
+from hf_gpipe.adapters.modules.dropout import mix
 from hf_gpipe.data.batches import length_bucketed_batches, num_token_batches, shuffled_batches, token_batches
 from hf_gpipe.data.sampling import epoch_rows
 from hf_gpipe.errors import DataError, UserError, listed

@@ -15,9 +15,9 @@ import torch
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError
+from hf_gpipe.job.world import World
 from hf_gpipe.pipeline import Evaluation, Pipeline
 from hf_gpipe.runtime.batches import shared_stream
-from hf_gpipe.runtime.world import World
 from hf_gpipe.training.generating import Generation
 from hf_gpipe.training.loader import Batch
 

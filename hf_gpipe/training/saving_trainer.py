@@ -11,8 +11,8 @@ from transformers import Trainer, trainer_pt_utils
 
 from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.save import make_directory
-from hf_gpipe.runtime.calls import by_every_process
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.calls import by_every_process
+from hf_gpipe.job.world import World
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.model_card import write_model_card
 from hf_gpipe.training.trainer_interface import TrainerInterface

@@ -16,11 +16,11 @@ from types import FrameType
 from typing import Any
 
 from hf_gpipe.errors import EXIT_FAILURE, EXIT_STOPPED
-from hf_gpipe.runtime import failures
-from hf_gpipe.runtime.failures import Failure
-from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.signals import STOP_SIGNALS, StopSignal
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job import failures
+from hf_gpipe.job.failures import Failure
+from hf_gpipe.job.job import Job
+from hf_gpipe.job.signals import STOP_SIGNALS, StopSignal
+from hf_gpipe.job.world import World
 
 _POLL_SECONDS = 0.25
 

@@ -11,10 +11,10 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import speed_metrics
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.job.job import Job
+from hf_gpipe.job.world import World
+from hf_gpipe.losses.loss import Reads
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.loss import Reads
-from hf_gpipe.runtime.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import name_of_callback
 from hf_gpipe.training.loader import Batch

@@ -23,6 +23,7 @@ from bench import machine
 from bench.processes import run_job
 from bench.slow_links import SlowReplicas, slow
 from bench.waiting import WaitingStage, WaitingVisits, wait
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.micro_batch import MicroBatch
@@ -30,7 +31,6 @@ from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.step import Row, StepResult
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.runtime.visits import VisitingWeights
-from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, Costs, Schedule, build, seconds_of_steps
 from hf_gpipe.schedule.builders import placement_for
 from hf_gpipe.schedule.kinds import (

@@ -9,28 +9,28 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from hf_gpipe.planner.costs.costs.chunks import each_chunk
+from hf_gpipe.planner.costs.costs.costs import ModelCosts, mean_costs
+from hf_gpipe.planner.costs.costs.measure import profile_layers
 from transformers import PreTrainedConfig
 
 from bench.models import quantisation
 from bench.processes import meet
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.tiny import tiny_config
+from hf_gpipe.adapters.observation.tiny import tiny_config
+from hf_gpipe.job.world import World
+from hf_gpipe.losses.loss import PLAIN, Loss
+from hf_gpipe.losses.preference import PreferenceLoss
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.partition import partition
-from hf_gpipe.planner.chunks import each_chunk
-from hf_gpipe.planner.costs import ModelCosts, mean_costs
-from hf_gpipe.planner.devices import Device
-from hf_gpipe.planner.measure import profile_layers
+from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import Chunks, DecidedConfig, Division
-from hf_gpipe.runtime.loss import PLAIN, Loss
-from hf_gpipe.runtime.world import World
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, LONGEST_WINDOW
-from hf_gpipe.training.preference_loss import PreferenceLoss
 
 CPU = torch.device("cpu")
 #: Of a pipeline.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.slow_links import wait_until
-from hf_gpipe.adapters.batch_norm import BatchNorms
+from hf_gpipe.adapters.modules.batch_norm import BatchNorms
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.schedule.actions import Action

@@ -21,9 +21,9 @@ from hf_gpipe.data import TokenizedPairs, formats
 from hf_gpipe.data.corpus import build_corpus
 from hf_gpipe.data.tokenizer import trained_tokenizer
 from hf_gpipe.errors import EXIT_USER_ERROR, UserError
+from hf_gpipe.from_recipe import cost, job
 from hf_gpipe.recipe import DataSection, TokenizerSection, load_recipe
 from hf_gpipe.schedule import build, read_table
-from hf_gpipe.training import cost, job
 from scripts import tiny_run
 from scripts.file_fuzz import mutate
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_gpipe.adapters.tiny import DERIVED, NUM_BLOCKS
+from hf_gpipe.adapters.observation.tiny import DERIVED, NUM_BLOCKS
 
 #: Fields that say what comes in or out, which other options of a case draw.
 _SKIPPED = frozenset(

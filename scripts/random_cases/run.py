@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, adapter_for
+from hf_gpipe.adapters.observation.skeleton import Blueprint, build
+from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.packing import documents_of
-from hf_gpipe.adapters.skeleton import Blueprint, build
-from hf_gpipe.adapters.tiny import tiny_config
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.clone import Batch, randomise, turn_randomness_off
 from hf_gpipe.model.exactness import FLOAT32_LOGITS_TOLERANCE

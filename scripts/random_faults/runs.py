@@ -25,9 +25,9 @@ from transformers import MarianConfig
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.checkpoint import lock
 from hf_gpipe.data import PairCollator
-from hf_gpipe.runtime import job, launch
-from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.secret import SECRET_VARIABLE, new_secret
+from hf_gpipe.job import job, launch
+from hf_gpipe.job.job import Job
+from hf_gpipe.job.secret import SECRET_VARIABLE, new_secret
 from hf_gpipe.train import main as train
 from scripts import forked
 from scripts.emulated_hosts import is_running

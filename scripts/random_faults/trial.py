@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hf_gpipe.checkpoint.directory import checkpoints, step_of
-from hf_gpipe.runtime.job import ENDING
+from hf_gpipe.job.job import ENDING
 from scripts import tiny_run
 from scripts.emulated_hosts import is_running
 from scripts.random_faults.faults import FAULTS, Fault, Scene

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_recurrent_attention_mask
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters.known_mask import KnownMask
+from hf_gpipe.adapters.attention.known_mask import KnownMask
 from hf_gpipe.model.clone import exact_clone, padded_batch
 from scripts.families import default_config
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_gpipe.adapters.lower_right import LowerRightMask, lower_right_attention
+from hf_gpipe.adapters.attention.lower_right import LowerRightMask, lower_right_attention
 
 QUERIES, TOKENS = 3, 7
 

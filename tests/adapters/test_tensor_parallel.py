@@ -9,29 +9,30 @@ from typing import Any
 
 import pytest
 import torch
+from hf_gpipe.planner.costs.costs.layers import ModelLayers
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_gpipe.adapters import Blueprint, StageModel, adapter_for, build_adapter, tiny
+from hf_gpipe.adapters import Blueprint, StageModel, adapter_for, build_adapter
+from hf_gpipe.adapters.modules.quantised import is_4bit, size_of_quantised
+from hf_gpipe.adapters.modules.weight_gradients import Product
+from hf_gpipe.adapters.observation import tiny
 from hf_gpipe.adapters.peft_resolve import resolve_peft
-from hf_gpipe.adapters.quantised import is_4bit, size_of_quantised
 from hf_gpipe.adapters.tensor_parallel import plan as plans
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut, Heads, dealt, scaled
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 from hf_gpipe.adapters.text import TextAdapter
-from hf_gpipe.adapters.weight_gradients import Product
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
+from hf_gpipe.job.emulated_ranks import EmulatedRanks, emulate
+from hf_gpipe.losses.loss import TokenLoss
+from hf_gpipe.losses.token_metrics import TokenMetrics
 from hf_gpipe.model import clone, tensor_parallel
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.model.tensor_parallel import check_division, divided_steps, verify_division
-from hf_gpipe.planner.layers import ModelLayers
 from hf_gpipe.recipe import Division
-from hf_gpipe.runtime.emulated_ranks import EmulatedRanks, emulate
-from hf_gpipe.runtime.loss import TokenLoss
-from hf_gpipe.runtime.token_metrics import TokenMetrics
 from scripts.bench.models import quantisation
 
 FAMILIES = (

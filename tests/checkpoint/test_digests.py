@@ -24,7 +24,7 @@ from hf_gpipe.checkpoint.directory import check_whole, checkpoints, last_checkpo
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE
 from hf_gpipe.data import train_tokenizer
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 from tests.gloo import run_gloo
 from tests.oracle import tiny_config
 from tests.training.toy import trainer, weights

@@ -13,8 +13,8 @@ from hf_gpipe.checkpoint import in_memory
 from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints
 from hf_gpipe.errors import CheckpointError, UserError
-from hf_gpipe.runtime.job import Job
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.job import Job
+from hf_gpipe.job.world import World
 from hf_gpipe.training.checkpoints import Checkpoints
 from tests.gloo import run_gloo
 from tests.training.toy import arguments, trainer, weights

@@ -19,7 +19,7 @@ import pytest
 from hf_gpipe.checkpoint import lock
 from hf_gpipe.checkpoint.lock import LOCK_FILE, Owner, owned
 from hf_gpipe.errors import CheckpointError, UserError
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 from tests import gloo
 from tests.forked_command import Program
 from tests.training.toy import trainer
@@ -169,7 +169,7 @@ CHILD = """
 import os, sys
 from pathlib import Path
 from hf_gpipe.checkpoint.lock import owned
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 with owned(Path(sys.argv[1]), World.of_job()):
     if os.fork() == 0:
         os.close(1)
@@ -192,7 +192,7 @@ RETURNS = """
 import sys, time
 from pathlib import Path
 from hf_gpipe.checkpoint import lock
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 lock.BEAT_SECONDS = 0.2
 with lock.owned(Path(sys.argv[1]), World.of_job()):
     print("ready", flush=True)

@@ -32,7 +32,7 @@ from hf_gpipe.checkpoint.directory import (
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, load_state, pending_state, read_state
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 from tests.checkpoint.test_digests import make_old
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config

@@ -18,11 +18,11 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Vi
 
 from hf_gpipe.data.images import ImageExamples
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError
+from hf_gpipe.from_recipe import job
+from hf_gpipe.from_recipe.checks import check_model, checked_adapter, processor_of, workload_of
+from hf_gpipe.from_recipe.tasks import task_of
+from hf_gpipe.job.job import Job
 from hf_gpipe.recipe import Recipe, parse_recipe
-from hf_gpipe.runtime.job import Job
-from hf_gpipe.training import job
-from hf_gpipe.training.from_recipe import check_model, checked_adapter, processor_of, workload_of
-from hf_gpipe.training.tasks import task_of
 
 NAMES = ["dark", "bright", "red", "green", "blue", "grey"]
 VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 4}

@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from hf_gpipe.data import LabelCollator, LabelledExamples, train_tokenizer
 from hf_gpipe.data.labelled import labelled_of
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError
+from hf_gpipe.from_recipe import job
+from hf_gpipe.from_recipe.checks import check_model
+from hf_gpipe.from_recipe.model import model_config, spec_of
+from hf_gpipe.from_recipe.tasks import task_of
+from hf_gpipe.job.job import Job
 from hf_gpipe.recipe import Recipe, parse_recipe
-from hf_gpipe.runtime.job import Job
-from hf_gpipe.training import job
-from hf_gpipe.training.from_recipe import check_model
-from hf_gpipe.training.recipe_model import model_config, spec_of
-from hf_gpipe.training.tasks import task_of
 from scripts.families import default_config
 from tests.oracle import tiny_config
 

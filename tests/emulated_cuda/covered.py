@@ -25,7 +25,7 @@ TESTS = ("tests/emulated_cuda", "tests/scripts/test_gpu_check.py")
 DEVICE = re.compile(r"cuda|nccl|(?<!per_)device|(^|_)stream|^Stream$|pin_memory|non_blocking", re.IGNORECASE)
 CUDA = re.compile(r"cuda|nccl", re.IGNORECASE)
 #: In these files a device is a row of a table of prices.
-PRICES = ("plan.py", "planner/of_model.py", "planner/advice.py")
+PRICES = ("plan.py", "planner/of_model.py", "planner/search/advice.py")
 SETTINGS = """\
 [run]
 source = hf_gpipe

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
 from hf_gpipe import Pipeline
+from hf_gpipe.job.world import World
 from hf_gpipe.model.clone import exact_clone, padded_batch
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm, gradients_of
-from hf_gpipe.runtime.world import World
 from scripts.families import default_config
 from tests.emulated_cuda.device import Counts, counting
 from tests.emulated_cuda.processes import on_emulated_cuda

@@ -17,9 +17,9 @@ import torch
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError
-from hf_gpipe.runtime import failures
-from hf_gpipe.runtime.joining import join_job
-from hf_gpipe.runtime.launch import launch
+from hf_gpipe.job import failures
+from hf_gpipe.job.joining import join_job
+from hf_gpipe.job.launch import launch
 from hf_gpipe.runtime.stage import Stage
 from tests.emulated_cuda.comparing import config_of
 from tests.oracle import padded_batch, plain_model

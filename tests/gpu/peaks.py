@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from hf_gpipe.planner.devices import DEVICES
+from hf_gpipe.planner.machines.devices import DEVICES
 
 #: (a part of the device's name, 10^12 operations a second or the name of the planner's device); the first that fits.
 #: GPUs for which no source was found, such as GH200 and H200 NVL, are left out.

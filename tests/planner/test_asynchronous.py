@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from hf_gpipe.planner.search.search.choose import AUTO_SCHEDULES
 
-from hf_gpipe.planner.choose import AUTO_SCHEDULES
 from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.report import as_dict, report
 from hf_gpipe.planner.traffic import traffic

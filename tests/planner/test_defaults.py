@@ -10,21 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from hf_gpipe.planner.costs.costs.costs import measure
+from hf_gpipe.planner.costs.costs.measure import rated_machine, steady_memory
 from transformers import TrainingArguments
 
 from hf_gpipe import Pipeline, PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.commands.plan import main
 from hf_gpipe.errors import UserError
+from hf_gpipe.job.facts import DeviceFacts
+from hf_gpipe.job.job import Job
 from hf_gpipe.partition.cluster import Cluster, Level
-from hf_gpipe.planner import decide, measure
-from hf_gpipe.planner.devices import DEVICES, LINKS, cpu, like_gpu
-from hf_gpipe.planner.links import steady
-from hf_gpipe.planner.measure import rated_machine, steady_memory
+from hf_gpipe.planner import decide
+from hf_gpipe.planner.machines.devices import DEVICES, LINKS, cpu, like_gpu
+from hf_gpipe.planner.machines.links import steady
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig, TrainingSection
 from hf_gpipe.recipe.pipeline_keys import PLANNED
-from hf_gpipe.runtime.facts import DeviceFacts
-from hf_gpipe.runtime.job import Job
 from hf_gpipe.training import arguments
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config

@@ -6,11 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hf_gpipe.planner.costs.costs.costs import measure
+from hf_gpipe.planner.costs.costs.measure import this_machine
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner import measure
-from hf_gpipe.planner.devices import DEVICES, LINKS, Host, custom, device, link_between, read_bandwidth, read_flops
-from hf_gpipe.planner.measure import this_machine
+from hf_gpipe.planner.machines.devices import (
+    DEVICES,
+    LINKS,
+    Host,
+    custom,
+    device,
+    link_between,
+    read_bandwidth,
+    read_flops,
+)
 
 
 def test_a_device_by_its_name() -> None:

@@ -8,22 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from hf_gpipe.planner.costs.costs.costs import kept
+from hf_gpipe.planner.costs.costs.kept import identity_of
+from hf_gpipe.planner.costs.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.costs.tracing import StageTracer
 from peft import LoraConfig
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from hf_gpipe import Pipeline
-from hf_gpipe.adapters import Adapter, Autocast, adapter_for, fake_operations
+from hf_gpipe.adapters import Adapter, Autocast, adapter_for
 from hf_gpipe.adapters.chain import Chain
+from hf_gpipe.adapters.observation import fake_operations
 from hf_gpipe.adapters.peft_resolve import resolve_peft
-from hf_gpipe.planner import kept
-from hf_gpipe.planner.kept import identity_of
-from hf_gpipe.planner.layers import LayerTracer
-from hf_gpipe.planner.tracing import StageTracer
+from hf_gpipe.losses.custom import LogitsLoss
+from hf_gpipe.losses.loss import PLAIN, TokenLoss
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.runtime.custom_loss import LogitsLoss
-from hf_gpipe.runtime.loss import PLAIN, TokenLoss
 from tests.image_families import EXACT, classifier
 from tests.oracle import tiny_config
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hf_gpipe.partition.cluster import parse_cluster
-from hf_gpipe.planner.devices import DEVICES, cpu
-from hf_gpipe.planner.libraries import library_bytes
-from hf_gpipe.planner.processes import Processes
+from hf_gpipe.planner.machines.devices import DEVICES, cpu
+from hf_gpipe.planner.machines.libraries import library_bytes
+from hf_gpipe.planner.machines.processes import Processes
 from hf_gpipe.schedule import Placement
 
 MIB = 1 << 20

@@ -6,8 +6,8 @@ import pytest
 
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.partition.cluster import Cluster, parse_cluster
-from hf_gpipe.planner.devices import LINKS, device
-from hf_gpipe.planner.network import Network, one_level, read_cluster
+from hf_gpipe.planner.machines.devices import LINKS, device
+from hf_gpipe.planner.machines.network import Network, one_level, read_cluster
 from hf_gpipe.schedule import Costs, Placement, build, placement_for, simulate
 
 #: Two machines of two devices; a byte takes a tenth of a second inside of a machine and a second between machines.

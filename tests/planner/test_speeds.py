@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_gpipe.planner.costs.costs.costs import ModelCosts, Seconds, measure, times
+from hf_gpipe.planner.costs.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.costs.measure import block_seconds
+from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
 from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
@@ -14,15 +18,12 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.commands.plan import main
 from hf_gpipe.errors import UserError
+from hf_gpipe.job.facts import DeviceFacts
 from hf_gpipe.partition.cluster import Level
-from hf_gpipe.planner import decide, measure, speeds
-from hf_gpipe.planner.costs import ModelCosts, Seconds, times
-from hf_gpipe.planner.devices import DEVICES, cpu
-from hf_gpipe.planner.layers import LayerTracer
-from hf_gpipe.planner.measure import block_seconds
-from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner import decide
+from hf_gpipe.planner.machines import speeds
+from hf_gpipe.planner.machines.devices import DEVICES, cpu
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.runtime.facts import DeviceFacts
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
 

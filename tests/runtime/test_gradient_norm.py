@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime import gradient_norm as gradient_norms
 from hf_gpipe.runtime.gradient_norm import begin_loss_and_norm, clip, gradient_norm, gradients_of
-from hf_gpipe.runtime.world import World
 
 
 def parameter(gradient: torch.Tensor | None) -> torch.nn.Parameter:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hf_gpipe.planner.costs.costs.layers import ModelLayers
+from hf_gpipe.planner.costs.costs.tracing import StageTracer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -26,14 +28,12 @@ from transformers import (
 
 from hf_gpipe import LogitsLoss, Pipeline, RowLoss
 from hf_gpipe.adapters import adapter_for
-from hf_gpipe.adapters.head import DeferredLogits, Projection
-from hf_gpipe.adapters.probe import observe
-from hf_gpipe.planner.layers import ModelLayers
-from hf_gpipe.planner.tracing import StageTracer
+from hf_gpipe.adapters.modules.head import DeferredLogits, Projection
+from hf_gpipe.adapters.observation.probe import observe
+from hf_gpipe.losses.loss import LossInputs, TokenLoss
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime import head
 from hf_gpipe.runtime.head import chunk_positions, deferred_loss
-from hf_gpipe.runtime.loss import LossInputs, TokenLoss
 from tests.oracle import (
     VOCABULARY,
     Result,
@@ -353,7 +353,7 @@ def test_a_lack_of_memory_is_no_reason_to_make_logits_whole(error: Exception, mo
     def fail(deferred: object) -> None:
         raise error
 
-    monkeypatch.setattr("hf_gpipe.adapters.head._in_parts", fail)
+    monkeypatch.setattr("hf_gpipe.adapters.modules.head._in_parts", fail)
     with pytest.raises(type(error)):
         observe(plain_model(tiny_config("llama")))
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from bench.work import Work
+from hf_gpipe.planner.costs.costs.tracker import Tracker
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_gpipe.planner.devices import DEVICES, LINKS
+from hf_gpipe.planner.machines.devices import DEVICES, LINKS
 from hf_gpipe.planner.of_model import planner_of
-from hf_gpipe.planner.tracker import Tracker
 from tests.gpu.planned import cases
 
 #: Seconds of a step on an H100 80GB HBM3 with torch 2.11 and transformers 5.17, for the cases of tests/gpu/planned.py

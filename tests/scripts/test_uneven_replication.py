@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
 from uneven_replication import replications, step
 
-from hf_gpipe.planner.devices import LINKS
-from hf_gpipe.planner.prefix_sums import LayerSums
+from hf_gpipe.planner.machines.devices import LINKS
 from tests.planner.models import DEVICE, layer, model
 
 

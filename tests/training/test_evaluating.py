@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from hf_gpipe import PipelineTrainer
-from hf_gpipe.adapters.dropout import mix
+from hf_gpipe.adapters.modules.dropout import mix
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.runtime.world import World
+from hf_gpipe.job.world import World
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.training.generating import left_padded_prompts
 from hf_gpipe.training.predicting import _Logits

@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoModelForSeq2SeqLM
 
 from hf_gpipe.errors import RecipeError, UserError
+from hf_gpipe.from_recipe.trainer import arguments_of
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.training import hub
-from hf_gpipe.training.recipe_trainer import arguments_of
 from tests.training.toy import Recorder, trainer
 
 

@@ -32,10 +32,10 @@ from hf_gpipe.data import image_files
 from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
 from hf_gpipe.data.images import image_corpus
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.from_recipe import job
+from hf_gpipe.from_recipe.checks import check_model
+from hf_gpipe.job.job import Job
 from hf_gpipe.recipe import DataSection, parse_recipe
-from hf_gpipe.runtime.job import Job
-from hf_gpipe.training import job
-from hf_gpipe.training.from_recipe import check_model
 from tests.data.chat_templates import tokenizer
 from tests.image_text_families import clone, parts_of, run_plain
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_gpipe.errors import DataError, NonFiniteError, PeerError
+from hf_gpipe.job.world import World
 from hf_gpipe.runtime.batches import Batches, shared_stream
-from hf_gpipe.runtime.world import World
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 from tests.training.toy import CausalRows, Recorder, trainer, weights

@@ -9,11 +9,12 @@ import pytest
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.errors import UserError
+from hf_gpipe.from_recipe import job
+from hf_gpipe.job.job import Job
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.recipe.pipeline_keys import PLANNED
-from hf_gpipe.runtime.job import Job
-from hf_gpipe.training import checkpoints, job
+from hf_gpipe.training import checkpoints
 from hf_gpipe.training.longest import longest_mini_batch
 from tests.oracle import tiny_config
 from tests.training.toy import Rows, Stream, arguments, trainer

@@ -28,7 +28,7 @@ from transformers import (
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import CheckpointError, DataError, UserError
-from hf_gpipe.runtime import failures
+from hf_gpipe.job import failures
 from hf_gpipe.training import loop
 from hf_gpipe.training.optim import make_optimizer
 from hf_gpipe.training.stopping import TrainingStopped

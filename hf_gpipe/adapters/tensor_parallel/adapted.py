@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.base import Adapter
+from hf_gpipe.adapters.modules.quantised import quantised_layers
 from hf_gpipe.adapters.peft import PeftAdapter
-from hf_gpipe.adapters.quantised import quantised_layers
 from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
 from hf_gpipe.errors import UserError
 

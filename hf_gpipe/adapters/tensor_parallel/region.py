@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_gpipe.adapters.modules.weight_gradients import DuringSums
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, ending, enter, exchange, leave
 from hf_gpipe.adapters.tensor_parallel.rows import DIM, Rows
-from hf_gpipe.adapters.weight_gradients import DuringSums
 
 
 class Region:

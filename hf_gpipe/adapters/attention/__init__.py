@@ -1,0 +1,1 @@
+"""Attention over packed documents, over chunks of rows, and over rows without padding."""

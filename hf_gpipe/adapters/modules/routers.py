@@ -1,0 +1,149 @@
+"""The auxiliary loss of a mixture of experts: its routers are on all stages, the last stage computes the loss.
+
+With `output_router_logits` in its configuration a model adds a loss that balances its experts, from the logits of all
+its routers (Switch Transformers, arXiv 2101.03961, section 2.2). Each stage sends its routers' logits on, together with
+the hidden states, and the model's own forward on the last stage computes the loss from all of them. The gradients of
+the logits are sent back in the same way.
+
+This loss is not a sum over tokens: that of a mini-batch is the mean of its micro-batches' auxiliary losses. It is added
+to the mean loss of the tokens. With one micro-batch it is the plain model's.
+
+Nor is it a sum over the chunks of rows that are cut (`adapters/modules/chunk_cache.py`). Each chunk leaves its logits
+on the last stage, where the last chunk computes the loss of whole rows. Its backward, which comes first, leaves the
+gradients of the other chunks' logits to theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_gpipe.adapters.modules.chunk_states import States, append
+from hf_gpipe.adapters.modules.intercept import intercept
+from hf_gpipe.adapters.observation.probe import Observation
+from hf_gpipe.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router: its block, the name under which its logits are sent, its number of experts and its type."""
+
+    block: str
+    name: str
+    num_experts: int
+    dtype: torch.dtype
+
+
+def find_routers(model: PreTrainedModel, blocks: Sequence[str], observation: Observation) -> tuple[Router, ...]:
+    """The routers whose logits the auxiliary loss is computed from, in call order; empty without that loss.
+
+    Raises UnsupportedModelError where the loss's coefficient is not known.
+    """
+    routers: list[Router] = []
+    for block in blocks:
+        for seen in observation.routers:
+            try:
+                module = model.get_submodule(f"{block}.{seen.path}")
+            except AttributeError:
+                continue
+            if type(module).__name__ == seen.class_name:
+                routers.append(Router(block, f"router_logits.{len(routers)}", module.weight.shape[0], seen.dtype))
+    if routers and _coefficient(model) is None:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: the coefficient of the experts' auxiliary loss is not known; set "
+            "output_router_logits to false in the model's configuration"
+        )
+    return tuple(routers)
+
+
+def auxiliary_loss(model: PreTrainedModel, output: Any) -> torch.Tensor:
+    """A micro-batch's auxiliary loss times its coefficient, as the model adds it to the loss of the tokens."""
+    return _coefficient(model) * output.aux_loss
+
+
+def _coefficient(model: PreTrainedModel) -> float | None:
+    config = model.config.get_text_config()
+    return getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", None))
+
+
+@dataclass(frozen=True)
+class ChunkRouters:
+    """The router logits of rows that are cut into chunks, at one of the chunks.
+
+    Attributes:
+        states: of each router the logits (B, T, experts).
+        start: the chunk's first token.
+        num_rows: B.
+        is_last: whether it is the rows' last chunk.
+    """
+
+    states: Sequence[States]
+    start: int
+    num_rows: int
+    is_last: bool
+
+    def joined(self, logits: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Logits (B t, experts) of the chunk, behind those of the chunks before it."""
+        of_rows = (logit.unflatten(0, (self.num_rows, -1)) for logit in logits)
+        return tuple(
+            append(of_router, states, self.start).flatten(0, 1)
+            for of_router, states in zip(of_rows, self.states, strict=True)
+        )
+
+
+class RouterPort:
+    """The router logits of one forward of a stage: first those received, then those of its own blocks.
+
+    On the last stage those of a chunk come behind the logits of the chunks before it.
+    """
+
+    def __init__(self, *, is_last: bool) -> None:
+        self.is_last = is_last
+        self.logits: tuple[torch.Tensor, ...] = ()
+        self._chunk: ChunkRouters | None = None
+
+    def open(
+        self, routers: Sequence[Router], carry: Mapping[str, torch.Tensor], chunk: ChunkRouters | None = None
+    ) -> None:
+        self.logits = tuple(carry[router.name] for router in routers if router.name in carry)
+        self._chunk = chunk
+
+    def close(self) -> None:
+        self.logits = ()
+        self._chunk = None
+
+    def complete(self, own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        """Take the logits of the stage's own blocks; returns those that the model computes its loss from, if any.
+
+        Before the last stage and the last chunk no loss is needed, and one computed from some of the routers or tokens
+        would be wrong.
+        """
+        self.logits += tuple(own)
+        if self._chunk is not None and self.is_last:
+            self.logits = self._chunk.joined(self.logits)
+        return self.logits if self.is_last and self._has_whole_rows else None
+
+    def loss(self, model: PreTrainedModel, output: Any) -> torch.Tensor:
+        """The auxiliary loss of the rows, (); an earlier chunk's is 0, and its backward takes its logits' gradient."""
+        if self._has_whole_rows:
+            return auxiliary_loss(model, output)
+        return torch.stack([logit[:0].float().sum() for logit in self.logits]).sum()
+
+    @property
+    def _has_whole_rows(self) -> bool:
+        return self._chunk is None or self._chunk.is_last
+
+
+def complete(module: nn.Module, port: RouterPort) -> None:
+    """Let the module around the blocks return the router logits of all stages up to this one."""
+
+    def after(output: Any) -> Any:
+        output.router_logits = port.complete(getattr(output, "router_logits", None) or ())
+        return output
+
+    intercept(module, after=after)

@@ -1,0 +1,183 @@
+"""From a recipe to the checks of its model, its tokenizer and its loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.families import UNREAD
+from hf_gpipe.adapters.image_text import FORMS, images_of_row
+from hf_gpipe.data.corpus import AnyCorpus
+from hf_gpipe.data.files import read_template
+from hf_gpipe.data.image_text import blank_row, read_processor
+from hf_gpipe.data.images import image_processor, shape_read
+from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer, trained_tokenizer
+from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError
+from hf_gpipe.from_recipe.model import model_config, spec_of
+from hf_gpipe.losses.distillation import DistillationLoss
+from hf_gpipe.losses.embedding import EmbeddingLoss
+from hf_gpipe.losses.grpo import GRPOLoss
+from hf_gpipe.losses.kto import KTOLoss
+from hf_gpipe.losses.loss import Loss, TokenLoss
+from hf_gpipe.losses.preference import NotingLoss, PreferenceLoss
+from hf_gpipe.losses.reward import RewardLoss
+from hf_gpipe.model.opening import adapter_of, chain_of, open_chain
+from hf_gpipe.partition import partition as cut
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe
+from hf_gpipe.recipe.data import OF_TEXT
+
+
+def check_model(recipe: Recipe) -> None:
+    """Raise UserError where the recipe's model cannot be made, or not be cut as the recipe says. Makes no weights."""
+    key = "r" if recipe.lora.path is None else "path"
+    if recipe.lora.is_on and recipe.model.path is None:
+        raise RecipeError(
+            f"lora.{key} is {getattr(recipe.lora, key)} and model.path is null: adapters alone are saved, so the "
+            f"weights of a new model would be lost; give model.path, or leave lora.{key} out"
+        )
+    adapter = checked_adapter(recipe)
+    pipeline = recipe.pipeline
+    if isinstance(pipeline.num_stages, int):
+        # By cost the planner cuts; whether there are enough layers is seen by any cut.
+        strategy = "count" if pipeline.is_cut_by_cost else pipeline.partition
+        cut(len(adapter.layers), pipeline.num_stages, strategy, divides_head=pipeline.divides_head)
+
+
+def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapter:
+    """The adapter of the recipe's model, by its configuration alone.
+
+    Args:
+        recipe: its model and data.
+        device: where autocast is observed; None: without autocast.
+
+    Raises:
+        UserError: the model cannot be made, or cannot learn the data.
+    """
+    config, data = model_config(recipe, None), recipe.data
+    if data.kind in SEQUENCE_KINDS and config.is_encoder_decoder:
+        raise RecipeError(
+            f"data.kind is {data.kind}, which a decoder-only model learns, and {config.model_type} is an "
+            "encoder-decoder; choose a model such as llama, or data of pairs"
+        )
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        # A run takes it from the tokenizer. Any token will do here.
+        config.decoder_start_token_id = 0
+    if data.kind == "image_text":
+        workload_of(recipe, config)  # raises its errors before the data are read
+    spec = replace(spec_of(recipe, config), model=config, config_overrides=None)
+    try:
+        if (chain := chain_of(spec)) is not None:
+            return open_chain(spec, chain, workload_of(recipe, config).shapes, device)
+        adapter = adapter_of(spec, device)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the family's own constructor says of its configuration
+        raise RecipeError(f"model: transformers cannot make a {config.model_type} model of this: {error}") from error
+    if adapter.quantisation is not None and adapter.peft is None:
+        raise RecipeError(
+            f"the weights at model.path {recipe.model.path!r} are quantised, and such weights are not trained; set "
+            "lora.r, such as 16, or use the unquantised checkpoint"
+        )
+    key, what = ("max_length", "a row") if data.kind in ROW_LENGTH_KINDS else ("max_target_tokens", "a block of text")
+    longest, most = getattr(data, key), adapter.num_positions.get("decoder")
+    if data.kind in SEQUENCE_KINDS and most is not None and longest > most:
+        raise RecipeError(
+            f"data.{key} is {longest}, the length of {what}, and the model has positions for {most}; use {most} or "
+            "fewer, or a model with more positions"
+        )
+    loss_of(recipe).check_model(adapter)
+    return adapter
+
+
+def tokenizer_of(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+    """The tokenizer: a resumed run's own, the one that the recipe names, or one trained on the corpus."""
+    tokenizer = _tokenizer(recipe, corpus, checkpoint)
+    if recipe.data.chat_template is not None:
+        tokenizer.chat_template = read_template(recipe.data.chat_template)
+    return tokenizer
+
+
+def _tokenizer(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+    source = checkpoint or recipe.tokenizer.path or recipe.model.path
+    if source is not None:
+        try:
+            return read_tokenizer(source, trust_remote_code=recipe.model.trust_remote_code)
+        except DataError:
+            # A directory with weights alone has no tokenizer: one is trained.
+            is_expected = checkpoint is not None or recipe.tokenizer.path is not None
+            if is_expected or has_tokenizer(source):
+                raise
+    return trained_tokenizer(corpus, recipe.tokenizer)
+
+
+def processor_of(recipe: Recipe, checkpoint: Path | None = None) -> Any:
+    """The image processor: a resumed run's own, that of `model.path`, or the default one of the model's family."""
+    size = recipe.data.image_size if checkpoint is None else None
+    return image_processor(checkpoint or recipe.model.path, model_config(recipe, None), size)
+
+
+def image_text_processor_of(recipe: Recipe, checkpoint: Path | None = None) -> Any:
+    """The processor of images and text: a resumed run's own, or that of `model.path`."""
+    assert recipe.model.path is not None, "it was checked"
+    return read_processor(checkpoint or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+
+
+def _workload_with_images(recipe: Recipe, config: PreTrainedConfig) -> Workload:
+    data = recipe.data
+    if config.model_type not in FORMS:
+        reason = UNREAD.get(config.model_type, "no one has compared them with the plain model's")
+        raise UnsupportedModelError(
+            f"data.kind is image_text, and images of the family {config.model_type} are not read: {reason}; choose "
+            f"another, such as {', '.join(sorted(FORMS)[:4])}"
+        )
+    images = images_of_row(config, blank_row(image_text_processor_of(recipe), data.images_per_row))
+    if (most := images.places[-1] + 1) > data.max_length:
+        raise RecipeError(
+            f"data.max_length is {data.max_length}, and data.images_per_row {data.images_per_row} take {most} tokens; "
+            "raise max_length"
+        )
+    return replace(Workload.of_recipe(recipe, 1, is_encoder_decoder=False), row_images=images)
+
+
+def workload_of(recipe: Recipe, config: PreTrainedConfig) -> Workload:
+    """The shape of the recipe's longest mini-batch, for a model of this configuration."""
+    if recipe.data.kind == "image_text":
+        return _workload_with_images(recipe, config)
+    if recipe.data.kind != "images":
+        return Workload.of_recipe(recipe, 1, is_encoder_decoder=bool(config.is_encoder_decoder))
+    pixels = shape_read(processor_of(recipe))
+    entries = {"pixel_values": pixels[None], "labels": torch.zeros(1, dtype=torch.long)}
+    return Workload.of_entries(entries).of_rows(recipe.training.batch_size)
+
+
+#: The losses of kinds of data that have one of their own.
+_LOSSES: dict[str, type[NotingLoss]] = {
+    "preferences": PreferenceLoss,
+    "kto": KTOLoss,
+    "rewards": RewardLoss,
+    "embeddings": EmbeddingLoss,
+    "prompts": GRPOLoss,
+}
+
+
+def loss_of(recipe: Recipe) -> Loss:
+    """The loss of training."""
+    if (own := _LOSSES.get(recipe.data.kind)) is not None:
+        return own.of(recipe.of_loss)
+    distilled, training = recipe.distillation, recipe.training
+    of_tokens = training.label_smoothing_factor, training.logit_clipping
+    if distilled.teacher is None and distilled.top_k_file is None:
+        return TokenLoss(*of_tokens)
+    values = {name: getattr(distilled, name) for name in ("beta", "temperature", "cross_entropy_share")}
+    return DistillationLoss(*of_tokens, **values, from_rows=distilled.top_k_file is not None)
+
+
+def sorts_rows(recipe: Recipe) -> bool:
+    """Whether rows of similar length share a mini-batch; images are all alike."""
+    return recipe.training.length_bucketing and recipe.data.kind in OF_TEXT

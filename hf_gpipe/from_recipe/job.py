@@ -1,0 +1,276 @@
+"""The job of `python -m hf_gpipe.train`, run by every process of the pipeline: train, evaluate, save, summarise."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from hf_gpipe.checkpoint.directory import check_shared, checkpoints, remove, step_of, tidy
+from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints, newest_checkpoint
+from hf_gpipe.checkpoint.lock import owned
+from hf_gpipe.checkpoint.save import make_directory, writing
+from hf_gpipe.checkpoint.state import read_state
+from hf_gpipe.data.files import check_files, digest_of_files
+from hf_gpipe.errors import DataError, RecipeError
+from hf_gpipe.from_recipe import summary
+from hf_gpipe.from_recipe.checks import check_model, loss_of, sorts_rows, workload_of
+from hf_gpipe.from_recipe.cost import CostMeter
+from hf_gpipe.from_recipe.model import model_config, spec_of, teacher_of
+from hf_gpipe.from_recipe.tasks import Task, task_of
+from hf_gpipe.from_recipe.timeline import measure_step
+from hf_gpipe.from_recipe.trainer import Prepared, trainer_of
+from hf_gpipe.job.device_choice import world_for
+from hf_gpipe.job.job import Job
+from hf_gpipe.job.world import World
+from hf_gpipe.pipeline import Pipeline, PipelineRequest
+from hf_gpipe.planner.workload import PlanInputs
+from hf_gpipe.recipe import Recipe, load_saved, may_change
+from hf_gpipe.runtime.batches import share
+from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_trace
+from hf_gpipe.training.loader import Batch
+from hf_gpipe.training.optim import step_stage
+from hf_gpipe.training.trainer import PipelineTrainer
+from hf_gpipe.training.updates import are_beside
+from hf_gpipe.training.windows import StageUpdates
+
+RECIPE_FILE, METRICS_FILE, TIMELINE_FILE = "recipe.yaml", "metrics.json", "timeline.png"
+#: One JSON object a line: language, source, target and translation of a pair that was evaluated.
+TRANSLATIONS_FILE = "translations.jsonl"
+TRACE_FILE, BREAKDOWN_FILE = "trace.json", "breakdown.json"
+#: The copy of a table that the recipe names, which the recipe beside it names in its place.
+TABLE_FILE = "schedule.txt"
+
+
+def run(recipe: Recipe, job: Job) -> None:
+    """Do everything that a recipe asks for. Every process of the job calls it.
+
+    Raises:
+        UserError: what the recipe, the data or the checkpoint to resume from get wrong.
+    """
+    cost_meter = CostMeter()
+    task = task_of(recipe)
+    world = world_for(recipe.pipeline)
+    job.note("checking the recipe")
+    world.from_reader(lambda: check_recipe(recipe))
+    job.note("taking the output directory")
+    with owned(Path(recipe.training.output_dir), world):
+        _run(recipe, job, world, task, cost_meter)
+
+
+def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMeter) -> None:
+    """The same with the output directory to itself."""
+    output_dir = Path(recipe.training.output_dir)
+    say: Callable[[str], None] = summary.say if world.is_reporter else lambda text: None
+    checkpoint = _checkpoint_of(recipe, output_dir, world, job)
+    first_step = 0 if checkpoint is None else step_of(checkpoint)
+    accumulation, num_processes = (
+        recipe.training.gradient_accumulation_steps,
+        recipe.pipeline.workers_among(world.num_processes),
+    )
+    table = world.from_reader(lambda: recipe.pipeline.table(accumulation, num_processes))
+    job.note("preparing the corpus and the tokenizer")
+    say("preparing the corpus and the tokenizer")
+    config, prepared = _prepared(recipe, task, output_dir, checkpoint, world)
+    for path in world.from_writer(lambda: writing(output_dir)(_begin)(recipe, output_dir, table)):
+        say(f"deleted {path}, because training.resume is never")
+
+    job.note("creating the model")
+    pipe = _pipeline(recipe, config, checkpoint, world)
+    if not pipe.adapter.labels_rows:
+        pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
+    trainer = trainer_of(recipe, task, pipe, prepared)
+    corpus_text = world.from_reader(lambda: "" if prepared is None else task.size(recipe.data, prepared.corpus))
+    say(summary.start_text(recipe, pipe, corpus_text, checkpoint))
+    again = " with training.resume=auto" if recipe.training.resume == "never" else ""
+    output = trainer.train_from(checkpoint, resume_hint=f"start again{again}")
+    cost_meter.note_memory(pipe)
+    if checkpoint is not None and output.global_step == first_step:
+        say(f"the training in {output_dir} is finished ({first_step} steps); nothing is left to train")
+    if recipe.training.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+        best = step_of(Path(trainer.state.best_model_checkpoint))
+        say(f"the model is that of step {best}, with the least validation loss of all checkpoints")
+    job.note("saving the model")
+    trainer.save_model()
+
+    evaluating = f"{task.evaluating} of the {recipe.evaluation.split} split"
+    job.note(evaluating)
+    say(evaluating)
+    tokenizer, corpus = (None, None) if prepared is None else (prepared.tokenizer, prepared.corpus)
+    report = task.evaluate(recipe, pipe, tokenizer, corpus)
+    job.note("measuring a step")
+    batches = trainer.train_batches()
+    batch = trainer.prepared(share([next(batches.epoch(0))] if batches is not None else None, world))
+    measured, predicted = _measured(trainer, batch)
+    if world.is_writer:
+        cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
+        metrics = json.dumps(_finite(report.to_dict() | {"cost": cost}), indent=2, ensure_ascii=False)
+        with writing(output_dir):
+            if report.translations:
+                lines = [json.dumps(_finite(asdict(pair)), ensure_ascii=False) for pair in report.translations]
+                (output_dir / TRANSLATIONS_FILE).write_text("\n".join([*lines, ""]), encoding="utf-8")
+            (output_dir / METRICS_FILE).write_text(f"{metrics}\n")
+            _write_timelines(output_dir, measured, predicted)
+    if world.is_reporter:
+        summary.say(summary.step_text(breakdown(measured), output_dir / TRACE_FILE))
+        files = {"one step's timeline": TIMELINE_FILE, "metrics": METRICS_FILE}
+        if report.translations:
+            files["all translations"] = TRANSLATIONS_FILE
+        summary.say(summary.end_text(report.text(recipe.evaluation.split), output_dir, files))
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinite number and no NaN: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _measured(trainer: PipelineTrainer, batch: Sequence[Batch]) -> tuple[Timeline, Timeline]:
+    """The step of `measure_step`, with the trainer's updates at a learning rate of 0.
+
+    They take as long as any, and leave the weights as they are.
+    """
+    optimizer, pipe = trainer.made_optimizer(), trainer.pipe
+    rates = [group["lr"] for group in optimizer.param_groups]
+
+    def update(loss: torch.Tensor, norm: torch.Tensor) -> None:
+        pipe.clip_grad_norm_(trainer.args.max_grad_norm, norm)
+        optimizer.step()
+
+    def update_stage(stage: int, step: int, norm: torch.Tensor) -> None:
+        StageUpdates(trainer, None)(stage, 0, norm)
+
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    if are_beside(trainer):
+        timelines = measure_step(pipe, batch, update_beside=partial(step_stage, trainer))
+    else:
+        timelines = measure_step(pipe, batch, update=update_stage if pipe.is_asynchronous else update)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return timelines
+
+
+def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) -> None:
+    titles = ("measured", "predicted")
+    draw_png(output_dir / TIMELINE_FILE, measured, predicted, titles=titles)
+    write_trace(output_dir / TRACE_FILE, measured, predicted, titles=titles)
+    (output_dir / BREAKDOWN_FILE).write_text(json.dumps(breakdown(measured).to_dict(), indent=2) + "\n")
+
+
+def _prepared(
+    recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, world: World
+) -> tuple[PreTrainedConfig, Prepared | None]:
+    """The model's configuration, and in the reader everything that it has prepared."""
+    mine: list[Prepared] = []
+
+    def prepare() -> dict[str, Any]:
+        mine.append(_prepare(recipe, task, output_dir, checkpoint))
+        return mine[0].config.to_dict()
+
+    values = world.from_reader(prepare, takes_long=True)
+    if mine:
+        return mine[0].config, mine[0]
+    # Its class is of the recipe, its values are the reader's: they have the tokenizer's ids.
+    return type(model_config(recipe, None)).from_dict(values), None
+
+
+def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None) -> Prepared:
+    if checkpoint is not None and (output_dir / RECIPE_FILE).exists():
+        _check_same_run(recipe, load_saved(output_dir / RECIPE_FILE), checkpoint)
+    corpus = task.corpus(recipe)
+    tokenizer = task.processor(recipe, corpus, checkpoint)
+    # The configuration has the ids of a tokenizer, of which an image processor has none.
+    ids = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
+    return Prepared(corpus, tokenizer, model_config(recipe, ids))
+
+
+def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[Path]:
+    """Make the output directory that of this run, and return the checkpoints of an earlier one that were deleted."""
+    deleted = []
+    if recipe.training.resume == "never":
+        # Left there, a later start would resume from them.
+        for path in checkpoints(output_dir):
+            remove(path)
+            deleted.append(path)
+    # Metrics that are there once a run has ended are that run's own, and the recipe beside them is what they are of.
+    for name in (METRICS_FILE, TRANSLATIONS_FILE):
+        (output_dir / name).unlink(missing_ok=True)
+    if table is not None:
+        (output_dir / TABLE_FILE).write_text(table.text(), encoding="utf-8")
+        recipe = replace(recipe, pipeline=replace(recipe.pipeline, schedule=str(output_dir / TABLE_FILE)))
+    (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
+    return deleted
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise UserError for files that are not there and a model that cannot be made, before anything takes long."""
+    check_files(recipe.data)
+    check_model(recipe)
+
+
+def _checkpoint_of(recipe: Recipe, output_dir: Path, world: World, job: Job) -> Path | None:
+    """The checkpoint to resume from, which is whole. Every process calls it."""
+
+    def prepare() -> None:
+        make_directory(output_dir)
+        # First, for it gives back a checkpoint that was being replaced.
+        tidy(output_dir)
+
+    job.note("checking the checkpoint")
+    world.from_writer(prepare)
+    if world.has_several_machines:
+        check_shared(output_dir, world)
+        _check_same_data(recipe, world)
+    if recipe.training.resume == "never":
+        return None
+    keeps = recipe.training.memory_save_steps is not None
+    return newest_checkpoint(output_dir, world, MemoryCheckpoints(output_dir, world) if keeps else None)
+
+
+def _check_same_data(recipe: Recipe, world: World) -> None:
+    """Raise DataError, on every process, where machines have different copies of the data.
+
+    Only the main process reads them, and a machine may be without; but after a restart it may be another's turn.
+    """
+    is_first = world.neighbours[0] == world.rank
+    digests = world.gather_objects(digest_of_files(recipe.data) if is_first else "")
+    digest_of = {host: digest for host, digest in zip(world.hosts, digests, strict=True) if digest}
+    if len(set(digest_of.values())) > 1:
+        copies = ", ".join(f"{digest} on {host}" for host, digest in digest_of.items())
+        raise DataError(
+            f"data.path {recipe.data.path}: the files differ between the machines (hashes: {copies}); copy them from "
+            f"{world.hosts[world.reader]}, or put them where all machines see them"
+        )
+
+
+def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
+    """Raise RecipeError where a checkpoint belongs to another training than the recipe's."""
+    before, changeable = earlier.values(), may_change()
+    for key, value in recipe.values().items():
+        if before.get(key) != value and key not in changeable:
+            raise RecipeError(
+                f"{'.'.join(key)} is {value!r}, and {checkpoint} was trained with {before.get(key)!r}; restore the "
+                "value, choose another training.output_dir, or set training.resume=never to train anew and delete the "
+                "checkpoints"
+            )
+
+
+def _pipeline(recipe: Recipe, config: PreTrainedConfig, checkpoint: Path | None, world: World) -> Pipeline:
+    spec, training = spec_of(recipe, config), recipe.training
+    inputs = PlanInputs.of_recipe(recipe, workload_of(recipe, config))
+    if checkpoint is not None:
+        inputs = replace(inputs, earlier_num_micro_batches=read_state(checkpoint).run.num_micro_batches)
+    loss, by_length = loss_of(recipe), sorts_rows(recipe)
+    request = PipelineRequest(spec, recipe.pipeline, inputs, training.seed, loss, by_length, teacher_of(recipe))
+    return Pipeline.of(request, world)

@@ -1,0 +1,61 @@
+"""Texts that the command prints before and after a training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hf_gpipe.job.preflight import machines
+from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.recipe import Recipe
+from hf_gpipe.schedule import Breakdown
+from hf_gpipe.text import count_text
+
+
+def say(text: str) -> None:
+    """Print at once, also where stdout is a file."""
+    print(text, flush=True)
+
+
+def start_text(recipe: Recipe, pipe: Pipeline, corpus: str, checkpoint: Path | None) -> str:
+    """The model, its stages and the data; `corpus` says in words how much there is."""
+    sizes = ", ".join(str(len(layers)) for layers in pipe.partition)
+    processes = pipe.world.num_processes
+    lines = [
+        f"model      {pipe.adapter.config.model_type}, {count_text(pipe.adapter.num_parameters(), '.2f')} parameters, "
+        f"{len(pipe.adapter.layers)} layers",
+        f"pipeline   K = {pipe.num_stages} stages of {sizes} layers in {processes} process{'es' * (processes > 1)}, "
+        f"M = {pipe.num_micro_batches} micro-batches, schedule {pipe.schedule_name}, recompute {pipe.recompute}",
+        f"data       {corpus}; mini-batches of {_mini_batch(recipe)}",
+        f"output     {recipe.training.output_dir}",
+    ]
+    lines += [f"machine    {line}" for line in machines(pipe.world.ranks)]
+    lines += [f"link       {line}" for line in pipe.links]
+    if checkpoint is not None:
+        lines.append(f"resuming   from {checkpoint}")
+    return "\n".join(lines)
+
+
+def step_text(parts: Breakdown, trace: Path) -> str:
+    """Where the time of one measured step went."""
+    return (
+        f"\nWhere one step of {float(parts.total_seconds):.4g} s goes (in detail: {trace}, for ui.perfetto.dev)\n\n"
+        f"{parts.text()}"
+    )
+
+
+def end_text(quality: str, output_dir: Path, files: Mapping[str, str]) -> str:
+    """The quality, in words or tables, and where everything is.
+
+    Args:
+        quality: of the model.
+        output_dir: of the run.
+        files: a word for each file there -> its name.
+    """
+    lines = [f"{word:<19}  {output_dir / name}" for word, name in files.items()]
+    return "\n".join(["", quality, f"model and tokenizer  {output_dir}", *lines])
+
+
+def _mini_batch(recipe: Recipe) -> str:
+    tokens = recipe.training.batch_tokens
+    return f"{recipe.training.batch_size} rows" if tokens is None else f"about {tokens} target tokens"

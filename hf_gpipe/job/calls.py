@@ -1,0 +1,112 @@
+"""Calls that every process must make: one that a process makes alone is an error that names it, not a wait.
+
+Without it, such as where a script saves the model `if trainer.is_world_process_zero()`, that process waits for messages
+until their time limit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.job.job import Job
+
+Self = TypeVar("Self")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+_LONGEST_PAUSE_SECONDS = 0.2
+
+
+class _Calls:
+    """The calls that this process has made in a default group of torch.distributed.
+
+    In the store of the group, which all processes share, each process writes the name of its n-th call, and that it has
+    ended.
+    """
+
+    def __init__(self, world: dist.ProcessGroup | None) -> None:
+        self.world = world
+        self._store = distributed_c10d._get_default_store()
+        self._num_calls = 0
+        self._process = os.getpid()
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        # After an uncaught exception the launcher ends the others, and the exception is the cause to tell.
+        if os.getpid() == self._process and not hasattr(sys, "last_value"):
+            with suppress(Exception):  # the store may be gone
+                self._store.set(f"hf_gpipe/calls/ended/{dist.get_rank()}", "")
+
+    def meet(self, name: str) -> None:
+        """Wait until every process has made its call of this number.
+
+        Raises:
+            UserError: another process has made another call, has ended, or has not called within the time limit.
+        """
+        limit = (Job.current().timeout or dist.default_pg_timeout).total_seconds()
+        deadline = time.monotonic() + limit
+        self._num_calls += 1
+        rank, pause = dist.get_rank(), 0.001
+        self._store.set(self._key(rank), name)
+        waited_for = [other for other in range(dist.get_world_size()) if other != rank]
+        while waited_for:
+            other = waited_for[0]
+            if self._store.check([self._key(other)]):
+                if (called := self._store.get(self._key(other)).decode()) != name:
+                    raise UserError(_alone(rank, name, f"process {other} called {called}"))
+                waited_for.pop(0)
+            elif self._store.check([f"hf_gpipe/calls/ended/{other}"]):
+                raise UserError(_alone(rank, name, f"process {other} has ended without that call"))
+            elif time.monotonic() > deadline:
+                raise UserError(_alone(rank, name, f"process {other} did not within {limit:g} seconds"))
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _key(self, rank: int) -> str:
+        return f"hf_gpipe/calls/{self._num_calls}/{rank}"
+
+
+def _alone(rank: int, name: str, other: str) -> str:
+    return (
+        f"process {rank} called {name} and {other}; every process must call the same methods, so take the call out of "
+        "conditions such as `if trainer.is_world_process_zero()`"
+    )
+
+
+def by_every_process(
+    method: Callable[Concatenate[Self, Parameters], Result],
+) -> Callable[Concatenate[Self, Parameters], Result]:
+    """Decorator of a method that every process of the job must call, at the same place of its program.
+
+    The decorated method raises UserError, within a second, where another process has called another one or has ended.
+    Without such a sign it waits for the others, as long as for a message.
+    """
+
+    @functools.wraps(method)
+    def called(self: Self, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        job = Job.current()
+        # What a method calls in its turn, all processes call.
+        if job.is_in_call or not dist.is_initialized() or dist.get_world_size() == 1:
+            return method(self, *args, **kwargs)
+        if job.calls is None or job.calls.world is not dist.group.WORLD:
+            job.calls = _Calls(dist.group.WORLD)
+        job.calls.meet(f"{type(self).__name__}.{method.__name__}")
+        job.is_in_call = True
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            job.is_in_call = False
+
+    return called

@@ -1,0 +1,352 @@
+"""The job that this process is part of: where its processes meet, how long they wait, and a note of its current work.
+
+torch.distributed has one default group and a signal has one handler, so a process is in one job at a time. Its state is
+one object, `Job.current()`; other modules hold none of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hf_gpipe.errors import EXIT_FAILURE, UserError
+from hf_gpipe.job import network, preflight
+from hf_gpipe.job.facts import RankFacts
+from hf_gpipe.job.heartbeat import Heartbeat
+from hf_gpipe.job.meeting import meet
+from hf_gpipe.job.open_files import check_open_files
+from hf_gpipe.job.secret import signed
+
+Item = TypeVar("Item")
+
+#: Set for the processes that our own launcher starts: it prints their failures.
+LAUNCHER_PID = "HF_GPIPE_LAUNCHER_PID"
+#: Names the file in which a process notes its current work; its launcher can read it even after SIGKILL.
+WORK_VARIABLE = "HF_GPIPE_WORK_FILE"
+#: On this signal a process writes the stack of its main thread to the file that STACK_VARIABLE names.
+STACK_SIGNAL = signal.SIGUSR1
+STACK_VARIABLE = "HF_GPIPE_STACK_FILE"
+#: The first line of that file in a job with NCCL, followed by its time limit in seconds.
+NCCL_LIMIT = "NCCL's time limit in seconds: "
+
+#: Seconds between two checks of a process that its launcher still runs.
+WATCH_SECONDS = 0.5
+#: What a process notes that waits for the others at the end.
+ENDING = "waiting for all processes to end"
+#: Seconds that the processes of a job may start apart, as on machines that read their programs over a network, and end
+#: apart, as when the main process draws and plans. It is more where the time limit of messages is longer.
+APART_SECONDS = 300.0
+#: How many times the limit of a message a process may come to its end after the others, as long as it says that it is
+#: there: one that does not is noticed after little more than one.
+_END_LIMITS = 4
+
+#: Seconds in which a thread of gloo's surely drops the last message.
+LAST_MESSAGE_SECONDS = 0.05
+
+#: A note has this size, so that one write replaces the note before it completely.
+_NOTE_BYTES = 120
+
+
+class Job:
+    """State of this process as a member of a job.
+
+    Attributes:
+        timeout: how long a process waits for another one; None: as long as in the user's own default group.
+        start: name of this start of the job's processes; empty before they have met.
+        work: a short description of this process's current work; empty if nothing was noted.
+        in_forked_child: functions that a forked child of this process calls first, such as a data loader's worker.
+        calls: what job/calls.py knows of the calls that every process must make; None before the first.
+        is_in_call: whether this process is in such a call.
+        heartbeat: in the store at which the processes meet; None: there is none.
+        failure: what `failures.note` has noted of this process; None: nothing.
+        is_failing: whether this process has told why it fails, or tells it now.
+        reading_since: since when this process reads a mini-batch, by `time.monotonic`; None: it does not.
+    """
+
+    _current: ClassVar[Job | None] = None
+
+    def __init__(self) -> None:
+        self.timeout: timedelta | None = None
+        self.start = ""
+        self.work = ""
+        self.in_forked_child: list[Callable[[], None]] = []
+        self.calls: Any = None
+        self.is_in_call = False
+        self.heartbeat: Heartbeat | None = None
+        self.failure: Any = None
+        self.is_failing = False
+        self.reading_since: float | None = None
+        self._store: dist.Store | None = None
+        self._world: dist.ProcessGroup | None = None
+        self._ranks: tuple[RankFacts, ...] = ()
+        self._common_groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+        self._work_files: dict[str, int] = {}
+        self._num_exchanges = 0
+        self._abort_file: int | None = None
+
+    @classmethod
+    def current(cls) -> Job:
+        """Return the job of this process; before it has joined one, it has torch's defaults."""
+        if cls._current is None:
+            cls._current = cls()
+        return cls._current
+
+    @property
+    def has_met(self) -> bool:
+        """Whether this process has found the others by its launcher's word."""
+        return self._store is not None
+
+    def meet(self, timeout: timedelta, settings: Mapping[str, str]) -> None:
+        """Find the other processes by the launcher's word, and connect to them. For arguments see `join_job`."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            # Python's handler runs between two of its own instructions, so never while gloo or NCCL waits.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.timeout = timeout
+        _end_with(int(os.environ.get(LAUNCHER_PID) or os.getppid()))
+        _show_stack_on_demand()
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        check_open_files(int(os.environ["WORLD_SIZE"]))
+        network.check_main_address(int(os.environ["RANK"]))
+        apart = timedelta(seconds=APART_SECONDS)
+        try:
+            store, rank, size = next(iter(dist.rendezvous("env://", timeout=apart)))
+        except dist.DistError as error:
+            raise UserError(_no_store(error)) from None
+        # Until all have met, they may be further apart.
+        self.heartbeat = Heartbeat(store, rank, size, max(apart, timeout))
+        # The store may have what processes wrote that the launcher has started before.
+        self.start = meet(signed(store, "meeting"), rank, size, apart)
+        of_start = dist.PrefixStore(self.start, store)
+        self._store = signed(of_start, self.start)
+        # The time limit is that of messages. Processes may start further apart, so they meet here first.
+        ranks = preflight.check(self._store, rank, size, settings, max(apart, timeout))
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+            network.stay_on_loopback()
+        # NCCL asks the store from threads of its own for as long as the process lives, which must not need Python.
+        of_torch = of_start if "nccl" in backend else self._store
+        dist.init_process_group(backend, store=of_torch, rank=rank, world_size=size, timeout=timeout)
+        self._follow_default_group()
+        self._ranks = ranks
+        self.heartbeat.stop()
+        self.heartbeat = Heartbeat(self._store, rank, size, timeout)
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """Compare values that must be the same in every process, in a process group that was there before."""
+        self._follow_default_group()
+        limit = timedelta(seconds=APART_SECONDS)
+        self._ranks = preflight.check(*self._of_default_group(), settings, limit, self._next_prefix())
+
+    def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+        """Create a group of some processes with the job's time limit; torch's own default is 30 minutes."""
+        if backend == "nccl":
+            self.note_abort(self.limit)
+        _wait_at_exit()
+        return dist.new_group(list(ranks), timeout=self.limit, backend=backend)
+
+    @property
+    def limit(self) -> timedelta:
+        """How long a process waits for a message of another one."""
+        return self.timeout or _timeout_of_default_group()
+
+    def note_abort(self, limit: timedelta) -> None:
+        """Note for the launcher the time limit of NCCL, and the stack of every thread if this process is aborted.
+
+        NCCL's watchdog, a thread of torch's, ends a process by SIGABRT when a message does not come in time: no
+        exception is raised that could be reported.
+        """
+        path = os.environ.get(STACK_VARIABLE)
+        if path is None or self._abort_file is not None:
+            return
+        self._abort_file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(self._abort_file, f"{NCCL_LIMIT}{limit.total_seconds():g}\n".encode())
+        faulthandler.enable(file=self._abort_file)
+
+    def ranks(self) -> tuple[RankFacts, ...]:
+        """The facts of all processes of the default group, by rank.
+
+        They are told when the processes meet; in a process group that was there before, the first call tells them,
+        which every process makes.
+        """
+        self._follow_default_group()
+        if not self._ranks:
+            facts, limit = RankFacts.of_this_process(), max(timedelta(seconds=APART_SECONDS), self.limit)
+            self._ranks = preflight.exchange(*self._of_default_group(), facts, limit, self._next_prefix())
+        return self._ranks
+
+    def _follow_default_group(self) -> None:
+        """Forget the groups and facts of a default group that the user has ended, before joining another."""
+        if self._world is not dist.group.WORLD:
+            self._world, self._common_groups, self._ranks = dist.group.WORLD, {}, ()
+
+    @staticmethod
+    def _of_default_group() -> tuple[dist.Store, int, int]:
+        """Its store, this process's rank, and the number of processes."""
+        return signed(distributed_c10d._get_default_store(), "group"), dist.get_rank(), dist.get_world_size()
+
+    def _next_prefix(self) -> str:
+        """The prefix of the keys of the next exchange in a default group's store."""
+        self._num_exchanges += 1
+        return f"hf_gpipe/started/{self._num_exchanges}"
+
+    def common_group(self, backend: str, thread: str = "") -> dist.ProcessGroup:
+        """Our group of all processes on this backend. The first call, which every process makes, creates it.
+
+        Args:
+            backend: of torch.distributed.
+            thread: whose messages it is for; threads must not send in one group at the same time.
+        """
+        self._follow_default_group()
+        key = backend, thread
+        if key not in self._common_groups:
+            self._common_groups[key] = self.new_group(range(dist.get_world_size()), backend)
+        return self._common_groups[key]
+
+    def leave(self) -> None:
+        """Leave the job at the end, once every process is here."""
+        if not dist.is_initialized():
+            return
+        self.note(ENDING)
+        if self.heartbeat is None:
+            dist.barrier(group=self.common_group("gloo"))
+        else:
+            self.heartbeat.wait_for_all(
+                "hf_gpipe/ended", max(timedelta(seconds=APART_SECONDS), _END_LIMITS * self.limit)
+            )
+            self.heartbeat.stop()
+            self.heartbeat = None
+        self._world, self._common_groups, self._ranks = None, {}, ()
+        dist.destroy_process_group()
+        self._store = None  # torch's groups had it
+
+    # ------------------------------------------------------------------ current work
+
+    def note(self, work: str) -> None:
+        """Note the current work of this process. It costs one system call of about a microsecond."""
+        self.work = work
+        path = os.environ.get(WORK_VARIABLE)
+        if path is None:
+            return
+        with contextlib.suppress(OSError):
+            if path not in self._work_files:
+                self._work_files[path] = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+            os.pwrite(self._work_files[path], work.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES), 0)
+
+    @contextmanager
+    def during(self, work: str) -> Iterator[None]:
+        """Context manager in which this process does `work`. After an exception the note stays, for the report."""
+        before = self.work
+        self.note(work)
+        yield
+        self.note(before)
+
+    def noting(self, items: Iterator[Item], work: str) -> Iterator[Item]:
+        """Yield the same items of a dataset; `work` is noted while one is read, and since when it is."""
+        end = object()
+        while True:
+            self.reading_since = time.monotonic()
+            try:
+                with self.during(work):
+                    item = next(items, end)
+            finally:
+                self.reading_since = None
+            if item is end:
+                return
+            yield cast(Item, item)
+
+
+def _no_store(error: dist.DistError) -> str:
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if "EADDRINUSE" in str(error):
+        return (
+            f"MASTER_PORT is {os.environ['MASTER_PORT']}, and on machine {socket.gethostname()} another program, such "
+            "as another run, has that port; give each run its own"
+        )
+    return (
+        f"process {os.environ['RANK']} on machine {socket.gethostname()} cannot meet the others at {address}: "
+        f"{' '.join(str(error).split())}; see whether the first machine's processes run, whether that port is free "
+        "there, and whether its firewall lets it through"
+    )
+
+
+def _timeout_of_default_group() -> timedelta:
+    """The time limit of the default group, which torch does not give to later groups; torch's own if it has none."""
+    world = dist.group.WORLD
+    assert world is not None, "there is a default group"
+    try:
+        return world._get_backend(world._device_types[0]).options._timeout
+    except (AttributeError, RuntimeError):
+        return dist.default_pg_timeout
+
+
+def in_job() -> bool:
+    """Whether a launcher started this process as one of several."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def available_cores() -> int:
+    """The number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_note(path: Path) -> str:
+    """The work that a process noted in `path`; empty where there is no such file."""
+    try:
+        return path.read_bytes().decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+@cache
+def _wait_at_exit() -> None:
+    """Let the interpreter wait for a moment before it ends.
+
+    A thread of gloo's that drops a tensor while the interpreter ends is aborted by it, and with it the process, which
+    had done all its work ("terminate called without an active exception", pytorch issue 190489).
+    """
+    atexit.register(time.sleep, LAST_MESSAGE_SECONDS)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended, because a killed launcher cannot stop it."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
+        os._exit(EXIT_FAILURE)
+
+    threading.Thread(target=watch, name="hf_gpipe-parent-watch", daemon=True).start()
+
+
+def _show_stack_on_demand() -> None:
+    """Write the stack of this process on STACK_SIGNAL, even while it is stuck in a call outside of Python."""
+    if path := os.environ.get(STACK_VARIABLE):
+        # Open for as long as the process runs.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+
+
+def _after_fork() -> None:
+    job = Job.current()
+    while job.in_forked_child:
+        job.in_forked_child.pop()()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,187 @@
+"""The loss of GRPO on rollouts with advantages, and the advantages of rewards in groups. Names are those of TRL."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.errors import DataError, check_choice, check_count, check_number
+from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads, TokenLoss
+from hf_gpipe.losses.preference import NotingLoss
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+LEVELS = ("token", "sequence")
+SCALES = ("group", "batch", "none")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
+
+
+def advantages_of(rewards: torch.Tensor, num_generations: int, scale_rewards: str = "group") -> torch.Tensor:
+    """The advantage of each completion, (N,): its reward minus the mean of its group (GRPO, arXiv 2402.03300).
+
+    Args:
+        rewards: (N,), where the completions of a prompt are neighbours; NaN of one without a reward, whose advantage
+            is 0.
+        num_generations: completions of a prompt.
+        scale_rewards: by whose standard deviation the differences are divided: of the "group", of the "batch", or
+            "none".
+    """
+    groups = rewards.view(-1, num_generations)
+    differences = groups - groups.nanmean(dim=1, keepdim=True)
+    if scale_rewards != "none":
+        within = groups if scale_rewards == "group" else rewards.view(1, -1)
+        differences = differences / (deviations(within) + 1e-4)
+    return differences.flatten().nan_to_num(nan=0.0)
+
+
+def summed(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sums (N,) of rewards (N, F), NaN where all of a row are."""
+    return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
+
+
+def advantages_of_each(rewards: torch.Tensor, weights: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """The advantages (N,) of rewards (N, F) of several functions, each of which is normalised by itself first.
+
+    They are the weighted sums, normalised over the whole batch (GDPO, arXiv 2601.05242).
+    """
+    own = torch.stack([advantages_of(reward, num_generations) for reward in rewards.unbind(dim=1)], dim=1)
+    total = summed(own.masked_fill(rewards.isnan(), math.nan), weights)
+    return ((total - total.nanmean()) / (deviations(total[None])[0] + 1e-4)).nan_to_num(nan=0.0)
+
+
+def deviations(groups: torch.Tensor) -> torch.Tensor:
+    """The standard deviation of each group of rewards (G, N), (G, 1), without those that are NaN; 0 of fewer than 2."""
+    counts = (~groups.isnan()).sum(dim=1, keepdim=True)
+    squares = (groups - groups.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)
+    return (squares / (counts - 1).clamp(min=1)).sqrt()
+
+
+@dataclass(frozen=True)
+class TemperedLoss(TokenLoss):
+    """The negative log-likelihood of logits that are divided by a temperature, as where tokens were sampled so."""
+
+    temperature: float = field(default=1.0, kw_only=True)
+
+    def with_gradient(
+        self, logits: torch.Tensor, targets: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, gradient = super().with_gradient(logits / self.temperature, targets, **options | {"overwrite": True})
+        return losses, gradient.div_(self.temperature)
+
+
+@dataclass(frozen=True)
+class GRPOLoss(NotingLoss):
+    """The clipped loss of completions with advantages; the inputs have "advantages" (B,), and completions as labels.
+
+    With the ratio r of a token's probability to that at the rollout, and the advantage A of its row, the loss of a
+    token is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta k, where k = exp(d) - d - 1 and d is the
+    reference's log-probability minus the model's (arXiv 2402.03300, equations 3 and 4).
+
+    Args:
+        beta: weight of the divergence from the reference, whose log-probabilities are "ref_token_logps" (B, T).
+        loss_type: "grpo": the mean over a row's tokens, then over rows; "bnpo" and "dapo": the mean over all tokens of
+            the step (arXiv 2503.14476); "dr_grpo": the sum over tokens, divided by rows times `max_completion_length`
+            (arXiv 2503.20783).
+        max_completion_length: of "dr_grpo".
+        epsilon, epsilon_high: bounds of the ratio; None: `epsilon`.
+        delta: the largest ratio of the unclipped term; None: any.
+        importance_sampling_level: "token", or "sequence": the ratio of a row is the geometric mean over its tokens
+            (GSPO, arXiv 2507.18071).
+        temperature: of the rollout; the logits are divided by it.
+
+    The log-probabilities at the rollout are "old_logps" (B, T); without them the ratio is 1, and has a gradient.
+
+    Raises:
+        UserError: a value that is not allowed.
+    """
+
+    beta: float = 0.0
+    loss_type: str = "dapo"
+    max_completion_length: int = 512
+    epsilon: float = field(default=0.2, kw_only=True)
+    epsilon_high: float | None = field(default=None, kw_only=True)
+    delta: float | None = field(default=None, kw_only=True)
+    importance_sampling_level: str = field(default="token", kw_only=True)
+    temperature: float = field(default=1.0, kw_only=True)
+
+    metrics = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+    reads = Reads.ROWS
+
+    def __post_init__(self) -> None:
+        check_choice("loss_type", self.loss_type, LOSS_TYPES)
+        check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
+        for name in ("beta", "epsilon", "epsilon_high", "delta", "temperature"):
+            value = getattr(self, name)
+            if value is not None or name not in ("epsilon_high", "delta"):
+                check_number(name, value, is_above=name in ("delta", "temperature"))
+        check_count("max_completion_length", self.max_completion_length, 1)
+
+    @property
+    def of_tokens(self) -> TokenLoss:
+        return TemperedLoss(temperature=self.temperature)
+
+    def num_forwards(self, *, has_reference: bool) -> int:
+        return int(self.beta > 0)
+
+    def with_passes(self, batch: Mapping[str, torch.Tensor], *passes: LogProbs) -> Mapping[str, torch.Tensor]:
+        """The mini-batch itself. Raises DataError where it lacks an entry that is read, or has another shape."""
+        shape = tuple(batch["labels"].shape)
+        for name, expected, is_needed in (
+            ("advantages", shape[:1], True),
+            ("old_logps", shape, False),
+            ("ref_token_logps", shape, bool(self.beta)),
+        ):
+            given = tuple(batch[name].shape) if name in batch else None
+            if is_needed if given is None else given != expected:
+                raise DataError(
+                    f"the entry {name!r} of a mini-batch is {given and list(given)}: the loss reads {list(expected)} "
+                    f"beside labels of {list(shape)}; Pipeline.token_log_probs gives log-probabilities of tokens"
+                )
+        return batch
+
+    def row_tokens(self, targets: torch.Tensor) -> torch.Tensor:
+        """The completion's tokens."""
+        return TokenLoss.units(targets).sum(dim=1)
+
+    def of_units(self, read: LossInputs) -> torch.Tensor:
+        """The loss of each row, (B,), from the losses of its tokens (B, T)."""
+        inputs, log_probs = read.inputs, -read.token_losses
+        # Labels that follow a position; where there is none, the log-probability is 0.
+        mask = torch.zeros_like(log_probs)
+        mask[:, :-1] = (inputs["labels"][:, 1:] != IGNORED_LABEL).to(log_probs)
+        lengths = mask.sum(dim=1).clamp(min=1)
+        advantages = inputs["advantages"].to(log_probs)[:, None]
+        old = inputs["old_logps"].to(log_probs) if "old_logps" in inputs else log_probs.detach()
+        log_ratio = (log_probs - old) * mask
+        if self.importance_sampling_level == "sequence":
+            log_ratio = (log_ratio.sum(dim=1) / lengths)[:, None].expand_as(mask)
+        ratio, high = log_ratio.exp(), self.epsilon if self.epsilon_high is None else self.epsilon_high
+        unclipped = ratio if self.delta is None else ratio.clamp(max=self.delta)
+        losses = -torch.min(unclipped * advantages, ratio.clamp(1 - self.epsilon, 1 + high) * advantages)
+        divergence = torch.zeros_like(mask)
+        if self.beta:
+            difference = (inputs["ref_token_logps"].to(log_probs) - log_probs) * mask
+            divergence = difference.exp() - difference - 1
+            losses = losses + self.beta * divergence
+        is_low = (unclipped < 1 - self.epsilon) & (advantages < 0)
+        is_high = (unclipped > 1 + high) & (advantages > 0)
+        noted = (divergence, is_low, is_high, is_low | is_high)
+        # Means over all tokens: the sums of rows, and their tokens in place of the number of units.
+        values, counts = (
+            [(column * mask).sum(dim=1) for column in noted],
+            [mask.sum(dim=1)] * len(noted),
+        )
+        if self.importance_sampling_level == "sequence":  # a ratio of each row
+            values[1:] = [column[:, 0].to(mask) for column in noted[1:]]
+            counts[1:] = [torch.ones_like(counts[0])] * 3
+        self._note(*values, counts=counts)
+        sums = (losses * mask).sum(dim=1)
+        if self.loss_type == "grpo":
+            return sums / lengths
+        if self.loss_type == "dr_grpo":
+            return sums / self.max_completion_length
+        return sums * (read.num_units / read.num_tokens)

@@ -1,0 +1,190 @@
+"""The losses of preferences, and their metrics: DPO and its variants, and those without a reference.
+
+DPO (Rafailov et al. 2023, arXiv 2305.18290, equation 7) makes chosen answers more likely than rejected ones, beside a
+reference, the model before its training. CPO, SimPO and ORPO need none. Names are those of TRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+import torch
+from torch.nn import functional as F
+
+from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.errors import UserError, check_choice, check_number
+from hf_gpipe.losses.loss import Loss, LossInputs, Reads, TokenLoss
+from hf_gpipe.recipe.losses import LOSS_TYPES, LOSSES_THAT_READ, WITHOUT_REFERENCE, unused_by_loss
+
+METRICS = (
+    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+    *("logps/chosen", "logps/rejected"),
+)
+#: TRL's default.
+_SIMPO_GAMMA = 0.5
+#: Those whose log-probabilities are of a token, the mean over the answer.
+_PER_TOKEN = ("ipo", "sigmoid_norm", "simpo", "orpo")
+
+
+@dataclass(frozen=True)
+class NotingLoss(Loss):
+    """A loss that notes metrics, which are means over units or tokens.
+
+    Attributes:
+        metrics: their names, in the order in which they are summed up.
+    """
+
+    metrics: ClassVar[tuple[str, ...]]
+    #: In training and in evaluation: the sums of the metrics, and the number of values of each.
+    _sums: dict[bool, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, options: Any) -> Self:
+        """The loss that the arguments of a trainer, or the section of a recipe, ask for by the names of its fields."""
+        names = [own.name for own in fields(cls) if own.init and hasattr(options, own.name)]
+        return cls(**{name: getattr(options, name) for name in names})
+
+    def _note(self, *metrics: torch.Tensor, counts: torch.Tensor | Sequence[torch.Tensor] | None = None) -> None:
+        """Add the metrics of units, (U,) each, to the sums; nothing is read from the device.
+
+        Args:
+            metrics: the values.
+            counts: over how many values they are sums in each unit, (U,), of all metrics or of each; None: one.
+        """
+        values = torch.stack([metric.detach().double() for metric in metrics])
+        over = torch.ones((), device=values.device) if counts is None else counts
+        over = over if isinstance(over, torch.Tensor) else torch.stack(list(over))
+        is_training = torch.is_grad_enabled()
+        sums = torch.stack([values.sum(dim=1), over.double().expand_as(values).sum(dim=1)])
+        self._sums[is_training] = self._sums.get(is_training, 0.0) + sums
+
+    def take(self, *, is_training: bool) -> torch.Tensor:
+        """The sums of the metrics and the numbers of values since the last call, in this process; they begin anew.
+
+        They are those of training or of evaluation, (2, len(metrics)) in float64, on the CPU.
+        """
+        sums = self._sums.pop(is_training, None)
+        return torch.zeros(2, len(self.metrics), dtype=torch.float64) if sums is None else sums.cpu()
+
+
+@dataclass(frozen=True)
+class PreferenceLoss(NotingLoss):
+    """The loss of pairs of a chosen row and the rejected row after it.
+
+    m is the difference of the two log-ratios log p(y|x) - log p_ref(y|x), and e is `label_smoothing`. Without a
+    reference, m is the difference of the two log-probabilities log p(y|x).
+
+    Args:
+        beta: how far the model may go from the reference; larger: less far.
+        loss_type: "sigmoid": -(1 - e) log s(beta m) - e log s(-beta m), which is DPO for e = 0 and conservative DPO
+            otherwise; "robust": the same with + e, divided by 1 - 2 e (arXiv 2403.00409); "hinge": max(0, 1 - beta m)
+            (arXiv 2305.10425); "ipo": (m - 1 / (2 beta)) ** 2 with log-ratios per token (arXiv 2310.12036);
+            "sigmoid_norm": -log s(beta m) with log-ratios per token. With the log-ratios c and r of the two answers,
+            times beta: "nca_pair": -log s(c) - (log s(-c) + log s(-r)) / 2 (arXiv 2402.05369); "bco_pair": -log s(c)
+            - log s(-r) (arXiv 2404.04656); "sppo_hard": ((c - 1/2) ** 2 + (r + 1/2) ** 2) / beta ** 2 (arXiv
+            2405.00675); "apo_zero": 1 - s(c) + s(r), and "apo_down": s(c) + 1 - s(c - r) (arXiv 2408.06266).
+            Without a reference: "cpo": that of "sigmoid" (arXiv 2401.08417); "simpo": that of "sigmoid" of
+            m - simpo_gamma / beta, per token (arXiv 2405.14734); "orpo": -beta log s(the logarithm of the
+            ratio of the odds p / (1 - p)), per token, with the cross-entropy of the chosen answer (arXiv 2403.07691,
+            equation 6).
+        label_smoothing: the probability that the two answers of a pair are exchanged, at least 0 and below 0.5.
+        reference_free: whether the reference is left out, as if all its log-probabilities were 0.
+        simpo_gamma: the margin that "simpo" wants between the two answers.
+        cpo_alpha: of "cpo" and "simpo", the weight of the cross-entropy of the chosen answers, the mean over all their
+            tokens in the mini-batch; None: 1 for "cpo" and 0 for "simpo".
+
+    Raises:
+        UserError: a value that is not allowed.
+    """
+
+    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    reference_free: bool = field(default=False, kw_only=True)
+    simpo_gamma: float | None = field(default=None, kw_only=True)
+    cpo_alpha: float | None = field(default=None, kw_only=True)
+
+    metrics = METRICS
+    reads = Reads.ROWS
+    rows_per_unit = 2
+    needs_reference: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        beta, loss_type, label_smoothing = self.beta, self.loss_type, self.label_smoothing
+        object.__setattr__(self, "reference_free", self.reference_free or loss_type in WITHOUT_REFERENCE)
+        object.__setattr__(self, "needs_reference", not self.reference_free)
+        check_number("beta", beta, is_above=True)
+        check_choice("loss_type", loss_type, LOSS_TYPES)
+        if not 0 <= label_smoothing < 0.5:
+            raise UserError(f"label_smoothing={label_smoothing!r}: expected at least 0 and below 0.5")
+        for name, value, users in unused_by_loss(self):
+            raise UserError(
+                f"{name}={value!r} has no meaning with loss_type={loss_type!r}, only with {users}; leave it out"
+            )
+        for name in LOSSES_THAT_READ:
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value)
+
+    @property
+    def _weight_of_chosen(self) -> float:
+        """Of the cross-entropy of the chosen answers."""
+        if self.cpo_alpha is not None:
+            return self.cpo_alpha
+        return float(self.loss_type in ("cpo", "orpo"))
+
+    def row_tokens(self, targets: torch.Tensor) -> torch.Tensor:
+        """The answer's tokens in chosen rows, 0 in rejected ones."""
+        return TokenLoss.units(targets).sum(dim=1) * self.row_units(targets)
+
+    @property
+    def of_rows(self) -> PreferenceLoss:
+        """Itself: the loss for a `Pipeline`."""
+        return self
+
+    def of_units(self, read: LossInputs) -> torch.Tensor:
+        """The loss of each pair, (B / 2,); with a reference the inputs have "ref_logps" (B,)."""
+        inputs, noted = read.inputs, read.log_probs.view(-1, 2)
+        ratios = noted if self.reference_free else noted - inputs["ref_logps"].to(noted).view(-1, 2)
+        scores = ratios
+        if self.loss_type in _PER_TOKEN:
+            lengths = (inputs["labels"] != IGNORED_LABEL).sum(dim=1).clamp(min=1).view(-1, 2)
+            scores = ratios / lengths
+            if self.loss_type in WITHOUT_REFERENCE:  # TRL's metrics too are of a token there
+                noted = ratios = scores
+        chosen, rejected = (self.beta * ratios.detach().double()).unbind(dim=1)
+        self._note(chosen, rejected, (chosen > rejected).double(), chosen - rejected, *noted.unbind(dim=1))
+        losses = self._of_scores(*scores.unbind(dim=1))
+        if weight := self._weight_of_chosen:
+            # A mean over tokens, and not over pairs.
+            losses = losses - weight * read.log_probs[::2] * (read.num_units / read.num_tokens)
+        return losses
+
+    def _of_scores(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        """The loss of pairs (B / 2,) without the cross-entropy, from their log-ratios or log-probabilities."""
+        margin, smoothing = chosen - rejected, self.label_smoothing
+        if self.loss_type == "orpo":
+            odds = [log_probs - torch.log(-torch.expm1(log_probs)) for log_probs in (chosen, rejected)]
+            return -self.beta * F.logsigmoid(odds[0] - odds[1])
+        if self.loss_type == "ipo":
+            return (margin - 1 / (2 * self.beta)) ** 2
+        scaled, c, r = self.beta * margin, self.beta * chosen, self.beta * rejected
+        if self.loss_type == "nca_pair":
+            return -F.logsigmoid(c) - (F.logsigmoid(-c) + F.logsigmoid(-r)) / 2
+        if self.loss_type == "bco_pair":
+            return -F.logsigmoid(c) - F.logsigmoid(-r)
+        if self.loss_type == "sppo_hard":
+            return ((c - 0.5) ** 2 + (r + 0.5) ** 2) / self.beta**2
+        if self.loss_type == "apo_zero":
+            return 1 - torch.sigmoid(c) + torch.sigmoid(r)
+        if self.loss_type == "apo_down":
+            return torch.sigmoid(c) + 1 - torch.sigmoid(scaled)
+        if self.loss_type == "simpo":
+            scaled = scaled - (_SIMPO_GAMMA if self.simpo_gamma is None else self.simpo_gamma)
+        if self.loss_type == "hinge":
+            return torch.relu(1 - scaled)
+        if self.loss_type == "robust":
+            losses = -(1 - smoothing) * F.logsigmoid(scaled) + smoothing * F.logsigmoid(-scaled)
+            return losses / (1 - 2 * smoothing)
+        return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)

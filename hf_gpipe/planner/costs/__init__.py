@@ -1,0 +1,1 @@
+"""The costs of a model's layers: traced without weights, or measured."""

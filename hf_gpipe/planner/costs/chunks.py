@@ -1,0 +1,82 @@
+"""The costs of rows that are cut into chunks: of each chunk, and of a chunk that stands for all chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from hf_gpipe.planner.costs.costs.costs import ModelCosts, mean_seconds
+from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import Chunks, PipelineConfig
+
+#: "auto" cuts rows into powers of two, at most so many, and no chunk is shorter: with fewer tokens a product wastes a
+#: device.
+MOST_CHUNKS, SHORTEST_CHUNK = 64, 256
+
+
+def chunk_counts(config: PipelineConfig, tokens: int) -> list[int]:
+    """The numbers of chunks that a configuration allows for rows of so many tokens; of "auto" powers of two."""
+    if isinstance(config.sequence_chunks, int):
+        return [config.sequence_chunks]
+    if (most := config.most_chunk_tokens) is not None:
+        return [-(-tokens // most)]
+    limit = min(MOST_CHUNKS, max(tokens // SHORTEST_CHUNK, 1))
+    return [2**power for power in range(limit.bit_length())]
+
+
+def ways_to_cut(config: PipelineConfig, tokens: int) -> list[Chunks]:
+    """The ways to cut rows of so many tokens that a configuration allows; where its taper is open, that is 0."""
+    taper = 0.0 if isinstance(config.chunk_taper, str) else config.chunk_taper
+    return [Chunks(count, taper if count > 1 else 0.0) for count in chunk_counts(config, tokens)]
+
+
+def each_chunk(
+    workload: Workload, chunks: Chunks, costs_of: Callable[[Workload], ModelCosts]
+) -> tuple[ModelCosts, ...]:
+    """The costs of each chunk of a micro-batch, of one that is not cut its own.
+
+    Args:
+        workload: the micro-batch.
+        chunks: how its rows are cut.
+        costs_of: the costs of a micro-batch or a chunk.
+    """
+    own = workload.in_chunks(chunks) if chunks.most > 1 else [workload]
+    # A tracer reads off the chunks between these, where all are equally long.
+    first = [*{0, len(own) - 1, len(own) // 2}]
+    costs = {number: costs_of(own[number]) for number in [*first, *range(len(own))]}
+    return tuple(costs[number] for number in range(len(own)))
+
+
+def taper_of(chunks: Sequence[LayerSums]) -> float:
+    """The taper with which all chunks take as long, from the costs of equal ones: what blocks take grows evenly."""
+    count = len(chunks)
+    blocks = [index for index, layer in enumerate(chunks[0].costs.layers) if layer.kind == "block"]
+    first, last = (
+        sum(chunk.seconds(index, index + 1, "none").of_micro_batch() for index in blocks)
+        for chunk in (chunks[0], chunks[-1])
+    )
+    # The middles of the first chunk and of the last take 1 + taper / 2k and 1 + taper (1 - 1 / 2k).
+    ratio, middle = last / first, 1 / (2 * count)
+    return max(round((ratio - 1) / max(1 - middle - ratio * middle, 1e-3), 2), 0.0)
+
+
+def typical(chunks: Sequence[ModelCosts]) -> ModelCosts:
+    """One chunk for all of a row: its bytes are those of the one that keeps most; its time is the mean."""
+    # Of equally long ones the last, which attends to most.
+    most = max(reversed(chunks), key=lambda chunk: sum(layer.plain.saved_bytes for layer in chunk.layers))
+    if len(chunks) == 1:
+        return most
+    layers = [
+        replace(
+            layer,
+            forward_flops=round(fmean(own.forward_flops for own in same)),
+            backward_flops=round(fmean(own.backward_flops for own in same)),
+            forward_moved=round(fmean(own.forward_moved for own in same)),
+            backward_moved=round(fmean(own.backward_moved for own in same)),
+            seconds=mean_seconds(own.seconds for own in same),
+        )
+        for layer, *same in zip(most.layers, *(chunk.layers for chunk in chunks), strict=True)
+    ]
+    return replace(most, layers=tuple(layers), stage_seconds=mean_seconds(chunk.stage_seconds for chunk in chunks))

@@ -1,0 +1,439 @@
+"""The costs of a model's layers without weights and without an accelerator, in seconds for any size.
+
+One layer of each class runs as a stage of its own on fake tensors (tracing.py); no time is measured.
+
+Two layers are alike when their modules, the shapes of their weights and the plain values that their code reads are, and
+the configuration says the same of both. Only one of several layers that are alike is run, so the costs of a model are
+the costs of a few layers. Each run makes the whole model without memory, which for a thousand blocks takes seconds. So
+a deep model's layers are run in a short model, where the short model has a layer of every class.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters.modules.quantised import size_of_quantised
+from hf_gpipe.adapters.observation.tiny import BLOCK_COUNTS
+from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
+from hf_gpipe.adapters.tensor_parallel.split import part_of
+from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.losses.loss import PLAIN, Loss, whole_logits
+from hf_gpipe.model.divided_head import why_not_divided
+from hf_gpipe.planner.costs.costs.by_rows import ByRows, Numbers
+from hf_gpipe.planner.costs.costs.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
+from hf_gpipe.planner.costs.costs.kept import kept_for
+from hf_gpipe.planner.costs.costs.tracing import StageTracer, Trace
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import Division
+
+Inputs = Mapping[str, torch.Tensor]
+
+#: A short model has this many blocks per stack.
+FEW_BLOCKS = 8
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+#: Attributes that number a block and change nothing else.
+_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
+
+
+class ModelLayers:
+    """The layers of a model with what the planner needs to know before any of them runs.
+
+    Args:
+        adapter: the model's.
+        num_ranks: T, among which the layers are divided; the sizes are those of one rank.
+
+    Attributes:
+        sizes: of each parameter, by Hugging Face name; a tie under its source's.
+        own: of each layer, the sum of the parameters that no other layer uses.
+        shared: of each layer, the names of those that other layers use too.
+        buffer_bytes: of each layer.
+        classes: of each layer, what it is made of; equal for layers that are alike.
+    """
+
+    def __init__(self, adapter: Adapter, num_ranks: int = 1) -> None:
+        self.adapter, self.num_ranks = adapter, num_ranks
+        model = adapter.reference
+        if adapter.quantisation is not None or adapter.peft is not None:
+            model = adapter.skeleton()
+            adapter.lay_out(model)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        if num_ranks > 1:
+            # The first part is the longest, where parts differ.
+            cuts = plan_of(adapter, num_ranks).cuts
+            divided = cuts.keys() & parameters.keys()
+            parameters |= {name: part_of(parameters[name], cuts[name], 0) for name in divided}
+        used = _used_parameters(adapter, parameters, model.all_tied_weights_keys)
+        users: dict[str, int] = {}
+        for names in used:
+            for name in names:
+                users[name] = users.get(name, 0) + 1
+        self.sizes = {name: size_of(parameters[name]) for name in users}
+        self.own = [sum((self.sizes[n] for n in names if users[n] == 1), start=Parameters()) for names in used]
+        self.shared = [tuple(sorted(n for n in names if users[n] > 1)) for names in used]
+        self.buffer_bytes = [0] * len(adapter.layers)
+        for name, buffer in model.named_buffers():
+            self.buffer_bytes[adapter.layer_of(name)] += buffer.nbytes
+        self._trained = frozenset(layer for layer in adapter.layers if adapter.is_trained(layer, model))
+        # Of a layer that no trained one comes before, the backward computes no gradient of its input.
+        wanted = [index > 0 and any(self.wants_gradient(index).values()) for index in range(len(adapter.layers))]
+        self.classes = list(zip(wanted, _classes(adapter, model), strict=True))
+
+    def first_alike(self, whole: ModelLayers | None = None) -> list[int]:
+        """For each layer, of `whole` or of this model, the first layer of this model that is like it.
+
+        Raises:
+            KeyError: this model has none.
+        """
+        first: dict[Any, int] = {}
+        for index, made_of in enumerate(self.classes):
+            first.setdefault(made_of, index)
+        return [first[made_of] for made_of in (whole or self).classes]
+
+    def wants_gradient(self, boundary: int) -> Mapping[str, bool]:
+        """For each tensor that crosses a boundary, whether any layer that it depends on is trained."""
+        sources = self.adapter.sources(boundary)
+        return {name: not self._trained.isdisjoint(layers) for name, layers in sources.items()}
+
+
+class LayerTracer:
+    """Traces the layers of one model.
+
+    Args:
+        adapter: the model's.
+        loss: of the micro-batch.
+        as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
+        division: how the layers are divided.
+
+    Attributes:
+        layers: of the model.
+        run: the model whose layers are run for it.
+        representative_layer: for each layer of the model, the number of the one that is run for it.
+        loss: of the micro-batch.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        *,
+        loss: Loss = PLAIN,
+        as_on_gpu: bool = False,
+        division: Division = Division(),
+    ) -> None:
+        self.layers = ModelLayers(adapter, division.num_ranks)
+        self._division = division
+        self.run, self.representative_layer = to_run(self.layers)
+        self.loss = loss
+        self._as_on_gpu = as_on_gpu
+        self._recomputes_blocks = self._can_recompute_blocks()
+        #: By first layer, end, and whether blocks are recomputed.
+        self._stages: dict[tuple[int, int, bool], StageTracer] = {}
+        #: Of these stages what was traced, for micro-batches of one shape apart from their rows, or their chunks.
+        self._by_rows: dict[tuple[int, int, bool, Workload], ByRows[Any]] = {}
+        #: What was traced on fake tensors, by this tracer or another one of this process for the same layers.
+        self._kept = kept_for(self.run.adapter, loss, as_on_gpu, *division)
+
+    def costs(self, workload: Workload) -> ModelCosts:
+        """Return the costs of each layer for one micro-batch."""
+        adapter, layers = self.layers.adapter, self.layers
+        workload = workload.within(adapter)
+        inputs = workload.micro_batch(adapter).inputs
+        if workload.entries:
+            self.loss.check_inputs(adapter, inputs)
+        traced = {index: self._traced(index, workload, inputs) for index in dict.fromkeys(self.representative_layer)}
+        owner: dict[str, int] = {}
+        for index, names in enumerate(layers.shared):
+            for name in names:
+                owner.setdefault(name, index)
+        costs = []
+        for index, layer in enumerate(adapter.layers):
+            traced_layer = traced[self.representative_layer[index]]
+            sizes = boundary_bytes(adapter, index, inputs)
+            wanted = layers.wants_gradient(index) if index else {}
+            costs.append(
+                LayerCost(
+                    name=layer.name,
+                    kind=layer.kind,
+                    stack=layer.stack,
+                    parameters=layers.own[index],
+                    shared=tuple(SharedParameter(n, layers.sizes[n], owner[n]) for n in layers.shared[index]),
+                    buffer_bytes=layers.buffer_bytes[index],
+                    forward_flops=traced_layer.trace.forward_flops,
+                    backward_flops=traced_layer.trace.backward_flops,
+                    weight_flops=0 if layer.kind == "head" else traced_layer.trace.weight_flops,
+                    input_bytes=sum(sizes.values()),
+                    gradient_input_bytes=sum(size for name, size in sizes.items() if wanted[name]),
+                    forward_working_bytes=traced_layer.trace.forward_peak,
+                    forward_only_working_bytes=traced_layer.trace.forward_only_peak + traced_layer.received_bytes,
+                    plain=traced_layer.plain,
+                    block=traced_layer.block,
+                    deferred_bytes=traced_layer.trace.deferred,
+                    row_bytes=traced_layer.trace.row,
+                    converted_bytes=traced_layer.trace.converted,
+                    forward_moved=traced_layer.trace.forward_moved,
+                    backward_moved=traced_layer.trace.backward_moved,
+                    stage_moved=traced_layer.trace.stage_moved,
+                    forward_calls=traced_layer.trace.forward_calls,
+                    backward_calls=traced_layer.trace.backward_calls,
+                    stage_calls=traced_layer.trace.stage_calls,
+                    forward_sums=traced_layer.trace.forward_sums,
+                    backward_sums=traced_layer.trace.backward_sums,
+                    sums_beside=traced_layer.trace.sums_beside,
+                )
+            )
+        compute = adapter.dtype if adapter.autocast is None else adapter.autocast.dtype
+        return ModelCosts(
+            layers=tuple(costs),
+            workload=workload,
+            micro_batch_bytes=sum(tensor.nbytes for tensor in inputs.values()),
+            dtype=_name(adapter.dtype),
+            compute_dtype=_name(compute),
+            whole_logits=whole_logits(adapter, self.loss),
+            num_ranks=layers.num_ranks,
+            can_divide_head=layers.num_ranks == 1 and not why_not_divided(adapter, self.loss),
+        )
+
+    def _traced(self, index: int, workload: Workload, inputs: Inputs) -> _Traced:
+        """A layer of the model that is run."""
+        layer = self.run.adapter.layers[index]
+        sizes = boundary_bytes(self.run.adapter, index, inputs)
+        hidden = sizes.get("hidden", 0)
+        trace = self._trace(index, workload)
+        saved_input = hidden if trace.saves_hidden else 0
+        block, saved_block_input = trace, saved_input
+        if layer.kind == "block":
+            saved_block_input = hidden
+            if self._recomputes_blocks:
+                block = self._trace(index, workload, recompute_blocks=True)
+        if layer.kind == "embedding" and "encoder_hidden" in sizes:
+            # The decoder's blocks read the encoder's output until the last of them is done.
+            saved_input = saved_block_input = sizes["encoder_hidden"]
+        return _Traced(
+            trace,
+            self._graph_cost(index, workload, inputs, trace, saved_input, recompute_blocks=False),
+            self._graph_cost(index, workload, inputs, block, saved_block_input, recompute_blocks=block is not trace),
+            sum(sizes.values()),
+        )
+
+    def _graph_cost(
+        self,
+        index: int,
+        workload: Workload,
+        inputs: Inputs,
+        trace: Trace,
+        saved_input: int,
+        *,
+        recompute_blocks: bool,
+    ) -> GraphCost:
+        """The bytes that a layer's graph keeps, apart from what is made once for all layers of the stage."""
+        own, outside = trace.saved - trace.saved_outside, trace.saved_outside
+        if (second := self._second_of_shared_tables(index)) is not None:
+            # The first block of a stage makes the bias, and the others are handed it.
+            saved, saved_before = self._saved_of_pair(second, workload, recompute_blocks=recompute_blocks)
+            own = saved - saved_before
+            between = boundary_bytes(self.run.adapter, second, inputs).get("hidden", 0)
+            outside = max(trace.saved - own, saved - between - 2 * own, 0)
+        return GraphCost(own, saved_input, outside, trace.backward_peak)
+
+    def _saved_of_pair(self, second: int, workload: Workload, *, recompute_blocks: bool) -> tuple[int, int]:
+        """Of block `second` and the one before it, what their graph keeps, and what of it the one before does."""
+        return self._of_stage(second - 1, second + 1, recompute_blocks, workload, StageTracer.saved_bytes, second)
+
+    def _second_of_shared_tables(self, index: int) -> int | None:
+        """Number of the second block of a stack whose first block makes something for all of them, as T5's bias."""
+        adapter = self.run.adapter
+        layer = adapter.layers[index]
+        stack = next((stack for stack in adapter.stacks if stack.name == layer.stack), None)
+        if layer.kind != "block" or stack is None or not adapter.tables[stack.name]:
+            return None
+        return next(i for i, layer in enumerate(adapter.layers) if layer.name == stack.blocks[1])
+
+    def _trace(self, index: int, workload: Workload, *, recompute_blocks: bool = False) -> Trace:
+        if index and workload.row_images is not None:
+            # Of images the first layer makes states of tokens, and the others cost what those of text do.
+            workload = replace(workload, row_images=None)
+        return self._of_stage(index, index + 1, recompute_blocks, workload, StageTracer.trace)
+
+    def _of_stage(
+        self,
+        start: int,
+        stop: int,
+        recompute_blocks: bool,
+        workload: Workload,
+        run: Callable[..., Numbers],
+        *args: int,
+    ) -> Numbers:
+        """The result of `run`, a method of `StageTracer`, for these layers as a stage and a micro-batch.
+
+        It may follow from those of other numbers of rows. Of chunks of rows too, where they are equally long: each
+        after the first attends to more tokens by as many.
+        """
+        is_cut = workload.chunks.most > 1
+        key = start, stop, recompute_blocks, replace(workload, chunk=0) if is_cut else replace(workload, rows=1)
+        if key not in self._by_rows:
+            # The head takes some positions at a time, however many there are, and packed rows attend to each other.
+            has_head = self.run.adapter.layers[stop - 1].kind == "head"
+            of_stage = start, stop, recompute_blocks
+
+            def compute(number: int) -> Numbers:
+                shape = replace(workload, chunk=number - 1) if is_cut else replace(workload, rows=number)
+                asked = run, *args, *of_stage, shape
+                if asked not in self._kept:
+                    stage = self._stage(*of_stage)
+                    result = run(stage, shape.micro_batch(self.run.adapter), *args)
+                    if stage.is_real:  # it depends on values
+                        return result
+                    self._kept[asked] = result
+                numbers: Numbers = self._kept[asked]
+                return numbers
+
+            def can_be_linear() -> bool:
+                is_real = of_stage in self._stages and self._stages[of_stage].is_real
+                return not ((has_head and not is_cut) or workload.is_packed or workload.chunks.taper or is_real)
+
+            self._by_rows[key] = ByRows(compute, can_be_linear)
+        numbers: Numbers = self._by_rows[key](workload.chunk + 1 if is_cut else workload.rows)
+        return numbers
+
+    def _stage(self, start: int, stop: int, recompute_blocks: bool) -> StageTracer:
+        """These layers of the model that is run, as a stage."""
+        key = start, stop, recompute_blocks
+        if key not in self._stages:
+            self._stages[key] = StageTracer(
+                self.run.adapter,
+                range(start, stop),
+                self.run.wants_gradient,
+                loss=self.loss,
+                recompute_blocks=recompute_blocks,
+                as_on_gpu=self._as_on_gpu,
+                division=self._division,
+            )
+        return self._stages[key]
+
+    def _can_recompute_blocks(self) -> bool:
+        """Whether the family's blocks know how; others keep what they keep."""
+        if not self.run.adapter.stacks:
+            return True
+        try:
+            StageModel(self.run.adapter, 1, 2).checkpoint_blocks()
+        except (AttributeError, ValueError):
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A layer that was run as a stage of its own."""
+
+    trace: Trace
+    plain: GraphCost
+    block: GraphCost
+    received_bytes: int
+
+
+def boundary_bytes(adapter: Adapter, index: int, inputs: Inputs) -> dict[str, int]:
+    """The bytes of each tensor that crosses the boundary before a layer."""
+    shapes = adapter.carry_shapes(index, inputs) if index else {}
+    return {name: prod(shape) * adapter.carry_dtype(index, name).itemsize for name, shape in shapes.items()}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
+    """The model whose layers are run for those of `whole`, and for each layer of `whole` the one that is like it."""
+    short = _short_adapter(whole.adapter)
+    if short is not None:
+        few = ModelLayers(short, whole.num_ranks)
+        try:
+            return few, few.first_alike(whole)
+        except KeyError:
+            pass  # a class of layers begins further down
+    return whole, whole.first_alike()
+
+
+def size_of(parameter: torch.Tensor) -> Parameters:
+    """The size that one parameter adds to a process that holds it."""
+    count, num_bytes = size_of_quantised(parameter)
+    return Parameters(count, num_bytes, *((count, num_bytes) if parameter.requires_grad else (0, 0)))
+
+
+def _used_parameters(adapter: Adapter, names: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> list[set[str]]:
+    """For each layer the names of the parameters that it uses, of a tie its source's."""
+    used: list[set[str]] = [set() for _ in adapter.layers]
+    for name in names:
+        used[adapter.layer_of(name)].add(ties.get(name, name))
+    number = {layer.name: index for index, layer in enumerate(adapter.layers)}
+    for stack in adapter.stacks:
+        prefixes = tuple(f"{table}." for table in adapter.tables[stack.name])
+        tables = {name for name in names if prefixes and name.startswith(prefixes)}
+        for block in stack.blocks:
+            used[number[block]] |= tables
+    return used
+
+
+def _classes(adapter: Adapter, model: nn.Module) -> list[Any]:
+    """The class of each layer. Layers that are not blocks are alike where their names are."""
+    made_of: list[Any] = [(layer.stack, layer.kind, layer.name) for layer in adapter.layers]
+    number = {layer.name: index for index, layer in enumerate(adapter.layers)}
+    for stack in adapter.stacks:
+        lists = _block_lists(adapter.config, len(stack.blocks))
+        for index, block in enumerate(stack.blocks):
+            layer = adapter.layers[number[block]]
+            modules = tuple(_signature(model.get_submodule(name)) for name in layer.all_modules)
+            said = tuple((name, repr(entries[index])) for name, entries in sorted(lists.items()))
+            # The first block may make for the others what they share.
+            makes_tables = index == 0 and bool(adapter.tables[stack.name])
+            made_of[number[block]] = (layer.stack, layer.kind, makes_tables, said, modules)
+    return made_of
+
+
+def _signature(module: nn.Module) -> tuple[Any, ...]:
+    """The module's class, weights, plain attributes and children."""
+    weights: list[tuple[Any, ...]]
+    weights = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters(recurse=False)]
+    weights += [(name, tuple(b.shape), b.dtype, None) for name, b in module.named_buffers(recurse=False)]
+    plain = [
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if name not in _NUMBERS and not name.startswith("_") and isinstance(value, _PLAIN)
+    ]
+    children = tuple((name, _signature(child)) for name, child in module.named_children())
+    return type(module).__qualname__, tuple(weights), tuple(plain), children
+
+
+def _block_lists(config: PreTrainedConfig, num_blocks: int) -> dict[str, list[Any]]:
+    """The configuration's lists that have an entry for each block."""
+    return {name: v for name, v in vars(config).items() if isinstance(v, list) and len(v) == num_blocks}
+
+
+def _short_adapter(adapter: Adapter) -> Adapter | None:
+    """The adapter of the same model with fewer blocks; None where it has few, or where its blocks depend on more."""
+    if not isinstance(adapter, TextAdapter):
+        return None
+    config = adapter.given_config
+    is_deep = max(len(stack.blocks) for stack in adapter.stacks) > FEW_BLOCKS
+    is_nested = any(isinstance(value, PreTrainedConfig) for value in vars(config).values())
+    if not is_deep or is_nested or adapter.routers:
+        return None
+    short = copy.deepcopy(config)
+    for name in dict.fromkeys(config.attribute_map.get(name, name) for name in BLOCK_COUNTS):
+        count = vars(config).get(name)
+        if isinstance(count, int) and count > FEW_BLOCKS:
+            setattr(short, name, FEW_BLOCKS)
+            for list_name, entries in _block_lists(config, count).items():
+                setattr(short, list_name, entries[:FEW_BLOCKS])
+    few = type(adapter)(replace(adapter.blueprint, config=short), adapter.autocast, adapter.quantisation)
+    # A function or an adapter on the head may have changed it.
+    few.projection, few.peft = adapter.projection, adapter.peft
+    return few

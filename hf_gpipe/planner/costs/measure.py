@@ -1,0 +1,398 @@
+"""The seconds of a model's layers, and the memory and the rates of this process's device, measured.
+
+`profile_layers` gives one layer of each class real memory and initial weights, and runs it as a stage of its own.
+Blocks run alone and several in a row. The time that one more block adds is the block's. The time that is left is the
+stage's, which every stage spends once per micro-batch on masks, positions and calls. `this_machine` measures a device
+in about a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.modules.autocast import keeping_weights
+from hf_gpipe.adapters.modules.dropout import default_generator
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+from hf_gpipe.job.facts import DeviceFacts
+from hf_gpipe.losses.loss import PLAIN, Loss
+from hf_gpipe.model.assembly import assemble
+from hf_gpipe.partition.cluster import Level
+from hf_gpipe.planner.costs.costs.costs import ModelCosts, Seconds
+from hf_gpipe.planner.costs.costs.layers import LayerTracer, ModelLayers
+from hf_gpipe.planner.costs.costs.tracing import context_of
+from hf_gpipe.planner.costs.costs.tracker import Tracker
+from hf_gpipe.planner.machines.devices import LINKS, Device, Host, cpu, like_gpu
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import Division
+from hf_gpipe.runtime.micro_batch import Context, MicroBatch, on_devices
+from hf_gpipe.runtime.stage import Stage
+
+#: Blocks that run in a row, where as many of one kind follow each other.
+_BLOCKS_IN_A_ROW = 3
+_DTYPES = ("float32", "bfloat16", "float16")
+#: Rows and columns of the matrices whose product is timed, up to those that are large enough for a GPU.
+_PRODUCT_SIZES = {"cuda": (512, 2048, 4096), "cpu": (512,)}
+#: A product that takes so long is large enough. Without units for its type a larger one would take minutes.
+_LONG_PRODUCT_SECONDS = 0.01
+_REPEATS = 3
+#: Of the one block by which devices are compared, and after how many seconds no further run begins.
+_BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS = 10, 2.0
+#: What CUDA takes of a GPU when kernels first run, after its context was made: 0.23 GiB on an H100, and 0.32 with
+#: streams that copy.
+_KERNELS_BYTES = 5 << 26
+#: What glibc's allocator keeps of what comes and goes: from a third to a half in eight runs.
+_RESERVED_SHARE = 0.45
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def profile_layers(
+    adapter: Adapter,
+    workload: Workload,
+    device: torch.device,
+    *,
+    loss: Loss = PLAIN,
+    repeats: int = 5,
+    budget_seconds: float = 20.0,
+    barrier: Callable[[], None] | None = None,
+    make_optimizer: MakeOptimizer | None = None,
+    ranks: Ranks | None = None,
+) -> ModelCosts:
+    """The costs of `LayerTracer` with the seconds filled in, medians of several runs after one that is not counted.
+
+    Args:
+        adapter: the model's.
+        workload: the micro-batch.
+        device: where to measure.
+        loss: of the micro-batch.
+        repeats: runs of each class of layers.
+        budget_seconds: after so long no further run of a class of layers is begun, but two are always made.
+        barrier: waits for all processes that measure at the same time, before each class of layers, so that each
+            measures while the others compute, as in a run; None: this process is alone.
+        make_optimizer: parameters -> the optimizer whose update is measured, after the gradients have been clipped;
+            None: updates are not measured.
+        ranks: among which the layers are divided, and which all measure; the seconds include the sums over them. None:
+            the layers are whole.
+    """
+    workload = workload.within(adapter)
+    tracer = _tracer(adapter, loss, device, ranks)
+    costs = tracer.costs(workload)
+    micro_batch = on_devices([workload.micro_batch(tracer.run.adapter)], [device])[device][0]
+    clock = _Clock(tracer.run, micro_batch, device, loss, repeats, budget_seconds, barrier or _alone, ranks)
+    with _random_numbers_kept(device):
+        measured, beyond_layers = _of_classes(dict.fromkeys(tracer.representative_layer), clock)
+        update = None if make_optimizer is None else clock.update_seconds(make_optimizer)
+    return replace(
+        costs,
+        layers=tuple(
+            replace(layer, seconds=measured[number])
+            for layer, number in zip(costs.layers, tracer.representative_layer, strict=True)
+        ),
+        stage_seconds=beyond_layers,
+        update_seconds_per_parameter=update,
+    )
+
+
+def block_seconds(
+    adapter: Adapter,
+    workload: Workload,
+    device: torch.device,
+    *,
+    loss: Loss = PLAIN,
+    barrier: Callable[[], None] | None = None,
+    ranks: Ranks | None = None,
+) -> float:
+    """The seconds of a forward and a backward of the model's first block, as in `profile_layers`; where the model has
+    no block, of the layer in its middle."""
+    run = _tracer(adapter, loss, device, ranks).run
+    kinds = [layer.kind for layer in run.adapter.layers]
+    block = kinds.index("block") if "block" in kinds else len(kinds) // 2
+    micro_batch = on_devices([workload.within(adapter).micro_batch(run.adapter)], [device])[device][0]
+    with _random_numbers_kept(device):
+        budget = _BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS
+        clock = _Clock(run, micro_batch, device, loss, *budget, barrier or _alone, ranks)
+        return clock.measure(block, block + 1).of_micro_batch()
+
+
+def _tracer(adapter: Adapter, loss: Loss, device: torch.device, ranks: Ranks | None) -> LayerTracer:
+    division = Division() if ranks is None else Division(ranks.size, ranks.divides_rows)
+    as_on_gpu = device.type == "cuda"
+    return LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=division)
+
+
+@contextmanager
+def _random_numbers_kept(device: torch.device) -> Iterator[None]:
+    """Take no random numbers of the device: those after the block are as without it."""
+    generator = default_generator(device)
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def _of_classes(numbers: Collection[int], clock: _Clock) -> tuple[Mapping[int, Seconds], Seconds]:
+    """Seconds of each class of layers, by the number of the one that ran, and of a stage beyond its layers."""
+    alike = clock.model.first_alike()
+    model = clock.model.adapter
+    layers: dict[int, Seconds] = {}
+    beyond: dict[str, Seconds] = {}
+    for number in numbers:
+        count = _in_a_row(alike, number)
+        if model.layers[number].kind == "block" and count > 1:
+            alone = clock.measure(number, number + 1)
+            layers[number] = clock.measure(number, number + count).less(alone).divided(count - 1)
+            beyond.setdefault(model.layers[number].stack, alone.less(layers[number]))
+    stage = Seconds.combined(beyond.values(), median) if beyond else Seconds(0.0, 0.0, 0.0)
+    for number in numbers:
+        if number not in layers:
+            layers[number] = clock.measure(number, number + 1).less(beyond.get(model.layers[number].stack, stage))
+    return layers, stage
+
+
+def _in_a_row(alike: Sequence[int], first: int) -> int:
+    """How many layers of one kind follow each other from `first` on, at most `_BLOCKS_IN_A_ROW`."""
+    count = 1
+    while count < _BLOCKS_IN_A_ROW and first + count < len(alike) and alike[first + count] == alike[first]:
+        count += 1
+    return count
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Runs stages of a model with memory and weights. The fields are the arguments of `profile_layers`."""
+
+    model: ModelLayers
+    micro_batch: MicroBatch
+    device: torch.device
+    loss: Loss
+    repeats: int
+    budget_seconds: float
+    barrier: Callable[[], None]
+    ranks: Ranks | None
+
+    def stage(self, start: int, stop: int) -> Stage:
+        """A run of layers as the executor has it."""
+        stage_model = assemble(self.model.adapter, range(start, stop), None, self.device, ranks=self.ranks)
+        stage_model.overlap_sums()
+        return Stage(stage_model, self.model.wants_gradient, self.loss)
+
+    def measure(self, start: int, stop: int) -> Seconds:
+        """The median of several forwards without a graph, with one, and backwards."""
+        stage = self.stage(start, stop)
+        with torch.device(self.device):
+            context = context_of(stage.model, self.micro_batch)
+        runs: list[Seconds] = []
+        self.barrier()
+        begin = time.perf_counter()
+        with keeping_weights(self.model.adapter.autocast):
+            while len(runs) < 3 or (len(runs) <= self.repeats and self._elapsed(begin) < self.budget_seconds):
+                runs.append(self._run(stage, context))
+        return Seconds.combined(runs[1:], median)
+
+    def _run(self, stage: Stage, context: Context) -> Seconds:
+        """A forward without a graph, one with one, and a backward."""
+        marks = [_now(self.device)]
+        stage.forward(context, keep_graph=False)
+        marks.append(_now(self.device))
+        outputs = stage.forward(context, keep_graph=True)
+        marks.append(_now(self.device))
+        wanted = [name for name, is_wanted in stage.trainable_outputs.items() if is_wanted]
+        gradients = {name: torch.randn_like(outputs[name]) for name in wanted}
+        del outputs
+        begun = _now(self.device)
+        stage.backward(0, gradients)
+        return Seconds(marks[1] - marks[0], marks[2] - marks[1], _now(self.device) - begun)
+
+    def _elapsed(self, begin: float) -> float:
+        """Seconds since then, the most of all ranks: they run each layer together, and so equally often."""
+        seconds = time.perf_counter() - begin
+        return seconds if self.ranks is None else float(self.ranks.largest(torch.tensor(seconds, device=self.device)))
+
+    def update_seconds(self, make_optimizer: MakeOptimizer) -> float | None:
+        """Seconds of an update per parameter, clipping included, on the layer with the most; None: none is trained."""
+        largest = max(self.model.first_alike(), key=lambda number: self.model.own[number].trainable_count)
+        stage = self.stage(largest, largest + 1)
+        parameters = [p for p in stage.model.parameters.values() if p.requires_grad]
+        if not parameters:
+            return None
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = make_optimizer(parameters)
+        runs = []
+        self.barrier()
+        for _ in range(self.repeats + 1):
+            start = _now(self.device)
+            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+            optimizer.step()
+            runs.append(_now(self.device) - start)
+        return median(runs[1:]) / sum(p.numel() for p in parameters)
+
+
+def _alone() -> None:
+    """Stands for the barrier of a process that measures alone."""
+
+
+@cache
+def this_machine(device: torch.device, num_processes: int = 1) -> Device:
+    """Memory, rate of matrix products by type and bandwidths of a device of this machine, and of a GPU's host.
+
+    They are measured once in a process. A GPU's memory is what is free, with what this process holds of it, without
+    what kernels will take beside tensors. A CPU is
+    shared: its memory is divided by the number of processes, and the rate is that of this process's threads.
+
+    Args:
+        device: a CUDA device or the CPU.
+        num_processes: processes that will share a CPU's memory.
+    """
+    rates = {dtype: _matrix_rate(getattr(torch, dtype), device) for dtype in _DTYPES}
+    memory = device_memory(DeviceFacts.of(device), num_processes)
+    if device.type == "cuda":
+        name, link = torch.cuda.get_device_name(device), LINKS["pcie4"]
+        reserved = Device.reserved_share, Device.reserved_working_share
+        workspace_bytes, host = _sheet_of(device).workspace_bytes, _host_of(device)
+    else:
+        name, link, reserved = "this machine", _loopback(), (_RESERVED_SHARE, _RESERVED_SHARE)
+        workspace_bytes, host = None, Host()
+    return Device(
+        name,
+        memory,
+        rates,
+        _memory_rate(device),
+        link,
+        *reserved,
+        call_seconds=_call_seconds(device),
+        is_asynchronous=device.type == "cuda",
+        host=host,
+        workspace_bytes=workspace_bytes,
+    )
+
+
+def rated_machine(device: torch.device, num_processes: int = 1) -> Device:
+    """A device of this machine by its data sheet, and the memory that every machine like it has: nothing is timed.
+
+    Args:
+        device: a CUDA device or the CPU.
+        num_processes: processes that will share a CPU's memory.
+    """
+    memory = steady_memory(DeviceFacts.of(device), num_processes)
+    if device.type == "cuda":
+        return replace(_sheet_of(device), memory_bytes=memory)
+    sheet, share = cpu(torch.get_num_threads()), _RESERVED_SHARE
+    return replace(sheet, memory_bytes=memory, reserved_share=share, reserved_working_share=share)
+
+
+def _sheet_of(device: torch.device) -> Device:
+    """The data sheet of a GPU of this machine."""
+    of = torch.cuda.get_device_properties(device)
+    return like_gpu(of.name, of.total_memory, (of.major, of.minor))
+
+
+def steady_memory(device: DeviceFacts, num_processes: int = 1) -> int:
+    """Bytes as in `device_memory`, of a GPU rounded down to sixteenths of all: a little less free changes no choice."""
+    memory = device_memory(device, num_processes)
+    return device.total_bytes // 16 * (16 * memory // device.total_bytes) if device.is_gpu else memory
+
+
+def device_memory(device: DeviceFacts, num_processes: int = 1) -> int:
+    """Bytes that a process can have of a device, as in `this_machine`."""
+    return device.free_bytes - _KERNELS_BYTES if device.is_gpu else device.total_bytes // num_processes
+
+
+def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations a second of a product that is large enough."""
+    rate = 0.0
+    for size in _PRODUCT_SIZES[device.type]:
+        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        seconds = _seconds(partial(torch.matmul, left, right), device)
+        rate = 2 * size**3 / seconds
+        if seconds > _LONG_PRODUCT_SECONDS:
+            break
+    return rate
+
+
+def _memory_rate(device: torch.device) -> float:
+    """Bytes a second that a copy reads and writes."""
+    source = torch.ones(1 << 24, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _host_of(device: torch.device) -> Host:
+    """The link of a GPU to pinned memory of its host, and the bandwidth of that memory for the threads of this process.
+
+    All processes are taken to have no more together, unless that is less than usual.
+    """
+    source = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    link = source.nbytes / _seconds(lambda: target.copy_(source, non_blocking=True), device)
+    of_process = _memory_rate(torch.device("cpu"))
+    latency = LINKS["pcie4"].latency_seconds
+    return Host(Level(2, link, latency), 1, max(of_process, Host.bytes_per_second), of_process)
+
+
+def _call_seconds(device: torch.device) -> float:
+    """Seconds of an operation that computes next to nothing, with its part of autograd's and the modules' code."""
+    layers = [layer for _ in range(10) for layer in (nn.Linear(8, 8, device=device), nn.GELU())]
+    model, given = nn.Sequential(*layers), torch.ones(8, 8, device=device)
+
+    def step() -> None:
+        model(given).sum().backward()
+
+    with Tracker() as tracker, tracker.phase() as phase:
+        step()
+    return _seconds(step, device) / phase.calls
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The median time of a call, after one that is not counted."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        start = _now(device)
+        call()
+        times.append(_now(device) - start)
+    return median(times[1:])
+
+
+def _now(device: torch.device) -> float:
+    """The time at which the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _loopback(size_bytes: int = 1 << 25) -> Level:
+    """Measure the link between two processes of this machine as gloo uses it: both sum a bucket of gradients.
+
+    In such a sum of two each sends as many bytes as the bucket has. Making the bucket, copying through sockets and
+    adding take the time of the processes' cores, so all of it counts.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    device, store = gloo.create_device(hostname="127.0.0.1"), dist.HashStore()
+
+    def sum_buckets(rank: int) -> float:
+        options = gloo._Options()
+        options._devices = [device]
+        group = gloo(store, rank, 2, options)
+
+        def sum_one() -> None:
+            group.allreduce([torch.ones(size_bytes // 4)]).wait()
+
+        return _seconds(sum_one, torch.device("cpu"))
+
+    with ThreadPoolExecutor(2) as threads:
+        seconds = max(threads.map(sum_buckets, range(2)))
+    return Level(2, size_bytes / seconds, 1e-4)

@@ -1,0 +1,335 @@
+"""Bytes and seconds of any run of layers in constant time, from sums and maxima over the layers before each one.
+
+One micro-batch on a stage of the layers `start` to `stop` (exclusive) needs, above its received input,
+
+    kept by its graph     the sum of what its layers' graphs keep, and once per stack what is made outside of the layers
+    peak of a forward     max over layers l of (kept before l, l's input included) + forward_working_bytes of l
+    peak of a backward    max over layers l of (kept up to l) + backward_working_bytes of l + gradients of tied weights
+                          that wait for that of another layer
+    seconds               the sum of its layers' seconds, and `stage_seconds` once
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+from hf_gpipe.partition.cluster import Level
+from hf_gpipe.planner.costs.costs.costs import (
+    HeadPart,
+    InnerRecompute,
+    LayerCost,
+    ModelCosts,
+    Parameters,
+    Seconds,
+    SharedParameter,
+    SumsOverRanks,
+)
+from hf_gpipe.planner.machines.devices import Device
+from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs
+from hf_gpipe.recipe.pipeline_keys import Visitors
+
+#: The executor's time for an action, in operations: 64 to 81 microseconds on a host that takes 7 for an operation.
+_CALLS_OF_ACTION = 10
+
+
+class RangeSum:
+    """The sum of consecutive values `start` to `stop` (exclusive)."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        self.before = [0, *accumulate(values)]
+
+    def __call__(self, start: int, stop: int) -> float:
+        return self.before[stop] - self.before[start]
+
+
+class RangeMax:
+    """The largest of consecutive values `start` to `stop` (exclusive), at least one.
+
+    It has a table of the maxima over runs of 1, 2, 4 ... values, and any run is two of these.
+    """
+
+    def __init__(self, values: Iterable[float]) -> None:
+        self._rows = [list(values)]
+        width = 1
+        while 2 * width <= len(self._rows[0]):
+            row = self._rows[-1]
+            self._rows.append([max(row[i], row[i + width]) for i in range(len(row) - width)])
+            width *= 2
+
+    def __call__(self, start: int, stop: int) -> float:
+        level = (stop - start).bit_length() - 1
+        row = self._rows[level]
+        return max(row[start], row[stop - (1 << level)])
+
+
+class LayerSums:
+    """Bytes and seconds of one micro-batch on any run of layers, `start` to `stop` (exclusive).
+
+    Args:
+        costs: of the model.
+        device: its rates stand in for seconds that were not measured.
+        link: between the ranks of a worker; None: the device's.
+        num_parts: K, where the head is divided over so many stages; 0: it is a layer of the last one.
+
+    Attributes:
+        part: of a divided head, what each stage has of it; None: it is not divided.
+    """
+
+    def __init__(self, costs: ModelCosts, device: Device, link: Level | None = None, num_parts: int = 0) -> None:
+        self.part = _part_of_head(costs, device, num_parts) if num_parts else None
+        costs = costs.without_head if num_parts else costs
+        self.costs = costs
+        self.device = device
+        layers = costs.layers
+        seconds = [layer.seconds or estimated_seconds(layer, costs.compute_dtype, device) for layer in layers]
+        # The ranks of a worker wait for their sums, but for what runs beside products. Measured seconds include both.
+        size, link = 1 if costs.is_measured else costs.num_ranks, link or device.link
+        sums = [(layer.forward_sums.seconds(size, link), layer.backward_sums.seconds(size, link)) for layer in layers]
+        self._stage_seconds = costs.stage_seconds or estimated_stage_seconds(layers, device)
+        self._forward_only = RangeSum(own.forward_only + sent for own, (sent, _) in zip(seconds, sums, strict=True))
+        self._forward = RangeSum(own.forward + sent for own, (sent, _) in zip(seconds, sums, strict=True))
+        hidden = [
+            _hidden_seconds(layer, own, costs.num_ranks, link) for layer, own in zip(layers, seconds, strict=True)
+        ]
+        self.hidden_seconds = RangeSum(hidden)
+        self._backward = RangeSum(
+            own.backward + sent - (0.0 if costs.is_measured else beside)
+            for own, (_, sent), beside in zip(seconds, sums, hidden, strict=True)
+        )
+        # Of a measured backward too W is the share of its operations.
+        self.weight_seconds = RangeSum(
+            own.backward * layer.weight_flops / layer.backward_flops if layer.backward_flops else 0.0
+            for layer, own in zip(layers, seconds, strict=True)
+        )
+        self._blocks_again = RangeSum(
+            own.forward + sent if layer.kind == "block" else 0.0
+            for layer, own, (sent, _) in zip(layers, seconds, sums, strict=True)
+        )
+        self.forward_flops = RangeSum(layer.forward_flops for layer in layers)
+        self.backward_flops = RangeSum(layer.backward_flops for layer in layers)
+        self.buffer_bytes = RangeSum(layer.buffer_bytes for layer in layers)
+        self.converted_bytes = RangeSum(layer.converted_bytes for layer in layers)
+        self.deferred_bytes = RangeSum(layer.deferred_bytes for layer in layers)
+        self.row_bytes = RangeSum(layer.row_bytes for layer in layers)
+        self.forward_only_peak_bytes = RangeMax(layer.forward_only_working_bytes for layer in layers)
+        self._own = list(accumulate((layer.parameters for layer in layers), initial=Parameters()))
+        self._shared = _users(layers)
+        # A head that makes its logits in chunks adds to the gradient at once.
+        adds_up = [layer.kind == "head" and not costs.whole_logits for layer in layers]
+        tied = [
+            (parameter.size.trainable_bytes, [n for n in users if not adds_up[n]]) for parameter, users in self._shared
+        ]
+        self.graphs: dict[InnerRecompute, GraphSums] = {
+            mode: GraphSums(layers, mode, tied) for mode in ("none", "block")
+        }
+        self._seconds: dict[tuple[int, int, InnerRecompute], Seconds] = {}
+
+    def held(self, start: int, stop: int) -> Parameters:
+        """The parameters that a stage has in memory."""
+        return self.held_by([(start, stop)])
+
+    def held_by(self, stages: Iterable[tuple[int, int]]) -> Parameters:
+        """The parameters of a process with these stages, (start, stop) each, on one device; a tie counts once."""
+        stages = list(stages)
+        held = sum((self._own[stop] - self._own[start] for start, stop in stages), start=Parameters())
+        uses_tie = False
+        for parameter, users in self._shared:
+            if any(bisect_left(users, start) < bisect_left(users, stop) for start, stop in stages):
+                held += parameter.size
+                uses_tie = uses_tie or (self.part is not None and parameter.name == self.part.tie)
+        if self.part is not None and not uses_tie:
+            held = sum([self.part.held] * len(stages), start=held)
+        return held
+
+    def hosted(self, start: int, stop: int, visitors: Visitors | None, *, is_dealt: bool = False) -> Parameters:
+        """The weights of a stage that visit its device: those that are not trained, or all that no other layer uses;
+        of a dealt stage all."""
+        if visitors is None:
+            return Parameters()
+        held, own = self.held(start, stop), self._own[stop] - self._own[start]
+        if is_dealt:
+            return held
+        trained = own if visitors == "all" else Parameters()
+        return Parameters(
+            held.count - held.trainable_count + trained.trainable_count,
+            held.num_bytes - held.trainable_bytes + trained.trainable_bytes,
+            trained.trainable_count,
+            trained.trainable_bytes,
+        )
+
+    def copy_seconds(self, num_bytes: float, num_devices: int = 1, ways: int = 1) -> float:
+        """Seconds in which so many bytes come from the host, whose devices are so many; of 2 ways, as many go there at
+        once. A CPU reads and writes them in its memory."""
+        device = self.device
+        rate = device.host.copy_rate(num_devices, ways) if device.is_asynchronous else device.memory_rate / 2
+        return num_bytes / rate
+
+    def owned(self, start: int, stop: int) -> Parameters:
+        """The part of `held` that the stage owns: the optimizer's state of it is here."""
+        own = self._own[stop] - self._own[start]
+        if self.part is not None and not self.part.tie:
+            own += self.part.held
+        return sum((p.size for p, _ in self._shared if start <= p.first_layer < stop), start=own)
+
+    def seconds(self, start: int, stop: int, inner: InnerRecompute) -> Seconds:
+        """Seconds of a stage's actions; the recomputation of its blocks is part of the backward."""
+        run = start, stop, inner
+        if run not in self._seconds:  # a search asks for the same ones often
+            self._seconds[run] = self._seconds_of(*run)
+        return self._seconds[run]
+
+    def _seconds_of(self, start: int, stop: int, inner: InnerRecompute) -> Seconds:
+        beyond = self._stage_seconds
+        blocks_again = self._blocks_again(start, stop) if inner == "block" else 0.0
+        return Seconds(
+            # A stage makes masks and positions with a graph and without one alike.
+            forward_only=self._forward_only(start, stop) + beyond.forward,
+            forward=self._forward(start, stop) + beyond.forward,
+            backward=self._backward(start, stop) + beyond.backward + blocks_again,
+        )
+
+    def update_seconds(
+        self, start: int, stop: int, inputs: PlanInputs, visitors: Visitors | None = None, num_processes: int = 1
+    ) -> float:
+        """Seconds of the optimizer's update of a stage; of trained weights that visit, and of offloaded state, it is
+        the host's, where so many processes update at once."""
+        owned, host = self.owned(start, stop), self.device.host
+        if inputs.is_on_host(visitors):
+            moved = inputs.moved_share(self.costs.dtype, visitors) * owned.trainable_bytes
+            # Gradients and weights travel; those that visit do so by themselves.
+            travels = 0.0 if visitors == "all" else 2 * owned.trainable_bytes / host.copy_rate(num_processes)
+            return travels + moved / host.process_rate(num_processes)
+        # Gradients are read for their norm and for the update; weights and state are read and written.
+        passes = 4 + 2 * OPTIMIZER_SLOTS[inputs.optim]
+        if self.costs.update_seconds_per_parameter is not None:
+            return self.costs.update_seconds_per_parameter * owned.trainable_count
+        return passes * owned.trainable_bytes / self.device.memory_rate
+
+
+class GraphSums:
+    """Bytes of one micro-batch's graph on a stage and the peaks of its actions, above the stage's received input.
+
+    Args:
+        layers: of the model.
+        inner: what stored graphs keep.
+        tied: of each weight that several layers use, the bytes of its gradient and the numbers of these layers.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerCost], inner: InnerRecompute, tied: Sequence[tuple[int, list[int]]]
+    ) -> None:
+        graphs = [layer.graph(inner) for layer in layers]
+        self._tied = tied
+        self._input = [graph.saved_input_bytes for graph in graphs]
+        self._kept = RangeSum(graph.saved_bytes + graph.saved_input_bytes for graph in graphs)
+        self._trained = RangeSum(layer.parameters.trainable_bytes for layer in layers)
+        self._outside = []
+        for stack in dict.fromkeys(layer.stack for layer in layers):
+            own = [index for index, layer in enumerate(layers) if layer.stack == stack]
+            first, end = own[0], own[-1] + 1
+            self._outside.append((first, end, RangeMax(graph.stage_saved_bytes for graph in graphs[first:end])))
+        kept, trained = self._kept.before, self._trained.before
+        forward = [kept[i] + self._input[i] + layer.forward_working_bytes for i, layer in enumerate(layers)]
+        backward = [kept[i + 1] + graph.backward_working_bytes for i, graph in enumerate(graphs)]
+        self._forward, self._backward = RangeMax(forward), RangeMax(backward)
+        self._first_backward = RangeMax(peak - trained[i] for i, peak in enumerate(backward))
+
+    def kept_bytes(self, start: int, stop: int) -> float:
+        """The bytes that the graph keeps."""
+        return self._kept(start, stop) + self._beyond_layers(start, stop)
+
+    def forward_peak_bytes(self, start: int, stop: int) -> float:
+        """The most while a forward makes the graph."""
+        return self._forward(start, stop) - self._kept.before[start] + self._beyond_layers(start, stop)
+
+    def backward_peak_bytes(self, start: int, stop: int) -> float:
+        """The most while a backward takes the graph down, the graph included."""
+        peak = self._with_waiting(self._backward, start, stop)
+        return peak - self._kept.before[start] + self._beyond_layers(start, stop)
+
+    def first_backward_peak_bytes(self, start: int, stop: int) -> float:
+        """The same with the gradients of the weights, which come as the graph goes; later backwards find them there."""
+        peak = self._with_waiting(self._first_backward, start, stop) + self._trained.before[stop]
+        return peak - self._kept.before[start] + self._beyond_layers(start, stop)
+
+    def _with_waiting(self, peaks: RangeMax, start: int, stop: int) -> float:
+        """The most of some layers' peaks, with the gradients that wait meanwhile: that of a parameter which several of
+        these layers use waits from the last one's backward, which comes first, to the first one's."""
+        most, waiting = peaks(start, stop), list[tuple[int, int, int]]()
+        for num_bytes, users in self._tied:
+            own = users[bisect_left(users, start) : bisect_left(users, stop)]
+            if len(own) > 1:
+                waiting.append((own[0], own[-1], num_bytes))
+        bounds = sorted({bound for first, last, _ in waiting for bound in (first, last)})
+        for first, last in pairwise(bounds):
+            there = sum(size for since, until, size in waiting if since <= first and last <= until)
+            most = max(most, peaks(first, last) + there)
+        return most
+
+    def _beyond_layers(self, start: int, stop: int) -> float:
+        """The bytes made outside of the layers, once per stack, less the first layer's input, which is the stage's."""
+        made = sum(
+            most(max(start, first) - first, min(stop, end) - first)
+            for first, end, most in self._outside
+            if start < end and first < stop
+        )
+        return made - self._input[start]
+
+
+def _hidden_seconds(layer: LayerCost, own: Seconds, size: int, link: Level) -> float:
+    """Seconds of the backward's sums that its products hide: of each sum as many as its products take."""
+    if not layer.sums_beside:
+        return 0.0
+    per_operation = own.backward / layer.backward_flops
+    return sum(
+        min(SumsOverRanks(1, beside.num_bytes).seconds(size, link), beside.flops * per_operation)
+        for beside in layer.sums_beside
+    )
+
+
+def estimated_seconds(layer: LayerCost, compute_dtype: str, device: Device) -> Seconds:
+    """A layer's seconds by a device's rates: products take their arithmetic, and other operations what they move."""
+    rate = device.product_rate(compute_dtype)
+    forward = device.seconds(layer.forward_flops / rate, layer.forward_moved, layer.forward_calls)
+    backward = device.seconds(layer.backward_flops / rate, layer.backward_moved, layer.backward_calls)
+    return Seconds(forward, forward, backward)
+
+
+def estimated_stage_seconds(layers: Sequence[LayerCost], device: Device) -> Seconds:
+    """The seconds of a stage beyond its layers: its own operations, and the executor's time for an action."""
+    action = device.seconds(0.0, 0, _CALLS_OF_ACTION)
+    moved, calls = max(layer.stage_moved for layer in layers), max(layer.stage_calls for layer in layers)
+    forward = action + device.seconds(0.0, moved, calls)
+    return Seconds(forward, forward, action)
+
+
+def _part_of_head(costs: ModelCosts, device: Device, num_stages: int) -> HeadPart:
+    """The part of the head that each of K stages has."""
+    head = costs.layers[-1]
+    seconds = head.seconds or estimated_seconds(head, costs.compute_dtype, device)
+    # Three products of the same size, the first of them in S.
+    third = (seconds.forward + seconds.backward) / 3 / num_stages
+    whole = sum((shared.size for shared in head.shared), start=head.parameters)
+    num_positions = costs.workload.num_target_tokens
+    width = head.input_bytes // (num_positions * (whole.num_bytes // max(whole.count, 1)) or 1) or 1
+    hidden = head.input_bytes
+    return HeadPart(
+        held=whole.divided(num_stages),
+        tie=head.shared[0].name if head.shared else "",
+        logits_seconds=third,
+        gradient_seconds=2 * third,
+        hidden_bytes=hidden,
+        logits_bytes=whole.num_bytes // width * num_positions // num_stages,
+        working_bytes=head.plain.backward_working_bytes // num_stages + 2 * hidden,
+    )
+
+
+def _users(layers: Sequence[LayerCost]) -> list[tuple[SharedParameter, list[int]]]:
+    """Each shared parameter with the numbers of the layers that use it, ascending."""
+    users: dict[str, tuple[SharedParameter, list[int]]] = {}
+    for index, layer in enumerate(layers):
+        for parameter in layer.shared:
+            users.setdefault(parameter.name, (parameter, []))[1].append(index)
+    return list(users.values())

@@ -1,0 +1,439 @@
+"""Traces a stage's forward and backward without memory: the bytes that they keep and move, and their operations.
+
+The stage runs on fake tensors: PyTorch passes shapes, types and kernels along and computes nothing. So the numbers are
+those of the code that will run, of any family, and a layer of a hundred gigabytes costs milliseconds. A few families
+decide by values what they do next, such as which experts to run; their layers run with real values, on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from transformers import masking_utils
+
+from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters.attention.known_mask import KnownMask
+from hf_gpipe.adapters.modules.autocast import keeping_weights
+from hf_gpipe.adapters.modules.dropout import default_generator
+from hf_gpipe.losses.loss import PLAIN, Loss
+from hf_gpipe.model.assembly import assemble
+from hf_gpipe.planner.costs.costs.costs import NO_SUMS, SumBeside, SumsOverRanks
+from hf_gpipe.planner.costs.costs.gpu_attention import AttentionOfAGpu
+from hf_gpipe.planner.costs.costs.tracker import Phase, Tracker
+from hf_gpipe.recipe import Division
+from hf_gpipe.runtime.micro_batch import Context, MicroBatch
+from hf_gpipe.runtime.stage import Stage
+
+CPU = torch.device("cpu")
+_Result = TypeVar("_Result")
+#: The last is a module that fake tensors cannot convert to another type.
+_DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError)
+
+
+class Trace(NamedTuple):
+    """One micro-batch on one stage; bytes unless said otherwise.
+
+    Attributes:
+        converted: what autocast makes of weights, once for all micro-batches of a step. It is in nothing else.
+        saved: what the graph keeps, its received input apart.
+        saved_outside: the part of it that was made before the first own layer was called.
+        saves_hidden: whether the graph keeps the received hidden states.
+        forward_levels: after each new tensor of a forward with a graph, what was alive above what was there before it.
+        forward_only_levels: the same of a forward without one.
+        backward_levels: of the backward, above `saved`, the gradient that comes in included.
+        deferred: of blocks that are not recomputed, what I keeps for W where the backward is split.
+        row: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
+        forward_flops, backward_flops: of matrix products, numbers.
+        weight_flops: of the backward's matrix products those for the weights of linear layers.
+        stage_moved, forward_moved, backward_moved: bytes that all other operations read and write: of the forward
+            those before the first own layer was called, the others, and the backward's.
+        stage_calls, forward_calls, backward_calls: numbers of operations in these three parts. Views are not counted.
+        forward_sums, backward_sums: over the ranks of a worker.
+        sums_beside: of the backward those that run beside products.
+    """
+
+    converted: int
+    saved: int
+    saved_outside: int
+    saves_hidden: bool
+    forward_levels: tuple[int, ...]
+    forward_only_levels: tuple[int, ...]
+    backward_levels: tuple[int, ...]
+    deferred: int
+    row: int
+    forward_flops: int
+    backward_flops: int
+    weight_flops: int
+    stage_moved: int
+    forward_moved: int
+    backward_moved: int
+    stage_calls: int
+    forward_calls: int
+    backward_calls: int
+    forward_sums: SumsOverRanks = NO_SUMS
+    backward_sums: SumsOverRanks = NO_SUMS
+    sums_beside: tuple[SumBeside, ...] = ()
+
+    @property
+    def forward_peak(self) -> int:
+        """The most that a forward with a graph needs."""
+        return max((0, *self.forward_levels))
+
+    @property
+    def forward_only_peak(self) -> int:
+        """The most that a forward without one needs."""
+        return max((0, *self.forward_only_levels))
+
+    @property
+    def backward_peak(self) -> int:
+        """The most that the backward needs."""
+        return max(self.backward_levels)
+
+
+class TracedRanks:
+    """The first rank of a worker, which counts the sums over all and makes none; see `adapters.tensor_parallel`.
+
+    Attributes:
+        phase: what runs now, whose products are counted between the beginning and the end of a sum.
+        beside: the sums that have had products in between.
+    """
+
+    def __init__(self, division: Division) -> None:
+        self.size, self.place, self.divides_rows = division.num_ranks, 0, division.divides_rows
+        self._sums = NO_SUMS
+        self.phase: Phase | None = None
+        self.beside: list[SumBeside] = []
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._sums = SumsOverRanks(self._sums.number + 1, self._sums.num_bytes + tensor.nbytes)
+        return tensor.detach().clone()
+
+    largest = total
+
+    def begin_total(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return self._begun(self.total(tensor), tensor.nbytes)
+
+    def begin_total_part(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
+        part = tensor.detach().narrow(dim, 0, lengths[0]).clone()
+        self._count_half(tensor)
+        return self._begun(part, tensor.nbytes // 2)
+
+    def _begun(self, result: torch.Tensor, num_bytes: int) -> Callable[[], torch.Tensor]:
+        phase, before = self.phase, 0 if self.phase is None else self.phase.flops
+
+        def end() -> torch.Tensor:
+            if phase is not None and phase.flops > before:
+                self.beside.append(SumBeside(num_bytes, phase.flops - before))
+            return result
+
+        return end
+
+    def gathered(self, part: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
+        shape = list(part.shape)
+        shape[dim] = sum(lengths)
+        whole = part.new_empty(shape)
+        self._count_half(whole)
+        return whole
+
+    def _count_half(self, whole: torch.Tensor) -> None:
+        """A sum to parts, or a gathering, sends half of what a sum does. Its latency is counted whole."""
+        self._sums = SumsOverRanks(self._sums.number + 1, self._sums.num_bytes + whole.nbytes // 2)
+
+    def take(self) -> SumsOverRanks:
+        """The sums since the last call."""
+        sums, self._sums = self._sums, NO_SUMS
+        return sums
+
+
+class StageTracer:
+    """Runs a stage on micro-batches of any shape, on fake tensors, or where these will not do on real ones.
+
+    On fake tensors the stage is made once: that takes longer than to run it.
+
+    Args:
+        adapter: of the model.
+        layers: the numbers of the stage's layers.
+        wants_gradient: boundary -> for each tensor that crosses it, whether its gradient is wanted.
+        loss: of the micro-batch.
+        recompute_blocks: whether each block is recomputed in the backward.
+        as_on_gpu: count attention as a GPU's kernels do it.
+        is_real: whether to run on real tensors at once.
+        division: how the layers are divided.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        layers: range,
+        wants_gradient: Callable[[int], Mapping[str, bool]],
+        *,
+        loss: Loss = PLAIN,
+        recompute_blocks: bool = False,
+        as_on_gpu: bool = False,
+        is_real: bool = False,
+        division: Division = Division(),
+    ) -> None:
+        self._ranks = TracedRanks(division) if division.num_ranks > 1 else None
+        self._adapter, self._layers, self._recompute_blocks = _on_cpu(adapter), layers, recompute_blocks
+        self._wants_gradient, self._loss = wants_gradient, loss
+        self._as_on_gpu, self._is_real = as_on_gpu, is_real
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        #: On fake tensors, once it was made.
+        self._stage: Stage | None = None
+
+    def trace(self, micro_batch: MicroBatch) -> Trace:
+        """Run it once forward and once backward on a micro-batch, or on a chunk of its rows."""
+        return self._run(micro_batch, partial(_trace, ranks=self._ranks))
+
+    def saved_bytes(self, micro_batch: MicroBatch, first_layer: int) -> tuple[int, int]:
+        """Run it forward only: the graph's `saved`, and of it what was made before a layer was called.
+
+        Args:
+            micro_batch: what runs.
+            first_layer: number of that layer.
+        """
+
+        def run(stage: Stage, context: Context, tracker: Tracker) -> tuple[int, int]:
+            forward = _forward(stage, context, tracker, first_layer)
+            return forward.saved, forward.outside
+
+        return self._run(micro_batch, run)
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it runs on real tensors; known after the first run."""
+        return self._is_real
+
+    def _run(self, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
+        generator = default_generator(CPU)
+        state = generator.get_state()
+        try:
+            if not self._is_real:
+                try:
+                    return self._run_fake(micro_batch, run)
+                except _DEPENDS_ON_VALUES:
+                    self._is_real, self._stage = True, None
+            return self._tracked(self._made(None), micro_batch, run)
+        finally:
+            generator.set_state(state)
+
+    def _run_fake(self, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
+        if self._stage is None:
+            self._stage = self._made(self._mode)
+        with self._mode, torch.device(CPU):
+            self._stage.reset()
+            # No fake tensor can be a mask that knows its answer: without a mask nothing is padded either.
+            fake = {
+                name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                for name, tensor in micro_batch.inputs.items()
+                if not isinstance(tensor, KnownMask) or tensor.is_padded
+            }
+            with _texts() if "position_ids" not in fake else nullcontext():
+                return self._tracked(self._stage, replace(micro_batch, inputs=fake), run)
+
+    def _made(self, weights: FakeTensorMode | None) -> Stage:
+        stage_model = assemble(self._adapter, self._layers, weights, CPU, ranks=self._ranks)
+        stage_model.overlap_sums()
+        if self._recompute_blocks:
+            stage_model.checkpoint_blocks()
+        return Stage(stage_model, self._wants_gradient, self._loss)
+
+    def _tracked(
+        self,
+        stage: Stage,
+        micro_batch: MicroBatch,
+        run: Callable[[Stage, Context, Tracker], _Result],
+    ) -> _Result:
+        context, tracker = context_of(stage.model, micro_batch), Tracker(as_on_gpu=self._as_on_gpu)
+        _ignore(tracker, stage, context)
+        autocast = stage.model.adapter.autocast
+        with _kernels(self._as_on_gpu), keeping_weights(autocast), tracker:
+            if autocast is not None:
+                stage.forward(context, keep_graph=True)
+                stage.give(0)
+            return run(stage, context, tracker)
+
+
+def _on_cpu(adapter: Adapter) -> Adapter:
+    """The same adapter with the CPU's autocast, since autocast of a GPU changes no operation of these tensors."""
+    if (autocast := adapter.autocast) is not None:
+        adapter = copy.copy(adapter)
+        adapter.autocast = replace(autocast, device=CPU)
+    return adapter
+
+
+def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks | None) -> Trace:
+    converted = tracker.live_bytes
+    row = sum(tensor.nbytes for cache in stage.row_caches.values() for tensor in cache.tensors()) // 2
+    with tracker.phase() as forward_only:
+        # Of recomputed blocks nobody asks for it, but what a loss makes once is there after it.
+        stage.forward(context, keep_graph=False)
+    sums = [NO_SUMS if ranks is None else ranks.take()]
+    forward = _forward(stage, context, tracker, stage.model.start)
+    sums.append(NO_SUMS if ranks is None else ranks.take())
+    with tracker.phase() as backward:
+        if ranks is not None:
+            ranks.phase, ranks.beside = backward, []
+        stage.backward(0, forward.gradients)
+    sums.append(NO_SUMS if ranks is None else ranks.take())
+    return Trace(
+        converted=converted,
+        saved=forward.saved,
+        saved_outside=forward.outside,
+        saves_hidden=forward.saves_hidden,
+        forward_levels=tuple(forward.phase.levels),
+        forward_only_levels=tuple(forward_only.levels),
+        backward_levels=tuple(level + forward.incoming for level in (0, *backward.levels)),
+        deferred=_deferred_bytes(stage, context, forward.gradients),
+        row=row,
+        forward_flops=forward.phase.flops,
+        backward_flops=backward.flops,
+        # A linear layer's gradient of its input takes as many operations as its forward; the rest is for the weights.
+        weight_flops=max(backward.linear_flops - forward.phase.linear_flops, 0),
+        stage_moved=forward.phase.moved_before,
+        forward_moved=forward.phase.moved - forward.phase.moved_before,
+        backward_moved=backward.moved,
+        stage_calls=forward.phase.calls_before,
+        forward_calls=forward.phase.calls - forward.phase.calls_before,
+        backward_calls=backward.calls,
+        forward_sums=sums[1],
+        backward_sums=sums[2],
+        sums_beside=() if ranks is None else tuple(ranks.beside),
+    )
+
+
+def _ignore(tracker: Tracker, stage: Stage, context: Context) -> None:
+    """Let a tracker count nothing of what is there before a stage runs."""
+    model, micro_batch = stage.model.model, context.micro_batch
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    tracker.ignore([*model.parameters(), *model.buffers(), *micro_batch.inputs.values()])
+    tracker.ignore(p.grad for p in model.parameters() if p.grad is not None)
+    tracker.ignore(context.carry.values())
+    if micro_batch.chunk is not None:
+        # What is kept of whole rows: the first forward makes it.
+        stage.forward(context, keep_graph=False)
+        tracker.ignore(stage.row_caches[micro_batch.chunk.sequence].tensors())
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward with a graph.
+
+    Attributes:
+        phase: what ran.
+        gradients: for the outputs, of the next stage.
+        incoming: their bytes.
+        saved, outside, saves_hidden: as in `Trace`.
+    """
+
+    phase: Phase
+    gradients: Mapping[str, torch.Tensor]
+    incoming: int
+    saved: int
+    outside: int
+    saves_hidden: bool
+
+
+def _forward(stage: Stage, context: Context, tracker: Tracker, first_layer: int) -> _Forward:
+    saved_storages: set[int] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved_storages.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    layer = stage.model.adapter.layers[first_layer]
+    with (
+        tracker.phase() as phase,
+        stage.model.model.get_submodule(layer.modules[0]).register_forward_pre_hook(phase.enter_layers),
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+    ):
+        outputs = stage.forward(context, keep_graph=True)
+    wanted = [name for name, is_wanted in stage.trainable_outputs.items() if is_wanted and name in outputs]
+    gradients = {name: torch.empty_like(outputs[name]) for name in wanted}
+    incoming = sum(gradient.untyped_storage().nbytes() for gradient in gradients.values())
+    del outputs
+    hidden = context.carry.get("hidden")
+    saved = tracker.live_bytes - phase.start_bytes - incoming
+    return _Forward(
+        phase,
+        gradients,
+        incoming,
+        saved=saved,
+        outside=min(tracker.bytes_outside(phase), saved),
+        saves_hidden=hidden is not None and hidden.untyped_storage()._cdata in saved_storages,
+    )
+
+
+def _deferred_bytes(stage: Stage, context: Context, gradients: Mapping[str, torch.Tensor]) -> int:
+    """The bytes that I keeps: none without a block, and the same for recomputed blocks, which I does not run again."""
+    if stage.model.recomputes_blocks or all(layer.kind != "block" for layer in stage.model.layers):
+        return 0
+    with _deferring(stage.model):
+        stage.forward(context, keep_graph=True)
+        stage.input_backward(0, gradients)
+        return stage.deferred_bytes(0)
+
+
+@contextmanager
+def _deferring(stage_model: StageModel) -> Iterator[None]:
+    """Context manager in which linear layers give their weight gradients away; afterwards they are as before."""
+    classes, before = {module: type(module) for module in stage_model.model.modules()}, stage_model.weight_gradients
+    stage_model.defer_weight_gradients()
+    try:
+        yield
+    finally:
+        for module, cls in classes.items():
+            module.__class__ = cls
+        stage_model.weight_gradients = before
+        if before is not None:
+            before.is_of_all = False
+
+
+@contextmanager
+def _texts() -> Iterator[None]:
+    """Context manager in which each row is one text.
+
+    Without a mask transformers looks at the values of position ids for documents. Fake tensors have none, so it would
+    write a mask of tokens by tokens that no run has.
+    """
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
+
+
+@contextmanager
+def _kernels(as_on_gpu: bool) -> Iterator[None]:
+    if not as_on_gpu:
+        yield
+        return
+    with AttentionOfAGpu():
+        yield
+
+
+def context_of(stage_model: StageModel, micro_batch: MicroBatch) -> Context:
+    """The record of one micro-batch with an arbitrary carry, on torch's default device."""
+    adapter = stage_model.adapter
+    carry = {}
+    if not stage_model.is_first:
+        # T5's head has weights of N(0, 1). With inputs of N(0, 1) its probabilities would be subnormal numbers, with
+        # which a CPU computes ten times more slowly.
+        carry = {
+            name: torch.randn(shape, dtype=adapter.carry_dtype(stage_model.start, name)).mul_(shape[-1] ** -0.5)
+            for name, shape in adapter.carry_shapes(stage_model.start, micro_batch.inputs).items()
+        }
+    return Context(micro_batch, carry)

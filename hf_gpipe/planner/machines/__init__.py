@@ -1,0 +1,1 @@
+"""The devices, processes and links that a plan is for."""

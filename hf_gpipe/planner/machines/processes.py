@@ -1,0 +1,122 @@
+"""The processes that a plan is for: their device, and what each of them may have of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Self, TypeAlias
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.partition.cluster import Cluster
+from hf_gpipe.planner.machines.devices import Device
+from hf_gpipe.planner.machines.network import Network, one_level
+from hf_gpipe.schedule import Placement
+from hf_gpipe.text import size_text
+
+MemoryLimit: TypeAlias = int | tuple[int, ...] | None
+"""Bytes that any process may use, or each of them; None: no limit is known."""
+
+#: Devices whose memory differs by less are alike: what is free on equal ones differs a little.
+ALIKE = 1.05
+
+
+class Processes:
+    """The processes that a plan is for.
+
+    Args:
+        device: what a process computes on.
+        memory_bytes: the most that a process may use, or one number for each process; None: the device's memory, where
+            that is known.
+        cluster: the links between the processes; None: every pair of them has the device's link.
+        speeds: of each process, relative to `device`; None: all are as fast.
+        num_ranks: T, among which layers are divided. A process of the plan then stands for T, each of which has this
+            memory; the links of the cluster are between devices.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        memory_bytes: MemoryLimit = None,
+        cluster: Cluster | None = None,
+        speeds: Sequence[float] | None = None,
+        num_ranks: int = 1,
+    ) -> None:
+        self.device, self.speeds, self.num_ranks = device, speeds, num_ranks
+        self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
+        self.cluster = None if cluster is None else cluster.of_workers(num_ranks)
+        self.link = device.link if cluster is None else cluster.levels[0]
+
+    def within(self, memory_bytes: MemoryLimit) -> Self:
+        """The same with another limit; what was computed is shared."""
+        other = copy.copy(self)
+        other.memory_bytes = memory_bytes
+        return other
+
+    def limit_of(self, process: int) -> int | None:
+        """The most bytes that a process may use; None: no limit is known."""
+        return self.memory_bytes[process] if isinstance(self.memory_bytes, tuple) else self.memory_bytes
+
+    def limits_of(self, placement: Placement) -> list[int | None]:
+        """For each stage the limit of a process that holds it: the smallest of its replicas'."""
+        limits = [[self.limit_of(process) for process in own] for own in placement.workers]
+        return [min((limit for limit in own if limit is not None), default=None) for own in limits]
+
+    def speeds_of(self, placement: Placement) -> list[float]:
+        """For each stage the relative speed of its slowest replica, for which the others wait."""
+        if self.speeds is None:
+            return [1.0] * placement.num_stages
+        return [min(self.speeds[process] for process in own) for own in placement.workers]
+
+    def check_processes(self, placement: Placement) -> None:
+        """Raise UserError where there are other numbers of limits or speeds than of processes."""
+        for name, values in (("memory", self.memory_bytes), ("speeds", self.speeds)):
+            if isinstance(values, Sequence) and len(values) != placement.num_processes:
+                raise UserError(
+                    f"{name} has {len(values)} entries and the plan has {placement.num_processes} processes; give one "
+                    "entry for each process."
+                )
+
+    def classes(self, num_processes: int) -> Sequence[int]:
+        """The number of each process's class: those of one class have the same speed, and limits that are `ALIKE`.
+
+        Classes are numbered in the order of their first process. A plan must fit the limit of each process all the
+        same.
+        """
+        limits = [self.limit_of(process) or 0 for process in range(num_processes)]
+        least_alike: dict[float, float] = {}
+        for limit in sorted(set(limits)):
+            least = next(reversed(least_alike.values()), limit)
+            least_alike[limit] = least if limit < ALIKE * least else limit
+        speeds = self.speeds or [1.0] * num_processes
+        devices = [(least_alike[limit], speeds[process]) for process, limit in enumerate(limits)]
+        numbers = {device: number for number, device in enumerate(dict.fromkeys(devices))}
+        return [numbers[device] for device in devices]
+
+    @property
+    def limit_text(self) -> str:
+        """The limit of memory for people: "80 GiB", or "24 GiB, 12 GiB" for each process."""
+        limit = self.memory_bytes
+        if limit is None:
+            return "not known"
+        return ", ".join(map(size_text, limit)) if isinstance(limit, tuple) else size_text(limit)
+
+    @property
+    def text(self) -> str:
+        """The memory of each process, and their speeds."""
+        speeds = "" if self.speeds is None else f", relative speeds {', '.join(f'{speed:g}' for speed in self.speeds)}"
+        limit = self.memory_bytes
+        memory = "memory not known" if limit is None else self.limit_text + " each" * isinstance(limit, int)
+        return f"{memory}{speeds}"
+
+    def network(self, placement: Placement) -> Network:
+        """The links between the workers of a placement."""
+        return Network(self.cluster or one_level(self.device, placement.num_processes), placement)
+
+    def host_size(self, num_processes: int) -> int:
+        """How many of so many workers a machine has; all of them in a cluster of one level."""
+        is_one = self.cluster is None or len(self.cluster.levels) == 1
+        return num_processes if is_one or self.cluster is None else min(self.cluster.devices_in(1), num_processes)
+
+    def num_copying(self, num_workers: int) -> int:
+        """The devices that copy to and from the memory of one machine, all ranks of so many workers."""
+        return self.host_size(num_workers) * self.num_ranks

@@ -1,0 +1,80 @@
+"""Finds a change that lowers a large bubble and plans it: more micro-batches, another schedule, or more rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import attrgetter
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.search.search.choose import allowed_plans, can_run, micro_batch_counts, work
+from hf_gpipe.recipe import AUTO
+from hf_gpipe.schedule import is_table_file
+from hf_gpipe.text import seconds_text
+
+#: A smaller share of the time is not worth a change.
+_LARGE_BUBBLE = 0.2
+#: M and mini-batches are tried up to so many times their size: each size of micro-batch is traced anew.
+_MOST_TIMES = 4
+#: In actions that are simulated: a few seconds.
+_MOST_WORK = 20_000
+
+
+def smaller_bubble(plan: Plan) -> str:
+    """One sentence: the change that fits and lowers a large bubble, and the step with it; empty where there is none.
+
+    The fastest schedule and M come first, for they leave the training as it is, then mini-batches of more rows.
+    """
+    settings, table = plan.settings, plan.timeline.schedule
+    if plan.bubble <= _LARGE_BUBBLE or not plan.fits or table.is_asynchronous or is_table_file(settings.schedule):
+        return ""
+    plans = sorted((plan, *_of_the_same_mini_batch(plan)), key=attrgetter("sort_key"))
+    best = next(filter(can_run, plans), plan)
+    if best.bubble < plan.bubble:
+        return f"{_changes(plan, best)} fits: {_with(best)}"
+    for times in (2, _MOST_TIMES):
+        count = times * min(settings.num_micro_batches, plan.planner.rows)
+        more = plan.planner.with_rows(times * plan.planner.rows).plan(replace(settings, num_micro_batches=count))
+        if more.fits and more.bubble < best.bubble and can_run(more):
+            best = more
+    if best is plan:
+        return ""
+    return (
+        f"a mini-batch of {best.planner.rows} rows (training.batch_size or batch_tokens) with "
+        f"pipeline.num_micro_batches={best.settings.num_micro_batches} fits: {_with(best)}, {_a_row(best)} a row where "
+        f"it is {_a_row(plan)}"
+    )
+
+
+def _of_the_same_mini_batch(plan: Plan) -> list[Plan]:
+    """The plans with other schedules, and with more micro-batches."""
+    plans: list[Plan] = []
+    least, room = plan.settings.num_micro_batches, _MOST_WORK
+    counts = micro_batch_counts(plan.planner.rows, AUTO)
+    for count in (least, *(larger for larger in counts if least < larger <= _MOST_TIMES * least)):
+        config = plan.settings.replaced(schedule=AUTO, num_micro_batches=count)
+        if room <= 0:
+            break
+        try:
+            allowed = allowed_plans(plan.planner, config)
+        except UserError:
+            continue
+        plans += allowed
+        room -= len(allowed) * work(plan.planner, config)
+    return plans
+
+
+def _changes(plan: Plan, other: Plan) -> str:
+    names = ("num_micro_batches", "schedule")
+    before, after = plan.settings, other.settings
+    return " with ".join(
+        f"pipeline.{name}={getattr(after, name)}" for name in names if getattr(before, name) != getattr(after, name)
+    )
+
+
+def _with(plan: Plan) -> str:
+    return f"a step of {seconds_text(plan.step_seconds)} with a bubble of {plan.bubble:.1%}"
+
+
+def _a_row(plan: Plan) -> str:
+    return seconds_text(plan.step_seconds / plan.planner.rows / plan.planner.inputs.accumulation)

@@ -1,0 +1,327 @@
+"""The choice of what a configuration leaves open: the fastest plan that fits.
+
+For each schedule, M and mesh the model is cut, what to recompute is chosen (cut.py), and the step is simulated. Where
+stages or replicas are open, the choice is a search by single steps, which begins with even meshes (meshes.py). Where
+the schedule is open, a table is made for the best plan in the end (listed.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+
+from hf_gpipe.errors import DataError, PartitionError, ScheduleError, UserError
+from hf_gpipe.planner.costs.costs.chunks import ways_to_cut
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.search.search.cut import cut_plan
+from hf_gpipe.planner.search.search.listed import with_table
+from hf_gpipe.planner.search.search.meshes import Meshes, with_mesh
+from hf_gpipe.planner.search.search.visiting import visiting_ways, with_dealt_table, with_visitors
+from hf_gpipe.recipe import AUTO, Chunks, PipelineConfig
+from hf_gpipe.schedule import (
+    DIVIDED_HEAD,
+    SPLIT_SCHEDULES,
+    V_SHAPED,
+    Placement,
+    check_once,
+    replicas_of,
+)
+
+AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES, *DIVIDED_HEAD)
+"""The schedules that "auto" chooses from. Of equally good ones the first is chosen."""
+
+#: Those under which meshes are compared at first: of each mesh the first that it can have.
+_FIRST_SCHEDULES = ("zb_h2", "zb_v", "1f1b")
+#: Micro-batches a process with which it begins.
+_FIRST_MICRO_BATCHES = 1, 4
+#: Of so many meshes all schedules are tried, and so many with one stage a process are improved.
+_NUM_RESCHEDULED, _NUM_IMPROVED = 10, 3
+#: After so many steps the best plans are looked for again.
+_STEPS_AT_ONCE = 12
+#: The work of one search, in actions that are simulated: some seconds.
+MOST_WORK = 60_000
+#: What a plan costs beside the simulation of its actions.
+_WORK_OF_PLAN = 200
+
+#: For Python's collector of garbage, where nobody gave more.
+_COLLECTED_AFTER = 50_000, 20, 100
+
+Outcome = Plan | PartitionError | ScheduleError | DataError
+"""Of a configuration: its plan, or why it has none."""
+
+
+def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
+    """The fastest plan that a configuration allows and that fits; where none does, the one that needs the least memory.
+
+    Args:
+        planner: of the model, its mini-batch and its device.
+        config: a value or "auto" for everything, and the number of processes where stages or replicas are "auto". The
+            limit of memory is the planner's.
+
+    Raises:
+        PartitionError: the partition is by cost, and no split of any allowed plan meets the limit.
+        UserError: another of its kinds, for what no pipeline could do.
+    """
+    plans = sorted(allowed_plans(planner, config), key=attrgetter("sort_key"))
+    best = next(filter(can_run, plans), None)
+    if best is None:
+        check_once(plans[0].timeline.schedule)  # raises
+        best = plans[0]
+    return with_table(best, config.settled(can_plan=True))
+
+
+def can_run(plan: Plan) -> bool:
+    """Whether every process can run the table of a plan to its end, which plans that are compared do not check."""
+    try:
+        check_once(plan.timeline.schedule)
+    except ScheduleError:
+        return False
+    return True
+
+
+@contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """Let Python look for garbage in cycles less often: planning makes millions of objects, and next to none of it."""
+    before = gc.get_threshold()
+    gc.set_threshold(*map(max, before, _COLLECTED_AFTER) if before[0] else before)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@_collecting_rarely()
+def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
+    """The plans that a configuration allows and that are worth a try, of named schedules, at least one. Raises as
+    `best_plan`."""
+    config = config.settled(can_plan=True)
+    cuts = ways_to_cut(config, planner.inputs.mini_batch().target_tokens)
+    outcomes = [outcome for cut in cuts for way in _ways(planner, config, cut) for outcome in _outcomes(*way)]
+    plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
+    if not plans:
+        raise min((outcome for outcome in outcomes if not isinstance(outcome, Plan)), key=_sort_key)
+    return plans
+
+
+def _ways(planner: Planner, config: PipelineConfig, cut: Chunks) -> Iterator[tuple[Planner, PipelineConfig]]:
+    """The planner and the configuration of a way to cut rows, and of that with the taper of the costs if it is open."""
+    own, tapers = planner.with_chunks(cut), {cut.taper}
+    if config.chunk_taper == AUTO and cut.most > 1:
+        # Of the longest rows, whatever M is.
+        tapers.add(own.taper(planner.rows))
+    for way in (cut._replace(taper=taper) for taper in sorted(tapers)):
+        yield own.with_chunks(way), config.cut_into(way)
+
+
+def _outcomes(planner: Planner, config: PipelineConfig) -> list[Outcome]:
+    """The outcomes that are worth a try of a configuration whose number of chunks is decided."""
+    if config.leaves_visits_open:
+        return _with_or_without_visits(planner, config)
+    if config.visitors and not config.is_decided:
+        counts = micro_batch_counts(planner.rows, config.num_micro_batches)
+        outcomes = [_outcome(planner, way) for way in visiting_ways(planner, config, counts)]
+        return [with_dealt_table(outcome, config) if isinstance(outcome, Plan) else outcome for outcome in outcomes]
+    if config.is_mesh_open:
+        return _searched(planner, config)
+    return [_outcome(planner, each) for each in _allowed(planner, config)]
+
+
+def _with_or_without_visits(planner: Planner, config: PipelineConfig) -> list[Outcome]:
+    """The outcomes where all weights stay on their devices, and where some visit them.
+
+    Raises:
+        UserError: there is none.
+    """
+    outcomes: list[Outcome] = []
+    errors = []
+    for way in with_visitors(planner, config):
+        try:
+            outcomes += _outcomes(planner, way)
+        except UserError as error:
+            errors.append(error)
+    if not outcomes:
+        raise errors[0]
+    return outcomes
+
+
+def _searched(planner: Planner, config: PipelineConfig) -> list[Outcome]:
+    """The outcomes of the first meshes, and of what is a step beside the best plans, as long as these get better."""
+    meshes = Meshes(planner, config)
+    outcomes: dict[PipelineConfig, Outcome] = {}
+    waiting = _first(planner, config, meshes.first())
+    while ways := [*_affordable(planner, waiting, outcomes)]:
+        outcomes |= {way: _outcome(planner, way) for way in ways}
+        steps = dict.fromkeys(_steps(planner, config, outcomes, meshes))
+        new = [step for step in steps if step not in outcomes and _is_worth_a_try(planner, config, step)]
+        waiting = new[:_STEPS_AT_ONCE]
+    return list(outcomes.values())
+
+
+def _first(planner: Planner, config: PipelineConfig, placements: Sequence[Placement]) -> list[PipelineConfig]:
+    """Where the search begins, what takes the least work first.
+
+    Raises:
+        UserError: there is no mesh, or a mini-batch has too few rows for the replicas of any.
+    """
+    if not placements:
+        raise UserError(
+            f"no mesh of {config.processes} processes has num_stages={config.num_stages} and replicas="
+            f"{config.replicas} for a model of {planner.num_layers} layers; use another number of processes, or let "
+            "both be auto."
+        )
+    _check_rows(planner, config, min(max(placement.replicas) for placement in placements))
+    schedules = _FIRST_SCHEDULES if config.schedule == AUTO else (config.schedule,)
+    counts, first = first_micro_batches(planner, config), []
+    for placement in placements:
+        for count in counts if len(set(placement.replicas)) == 1 else counts[:1]:
+            mesh = replace(with_mesh(config, placement), num_micro_batches=count)
+            ways = (replace(mesh, schedule=schedule) for schedule in schedules)
+            first += [way for way in ways if _is_worth_a_try(planner, config, way)][:1]
+    return sorted(first, key=partial(work, planner))
+
+
+def _steps(
+    planner: Planner, asked: PipelineConfig, outcomes: Mapping[PipelineConfig, Outcome], meshes: Meshes
+) -> Iterator[PipelineConfig]:
+    """The configurations one step from the best ones: with another schedule, another M, or a mesh one step away."""
+    counts, schedules = micro_batch_counts(planner.rows, asked.num_micro_batches), _schedules(asked)
+    ranked = sorted(outcomes, key=lambda config: _sort_key(outcomes[config]))
+    of_meshes: dict[object, PipelineConfig] = {}
+    for config in ranked:
+        of_meshes.setdefault((config.mesh, config.placement), config)
+    configs = list(of_meshes.values())
+    outcome = outcomes[configs[0]]
+    if not isinstance(outcome, Plan) or not outcome.fits:
+        # More micro-batches, and the first schedule, need less memory.
+        larger = [count for count in counts if count > int(configs[0].num_micro_batches)]
+        if larger:
+            yield replace(configs[0], num_micro_batches=larger[0])
+            yield replace(configs[0], schedule=schedules[0])
+            return
+        # Of every mesh: one that lacks more under its first schedule may fit under this one.
+        yield from (replace(config, schedule=schedules[0]) for config in configs)
+        configs = configs[:1]
+    alone = [config for config in configs if config.places == config.processes]
+    several = [config for config in configs if config.places != config.processes]
+    best = [*alone[:_NUM_IMPROVED], *several[:1]]
+    for config in best:
+        place = counts.index(int(config.num_micro_batches))
+        yield from (replace(config, num_micro_batches=count) for count in counts[max(place - 1, 0) : place + 2])
+    for config in best:
+        yield from (replace(config, schedule=schedule) for schedule in schedules)
+        rest = replace(asked, schedule=config.schedule, num_micro_batches=config.num_micro_batches)
+        outcome = outcomes[config]
+        near = outcome.slowest_stage.number if isinstance(outcome, Plan) else 0
+        yield from (with_mesh(rest, placement) for placement in meshes.beside(config.placed("gpipe"), near))
+    for config in configs[:_NUM_RESCHEDULED]:
+        yield from (replace(config, schedule=schedule) for schedule in schedules)
+
+
+def _affordable(
+    planner: Planner, configs: Sequence[PipelineConfig], done: Iterable[PipelineConfig]
+) -> Iterator[PipelineConfig]:
+    """The first configurations for which there is time after those that are done."""
+    spent = sum(work(planner, config) for config in done)
+    for config in configs:
+        if spent < MOST_WORK:
+            yield config
+        spent += work(planner, config)
+
+
+def work(planner: Planner, config: PipelineConfig) -> int:
+    """The work that a plan takes, as a number of simulated actions."""
+    num_stages, _ = config.mesh
+    assert isinstance(config.num_micro_batches, int), "it is decided"
+    return _WORK_OF_PLAN + 3 * num_stages * planner.micro_batches_of_step(config.num_micro_batches)
+
+
+def _outcome(planner: Planner, config: PipelineConfig) -> Outcome:
+    try:
+        return cut_plan(planner, config)
+    except (PartitionError, ScheduleError, DataError) as error:
+        return error
+
+
+def _allowed(planner: Planner, config: PipelineConfig) -> list[PipelineConfig]:
+    """The configuration with its schedule and M decided, in every way that is worth a try.
+
+    Raises:
+        UserError: M is "auto", and a step has too few rows for the replicas of a stage.
+    """
+    if config.num_micro_batches == AUTO:
+        num_stages, replicas = config.mesh
+        _check_rows(planner, config, max(replicas_of(num_stages, replicas)))
+    ways = [
+        replace(config, schedule=schedule, num_micro_batches=count)
+        for schedule in _schedules(config)
+        for count in micro_batch_counts(planner.rows, config.num_micro_batches)
+    ]
+    return [way for way in ways if _is_worth_a_try(planner, config, way)]
+
+
+def _check_rows(planner: Planner, config: PipelineConfig, replicas: int) -> None:
+    """Raise UserError where a step has too few micro-batches for so many replicas."""
+    most = max(map(planner.micro_batches_of_step, micro_batch_counts(planner.rows, config.num_micro_batches)))
+    if most < replicas:
+        raise UserError(
+            f"a step has at most {most} micro-batches and a stage has {replicas} replicas, which take them in turn: "
+            "some would never get one; use more micro-batches, more rows in a mini-batch, or fewer replicas."
+        )
+
+
+def _schedules(config: PipelineConfig) -> Sequence[str]:
+    """Those that a configuration allows."""
+    if config.schedule != AUTO:
+        return (config.schedule,)
+    return [name for name in AUTO_SCHEDULES if name not in DIVIDED_HEAD or not config.why_whole_head]
+
+
+def _is_worth_a_try(planner: Planner, asked: PipelineConfig, config: PipelineConfig) -> bool:
+    """Whether a decided M and schedule are: every replica gets a micro-batch where M was open, and of open schedules
+    each can run on the processes and is not another one there."""
+    num_stages, replicas = config.mesh
+    counts, schedule = replicas_of(num_stages, replicas), config.schedule
+    is_open = asked.is_mesh_open or asked.num_micro_batches == AUTO
+    if is_open and planner.micro_batches_of_step(int(config.num_micro_batches)) < max(counts):
+        return False
+    if asked.schedule != AUTO:
+        return True
+    if schedule == "interleaved_1f1b":
+        return config.processes < config.places
+    if schedule in DIVIDED_HEAD:
+        is_one_each = config.places == config.processes and num_stages > 1
+        return is_one_each and planner.costs(int(config.num_micro_batches)).can_divide_head
+    if schedule not in SPLIT_SCHEDULES:
+        return True
+    # A compiled block has one backward, and in one process no other waits for I.
+    if config.torch_compile or config.places == num_stages * config.processes:
+        return False
+    if schedule in V_SHAPED:
+        return len(set(counts)) == 1 and config.places == 2 * config.processes and config.placement is None
+    return config.places == config.processes
+
+
+def micro_batch_counts(rows: int, asked: int | str) -> list[int]:
+    """The numbers of micro-batches that "auto" chooses from: the powers of two up to one per row, and one per row."""
+    if isinstance(asked, int):
+        return [asked]
+    return sorted({rows, *(2**power for power in range(rows.bit_length()))})
+
+
+def first_micro_batches(planner: Planner, config: PipelineConfig) -> list[int]:
+    """The numbers of micro-batches with which the search for a mesh begins: about one and four for each process."""
+    counts = micro_batch_counts(planner.rows, config.num_micro_batches)
+    wanted = [share * config.processes for share in _FIRST_MICRO_BATCHES]
+    return sorted({min((count for count in counts if count >= number), default=counts[-1]) for number in wanted})
+
+
+def _sort_key(outcome: Outcome) -> tuple[float, ...]:
+    """That of a plan; errors come last, and of these the one that lacks the least memory first."""
+    if isinstance(outcome, Plan):
+        return outcome.sort_key
+    return (2.0, outcome.fullness if isinstance(outcome, PartitionError) else math.inf)

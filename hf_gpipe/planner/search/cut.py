@@ -1,0 +1,195 @@
+"""Where a model is cut into stages, by what its layers cost and hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from operator import attrgetter
+
+from hf_gpipe.errors import PartitionError
+from hf_gpipe.partition import COST_STRATEGIES, by_cost, stages_of
+from hf_gpipe.partition import partition as cut
+from hf_gpipe.planner.memory import StageLayers
+from hf_gpipe.planner.plan import Plan, Planner, inner_recompute
+from hf_gpipe.planner.search.search.live_graphs import choose_recompute
+from hf_gpipe.planner.table_costs import recompute_shares
+from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
+from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.schedule import Placement
+
+
+def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
+    """The plan of a configuration that leaves at most its partition and its recomputation open.
+
+    They depend on each other: a split is balanced for what is recomputed, and what is recomputed is what the split
+    leaves no room for. If nothing need be recomputed, this and the leanest recomputation are split for, and
+    the better split is taken. Otherwise the leanest recomputation is split for first, and then twice what was chosen.
+    Where memory is short, graphs that wait on the host are tried too.
+    """
+    is_auto = config.recompute == AUTO
+    num_stages, _ = config.mesh
+    even = tuple(map(len, cut(planner.num_layers, num_stages, divides_head=config.divides_head)))
+    settings = config.decided(partition=even, recompute="none" if is_auto else config.recompute)
+    if not is_auto:
+        return planner.plan(replace(settings, partition=choose_partition(planner, settings, config.partition)))
+    try:
+        plan = planner.plan(replace(settings, partition=choose_partition(planner, settings, config.partition)))
+        if plan.fits:
+            lean = choose_partition(planner, replace(settings, recompute="stage"), config.partition)
+            if lean == plan.settings.partition:
+                return plan
+            other = planner.plan(replace(settings, partition=lean))
+            return _better(other, plan, *([] if other.fits else _on_host(planner, settings, config.partition)))
+    except PartitionError:
+        pass
+    plans = []
+    settings = replace(settings, recompute="stage")
+    settings = replace(settings, partition=choose_partition(planner, settings, config.partition))
+    for _ in range(2):
+        settings = replace(settings, recompute=choose_recompute(planner, settings))
+        plans.append(planner.plan(settings))
+        plans += _partly_on_host(plans[-1])
+        if config.is_cut_by_cost:
+            try:
+                settings = replace(settings, partition=choose_partition(planner, settings, config.partition))
+            except PartitionError:
+                break
+    return _better(*plans, *_on_host(planner, settings, config.partition))
+
+
+def _on_host(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> Iterator[Plan]:
+    """The plan whose graphs all wait on the host, where their link is fast enough and a split of them fits."""
+    settings = replace(settings, recompute="host")
+    if _carries(planner, settings, 0, planner.num_layers - settings.divides_head):
+        with suppress(PartitionError):
+            yield planner.plan(replace(settings, partition=choose_partition(planner, settings, strategy)))
+
+
+def _partly_on_host(plan: Plan) -> Iterator[Plan]:
+    """The plan whose graphs wait on the host, in place of recomputation, on those stages whose link is fast enough, and
+    whose process has room for what travels."""
+    planner, settings = plan.planner, plan.settings
+    entries = Recompute.parse(settings.recompute, settings.num_stages).entries
+    hosts = {
+        number
+        for number, start, stop in stages_of(settings.partition)
+        if entries[number] != "none" and _carries(planner, settings, start, stop)
+    }
+    while hosts:
+        chosen = tuple("host" if number in hosts else entry for number, entry in enumerate(entries))
+        candidate = planner.plan(replace(settings, recompute=chosen))
+        yield candidate
+        limits = [planner.limit_of(process.number) for process in candidate.processes]
+        full = [own for own, most in zip(candidate.processes, limits, strict=True) if most and own.memory.total > most]
+        if hosts.isdisjoint(crowded := {stage for process in full for stage in process.stages}):
+            return
+        hosts -= crowded
+
+
+def _carries(planner: Planner, settings: DecidedConfig, start: int, stop: int) -> bool:
+    """Whether a graph of these layers travels to the host, or back, while a micro-batch computes. On a CPU none does,
+    nor beside weights that visit."""
+    if not planner.device.is_asynchronous or settings.visitors:
+        return False
+    sums = planner.sums(settings)
+    seconds, num_bytes = sums.seconds(start, stop, "none"), sums.graphs["none"].kept_bytes(start, stop)
+    travels = sums.copy_seconds(num_bytes, planner.num_copying(settings.num_processes), ways=2)
+    return travels < seconds.forward + seconds.backward
+
+
+def _better(*plans: Plan) -> Plan:
+    return min(plans, key=attrgetter("sort_key"))
+
+
+def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> tuple[int, ...]:
+    """The number of layers of each stage.
+
+    Args:
+        planner: of the model.
+        settings: their schedule, M, recompute and processes say what a stage costs and holds; not their partition.
+        strategy: "count", "parameters", "flops", "profile" (seconds, which must have been measured), "auto" (seconds,
+            measured or not), or a list.
+
+    Raises:
+        PartitionError: no split meets the planner's limit of memory, or `partition` raises it.
+    """
+    num_micro_batches = settings.num_micro_batches
+    costs = planner.costs(num_micro_batches)
+    if strategy not in (*COST_STRATEGIES, AUTO):
+        stages = cut(len(costs.layers), settings.num_stages, strategy, divides_head=settings.divides_head)
+        return tuple(map(len, stages))
+    cut(len(costs.layers), settings.num_stages, divides_head=settings.divides_head)
+    sums = planner.sums(settings)
+    if strategy == "profile" and not costs.is_measured:
+        advice = "plan with --profile, or use flops"
+        if planner.num_ranks > 1:
+            advice = "a run measures divided layers; plan with flops or auto"
+        raise PartitionError(f"partition 'profile' needs measured layers, and none were measured; {advice}.")
+    table, bound = planner.table(settings), planner.memory_bound(settings)
+    shares, inner = recompute_shares(table), inner_recompute(settings)
+    placement, besides = table.placement, planner.besides(num_micro_batches, settings.num_stages)
+    # Of r replicas the busiest runs M / r micro-batches, rounded up; the others wait for the slowest.
+    of_replica = [
+        -(-table.num_micro_batches // count) / table.num_micro_batches / speed
+        for count, speed in zip(placement.replicas, planner.speeds_of(placement), strict=True)
+    ]
+
+    def seconds(stage: int, start: int, stop: int) -> float:
+        own = sums.seconds(start, stop, inner[stage]).of_micro_batch(shares[stage])
+        return of_replica[stage] * (own + besides[stage].forward_seconds + besides[stage].backward_seconds)
+
+    def flops(stage: int, start: int, stop: int) -> float:
+        forwards = (1 + shares[stage]) * sums.forward_flops(start, stop)
+        return of_replica[stage] * (forwards + sums.backward_flops(start, stop))
+
+    def parameters(_: int, start: int, stop: int) -> float:
+        return sums.held(start, stop).num_bytes
+
+    # Weights that visit have a buffer for some stages; whether that fits, the plan says.
+    caps = [] if settings.visitors else _caps(planner, placement)
+    largest = max(caps, default=0.0)
+
+    def memory_bytes(stage: int, start: int, stop: int) -> float:
+        # As if every stage had the largest limit of all.
+        own = largest / caps[stage] if caps else 1.0
+        return own * bound.stage_bytes(stage, StageLayers(start, stop, inner[stage], besides[stage]))
+
+    cost = {"parameters": parameters, "flops": flops}.get(str(strategy), seconds)
+    boundaries = [layer.input_bytes for layer in costs.layers]
+    # A run of layers may keep less than a part of it by as much as its ends' boundaries differ.
+    dip = 2 * planner.micro_batches_of_step(num_micro_batches) * (max(boundaries) - min(boundaries[1:], default=0))
+    dip_bytes = dip * (1 + planner.device.reserved_share) * (largest / min(caps) if caps else 1.0)
+    try:
+        # A divided head is counted to the last stage, which has another layer as well.
+        *sizes, last = by_cost(
+            planner.num_layers - settings.divides_head,
+            settings.num_stages,
+            cost,
+            memory_bytes,
+            largest if caps else None,
+            memory_dip_bytes=dip_bytes,
+        )
+    except PartitionError as error:
+        limit = planner.memory_bytes
+        if set(caps) == {limit}:
+            raise
+        # The cap of a stage is no limit that anybody gave.
+        raise PartitionError(
+            f"no split of {planner.num_layers} layers into {settings.num_stages} stages fits the processes' memory "
+            f"({planner.limit_text}{' each, which the stages of a process share' * isinstance(limit, int)}): the least "
+            f"demanding one needs {error.fullness:.2f} times as much; allow that much, or use more stages or smaller "
+            "micro-batches.",
+            error.fullness,
+        ) from None
+    return (*sizes, last + settings.divides_head)
+
+
+def _caps(planner: Planner, placement: Placement) -> list[float]:
+    """For each stage the most bytes that it may need, where a process's stages share its memory evenly."""
+    caps = []
+    for own, limit in zip(placement.workers, planner.limits_of(placement), strict=True):
+        if limit is None:
+            return []
+        caps.append(limit / max(len(placement.stages_of(process)) for process in own))
+    return caps

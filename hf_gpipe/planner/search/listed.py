@@ -1,0 +1,151 @@
+"""A table made for one plan: list scheduling with the plan's own seconds, bytes and messages, under its memory limit.
+
+The builders' tables are made for equal stages, and recompute as seldom as their order allows. Where stages or cards
+differ, messages take long, or memory has room for some graphs but not for all, a table in which each stage recomputes
+single micro-batches and fills the time that is really free can be shorter (arXiv 2401.10241, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import cast
+
+from hf_gpipe.errors import ScheduleError
+from hf_gpipe.planner.memory import stage_amounts
+from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.search.search.table_file import TABLE_FILE, each_stage, with_table_file
+from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
+from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table
+from hf_gpipe.schedule.kinds import UPDATE, Held
+from hf_gpipe.schedule.list_scheduling import best_listed
+from hf_gpipe.schedule.listing import Work
+from hf_gpipe.schedule.zero_bubble import whole_backwards
+
+#: Of the search for a table, in actions that are tried: a few seconds; and in tables of few micro-batches.
+_EFFORT, _TABLES = 1_000_000, 1_500
+#: A step that is at most so many times as long as its bound is short enough.
+_ENOUGH = 1.01
+#: So often a table is made, each for at most this share of the room before, where the one before does not fit: what
+#: arrives early takes room that the search does not count.
+_MOST_TRIES, _LESS = 3, 0.97
+
+
+def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
+    """The better of a plan and the same with a table that is made for it, where the configuration allows that.
+
+    Args:
+        plan: the best of the named schedules.
+        asked: what it was planned for. A table is made where its schedule is "auto"; its `recompute` says whether the
+            table may recompute micro-batches ("auto"), blocks only or nothing.
+    """
+    settings, table = plan.settings, plan.timeline.schedule
+    # A compiled block has one backward. In one process no table is shorter than another.
+    is_open = asked.schedule == AUTO and asked.recompute in (AUTO, "none", "block") and not asked.torch_compile
+    is_whole = table.num_micro_batches == plan.planner.inputs.accumulation * settings.num_micro_batches
+    placement = table.placement
+    is_given = settings.placement is not None
+    is_plain = placement.num_processes > 1 and placement.chunks == 1 and not (placement.has_replicas or is_given)
+    is_plain = is_plain and not table.divides_head and settings.visitors is None
+    if not (is_open and is_whole and is_plain and plan.fits):
+        return plan
+    if asked.recompute == AUTO:
+        settings = replace(settings, recompute="none")  # by the table alone
+    costs = plan.planner.table_costs(settings, table)
+    if plan.step_seconds <= _ENOUGH * _bound(costs, table):
+        return plan
+    return min(
+        (plan, *_listed_plans(plan, settings, costs, recomputes=asked.recompute == AUTO)), key=attrgetter("sort_key")
+    )
+
+
+def _bound(costs: Costs, table: Schedule) -> float:
+    """The least seconds of a step: some process waits for its first forward, and then does all its work."""
+    placement, count = table.placement, table.num_micro_batches
+    forward, messages = each_stage(costs.forward_seconds), _messages(costs, placement)
+    work = [*zip(forward, each_stage(costs.input_seconds), each_stage(costs.weight_seconds), strict=True)]
+    update = each_stage(costs.update_seconds)
+    return max(
+        sum(forward[: own[0]]) + sum(messages[: own[0]]) + sum(count * sum(work[s]) + update[s] for s in own)
+        for own in map(placement.stages_of, range(placement.num_processes))
+    )
+
+
+def _listed_plans(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomputes: bool) -> Iterator[Plan]:
+    """The plan with tables for as much room as there is, or where no limit is known for several amounts of it."""
+    planner, table = plan.planner, plan.timeline.schedule
+    work = _work(plan, settings, costs, recomputes=recomputes)
+    size, count = table.placement.num_processes, table.num_micro_batches
+    effort = min(_EFFORT, _TABLES * 3 * table.num_stages * min(count, 2 * size))
+    own = [sum(work.held[stage] for stage in table.placement.stages_of(process)) for process in range(size)]
+    if planner.memory_bytes is None:
+        for most in sorted({min(n, count) for n in (size, 2 * size - 1, count)}):
+            rows = best_listed(table.placement, count, work, [most * held for held in own], effort=effort // 3).orders
+            yield _planned(plan, settings, rows)
+        return
+    rooms = [min(_room(plan, process), count * held) for process, held in enumerate(own)]
+    for _ in range(_MOST_TRIES):
+        try:
+            orders = best_listed(table.placement, count, work, rooms, effort=effort).orders
+        except ScheduleError:  # there is no room for one micro-batch
+            return
+        planned = _planned(plan, settings, orders)
+        yield planned
+        if planned.fits:
+            return
+        lacks = [min(0, _spare(planned, process)) for process in range(size)]
+        rooms = [max(held, min(room + lack, _LESS * room)) for held, room, lack in zip(own, rooms, lacks, strict=True)]
+
+
+def _work(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomputes: bool) -> Work:
+    sums = plan.planner.sums(settings)
+    amounts = [stage_amounts(sums, stage, 0, 0) for stage in plan.planner.stage_layers(settings)]
+    received, graph, deferred = (
+        [sum(own[held].values()) for own in amounts] for held in (Held.INPUT, Held.GRAPH, Held.DEFERRED)
+    )
+    held = [of_input + of_graph for of_input, of_graph in zip(received, graph, strict=True)]
+    return Work(
+        each_stage(costs.forward_seconds),
+        each_stage(costs.input_seconds),
+        each_stage(costs.weight_seconds),
+        held,
+        [*map(min, deferred, held)],
+        _messages(costs, plan.timeline.schedule.placement),
+        each_stage(costs.recompute_seconds) if recomputes else None,
+        received,
+    )
+
+
+def _messages(costs: Costs, placement: Placement) -> list[float]:
+    """Seconds over each boundary: without replicas it has one edge."""
+    of_edges = cast(Mapping[tuple[int, int, int], float], costs.transfer_seconds)
+    return [of_edges[edge] for edge in sorted(placement.edges)]
+
+
+def _room(plan: Plan, process: int) -> float:
+    """The bytes that a process has for micro-batches: what they take at its peak, and what is left then."""
+    memory, table = plan.processes[process].memory, plan.timeline.schedule
+    ids = table.num_micro_batches * plan.costs.micro_batch_bytes
+    return memory.activations + memory.logits + memory.boundaries - ids + _spare(plan, process)
+
+
+def _spare(plan: Plan, process: int) -> int:
+    """The bytes that are left at the peak; below 0 those that lack."""
+    limit = plan.planner.limit_of(process)
+    assert limit is not None
+    spare = limit - plan.processes[process].memory.total
+    return int(spare / (1 + plan.planner.device.reserved_share)) - (spare < 0)
+
+
+def _planned(plan: Plan, settings: DecidedConfig, orders: Sequence[Sequence[Action]]) -> Plan:
+    """The plan with a table of these orders."""
+    before = plan.timeline.schedule
+    placement = before.placement
+    rows = [
+        (*whole_backwards(order, process, placement), *(Action(UPDATE, s) for s in placement.stages_of(process)))
+        for process, order in enumerate(orders)
+    ]
+    table = Schedule(TABLE_FILE, before.num_stages, before.num_micro_batches, placement, tuple(rows))
+    check_table(table)
+    return with_table_file(plan, settings, table)

@@ -1,0 +1,153 @@
+"""Ways to run a model whose weights visit: what is tried where a configuration leaves them open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.search.search.table_file import TABLE_FILE, each_stage, with_table_file
+from hf_gpipe.planner.tables import with_updates_of_run
+from hf_gpipe.recipe import AUTO, PipelineConfig
+from hf_gpipe.recipe.pipeline_keys import Visitors
+from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
+from hf_gpipe.schedule.round_robin import dealt_table
+
+_BREADTH_FIRST, _ROUND_ROBIN = "breadth_first", DEALT[0]
+#: Numbers of stages that are tried: about as many as layers, and a half; and micro-batches for each process.
+_STAGES, _MICRO_BATCHES = (1, 2), (1, 2, 4)
+#: The most stages of a slot; None: as many as take equal time.
+_SLOTS = None, 3, 2, 1
+#: Tables of each that are planned, until one fits: more rounds need less memory.
+_TRIES = 3
+#: Numbers of rounds; None: what is best where copies and updates take no time.
+_ROUNDS = None, 1, 2, 3, 4, 6, 8, 12, 16
+
+
+def open_visitors(planner: Planner) -> Sequence[Visitors]:
+    """The weights that `offload_weights: auto` may let visit."""
+    return () if planner.num_ranks > 1 else possible_visitors(planner)
+
+
+def possible_visitors(planner: Planner) -> Sequence[Visitors]:
+    """The weights that may visit, the fewest first. On a CPU none: it has one memory."""
+    if not (planner.can_visit and planner.device.is_asynchronous):
+        return ()
+    total = planner.known_costs.total
+    return ("all",) if total.trainable_bytes > total.num_bytes / 2 else ("frozen", "all")
+
+
+def way_of(plan: Plan) -> str:
+    """Where the weights of a plan are, in the words of a recipe."""
+    if (visitors := plan.settings.visitors) is None:
+        return "weights stay on their devices"
+    order = _ROUND_ROBIN if plan.timeline.schedule.placement.is_dealt else _BREADTH_FIRST
+    return f"offload_weights={visitors}, {order}"
+
+
+def with_visitors(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfig]:
+    """The configuration with the weights that visit decided, in every way that is worth a try."""
+    if not config.leaves_visits_open:
+        return [config]
+    # Of dealt stages all weights visit.
+    ways = ("all",) if config.schedule in DEALT else (None, *open_visitors(planner))
+    return [replace(config, offload_weights=visitors) for visitors in ways]
+
+
+def untried(num_ranks: int) -> str:
+    """A sentence where `open_visitors` leaves out what a run could do; else an empty one."""
+    if num_ranks == 1:
+        return ""
+    return (
+        "with tensor_parallel above 1, weights that visit are not tried, for a stage has the memory of several devices "
+        "already; set pipeline.offload_weights to plan them"
+    )
+
+
+def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int]) -> Iterator[PipelineConfig]:
+    """The configurations that are worth a try, with K, M, replicas, schedule and recomputation decided.
+
+    Args:
+        planner: of the model.
+        config: `offload_weights` is frozen or all, and something is open.
+        counts: the numbers of micro-batches that are possible.
+
+    Raises:
+        UserError: no number of stages is possible.
+    """
+    size = config.processes
+    # Each replica is a pipeline of its own.
+    own_size = max(size // config.replicas, 1) if isinstance(config.replicas, int) else size
+    if config.schedule != AUTO:
+        schedules: tuple[str, ...] = (config.schedule,)
+    else:
+        # The workers to which stages are dealt share memory.
+        can_deal = config.visitors == "all" and planner.can_deal and not config.cuts_rows
+        schedules = (_BREADTH_FIRST, *(DEALT if can_deal and planner.host_size(size) % own_size == 0 else ()))
+    if config.num_micro_batches == AUTO:
+        wanted = [times * size for times in _MICRO_BATCHES]
+        counts = sorted(
+            {min((possible for possible in counts if possible >= number), default=counts[-1]) for number in wanted}
+        )
+    is_possible = False
+    for schedule in schedules:
+        for num_stages in _numbers_of_stages(planner, config, schedule, own_size):
+            for count in counts:
+                is_possible = True
+                yield config.on_mesh(
+                    num_stages,
+                    1 if isinstance(config.replicas, str) else config.replicas,
+                    num_micro_batches=count,
+                    schedule=schedule,
+                    recompute="stage" if config.recompute == AUTO else config.recompute,
+                )
+    if not is_possible:
+        raise UserError(
+            f"offload_weights is {config.visitors} and num_stages auto: a model of {planner.num_layers} layers "
+            f"has not the three stages for each of {own_size} processes that {_BREADTH_FIRST} takes; use fewer "
+            f"processes, or offload_weights all with schedule {_ROUND_ROBIN}"
+        )
+
+
+def _numbers_of_stages(planner: Planner, config: PipelineConfig, schedule: str, size: int) -> Sequence[int]:
+    if config.num_stages != AUTO:
+        return (int(config.num_stages),)
+    most = planner.num_layers
+    if schedule in DEALT:
+        return sorted({max(most // part, size) for part in _STAGES}) if most >= size else ()
+    # In turn, so a multiple of the processes.
+    return sorted({most // part // size * size for part in _STAGES if most // part >= 3 * size})
+
+
+def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
+    """The better of a plan whose stages are dealt and the same with slots of its own seconds.
+
+    The builder takes all stages as equal, and copies and updates as free. Where something was open, slots are made of
+    the plan's seconds: a stage whose forward is long has a slot of its own, and so has one with a long backward. Fewer
+    rounds load weights less often, and leave more backwards beside which stages are updated. Where a device has no room
+    for the weights of two such slots, they have fewer stages.
+    """
+    settings, table = plan.settings, plan.timeline.schedule
+    if asked.is_decided or table.name not in DEALT or len(table.placement.crew_of(0)) == 1:
+        return plan
+    costs = plan.planner.table_costs(settings, table)
+    forward, again, backward = map(each_stage, (costs.forward_seconds, costs.recompute_seconds, costs.backward_seconds))
+    best, tables = plan, set[Schedule]()
+
+    def seconds(made: Schedule) -> tuple[float, int]:
+        total = simulate(with_updates_of_run(made, plan.planner.inputs), costs).total_seconds
+        return float(total), sum(len(row) for row in made.actions)
+
+    most_rounds = table.num_micro_batches // len(table.placement.workers[0]) // len(table.placement.crew_of(0))
+    for most in _SLOTS:
+        given = table.placement, table.num_micro_batches, forward, again, backward, TABLE_FILE, most
+        every = {dealt_table(*given, rounds) for rounds in _ROUNDS if (rounds or 0) <= most_rounds}
+        for made in sorted(every - tables, key=seconds)[:_TRIES]:
+            tables.add(made)
+            check_table(made)
+            best = min(best, with_table_file(plan, settings, made), key=attrgetter("sort_key"))
+            if best.fits:
+                return best
+    return best

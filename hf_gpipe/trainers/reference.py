@@ -1,0 +1,163 @@
+"""`ReferenceTrainer`: a trainer whose loss reads the log-probabilities of the model before its training.
+
+They are entries of the mini-batches. With new PEFT adapters the pipeline computes them in each step, with the adapters
+turned off; otherwise they are computed once, before the training.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.data import Dataset
+
+from hf_gpipe.data.progress import progress
+from hf_gpipe.errors import UserError
+from hf_gpipe.losses.loss import LogProbs
+from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.recipe import PreferencesSection
+from hf_gpipe.schedule import is_table_file
+from hf_gpipe.trainers.examples import each
+from hf_gpipe.trainers.pairs import PairArguments, PairTrainer
+from hf_gpipe.training.arguments import argument, key_of
+from hf_gpipe.training.loader import Batch, MiniBatches
+from hf_gpipe.training.predicting import shared_batches
+
+
+@dataclass
+class ReferenceArguments(PairArguments):
+    """Arguments of a trainer with a reference, TRL's by their names.
+
+    Raises:
+        UserError: an argument that a pipeline does not support.
+    """
+
+    loss_type: str = ""
+    learning_rate: float = argument(1e-6, "Peak learning rate.")
+    beta: float = key_of(PreferencesSection, "beta")
+    precompute_ref_log_probs: bool = argument(
+        PreferencesSection.precompute_ref_log_probs,
+        "Whether the reference's log-probabilities are computed once, before the training. They are in any "
+        "case, unless the model gets new PEFT adapters.",
+    )
+
+    @property
+    def loss_text(self) -> str:
+        """The loss, in messages."""
+        return f"loss_type={self.loss_type!r}"
+
+
+class ReferenceTrainer(PairTrainer, ABC):
+    """A trainer with a reference; its subclasses explain the arguments."""
+
+    args: ReferenceArguments
+    #: The columns of log-probabilities that are computed once.
+    _of_reference: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        model: Pipeline | ModelSource,
+        ref_model: ModelSource | None = None,
+        args: ReferenceArguments | None = None,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        self._has_other_reference = ref_model is not None
+        if ref_model is not None and isinstance(args, ReferenceArguments) and not args.make_loss().needs_reference:
+            raise UserError(f"ref_model is given, and {args.loss_text} reads no reference; leave it out")
+        super().__init__(model, args, *others, **named)
+        pipe, args = self.pipe, self.args
+        self._precomputes = pipe.loss.needs_reference and (
+            args.precompute_ref_log_probs or self._has_other_reference or not pipe.has_new_adapters
+        )
+        if self._precomputes:
+            reference = pipe
+            if ref_model is not None:
+                config = pipe.config.replaced(partition="count")
+                if is_table_file(config.schedule):  # it only runs forwards
+                    config = replace(config, schedule="gpipe", recompute="stage")
+                reference = Pipeline(ref_model, config=config, autocast=args.autocast)
+            self._precompute(reference)
+
+    @abstractmethod
+    def _log_probs_of(self, log_probs: LogProbs, batch: Batch) -> torch.Tensor:
+        """The columns of a mini-batch's examples, (examples, len(_of_reference)), by the reference."""
+
+    def _batch_size_of_reference(self, batch_size: int) -> int:
+        """Examples of a mini-batch of the pass of the reference, instead of those of training or evaluation."""
+        return batch_size
+
+    def _examples(self, dataset: Any) -> Any:
+        return dataset if isinstance(dataset, _WithReference) else super()._examples(dataset)
+
+    def _precompute(self, reference: Pipeline) -> None:
+        """Add the reference's log-probabilities to the rows of all datasets. Every process calls it."""
+        args = self.args
+        self.train_dataset = self._with_reference(reference, self.train_dataset, args.per_device_train_batch_size)
+        names = self.world.from_reader(
+            lambda: list(self.eval_dataset) if isinstance(self.eval_dataset, Mapping) else None
+        )
+        given = self.eval_dataset
+        if names is not None:
+            given = {name: given[name] if isinstance(given, Mapping) else None for name in names}
+        size = args.per_device_eval_batch_size
+        self.eval_dataset = each(given, lambda dataset: self._with_reference(reference, dataset, size))
+
+    def _has_columns(self, dataset: Any) -> bool:
+        """Whether a dataset has the reference's log-probabilities."""
+        return self._of_reference[0] in dataset[0]
+
+    def _with_reference(self, reference: Pipeline, dataset: Any, batch_size: int) -> Any:
+        """A dataset whose rows have the reference's log-probabilities; None in processes that do not read data."""
+        is_missing = self.world.from_reader(
+            lambda: bool(dataset is not None and len(dataset) and not self._has_columns(dataset))
+        )
+        if not is_missing:
+            return dataset
+        batches = None
+        if self.world.is_reader:
+            batches = MiniBatches(dataset, self.data_collator, self._batch_size_of_reference(batch_size))
+        of_batches, has_new_adapters = [], reference is self.pipe and reference.has_new_adapters
+
+        def log_probs(rows: Batch) -> torch.Tensor:
+            return reference.log_probs(rows, with_adapters=not has_new_adapters)
+
+        with self.job.during("computing the reference's log-probabilities"), reference.ties.holding_values():
+            stream: Iterable[Batch] = shared_batches(batches, self.world)
+            if batches is not None:
+                stream = progress(stream, "reference log-probabilities", "mini-batches", len(batches))
+            for batch in stream:
+                of_batches.append(self._log_probs_of(log_probs, batch))
+        return _WithReference(dataset, torch.cat(of_batches), self._of_reference) if self.world.is_reader else None
+
+    def _completed(self, dataset: Any) -> Any:
+        if not self._precomputes:
+            return dataset
+        has_reference = self.world.from_reader(
+            lambda: bool(dataset is None or not len(dataset) or self._has_columns(dataset))
+        )
+        is_gone = self._has_other_reference or (self.state.global_step and not self.pipe.has_new_adapters)
+        if is_gone and not has_reference:
+            raise UserError("the reference is not in memory any more; give this dataset to the constructor")
+        return self._with_reference(self.pipe, dataset, self.args.per_device_eval_batch_size)
+
+
+class _WithReference(Dataset[dict[str, Any]]):
+    """The rows of a dataset with columns of the reference's log-probabilities (N, C)."""
+
+    def __init__(self, dataset: Any, log_probs: torch.Tensor, names: Sequence[str]) -> None:
+        self._dataset, self._log_probs, self._names = dataset, log_probs, names
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self._dataset[index], **dict(zip(self._names, self._log_probs[index].tolist(), strict=True))}
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the examples, for length bucketing."""
+        return list(self._dataset.lengths)

@@ -1,0 +1,125 @@
+"""`PipelineSFTConfig`: the arguments of supervised fine-tuning, by TRL's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from hf_gpipe.data.packed_rows import STRATEGIES
+from hf_gpipe.errors import UserError, check_choice
+from hf_gpipe.losses.loss import TokenLoss
+from hf_gpipe.losses.token_metrics import TokenMetrics
+from hf_gpipe.training.arguments import PipelineTrainingArguments, argument
+
+
+@dataclass
+class PipelineSFTConfig(PipelineTrainingArguments):
+    """Arguments of `PipelineSFTTrainer`: those of `PipelineTrainer`, and TRL's SFTConfig's by their names.
+
+    Raises:
+        UserError: an argument that a pipeline does not support.
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *PipelineTrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "dataset_kwargs",
+    ]
+
+    learning_rate: float = argument(2e-5, "Peak learning rate.")
+    logging_steps: float = argument(10, "Updates between two lines of metrics.")
+    bf16: bool | None = argument(None, "Whether forwards compute in bfloat16; None: unless fp16 is set.")
+    model_init_kwargs: dict[str, Any] | str | None = argument(
+        None,
+        "Of a model that is a Hub id or directory: dtype (default: float32), attn_implementation, "
+        "trust_remote_code, quantization_config, and values of its configuration.",
+    )
+    trust_remote_code: bool = argument(False, "Whether a Hub model and its tokenizer may run Python code of their own.")
+    router_aux_loss_coef: float | None = argument(
+        None, "Weight of a mixture of experts' auxiliary loss; 0: none; None: the one in its configuration."
+    )
+    chat_template_path: str | None = argument(None, "A file with the chat template, that ends in .jinja or .j2.")
+    dataset_text_field: str = argument("text", "The column of texts.")
+    dataset_kwargs: dict[str, Any] | str | None = argument(
+        None, "skip_prepare_dataset: whether the data_collator gets the rows as they are."
+    )
+    dataset_num_proc: int | None = argument(
+        None, "No effect on the rows: they are tokenised in the main process, and packed as by one process."
+    )
+    eos_token: str | None = argument(None, "The token that ends a text; None: the tokenizer's.")
+    pad_token: str | None = argument(None, "The token that fills rows; None: the tokenizer's, or the one that ends.")
+    max_length: int | None = argument(
+        1024, "Tokens to which a row is cut, or with packing of a packed row; None: all of them."
+    )
+    truncation_mode: str = argument("keep_start", "Which end of a row is kept: keep_start or keep_end.")
+    shuffle_dataset: bool = argument(False, "Whether the rows are shuffled once, before the training.")
+    packing: bool = argument(
+        False, "Whether rows are packed to rows of up to max_length tokens; each counts as one row of the batch."
+    )
+    packing_strategy: str = argument("bfd", "bfd, bfd_split or wrapped.")
+    eval_packing: bool | None = argument(None, "Whether rows to evaluate are packed; None: as packing says.")
+    padding_free: bool = argument(False, "Whether micro-batches have no padding; with max_length=None or packing.")
+    pad_to_multiple_of: int | str | None = argument(
+        "auto", "None or auto: each micro-batch is as wide as its longest row; other values are not supported."
+    )
+    completion_only_loss: bool | None = argument(
+        None, "Whether of a prompt and its completion the completion alone is learnt; None: where rows have them."
+    )
+    assistant_only_loss: bool = argument(
+        False, "Whether assistant turns alone are learnt, for which rows need messages."
+    )
+    loss_type: str = argument("nll", "nll, or dft (Dynamic Fine-Tuning).")
+    activation_offloading: bool = argument(False, "Not supported: set recompute='host'.")
+
+    def __post_init__(self) -> None:
+        self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
+        super().__post_init__()
+
+    def check(self) -> None:
+        super().check()
+        if self.loss_type == "chunked_nll":  # TRL's older name
+            self.loss_type = "nll"
+        check_choice("loss_type", self.loss_type, ("nll", "dft"))
+        check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
+        check_choice("packing_strategy", self.packing_strategy, STRATEGIES)
+        if self.activation_offloading:
+            raise UserError("activation_offloading=True is not supported; set recompute='host', for each stage or all")
+        if self.pad_to_multiple_of not in (None, "auto"):
+            raise UserError(
+                f"pad_to_multiple_of={self.pad_to_multiple_of!r} is not supported: each micro-batch is as wide as its "
+                "longest row; leave it out"
+            )
+        if self.chat_template_path is not None and not self.chat_template_path.endswith((".jinja", ".j2")):
+            raise UserError(
+                f"chat_template_path={self.chat_template_path!r}: the template of another tokenizer may need new "
+                "tokens; give a file that ends in .jinja or .j2, or add the tokens, resize the model and set "
+                "tokenizer.chat_template before"
+            )
+        options = self.dataset_kwargs if isinstance(self.dataset_kwargs, dict) else {}
+        if unknown := options.keys() - {"skip_prepare_dataset", "add_special_tokens"}:
+            raise UserError(f"dataset_kwargs: {min(unknown)!r} is not supported; only skip_prepare_dataset is")
+        if (self.packing or self.eval_packing) and self.max_length is None:
+            raise UserError("packing needs max_length, the tokens of a packed row")
+        if self.padding_free and not self.packing and self.max_length is not None:
+            raise UserError(
+                "padding_free=True without packing goes with max_length=None, as in TRL; cut the rows yourself, or use "
+                "packing=True"
+            )
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether micro-batches are rows of documents without padding."""
+        return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
+
+    @property
+    def skips_preparation(self) -> bool:
+        """Whether the collator gets the rows as they are."""
+        return isinstance(self.dataset_kwargs, dict) and bool(self.dataset_kwargs.get("skip_prepare_dataset"))
+
+    @property
+    def of_tokens(self) -> TokenLoss:
+        return replace(super().of_tokens, is_dynamic=self.loss_type == "dft")
+
+    def make_loss(self) -> TokenLoss:
+        """The loss that these arguments ask for, which notes its metrics."""
+        return replace(self.of_tokens, metrics=TokenMetrics())

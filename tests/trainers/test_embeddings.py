@@ -1,0 +1,470 @@
+"""Embeddings: loss and every gradient of the whole mini-batch, for any number of micro-batches, stages and replicas."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    BloomConfig,
+    BloomModel,
+    ElectraConfig,
+    ElectraModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaForCausalLM,
+    LlamaModel,
+)
+
+from hf_gpipe import (
+    EmbeddingLoss,
+    Loss,
+    LossInputs,
+    Pipeline,
+    PipelineEmbeddingConfig,
+    PipelineEmbeddingTrainer,
+    Reads,
+)
+from hf_gpipe.data.embeddings import EmbeddingCollator, EmbeddingExamples, embedded_of
+from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.from_recipe.checks import check_model
+from hf_gpipe.from_recipe.held_out import HeldOut, evaluate_embeddings
+from hf_gpipe.from_recipe.job import _finite
+from hf_gpipe.model.exactness import compare
+from hf_gpipe.planner.report import report
+from hf_gpipe.recipe import parse_recipe
+from tests.data.chat_templates import tokenizer
+from tests.gloo import run_gloo
+from tests.oracle import VOCABULARY, Result, assert_same, gathered_gradients, plain_model, run_pipeline, tiny_config
+from tests.training.toy import Recorder, weights
+
+SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS: dict[str, Any] = {
+    "bert": lambda: BertModel(BertConfig(**SMALL, **NO_DROPOUT, intermediate_size=32)),
+    "dropout": lambda: BertModel(BertConfig(**SMALL, intermediate_size=32)),
+    "electra": lambda: ElectraModel(ElectraConfig(**SMALL, **NO_DROPOUT, intermediate_size=32, embedding_size=8)),
+    "llama": lambda: LlamaModel(tiny_config("llama")),
+    "gpt2": lambda: GPT2Model(GPT2Config(**SMALL, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
+}
+
+
+def plain(family: str) -> Any:
+    torch.manual_seed(0)
+    model = MODELS[family]().double().train()
+    return model
+
+
+def rows(count: int, *, left: bool = False) -> dict[str, torch.Tensor]:
+    """Rows of 3 to 9 tokens, and a score for each."""
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.randint(3, VOCABULARY, (count, 9), generator=generator)
+    lengths = torch.randint(3, 10, (count,), generator=generator)
+    mask = (torch.arange(9) < lengths[:, None]).long()
+    batch = {"input_ids": ids * mask, "attention_mask": mask}
+    batch = {name: tensor.flip(1) for name, tensor in batch.items()} if left else batch
+    return batch | {"labels": torch.rand(count, generator=generator)}
+
+
+def embeddings(model: Any, batch: dict[str, torch.Tensor], pooling: str) -> torch.Tensor:
+    """Pooled in another way than by the package."""
+    hidden = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+    used = [row[mask.bool()] for row, mask in zip(hidden, batch["attention_mask"], strict=True)]
+    if pooling == "cls":
+        return hidden[:, 0]
+    return torch.stack([row[-1] if pooling == "lasttoken" else row.mean(0) for row in used])
+
+
+def expected_loss(model: Any, batch: dict[str, torch.Tensor], loss: EmbeddingLoss) -> torch.Tensor:
+    whole = embeddings(model, batch, loss.pooling)
+    total = torch.zeros((), dtype=whole.dtype)
+    for place, size in enumerate(loss.matryoshka_dims or (whole.shape[1],)):
+        cut = F.normalize(whole[:, :size], dim=1) if loss.matryoshka_dims else whole
+        first, second, *others = (cut[number :: loss.texts] for number in range(loss.texts))
+        if loss.loss_type == "cosine":
+            value = F.mse_loss(F.cosine_similarity(first, second), batch["labels"][::2].double())
+        elif loss.loss_type == "triplet":
+            value = F.relu((first - second).norm(dim=1) - (first - others[0]).norm(dim=1) + loss.margin).mean()
+        else:
+            scores = F.cosine_similarity(first[:, None], torch.cat([second, *others])[None], dim=2) * loss.scale
+            value = F.cross_entropy(scores, torch.arange(len(first)))
+        total = total + value * (loss.matryoshka_weights[place] if loss.matryoshka_weights else 1)
+    return total
+
+
+CASES = (
+    ("bert", EmbeddingLoss(), 8),
+    ("llama", EmbeddingLoss(pooling="lasttoken", texts=3, matryoshka_dims=(16, 4), matryoshka_weights=(1.0, 0.5)), 5),
+    ("gpt2", EmbeddingLoss("triplet", "lasttoken", 3, margin=0.4), 5),
+    ("electra", EmbeddingLoss("cosine", "cls"), 7),
+    ("llama", EmbeddingLoss("multiple_negatives", "mean", 4, scale=5.0), 3),
+)
+
+
+@pytest.mark.parametrize(("family", "loss", "examples"), CASES)
+def test_loss_and_every_gradient(family: str, loss: EmbeddingLoss, examples: int) -> None:
+    model, batch = plain(family), rows(examples * loss.texts, left=family == "llama" and loss.pooling == "lasttoken")
+    value = expected_loss(model, batch, loss)
+    value.backward()
+    expected = Result(
+        float(value.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    )
+    draw = random.Random(examples)
+    for num_stages, count in ((1, 1), (2, 2), (3, 8), (2, 5)):
+        schedule, recompute = draw.choice(("gpipe", "1f1b", "zb_h1")), draw.choice(("none", "stage", "block"))
+        recompute = "none" if schedule == "zb_h1" else recompute
+        options: Any = {"loss": loss, "length_bucketing": draw.random() < 0.5}
+        pipe = Pipeline(copy.deepcopy(model), num_stages, count, schedule, recompute, **options)
+        pipe.zero_grad()
+        assert_same(run_pipeline(pipe, batch), expected)
+        assert pipe.eval_step(batch).loss == pytest.approx(expected.loss, rel=1e-10)
+
+
+class InOnePass(Loss):
+    """The same loss of a mini-batch that is never cut."""
+
+    reads = Reads.HIDDEN
+
+    def __init__(self, loss: EmbeddingLoss, rows_per_unit: int) -> None:
+        self.loss, self.rows_per_unit = loss, rows_per_unit
+
+    def of_units(self, read: LossInputs) -> torch.Tensor:
+        return self.loss.compare(self.loss.embed(read), read.inputs["labels"]).mean()[None]
+
+
+def test_both_passes_have_the_same_dropout() -> None:
+    """One micro-batch against one pass; several on one stage and on three; accumulated mini-batches are apart."""
+    model, loss, batch = plain("dropout"), EmbeddingLoss(scale=3.0), rows(12)
+    one_pass = run_pipeline(Pipeline(copy.deepcopy(model), 3, 1, loss=InOnePass(loss, 12)), batch)
+    assert_same(run_pipeline(Pipeline(copy.deepcopy(model), 2, 1, loss=loss), batch), one_pass)
+    assert_same(
+        run_pipeline(Pipeline(copy.deepcopy(model), 3, 4, "1f1b", loss=loss), batch),
+        run_pipeline(Pipeline(copy.deepcopy(model), 1, 4, loss=loss), batch),
+    )
+    quiet = plain("bert")
+    parts = [{name: tensor[start : start + 6] for name, tensor in batch.items()} for start in (0, 6)]
+    value = torch.stack([expected_loss(quiet, part, loss) for part in parts]).mean()
+    value.backward()
+    pipe = Pipeline(copy.deepcopy(quiet), 2, 2, loss=loss)
+    pipe.zero_grad()
+    found = pipe.train_step(parts)
+    gradients = {name: p.grad for name, p in quiet.named_parameters() if p.grad is not None}
+    assert_same(Result(float(found), gathered_gradients(pipe)), Result(float(value.detach()), gradients))
+
+
+def _in_replicas(loss: EmbeddingLoss, counts: tuple[int, ...]) -> list[tuple[Result, float, torch.Tensor]]:
+    found = []
+    for count in counts:
+        pipe, batch = Pipeline(plain("bert"), 1, 4, replicas=2, loss=loss), rows(count)
+        found.append((run_pipeline(pipe, batch), pipe.eval_step(batch).loss, pipe.embed(batch)))
+    return found
+
+
+def test_replicas_compare_all_rows_of_the_mini_batch() -> None:
+    """With five examples, and with one, of which a replica has none."""
+    loss, counts = EmbeddingLoss(texts=3), (15, 3)
+    of_replicas = run_gloo(_in_replicas, 2, loss, counts)
+    for place, count in enumerate(counts):
+        model, batch = plain("bert"), rows(count)
+        value = expected_loss(model, batch, loss)
+        value.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        expected = Result(float(value.detach()), gradients)
+        for found, evaluated, embedded in (one[place] for one in of_replicas):
+            assert_same(found, expected)
+            assert evaluated == pytest.approx(expected.loss, abs=1e-10)
+            torch.testing.assert_close(embedded, embeddings(model, batch, "mean").detach(), rtol=0, atol=1e-10)
+
+
+ROWS = [
+    {"anchor": f"the {animal} {verb}", "positive": f"{animal} that {verb}", "negative": f"{other} and {verb}"}
+    for animal, other in (("cat", "dog"), ("dog", "cow"), ("cow", "cat"))
+    for verb in ("runs", "sleeps", "eats", "sings", "falls", "waits")
+]
+
+
+def trained(folder: Path, model: Any, data: list[dict[str, Any]], **values: Any) -> tuple[Any, list[dict[str, Any]]]:
+    common: dict[str, Any] = {
+        "num_stages": 2,
+        "num_micro_batches": 3,
+        "schedule": "1f1b",
+        "recompute": "none",
+        "partition": "count",
+        "max_steps": 3,
+        "per_device_train_batch_size": 6,
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0,
+        "logging_steps": 1,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "use_cpu": True,
+    }
+    recorder = Recorder()
+    made = PipelineEmbeddingTrainer(
+        model,
+        PipelineEmbeddingConfig(output_dir=str(folder), **common | values),
+        train_dataset=data,
+        processing_class=words(),
+        callbacks=[recorder],
+    )
+    made.train()
+    return made, recorder.logs
+
+
+def words() -> Any:
+    made = tokenizer()
+    made.pad_token = made.eos_token
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("bert", {"pooling": "cls", "matryoshka_dims": [16, 4]}),
+        ("llama", {"pooling": "lasttoken", "texts": 3, "scale": 10.0}),
+    ],
+)
+def test_training_against_a_plain_loop(tmp_path: Path, family: str, values: dict[str, Any]) -> None:
+    """And the saved directory has the parts that sentence-transformers loads."""
+    data = ROWS if values.get("texts") == 3 else [{name: row[name] for name in ("anchor", "positive")} for row in ROWS]
+    torch.manual_seed(0)
+    config = MODELS[family]().config
+    config.vocab_size, config.max_position_embeddings = len(words()), 64
+    model = type(MODELS[family]())(config).double().train()
+    start, loss = copy.deepcopy(model), PipelineEmbeddingConfig(output_dir=str(tmp_path), **values).make_loss()
+    examples = EmbeddingExamples(data, words())
+    collate = EmbeddingCollator(words().pad_token_id, loss.texts)
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for step in range(3):
+        value = expected_loss(model, collate([examples[i] for i in range(6 * step, 6 * step + 6)]), loss)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(value.item())
+    made, logs = trained(tmp_path / "out", start, data, **values)
+    assert [one["loss"] for one in logs if "loss" in one] == pytest.approx(expected, abs=1e-7)
+    assert all(0 <= one["accuracy"] <= 1 for one in logs if "loss" in one)
+    found = weights(made)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-7, msg=name)
+    made.save_model(str(tmp_path / "saved"))
+    again = AutoModel.from_pretrained(tmp_path / "saved", dtype="float64")
+    assert type(again) is type(model)
+    modules = json.loads((tmp_path / "saved/modules.json").read_text())
+    assert [(one["path"], one["type"].rpartition(".")[2]) for one in modules] == [
+        ("", "Transformer"),
+        ("1_Pooling", "Pooling"),
+    ]
+    pooling = json.loads((tmp_path / "saved/1_Pooling/config.json").read_text())
+    assert [name for name, value in pooling.items() if value is True] == [
+        {"cls": "pooling_mode_cls_token", "lasttoken": "pooling_mode_lasttoken"}[loss.pooling]
+    ]
+
+
+def test_sentence_transformers_loads_the_directory(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    config = tiny_config("llama")
+    config.vocab_size = len(words())
+    made, _ = trained(tmp_path / "out", LlamaModel(config), ROWS, pooling="lasttoken", texts=3, max_steps=1)
+    made.save_model(str(tmp_path / "saved"))
+    loaded = library.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    found = loaded.encode([row["anchor"] for row in ROWS[:3]], convert_to_tensor=True)
+    examples = EmbeddingExamples(ROWS[:3], words())
+    batch = EmbeddingCollator(words().pad_token_id, 3)([examples[number] for number in range(3)])
+    torch.testing.assert_close(found.double(), made.pipe.embed(batch)[::3], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "texts"), [("multiple_negatives", 2), ("multiple_negatives", 3), ("triplet", 3), ("cosine", 2)]
+)
+def test_thirty_steps_of_sentence_transformers(loss_type: str, texts: int, tmp_path: Path) -> None:
+    """Its own trainer and losses, in float64: what differs in float32 is rounding, which AdamW scales up.
+
+    So it does where a gradient is 0 but for rounding, such as that of the last bias, which no difference of embeddings
+    depends on. Losses are noted in float32.
+    """
+    library = pytest.importorskip("sentence_transformers")
+    from datasets import Dataset
+    from sentence_transformers import losses
+    from sentence_transformers.models import Pooling, Transformer
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    names = ["anchor", "positive", "negative"][:texts]
+    data: list[dict[str, Any]] = [{name: row[name] for name in names} for row in ROWS]
+    if loss_type == "cosine":
+        data = [
+            {"sentence1": row["anchor"], "sentence2": row["positive"], "score": i / 20} for i, row in enumerate(ROWS)
+        ]
+    torch.manual_seed(0)
+    start = BertModel(BertConfig(**SMALL | {"vocab_size": len(words())}, **NO_DROPOUT, intermediate_size=32)).double()
+    start.save_pretrained(tmp_path / "start")
+    words().save_pretrained(tmp_path / "start")
+    common: dict[str, Any] = {"max_steps": 30, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+    common |= {"optim": "adamw_torch", "max_grad_norm": 1.0, "logging_steps": 1, "save_strategy": "no"}
+    transformer = Transformer(str(tmp_path / "start"), model_kwargs={"dtype": torch.float64})
+    model = library.SentenceTransformer(modules=[transformer, Pooling(16, "mean")], device="cpu")
+    made = {
+        "multiple_negatives": losses.MultipleNegativesRankingLoss,
+        "triplet": losses.TripletLoss,
+        "cosine": losses.CosineSimilarityLoss,
+    }[loss_type]
+    recorder = Recorder()
+    options: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    theirs = library.SentenceTransformerTrainer(
+        model=model,
+        args=library.SentenceTransformerTrainingArguments(
+            output_dir=str(tmp_path / "theirs"), per_device_train_batch_size=6, **common | options
+        ),
+        train_dataset=Dataset.from_list(data),
+        loss=made(model),
+        callbacks=[recorder],
+    )
+    theirs.get_batch_sampler = lambda dataset, batch_size, drop_last, **others: BatchSampler(
+        SequentialSampler(dataset), batch_size, drop_last
+    )
+    theirs.train()
+    ours, logs = trained(tmp_path / "ours", start, data, **common, loss_type=loss_type, texts=texts)
+    assert [one["loss"] for one in logs if "loss" in one] == pytest.approx(recorder.losses, abs=1e-6, rel=0)
+    assert len(recorder.losses) == 30
+    found = {name.rpartition("model.")[2]: parameter for name, parameter in transformer.named_parameters()}
+    for name, parameter in weights(ours).items():
+        torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-9, msg=name)
+
+
+def test_a_language_model_loses_its_head(tmp_path: Path) -> None:
+    """From a directory, also with adapters; a pooler that nothing trains may be missing; a norm may not."""
+    config = tiny_config("llama")
+    config.vocab_size = len(words())
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="FEATURE_EXTRACTION", target_modules=["q_proj"])
+    data = [{"sentence1": row["anchor"], "sentence2": row["negative"], "score": 0.5} for row in ROWS]
+    options: dict[str, Any] = {"loss_type": "cosine", "pooling": "lasttoken", "max_steps": 1}
+    args = PipelineEmbeddingConfig(
+        output_dir=str(tmp_path / "out"), num_stages=2, partition="count", recompute="none", use_cpu=True, **options
+    )
+    made = PipelineEmbeddingTrainer(
+        str(tmp_path / "llama"), args, train_dataset=data, processing_class=words(), peft_config=lora
+    )
+    made.train()
+    made.save_model(str(tmp_path / "adapters"))
+    assert (tmp_path / "adapters/adapter_config.json").exists()
+    assert (tmp_path / "adapters/modules.json").exists()
+    bert = BertConfig(**SMALL, intermediate_size=32)
+    BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
+    pipe = Pipeline(str(tmp_path / "bert"), 2, config_overrides={"architectures": ["BertModel"]}, loss=EmbeddingLoss())
+    assert "pooler.dense.weight" in dict(pipe.named_parameters())
+    assert "1 pass of forwards" in report(pipe.plan(rows(4)))
+
+
+@pytest.mark.parametrize("family", ["distilbert", "modernbert"])
+def test_encoders_without_a_language_model_are_exact(family: str) -> None:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    config = CONFIG_MAPPING[family]()
+    assert compare(config, (3,), MODEL_MAPPING[type(config)]).is_exact
+
+
+def test_the_held_out_report_counts_ties_against_the_model() -> None:
+    """A text that two anchors share is right for both; of a collapsed model nothing is right, nor a correlation."""
+    data = [*ROWS, {**ROWS[-1], "anchor": "who is waiting"}]
+    model = BertModel(BertConfig(**SMALL | {"vocab_size": len(words())}, intermediate_size=32)).double()
+    collapsed = copy.deepcopy(model)
+    with torch.no_grad():
+        collapsed.encoder.layer[-1].output.LayerNorm.weight.zero_()
+        collapsed.encoder.layer[-1].output.LayerNorm.bias.copy_(torch.rand(16))
+    pairs = [{name: row[name] for name in ("anchor", "positive")} for row in data]
+    examples = EmbeddingExamples([row | {"score": number % 3} for number, row in enumerate(pairs)], words())
+    with torch.no_grad():
+        whole = embeddings(model.eval(), EmbeddingCollator(0, 2)(list(examples)), "mean")
+    own = {name: whole[place::2] for place, name in enumerate(("anchor", "positive"))}
+    ranks = []
+    for number, row in enumerate(pairs):
+        near = F.cosine_similarity(own["anchor"][number], own["positive"], dim=1)
+        others = [float(near[i]) for i, other in enumerate(pairs) if other["positive"] != row["positive"]]
+        ranks.append(1 + sum(value >= float(near[number]) for value in others))
+
+    def reported(given: Any, loss_type: str = "multiple_negatives", rows: Any = examples) -> Any:
+        pipe = Pipeline(copy.deepcopy(given), 2, 2, loss=EmbeddingLoss(loss_type))
+        return evaluate_embeddings(pipe, HeldOut(lambda: rows, 5))
+
+    values = reported(model).values
+    assert values["accuracy"] == ranks.count(1) / len(data) < 1
+    assert values["mean_reciprocal_rank"] == pytest.approx(sum(1 / rank for rank in ranks) / len(data), rel=1e-12)
+    values = reported(collapsed).values
+    assert values["accuracy"] == 0
+    assert values["mean_reciprocal_rank"] == pytest.approx((17 / 19 + 2 / 18) / 19, rel=1e-12)
+    assert -1 <= reported(model, "cosine").values["spearman"] <= 1
+    alike = EmbeddingExamples([row | {"score": 1} for row in pairs], words())
+    for report_of_one in (reported(collapsed, "cosine"), reported(model, "cosine", alike)):
+        assert _finite(report_of_one.to_dict())["spearman"] is None
+        assert "not known: all cosines or all scores are equal" in report_of_one.text("test")
+
+
+def test_rows() -> None:
+    read = embedded_of("row 1", {"negative": "c", "positive": "b", "anchor": "a", "label": 1})
+    assert read == {"texts": ["a", "b", "c"], "score": 1}
+    assert embedded_of("row 1", {"query": "a", "answer": "b"})["texts"] == ["a", "b"]
+    for row, message in (
+        ({"a": "x", "b": 3}, "row 1: 'b' is a int; it must be text"),
+        ({"a": "x"}, "row 1 has 1 texts"),
+        ({"a": "x", "b": "y", "c": "z"}, "row 1 has 3 texts (.*), and 2 are needed"),
+        ({"a": "x", "b": "y", "score": "high"}, "row 1: the score is 'high'; it must be a number"),
+    ):
+        with pytest.raises(DataError, match=message):
+            embedded_of("row 1", row, texts=2 if len(row) > 1 else None)
+    with pytest.raises(DataError, match="an example has no score, which the loss needs"):
+        EmbeddingCollator(0, 2, needs_score=True)(list(EmbeddingExamples([{"a": "x", "b": "y"}], words())))
+
+
+def test_what_cannot_be_honoured(tmp_path: Path) -> None:
+    for options, message in (
+        ({"loss_type": "cosin"}, "loss_type='cosin' is not supported; choose one of .*did you mean"),
+        ({"pooling": "max"}, "pooling='max' is not supported"),
+        ({"loss_type": "triplet", "texts": 2}, "texts=2: an example of loss_type='triplet' has 3 texts"),
+        ({"scale": 0.0}, "scale=0.0: expected a finite number above 0"),
+        ({"scale": math.inf}, "scale=inf: expected a finite number above 0"),
+        ({"matryoshka_dims": [4], "matryoshka_weights": [1.0, 2.0]}, "expected one for each of matryoshka_dims"),
+        (
+            {"matryoshka_dims": [4], "matryoshka_weights": [math.nan]},
+            "matryoshka_weights=nan: expected a finite number",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            PipelineEmbeddingConfig(output_dir=str(tmp_path), **options).check()  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="compares the rows of a mini-batch in two passes, between which no stage may"):
+        Pipeline(plain("bert"), 2, 2, "pipedream", loss=EmbeddingLoss())
+    message = "pooling='cls' takes the first token.*a decoder-only model.*set pooling to 'mean' or 'lasttoken'"
+    bloom = BloomModel(BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=2))
+    decoder = BertModel(BertConfig(**SMALL, intermediate_size=32, is_decoder=True))
+    for model in (plain("llama"), plain("gpt2"), bloom, decoder):
+        with pytest.raises(UserError, match=message):
+            Pipeline(model, 2, 2, loss=EmbeddingLoss(pooling="cls"))
+    recipe = """
+model: {config: {model_type: llama, vocab_size: 64, hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2}}
+data: {kind: embeddings, path: a.jsonl}
+training: {output_dir: out}
+"""
+    with pytest.raises(UserError, match=message):
+        check_model(parse_recipe(recipe, ["embeddings.pooling=cls"]))
+    check_model(parse_recipe(recipe, ["embeddings.pooling=mean"]))
+    with pytest.raises(UserError, match="BertModel has no head, and the loss, a TokenLoss, reads more than hidden"):
+        Pipeline(plain("bert"), 2, 2)
+    with pytest.raises(UserError, match="embed: the loss is a TokenLoss, which reads no embeddings; give"):
+        Pipeline(plain_model(tiny_config("llama")), 1).embed({"input_ids": torch.ones(1, 1, dtype=torch.long)})
+    with pytest.raises(UserError, match="BertModel has no head for tokens, and cannot generate"):
+        Pipeline(plain("bert"), 1, loss=EmbeddingLoss()).generate(input_ids=torch.ones(1, 1, dtype=torch.long))
