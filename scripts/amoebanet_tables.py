@@ -27,14 +27,14 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from hf_gpipe.planner.costs.costs.costs import LayerCost, ModelCosts
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
-from hf_gpipe.planner.search.search.choose import best_plan
 
 from hf_gpipe.adapters.chain import Chain
 from hf_gpipe.partition.optimal import by_cost
+from hf_gpipe.planner.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.model_costs import LayerCost, ModelCosts
 from hf_gpipe.planner.machines.devices import device
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import PipelineConfig
 

@@ -24,8 +24,6 @@ from bench.emulation import Emulated, emulate
 from bench.models import llama
 from bench.report import table
 from bench.runner import await_quiet, bench_parser, say
-from hf_gpipe.planner.search.search.choose import AUTO_SCHEDULES, allowed_plans, best_plan, micro_batch_counts
-from hf_gpipe.planner.search.search.meshes import with_mesh
 from transformers import BartConfig, GPT2Config, MT5Config, PreTrainedConfig, T5Config
 
 from hf_gpipe.adapters import adapter_for
@@ -34,6 +32,8 @@ from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.machines.devices import DEVICES
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.search.choose import AUTO_SCHEDULES, allowed_plans, best_plan, micro_batch_counts
+from hf_gpipe.planner.search.meshes import with_mesh
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.schedule import Placement

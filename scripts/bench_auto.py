@@ -20,11 +20,11 @@ from bench.models import llama
 from bench.planned import Case, tiny, train_pipeline
 from bench.processes import run_job
 from bench.runner import parser
-from hf_gpipe.planner.search.search.choose import micro_batch_counts
 from transformers import GPT2Config, MarianConfig
 from validate_planner import cases
 
 from hf_gpipe import Pipeline
+from hf_gpipe.planner.search.choose import micro_batch_counts
 
 
 def models() -> list[Case]:

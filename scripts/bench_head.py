@@ -22,10 +22,10 @@ from bench.models import llama
 from bench.processes import run_job
 from bench.report import MEGABYTE, Spread, paired, table, write_json
 from bench.runner import bench_parser, take_turns
-from hf_gpipe.planner.costs.costs.tracing import context_of
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.model.assembly import assemble
+from hf_gpipe.planner.costs.tracing import context_of
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.runtime.stage import Stage
 

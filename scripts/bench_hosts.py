@@ -32,9 +32,9 @@ import transformers
 from bench.models import llama
 from bench.planned import CPU, Case, planned, profile, tiny, train_pipeline
 from bench.runner import parser as numbers_parser
-from hf_gpipe.planner.costs.costs.measure import this_machine
 
 from hf_gpipe.job.world import World
+from hf_gpipe.planner.costs.measure import this_machine
 from hf_gpipe.planner.machines.links import cluster_of, measure_machines
 from hf_gpipe.planner.traffic import traffic
 from scripts.emulated_hosts import Hosts, why_not

@@ -30,7 +30,6 @@ from bench.models import llama, quantisation
 from bench.processes import run_job
 from bench.report import MEGABYTE, Spread, table, write_json
 from bench.runner import parser
-from hf_gpipe.planner.costs.costs.layers import ModelLayers
 from transformers import AutoConfig, LlamaForCausalLM
 
 from hf_gpipe import Pipeline
@@ -38,6 +37,7 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.partition import partition
+from hf_gpipe.planner.costs.layers import ModelLayers
 
 
 def write_model(directory: Path, shard_size: str, num_layers: int = 26) -> None:

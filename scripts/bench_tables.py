@@ -27,14 +27,14 @@ from bench.planned import CPU, Case, planned, profile, tiny
 from bench.processes import run_job
 from bench.report import paired, table, write_json
 from bench.runner import bench_parser, take_turns
-from hf_gpipe.planner.costs.costs.measure import this_machine
-from hf_gpipe.planner.search.search.choose import allowed_plans, best_plan, can_run
-from hf_gpipe.planner.search.search.listed import with_table
 from validate_planner import RETURN_FREED, peak, train
 
 from hf_gpipe.errors import PartitionError
+from hf_gpipe.planner.costs.measure import this_machine
 from hf_gpipe.planner.memory import graph_bytes
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.search.choose import allowed_plans, best_plan, can_run
+from hf_gpipe.planner.search.listed import with_table
 from hf_gpipe.recipe import PipelineConfig
 
 #: Graphs that a process has room for.

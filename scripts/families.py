@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from hf_gpipe.planner.costs.costs.layers import ModelLayers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -42,6 +41,7 @@ from hf_gpipe.model.chunks import verify_chunks
 from hf_gpipe.model.clone import turn_randomness_off
 from hf_gpipe.model.exactness import CloneError, compare
 from hf_gpipe.model.tensor_parallel import verify_division
+from hf_gpipe.planner.costs.layers import ModelLayers
 from hf_gpipe.runtime.chunks import check_chunks
 
 REPORT = Path(__file__).parents[1] / "docs" / "families.md"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from hf_gpipe.planner.costs.costs.measure import this_machine
 
 from hf_gpipe.job import launch
+from hf_gpipe.planner.costs.measure import this_machine
 from hf_gpipe.train import main as train
 
 

@@ -30,16 +30,16 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from hf_gpipe.planner.costs.costs.costs import ModelCosts
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
-from hf_gpipe.planner.search.search.choose import best_plan
 from transformers import GPT2Config
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.modules.autocast import Autocast
 from hf_gpipe.errors import PartitionError
+from hf_gpipe.planner.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.machines.devices import device
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import PipelineConfig
 

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from bench.emulation import Emulated, emulate
 from bench.report import paired
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
-from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
 from transformers import GPTNeoXConfig
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.modules.autocast import Autocast
 from hf_gpipe.partition import by_cost, stages_of
 from hf_gpipe.partition.cluster import Level
+from hf_gpipe.planner.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.devices import LINKS, device
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.schedule.builders import build

@@ -40,10 +40,10 @@ from bench import machine
 from bench.models import llama
 from bench.planned import CPU, Case, planned, profile, tiny, train_pipeline
 from bench.processes import run_job
-from hf_gpipe.planner.costs.costs.measure import this_machine
 from transformers import AutoModelForCausalLM, BartConfig, GPT2Config, MarianConfig, MT5Config, T5Config
 
 from hf_gpipe.adapters.modules.quantised import size_of_quantised
+from hf_gpipe.planner.costs.measure import this_machine
 from hf_gpipe.planner.plan import Plan, ProcessPlan
 from hf_gpipe.schedule import replicas_of
 

@@ -17,11 +17,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from hf_gpipe.planner.search.search.choose import best_plan
-
 from hf_gpipe.commands.plan import read_request
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.recipe import PipelineConfig
 
 DOCS = Path(__file__).parents[1] / "docs"

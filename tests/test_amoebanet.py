@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
 from torch.nn import functional as F
 
 from examples.amoebanet import PAPER, amoebanet_d
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters.chain import Chain
+from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.runtime.micro_batch import split_rows
 from scripts import amoebanet_tables
 from tests.oracle import Result, assert_same, run_pipeline

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.tracker import Tracker
 from torch.nn import functional as F
 from transformers import Gemma2Config, GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
 
 from hf_gpipe import DistillationLoss, Pipeline, PipelineConfig
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import UserError
+from hf_gpipe.planner.costs.tracker import Tracker
 from hf_gpipe.planner.report import report
 from hf_gpipe.runtime import head
 from hf_gpipe.runtime.micro_batch import split_rows

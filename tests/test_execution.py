@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from hf_gpipe.planner.search.search.advice import advising
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo import register_backend
@@ -22,6 +21,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.from_recipe.timeline import measure_step
+from hf_gpipe.planner.search.advice import advising
 from hf_gpipe.runtime.micro_batch import split_rows, split_tokens
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.builders import placement_for

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.tracing import StageTracer
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DataCollatorWithFlattening
@@ -21,6 +20,7 @@ from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.model.clone import Batch, exact_clone, padded_batch
 from hf_gpipe.model.steps import Step, plain_step
+from hf_gpipe.planner.costs.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from scripts.families import default_config

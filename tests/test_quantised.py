@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.layers import LayerTracer, ModelLayers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -26,6 +25,7 @@ from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.from_recipe.checks import check_model
 from hf_gpipe.losses.loss import TokenLoss
+from hf_gpipe.planner.costs.layers import LayerTracer, ModelLayers
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.runtime.micro_batch import split_rows

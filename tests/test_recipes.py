@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
 from PIL import Image
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -22,6 +21,7 @@ from hf_gpipe.data import train_tokenizer
 from hf_gpipe.from_recipe import job
 from hf_gpipe.from_recipe.checks import check_model
 from hf_gpipe.job.job import Job
+from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import SEQUENCE_KINDS, load_recipe
 from hf_gpipe.recipe.data import CLASSIFIER_KINDS, PAIRED_KINDS

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
 from torch.nn import functional as F
 from transformers import MixtralConfig, PreTrainedConfig, PreTrainedModel
 
@@ -22,6 +21,7 @@ from hf_gpipe.from_recipe.checks import check_model
 from hf_gpipe.from_recipe.model import model_config
 from hf_gpipe.job.device_choice import world_for
 from hf_gpipe.losses.loss import PLAIN, TokenLoss
+from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
 from tests.oracle import (

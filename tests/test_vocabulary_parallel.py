@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_gpipe.planner.search.search.choose import best_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -23,6 +22,7 @@ from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.losses.loss import TokenLoss
 from hf_gpipe.planner.machines.devices import device
 from hf_gpipe.planner.of_model import planner_of
+from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import divided_head

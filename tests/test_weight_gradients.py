@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
 from torch import nn
 from torch.nn import functional as F
 from transformers import Gemma2Config, GPT2Config, MixtralConfig, PreTrainedConfig, PreTrainedModel, T5Config
@@ -17,6 +16,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters.modules.linear import hand_over
 from hf_gpipe.adapters.modules.weight_gradients import WeightGradients, kept_bytes
 from hf_gpipe.errors import StageError, UserError
+from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime import replicas
 from hf_gpipe.schedule import Action, Placement, Schedule, build, check_table

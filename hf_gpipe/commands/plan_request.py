@@ -63,7 +63,7 @@ class PlanRequest:
         with loading():
             from hf_gpipe.planner.machines.network import read_cluster
 
-            import_module("hf_gpipe.planner.search.search.choose")  # and torch and transformers with it
+            import_module("hf_gpipe.planner.search.choose")  # and torch and transformers with it
 
         device, *others = _devices(options)
         if options.devices is not None and num_devices is None:
@@ -112,7 +112,7 @@ class PlanRequest:
 
     def _plan_with(self, keys: str, options: argparse.Namespace) -> Plan:
         """The plan with some more keys of the model, also where it does not fit."""
-        from hf_gpipe.planner.search.search.choose import best_plan
+        from hf_gpipe.planner.search.choose import best_plan
 
         other = load_recipe(options.recipe, [*options.overrides, *keys.split()])
         lighter = replace(self, recipe=replace(self.recipe, model=other.model, lora=other.lora))
@@ -138,7 +138,7 @@ class PlanRequest:
         from hf_gpipe.model.tensor_parallel import check_division
         from hf_gpipe.planner.machines.speeds import rated_speeds
         from hf_gpipe.planner.of_model import planner_of
-        from hf_gpipe.planner.search.search.choose import micro_batch_counts
+        from hf_gpipe.planner.search.choose import micro_batch_counts
         from hf_gpipe.planner.workload import PlanInputs
 
         recipe, config, adapter = self.recipe, self.config, _adapter(self.recipe)
@@ -187,8 +187,8 @@ class PlanRequest:
 
     def best(self) -> Plan:
         """The plan, with what is left open chosen. Raises UserError where nothing that is allowed fits."""
-        from hf_gpipe.planner.search.search.advice import smallest_fix
-        from hf_gpipe.planner.search.search.choose import best_plan
+        from hf_gpipe.planner.search.advice import smallest_fix
+        from hf_gpipe.planner.search.choose import best_plan
 
         try:
             return best_plan(self.planner, self.config)
@@ -199,7 +199,7 @@ class PlanRequest:
 
     def _unlimited(self) -> Plan:
         """The plan where no split fits: without a limit there is one, which knows what would have to change."""
-        from hf_gpipe.planner.search.search.choose import best_plan
+        from hf_gpipe.planner.search.choose import best_plan
 
         return replace(best_plan(self.planner.within(None), self.config), planner=self.planner)
 
@@ -335,7 +335,7 @@ def _device_alone(options: argparse.Namespace) -> Device:
         if options.profile:
             import torch
 
-            from hf_gpipe.planner.costs.costs.measure import this_machine
+            from hf_gpipe.planner.costs.measure import this_machine
 
             measured = this_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
             return measured if options.link is None else replace(measured, link=link_between(options.link))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.network import Network
 from hf_gpipe.planner.memory import StageLayers
 

@@ -12,18 +12,18 @@ from hf_gpipe.job.facts import available_memory
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.costs.costs.chunks import each_chunk, ways_to_cut
-from hf_gpipe.planner.costs.costs.costs import ModelCosts, mean_costs, times
-from hf_gpipe.planner.costs.costs.measure import profile_layers, rated_machine, steady_memory, this_machine
+from hf_gpipe.planner.costs.chunks import each_chunk, ways_to_cut
+from hf_gpipe.planner.costs.measure import profile_layers, rated_machine, steady_memory, this_machine
+from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs, times
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.links import cluster_of, measure_machines, steady
 from hf_gpipe.planner.machines.processes import ALIKE, MemoryLimit
 from hf_gpipe.planner.machines.speeds import measure_speeds
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.search.search.choose import best_plan, micro_batch_counts
-from hf_gpipe.planner.search.search.listed import TABLE_FILE
-from hf_gpipe.planner.search.search.visiting import untried
+from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts
+from hf_gpipe.planner.search.listed import TABLE_FILE
+from hf_gpipe.planner.search.visiting import untried
 from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
 from hf_gpipe.recipe import AUTO, Chunks, DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Schedule

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from hf_gpipe.planner.costs.costs.beside import NOTHING, Beside
-from hf_gpipe.planner.costs.costs.costs import InnerRecompute
-from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.beside import NOTHING, Beside
+from hf_gpipe.planner.costs.model_costs import InnerRecompute
+from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.recipe.pipeline_keys import Visitors
 from hf_gpipe.schedule import Placement, Schedule, Timeline, num_stashes

@@ -12,10 +12,10 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.partition.cluster import Cluster
-from hf_gpipe.planner.costs.costs.chunks import each_chunk
-from hf_gpipe.planner.costs.costs.costs import ModelCosts
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
-from hf_gpipe.planner.costs.costs.measure import profile_layers
+from hf_gpipe.planner.costs.chunks import each_chunk
+from hf_gpipe.planner.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.measure import profile_layers
+from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.workload import PlanInputs

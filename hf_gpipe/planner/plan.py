@@ -12,10 +12,10 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.partition import stages_of
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.before import NOTHING_BEFORE, Before, generation_seconds
-from hf_gpipe.planner.costs.costs.beside import Beside, besides
-from hf_gpipe.planner.costs.costs.chunks import taper_of, typical
-from hf_gpipe.planner.costs.costs.costs import InnerRecompute, ModelCosts
-from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.beside import Beside, besides
+from hf_gpipe.planner.costs.chunks import taper_of, typical
+from hf_gpipe.planner.costs.model_costs import InnerRecompute, ModelCosts
+from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.libraries import library_bytes
 from hf_gpipe.planner.machines.processes import MemoryLimit, Processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hf_gpipe.planner.costs.costs.costs import Parameters
+from hf_gpipe.planner.costs.model_costs import Parameters
 from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.text import size_text
 

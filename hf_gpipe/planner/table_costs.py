@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-from hf_gpipe.planner.costs.costs.beside import Beside
-from hf_gpipe.planner.costs.costs.costs import Seconds
-from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.beside import Beside
+from hf_gpipe.planner.costs.model_costs import Seconds
+from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.processes import Processes
 from hf_gpipe.planner.memory import StageLayers, graph_bytes
 from hf_gpipe.planner.workload import PlanInputs, sent_share

@@ -9,9 +9,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from hf_gpipe.planner.costs.costs.chunks import each_chunk
-from hf_gpipe.planner.costs.costs.costs import ModelCosts, mean_costs
-from hf_gpipe.planner.costs.costs.measure import profile_layers
 from transformers import PreTrainedConfig
 
 from bench.models import quantisation
@@ -25,6 +22,9 @@ from hf_gpipe.losses.preference import PreferenceLoss
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.partition import partition
+from hf_gpipe.planner.costs.chunks import each_chunk
+from hf_gpipe.planner.costs.measure import profile_layers
+from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan

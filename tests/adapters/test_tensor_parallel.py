@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.layers import ModelLayers
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -32,6 +31,7 @@ from hf_gpipe.model import clone, tensor_parallel
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.model.tensor_parallel import check_division, divided_steps, verify_division
+from hf_gpipe.planner.costs.layers import ModelLayers
 from hf_gpipe.recipe import Division
 from scripts.bench.models import quantisation
 

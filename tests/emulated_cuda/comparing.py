@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from hf_gpipe.planner.costs.costs.costs import measure
 from transformers import PreTrainedConfig, T5Config
 
 from hf_gpipe import Pipeline
+from hf_gpipe.planner.costs.model_costs import measure
 from tests.emulated_cuda.processes import run_emulated
 from tests.oracle import VOCABULARY, padded_batch, plain_model, tiny_config
 

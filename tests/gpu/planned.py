@@ -15,10 +15,10 @@ import torch
 from bench.models import llama
 from bench.planned import Case, planned, profile, tiny, train_pipeline
 from bench.work import Work
-from hf_gpipe.planner.costs.costs.costs import measure
 from transformers import AutoModelForCausalLM
 
 from hf_gpipe.errors import StageError
+from hf_gpipe.planner.costs.model_costs import measure
 from hf_gpipe.planner.plan import Plan
 from tests.emulated_cuda.comparing import make_products_small
 from tests.gpu.checks import Check

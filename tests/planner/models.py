@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_gpipe.planner.costs.costs.costs import GraphCost, LayerCost, ModelCosts, Parameters, Seconds, SharedParameter
-
+from hf_gpipe.planner.costs.model_costs import GraphCost, LayerCost, ModelCosts, Parameters, Seconds, SharedParameter
 from hf_gpipe.planner.machines.devices import LINKS, Device
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.workload import PlanInputs, Workload

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from hf_gpipe.planner.search.search.choose import AUTO_SCHEDULES
 
 from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.report import as_dict, report
+from hf_gpipe.planner.search.choose import AUTO_SCHEDULES
 from hf_gpipe.planner.traffic import traffic
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, LONGEST_WINDOW
 from tests.planner.models import MIB, blocks, planner, settings

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from hf_gpipe.planner.search.search.bubble import smaller_bubble
-
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.report import report
+from hf_gpipe.planner.search.bubble import smaller_bubble
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.schedule import build
 from hf_gpipe.text import seconds_text

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hf_gpipe.planner.costs.costs.costs import ModelCosts
-from hf_gpipe.planner.costs.costs.prefix_sums import estimated_seconds
-from hf_gpipe.planner.search.search.choose import best_plan
 
+from hf_gpipe.planner.costs.model_costs import ModelCosts
+from hf_gpipe.planner.costs.prefix_sums import estimated_seconds
 from hf_gpipe.planner.plan import Planner
+from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from tests.planner.models import DEVICE, layer, model, settings
 

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_gpipe.planner.costs.costs.chunks import chunk_counts, each_chunk, taper_of, ways_to_cut
-from hf_gpipe.planner.costs.costs.costs import ModelCosts, Seconds
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
-from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
-from hf_gpipe.planner.search.search.choose import best_plan
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.commands import plan
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.planner.costs.chunks import chunk_counts, each_chunk, taper_of, ways_to_cut
+from hf_gpipe.planner.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds
+from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Planner
+from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import Chunks, PipelineConfig
 from hf_gpipe.schedule import Costs, build, simulate

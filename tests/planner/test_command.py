@@ -279,7 +279,7 @@ def test_a_layer_that_cannot_run_is_an_error_of_the_model(
     def fail(*args: object, **options: object) -> None:
         raise ValueError("the heads do not fit")
 
-    monkeypatch.setattr("hf_gpipe.planner.costs.costs.tracing.StageTracer.trace", fail)
+    monkeypatch.setattr("hf_gpipe.planner.costs.tracing.StageTracer.trace", fail)
     assert main([recipe]) == 2
     message = "error: model: transformers cannot make a llama model of this: the heads do not fit"
     assert message in capsys.readouterr().err

@@ -10,13 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.by_rows import ByRows
-from hf_gpipe.planner.costs.costs.costs import InnerRecompute, ModelCosts
-from hf_gpipe.planner.costs.costs.costs import layers as planner_layers
-from hf_gpipe.planner.costs.costs.layers import LayerTracer, ModelLayers, to_run
-from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
-from hf_gpipe.planner.costs.costs.tracing import StageTracer, Trace
-from hf_gpipe.planner.costs.costs.tracker import Tracker
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from hf_gpipe import Pipeline
@@ -25,6 +18,13 @@ from hf_gpipe.adapters.modules.autocast import Autocast, keeping_weights
 from hf_gpipe.adapters.observation.tiny import BLOCK_COUNTS, tiny_config
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.model.assembly import assemble
+from hf_gpipe.planner.costs.by_rows import ByRows
+from hf_gpipe.planner.costs.layers import LayerTracer, ModelLayers, to_run
+from hf_gpipe.planner.costs.model_costs import InnerRecompute, ModelCosts
+from hf_gpipe.planner.costs.model_costs import layers as planner_layers
+from hf_gpipe.planner.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.tracing import StageTracer, Trace
+from hf_gpipe.planner.costs.tracker import Tracker
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime.memory import peak_memory_bytes, reset_peak_memory
 from hf_gpipe.runtime.micro_batch import Context, on_devices

@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.costs import kept
-from hf_gpipe.planner.costs.costs.kept import identity_of
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
-from hf_gpipe.planner.costs.costs.tracing import StageTracer
 from peft import LoraConfig
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,6 +20,10 @@ from hf_gpipe.adapters.observation import fake_operations
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.losses.custom import LogitsLoss
 from hf_gpipe.losses.loss import PLAIN, TokenLoss
+from hf_gpipe.planner.costs.kept import identity_of
+from hf_gpipe.planner.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.model_costs import kept
+from hf_gpipe.planner.costs.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
 from tests.image_families import EXACT, classifier
 from tests.oracle import tiny_config

@@ -6,10 +6,10 @@ from dataclasses import replace
 from operator import attrgetter
 
 import pytest
-from hf_gpipe.planner.search.search.choose import allowed_plans, best_plan
-from hf_gpipe.planner.search.search.listed import TABLE_FILE
 
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.search.choose import allowed_plans, best_plan
+from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.schedule.kinds import RECOMPUTE
 from tests.planner.models import MIB, layer, model, planner

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hf_gpipe.planner.costs.costs.costs import Parameters, SharedParameter
 
 from hf_gpipe.partition.cluster import parse_cluster
+from hf_gpipe.planner.costs.model_costs import Parameters, SharedParameter
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.saving import copy_bytes, kept_bytes, offload_text, offloaded_bytes, saving_text
 from tests.planner.models import MIB, blocks, layer, model, planner, settings

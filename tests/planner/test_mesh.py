@@ -7,17 +7,17 @@ from itertools import combinations, pairwise, permutations
 from operator import attrgetter
 
 import pytest
-from hf_gpipe.planner.costs.costs.costs import ModelCosts
-from hf_gpipe.planner.search.search.choose import allowed_plans, best_plan
-from hf_gpipe.planner.search.search.listed import TABLE_FILE
-from hf_gpipe.planner.search.search.meshes import with_mesh
-from hf_gpipe.planner.search.search.search import search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.partition.cluster import parse_cluster
+from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.search.choose import allowed_plans, best_plan
+from hf_gpipe.planner.search.listed import TABLE_FILE
+from hf_gpipe.planner.search.meshes import with_mesh
+from hf_gpipe.planner.search.search_all import search
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Placement, placement_for

@@ -7,14 +7,14 @@ from itertools import combinations, pairwise, permutations
 from operator import attrgetter
 
 import pytest
-from hf_gpipe.planner.search.search.choose import best_plan
-from hf_gpipe.planner.search.search.meshes import Meshes, with_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import PartitionError
 from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.search.choose import best_plan
+from hf_gpipe.planner.search.meshes import Meshes, with_mesh
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.schedule import Placement
 from tests.planner.models import MIB, blocks, layer, model, planner

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hf_gpipe.planner.search.search.advice import advising
 
 from hf_gpipe.errors import StageError
+from hf_gpipe.planner.search.advice import advising
 
 
 def no_plan() -> Any:

@@ -6,12 +6,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from hf_gpipe.planner.costs.costs.costs import ModelCosts
-from hf_gpipe.planner.search.search.advice import smallest_fix
-from hf_gpipe.planner.search.search.choose import best_plan
-from hf_gpipe.planner.search.search.cut import choose_partition
-from hf_gpipe.planner.search.search.live_graphs import choose_recompute
-from hf_gpipe.planner.search.search.search import search
 
 from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.losses.embedding import EmbeddingLoss
@@ -19,8 +13,14 @@ from hf_gpipe.losses.grpo import GRPOLoss
 from hf_gpipe.losses.kto import KTOLoss
 from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.losses.preference import PreferenceLoss
+from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.report import report
+from hf_gpipe.planner.search.advice import smallest_fix
+from hf_gpipe.planner.search.choose import best_plan
+from hf_gpipe.planner.search.cut import choose_partition
+from hf_gpipe.planner.search.live_graphs import choose_recompute
+from hf_gpipe.planner.search.search_all import search
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.recompute import Recompute

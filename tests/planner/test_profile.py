@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.costs import ModelCosts, Seconds
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
-from hf_gpipe.planner.costs.costs.measure import profile_layers
-from hf_gpipe.planner.costs.costs.tracing import context_of
 from transformers import LlamaConfig, T5Config
 
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.checkpoint.hub import initialise
+from hf_gpipe.planner.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.measure import profile_layers
+from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds
+from hf_gpipe.planner.costs.tracing import context_of
 from hf_gpipe.planner.workload import Workload
 from scripts.families import default_config
 from tests.gloo import run_gloo

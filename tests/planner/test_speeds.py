@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.costs import ModelCosts, Seconds, measure, times
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
-from hf_gpipe.planner.costs.costs.measure import block_seconds
-from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
 from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
@@ -21,6 +17,10 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.job.facts import DeviceFacts
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner import decide
+from hf_gpipe.planner.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.measure import block_seconds
+from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds, measure, times
+from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines import speeds
 from hf_gpipe.planner.machines.devices import DEVICES, cpu
 from hf_gpipe.planner.workload import Workload

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.costs import ModelCosts, SumBeside, SumsOverRanks
-from hf_gpipe.planner.costs.costs.layers import LayerTracer
-from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
 from transformers import LlamaConfig
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Level, parse_cluster
+from hf_gpipe.planner.costs.layers import LayerTracer
+from hf_gpipe.planner.costs.model_costs import ModelCosts, SumBeside, SumsOverRanks
+from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.devices import DEVICES
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Division

@@ -6,9 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hf_gpipe.planner.search.search.choose import best_plan
-from hf_gpipe.planner.search.search.search import search
-from hf_gpipe.planner.search.search.visiting import open_visitors, visiting_ways, way_of
 from torch import nn
 
 from hf_gpipe.adapters.chain import Chain
@@ -19,6 +16,9 @@ from hf_gpipe.planner.machines.devices import LINKS, Host, read_host
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.report import overrides, report, search_report
+from hf_gpipe.planner.search.choose import best_plan
+from hf_gpipe.planner.search.search_all import search
+from hf_gpipe.planner.search.visiting import open_visitors, visiting_ways, way_of
 from hf_gpipe.planner.traffic import traffic
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import PipelineConfig

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.measure import profile_layers
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import UserError
+from hf_gpipe.planner.costs.measure import profile_layers
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
 from tests.oracle import tiny_config

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_gpipe.planner.costs.costs.layers import ModelLayers
-from hf_gpipe.planner.costs.costs.tracing import StageTracer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -31,6 +29,8 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.modules.head import DeferredLogits, Projection
 from hf_gpipe.adapters.observation.probe import observe
 from hf_gpipe.losses.loss import LossInputs, TokenLoss
+from hf_gpipe.planner.costs.layers import ModelLayers
+from hf_gpipe.planner.costs.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.runtime import head
 from hf_gpipe.runtime.head import chunk_positions, deferred_loss

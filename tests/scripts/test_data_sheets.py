@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from bench.work import Work
-from hf_gpipe.planner.costs.costs.tracker import Tracker
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_gpipe.planner.costs.tracker import Tracker
 from hf_gpipe.planner.machines.devices import DEVICES, LINKS
 from hf_gpipe.planner.of_model import planner_of
 from tests.gpu.planned import cases

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
 from uneven_replication import replications, step
 
+from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.devices import LINKS
 from tests.planner.models import DEVICE, layer, model
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.prefix_sums import LayerSums
 
 
 @dataclass(frozen=True)

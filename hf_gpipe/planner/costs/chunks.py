@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from hf_gpipe.planner.costs.costs.costs import ModelCosts, mean_seconds
-from hf_gpipe.planner.costs.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_seconds
+from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Chunks, PipelineConfig
 

@@ -28,10 +28,10 @@ from hf_gpipe.adapters.tensor_parallel.split import part_of
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.losses.loss import PLAIN, Loss, whole_logits
 from hf_gpipe.model.divided_head import why_not_divided
-from hf_gpipe.planner.costs.costs.by_rows import ByRows, Numbers
-from hf_gpipe.planner.costs.costs.costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
-from hf_gpipe.planner.costs.costs.kept import kept_for
-from hf_gpipe.planner.costs.costs.tracing import StageTracer, Trace
+from hf_gpipe.planner.costs.by_rows import ByRows, Numbers
+from hf_gpipe.planner.costs.kept import kept_for
+from hf_gpipe.planner.costs.model_costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
+from hf_gpipe.planner.costs.tracing import StageTracer, Trace
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Division
 

@@ -29,10 +29,10 @@ from hf_gpipe.job.facts import DeviceFacts
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.partition.cluster import Level
-from hf_gpipe.planner.costs.costs.costs import ModelCosts, Seconds
-from hf_gpipe.planner.costs.costs.layers import LayerTracer, ModelLayers
-from hf_gpipe.planner.costs.costs.tracing import context_of
-from hf_gpipe.planner.costs.costs.tracker import Tracker
+from hf_gpipe.planner.costs.layers import LayerTracer, ModelLayers
+from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds
+from hf_gpipe.planner.costs.tracing import context_of
+from hf_gpipe.planner.costs.tracker import Tracker
 from hf_gpipe.planner.machines.devices import LINKS, Device, Host, cpu, like_gpu
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Division

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from hf_gpipe.partition.cluster import Level
-from hf_gpipe.planner.costs.costs.costs import (
+from hf_gpipe.planner.costs.model_costs import (
     HeadPart,
     InnerRecompute,
     LayerCost,

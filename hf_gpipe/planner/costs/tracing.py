@@ -28,9 +28,9 @@ from hf_gpipe.adapters.modules.autocast import keeping_weights
 from hf_gpipe.adapters.modules.dropout import default_generator
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.model.assembly import assemble
-from hf_gpipe.planner.costs.costs.costs import NO_SUMS, SumBeside, SumsOverRanks
-from hf_gpipe.planner.costs.costs.gpu_attention import AttentionOfAGpu
-from hf_gpipe.planner.costs.costs.tracker import Phase, Tracker
+from hf_gpipe.planner.costs.gpu_attention import AttentionOfAGpu
+from hf_gpipe.planner.costs.model_costs import NO_SUMS, SumBeside, SumsOverRanks
+from hf_gpipe.planner.costs.tracker import Phase, Tracker
 from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from hf_gpipe.adapters.observation import fake_operations
-from hf_gpipe.planner.costs.costs.gpu_attention import attention_backward_flops, attention_flops
+from hf_gpipe.planner.costs.gpu_attention import attention_backward_flops, attention_flops
 
 _aten = torch.ops.aten
 _UNSAFE_VIEW = _aten._unsafe_view.default

@@ -12,8 +12,8 @@ import torch
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.job import failures
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.search.search.choose import best_plan, micro_batch_counts
-from hf_gpipe.planner.search.search.visiting import possible_visitors
+from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts
+from hf_gpipe.planner.search.visiting import possible_visitors
 from hf_gpipe.recipe import AUTO, DecidedConfig
 from hf_gpipe.text import seconds_text, size_text
 

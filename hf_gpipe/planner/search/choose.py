@@ -16,12 +16,12 @@ from functools import partial
 from operator import attrgetter
 
 from hf_gpipe.errors import DataError, PartitionError, ScheduleError, UserError
-from hf_gpipe.planner.costs.costs.chunks import ways_to_cut
+from hf_gpipe.planner.costs.chunks import ways_to_cut
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.search.search.cut import cut_plan
-from hf_gpipe.planner.search.search.listed import with_table
-from hf_gpipe.planner.search.search.meshes import Meshes, with_mesh
-from hf_gpipe.planner.search.search.visiting import visiting_ways, with_dealt_table, with_visitors
+from hf_gpipe.planner.search.cut import cut_plan
+from hf_gpipe.planner.search.listed import with_table
+from hf_gpipe.planner.search.meshes import Meshes, with_mesh
+from hf_gpipe.planner.search.visiting import visiting_ways, with_dealt_table, with_visitors
 from hf_gpipe.recipe import AUTO, Chunks, PipelineConfig
 from hf_gpipe.schedule import (
     DIVIDED_HEAD,

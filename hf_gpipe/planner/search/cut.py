@@ -12,7 +12,7 @@ from hf_gpipe.partition import COST_STRATEGIES, by_cost, stages_of
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.memory import StageLayers
 from hf_gpipe.planner.plan import Plan, Planner, inner_recompute
-from hf_gpipe.planner.search.search.live_graphs import choose_recompute
+from hf_gpipe.planner.search.live_graphs import choose_recompute
 from hf_gpipe.planner.table_costs import recompute_shares
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.recompute import Recompute

@@ -15,7 +15,7 @@ from typing import cast
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.memory import stage_amounts
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.search.search.table_file import TABLE_FILE, each_stage, with_table_file
+from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table
 from hf_gpipe.schedule.kinds import UPDATE, Held

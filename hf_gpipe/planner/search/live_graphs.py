@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_gpipe.planner.costs.costs.costs import InnerRecompute
+from hf_gpipe.planner.costs.model_costs import InnerRecompute
 from hf_gpipe.planner.memory import MemoryBound, StageLayers
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.recipe import DecidedConfig, RecomputeChoice

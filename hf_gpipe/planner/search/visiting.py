@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.search.search.table_file import TABLE_FILE, each_stage, with_table_file
+from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.planner.tables import with_updates_of_run
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.pipeline_keys import Visitors

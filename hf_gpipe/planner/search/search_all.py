@@ -9,9 +9,9 @@ from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError, UserError
 from hf_gpipe.planner.plan import Plan, Planner
-from hf_gpipe.planner.search.search.choose import allowed_plans, can_run, first_micro_batches
-from hf_gpipe.planner.search.search.listed import with_table
-from hf_gpipe.planner.search.search.visiting import way_of
+from hf_gpipe.planner.search.choose import allowed_plans, can_run, first_micro_batches
+from hf_gpipe.planner.search.listed import with_table
+from hf_gpipe.planner.search.visiting import way_of
 from hf_gpipe.recipe import AUTO, PipelineConfig
 
 
