@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, T5Config
 
 from hf_gpipe import Pipeline
-from hf_gpipe.planner.costs.model_costs import measure
+from hf_gpipe.planner.costs import measure
 from tests.emulated_cuda.processes import run_emulated
 from tests.oracle import VOCABULARY, padded_batch, plain_model, tiny_config
 

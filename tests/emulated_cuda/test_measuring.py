@@ -15,7 +15,7 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.commands import train
 from hf_gpipe.errors import RecipeError, UserError
-from hf_gpipe.planner.costs.model_costs import measure
+from hf_gpipe.planner.costs import measure
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.memory import peak_memory_bytes

@@ -18,7 +18,7 @@ from bench.work import Work
 from transformers import AutoModelForCausalLM
 
 from hf_gpipe.errors import StageError
-from hf_gpipe.planner.costs.model_costs import measure
+from hf_gpipe.planner.costs import measure
 from hf_gpipe.planner.plan import Plan
 from tests.emulated_cuda.comparing import make_products_small
 from tests.gpu.checks import Check

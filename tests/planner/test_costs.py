@@ -18,10 +18,10 @@ from hf_gpipe.adapters.modules.autocast import Autocast, keeping_weights
 from hf_gpipe.adapters.observation.tiny import BLOCK_COUNTS, tiny_config
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.model.assembly import assemble
+from hf_gpipe.planner.costs import layers as planner_layers
 from hf_gpipe.planner.costs.by_rows import ByRows
 from hf_gpipe.planner.costs.layers import LayerTracer, ModelLayers, to_run
 from hf_gpipe.planner.costs.model_costs import InnerRecompute, ModelCosts
-from hf_gpipe.planner.costs.model_costs import layers as planner_layers
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.costs.tracing import StageTracer, Trace
 from hf_gpipe.planner.costs.tracker import Tracker

@@ -19,8 +19,8 @@ from hf_gpipe.job.facts import DeviceFacts
 from hf_gpipe.job.job import Job
 from hf_gpipe.partition.cluster import Cluster, Level
 from hf_gpipe.planner import decide
+from hf_gpipe.planner.costs import measure
 from hf_gpipe.planner.costs.measure import rated_machine, steady_memory
-from hf_gpipe.planner.costs.model_costs import measure
 from hf_gpipe.planner.machines.devices import DEVICES, LINKS, cpu, like_gpu
 from hf_gpipe.planner.machines.links import steady
 from hf_gpipe.planner.workload import Workload

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.planner.costs import measure
 from hf_gpipe.planner.costs.measure import this_machine
-from hf_gpipe.planner.costs.model_costs import measure
 from hf_gpipe.planner.machines.devices import (
     DEVICES,
     LINKS,

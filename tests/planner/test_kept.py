@@ -20,9 +20,9 @@ from hf_gpipe.adapters.observation import fake_operations
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.losses.custom import LogitsLoss
 from hf_gpipe.losses.loss import PLAIN, TokenLoss
+from hf_gpipe.planner.costs import kept
 from hf_gpipe.planner.costs.kept import identity_of
 from hf_gpipe.planner.costs.layers import LayerTracer
-from hf_gpipe.planner.costs.model_costs import kept
 from hf_gpipe.planner.costs.tracing import StageTracer
 from hf_gpipe.planner.workload import Workload
 from tests.image_families import EXACT, classifier
