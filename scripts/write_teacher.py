@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from hf_gpipe.data.teacher_file import write_top_k
+from hf_gpipe.data.examples.teacher_file import write_top_k
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.from_recipe.model import named_teacher
 from hf_gpipe.from_recipe.tasks import task_of

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_gpipe import DistillationLoss, Pipeline
 from hf_gpipe.data import PairCollator
-from hf_gpipe.data.teacher_file import TeacherCollator, TeacherFile, WithTeacher, write_top_k
+from hf_gpipe.data.examples.teacher_file import TeacherCollator, TeacherFile, WithTeacher, write_top_k
 from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.teaching import teacher_alone, top_k_of
 from hf_gpipe.losses.cached_teacher import TopK

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from hf_gpipe.data.formats import SOURCE, TARGET
-from hf_gpipe.data.pairs import ENGLISH, Pair, tagged
+from hf_gpipe.data.translation.pairs import ENGLISH, Pair, tagged
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
 from hf_gpipe.recipe.words import shorten

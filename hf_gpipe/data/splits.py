@@ -11,8 +11,8 @@ from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PairFields
 from hf_gpipe.data.files import SUFFIXES, files_of, is_local
 from hf_gpipe.data.formats import Row, rows_of_file
-from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES, SPLITS, split_of
 from hf_gpipe.data.progress import progress
+from hf_gpipe.data.translation.pairs import MAX_TOKENIZER_EXAMPLES, SPLITS, split_of
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 

@@ -20,10 +20,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_gpipe import strict_json
-from hf_gpipe.data.corpus import AnyCorpus
-from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import cached, fingerprint
+from hf_gpipe.data.translation.corpus import AnyCorpus
+from hf_gpipe.data.translation.pairs import MAX_TOKENIZER_EXAMPLES
 from hf_gpipe.errors import DataError, nearest
 from hf_gpipe.recipe import TokenizerSection
 

@@ -12,11 +12,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.families import UNREAD
 from hf_gpipe.adapters.image_text import FORMS, images_of_row
-from hf_gpipe.data.corpus import AnyCorpus
+from hf_gpipe.data.examples.image_text import blank_row, read_processor
+from hf_gpipe.data.examples.images import image_processor, shape_read
 from hf_gpipe.data.files import read_template
-from hf_gpipe.data.image_text import blank_row, read_processor
-from hf_gpipe.data.images import image_processor, shape_read
 from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer, trained_tokenizer
+from hf_gpipe.data.translation.corpus import AnyCorpus
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError
 from hf_gpipe.from_recipe.model import model_config, spec_of
 from hf_gpipe.losses.distillation import DistillationLoss

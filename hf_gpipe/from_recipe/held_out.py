@@ -18,12 +18,12 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase, default_data_c
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.collate import PairCollator, tokens_of
-from hf_gpipe.data.embeddings import EmbeddingCollator
-from hf_gpipe.data.kto import KTOCollator
-from hf_gpipe.data.labelled import LabelCollator
-from hf_gpipe.data.preferences import PreferenceCollator
-from hf_gpipe.data.prompts import PromptCollator
-from hf_gpipe.data.rewards import RewardCollator
+from hf_gpipe.data.examples.embeddings import EmbeddingCollator
+from hf_gpipe.data.examples.kto import KTOCollator
+from hf_gpipe.data.examples.labelled import LabelCollator
+from hf_gpipe.data.examples.preferences import PreferenceCollator
+from hf_gpipe.data.examples.prompts import PromptCollator
+from hf_gpipe.data.examples.rewards import RewardCollator
 from hf_gpipe.losses.embedding import EmbeddingLoss
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.trainers.checkable import checked_by

@@ -14,22 +14,22 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, default_data_collator
 
 from hf_gpipe.data import Corpus, PairStream, StreamedExamples, TokenizedPairs, build_corpus
-from hf_gpipe.data.buckets import training_pairs
-from hf_gpipe.data.chat_examples import ChatExamples
-from hf_gpipe.data.chats import Conversation, Read, chat_corpus, preference_of
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.corpus import AnyCorpus
-from hf_gpipe.data.embeddings import EmbeddingExamples, embedded_of
-from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
-from hf_gpipe.data.images import ImageExamples, image_corpus
-from hf_gpipe.data.kto import KTOExamples, judged_of
-from hf_gpipe.data.labelled import LabelCollator, LabelledExamples, labelled_of
-from hf_gpipe.data.preferences import PreferenceExamples
-from hf_gpipe.data.prompts import PromptExamples, prompted_of
-from hf_gpipe.data.rewards import RewardExamples, compared_of
+from hf_gpipe.data.examples.chat_examples import ChatExamples
+from hf_gpipe.data.examples.chats import Conversation, Read, chat_corpus, preference_of
+from hf_gpipe.data.examples.embeddings import EmbeddingExamples, embedded_of
+from hf_gpipe.data.examples.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
+from hf_gpipe.data.examples.images import ImageExamples, image_corpus
+from hf_gpipe.data.examples.kto import KTOExamples, judged_of
+from hf_gpipe.data.examples.labelled import LabelCollator, LabelledExamples, labelled_of
+from hf_gpipe.data.examples.preferences import PreferenceExamples
+from hf_gpipe.data.examples.prompts import PromptExamples, prompted_of
+from hf_gpipe.data.examples.rewards import RewardExamples, compared_of
+from hf_gpipe.data.examples.steps import StepExamples, stepwise_of
+from hf_gpipe.data.examples.text import TokenBlocks, text_corpus
 from hf_gpipe.data.splits import Splits
-from hf_gpipe.data.steps import StepExamples, stepwise_of
-from hf_gpipe.data.text import TokenBlocks, text_corpus
+from hf_gpipe.data.translation.buckets import training_pairs
+from hf_gpipe.data.translation.corpus import AnyCorpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.checks import image_text_processor_of, processor_of, tokenizer_of
 from hf_gpipe.from_recipe.evaluate_translation import (

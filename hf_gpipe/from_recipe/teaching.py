@@ -1,4 +1,4 @@
-"""A teacher's most likely tokens for the rows of a dataset; hf_gpipe/data/teacher_file.py keeps them."""
+"""A teacher's most likely tokens for the rows of a dataset; hf_gpipe/data/examples/teacher_file.py keeps them."""
 
 from __future__ import annotations
 

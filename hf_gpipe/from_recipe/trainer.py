@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from hf_gpipe.data.corpus import AnyCorpus
-from hf_gpipe.data.teacher_file import TeacherCollator, TeacherFile, WithTeacher
+from hf_gpipe.data.examples.teacher_file import TeacherCollator, TeacherFile, WithTeacher
+from hf_gpipe.data.translation.corpus import AnyCorpus
 from hf_gpipe.from_recipe.checks import sorts_rows
 from hf_gpipe.from_recipe.evaluate_translation import PerCharacter, without_logits
 from hf_gpipe.from_recipe.held_out import accuracy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hf_gpipe.data.chats import text_of_message
+from hf_gpipe.data.examples.chats import text_of_message
 
 REWARDS: dict[str, Callable[[str, str], float]] = {
     "exact": lambda text, answer: float(text.strip() == answer.strip()),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_gpipe.data.preferences import PreferenceCollator, PreferenceExamples
+from hf_gpipe.data.examples.preferences import PreferenceCollator, PreferenceExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import LogProbs
 from hf_gpipe.losses.preference import PreferenceLoss

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_gpipe.adapters.embedders import as_embedder
-from hf_gpipe.data.embeddings import EmbeddingCollator, EmbeddingExamples
+from hf_gpipe.data.examples.embeddings import EmbeddingCollator, EmbeddingExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.embedding import EmbeddingLoss
 from hf_gpipe.recipe.losses import EmbeddingsSection

@@ -17,8 +17,8 @@ from hf_gpipe.adapters.modules.dropout import key, mix
 from hf_gpipe.checkpoint.directory import written_whole
 from hf_gpipe.checkpoint.peft import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from hf_gpipe.data.collate import PairCollator, tokens_of
-from hf_gpipe.data.preferences import answered
-from hf_gpipe.data.prompts import PromptCollator, PromptExamples
+from hf_gpipe.data.examples.preferences import answered
+from hf_gpipe.data.examples.prompts import PromptCollator, PromptExamples
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.grpo import GRPOLoss, advantages_of, advantages_of_each, deviations, summed
 from hf_gpipe.pipeline import ModelSource, Pipeline

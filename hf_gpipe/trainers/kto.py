@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_gpipe.data.kto import KTOCollator, KTOExamples
+from hf_gpipe.data.examples.kto import KTOCollator, KTOExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.kto import KTOLoss, mismatched_of, rows_of
 from hf_gpipe.losses.loss import LogProbs

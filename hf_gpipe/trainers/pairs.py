@@ -20,9 +20,9 @@ from hf_gpipe.adapters.classifiers import change
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.peft import base_of, has_adapters
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.embeddings import EmbeddingExamples
-from hf_gpipe.data.preferences import PreferenceExamples
-from hf_gpipe.data.prompts import PromptExamples
+from hf_gpipe.data.examples.embeddings import EmbeddingExamples
+from hf_gpipe.data.examples.preferences import PreferenceExamples
+from hf_gpipe.data.examples.prompts import PromptExamples
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.preference import NotingLoss
 from hf_gpipe.model.spec import ModelSpec

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters.auto_classes import SEQUENCE_CLASSIFICATION
 from hf_gpipe.adapters.classifiers import as_classifier
-from hf_gpipe.data.rewards import RewardCollator, RewardExamples
+from hf_gpipe.data.examples.rewards import RewardCollator, RewardExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.reward import RewardLoss
 from hf_gpipe.recipe.losses import RewardsSection

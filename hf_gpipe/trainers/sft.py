@@ -1,7 +1,7 @@
 """`PipelineSFTTrainer`: TRL's SFTTrainer, over a pipeline.
 
-Rows become token ids and labels here (hf_gpipe/data/sft.py). Stages, tables and the training loop are those of any
-other training; the loss notes TRL's metrics beside its value (hf_gpipe/losses/token_metrics.py).
+Rows become token ids and labels here (data/examples/sft.py). Stages, tables and the training loop are those of any
+other training; the loss notes TRL's metrics beside its value (losses/token_metrics.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from hf_gpipe.checkpoint.configuration import read_config
-from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples
-from hf_gpipe.data.sft import SFTCollator, SFTExamples
+from hf_gpipe.data.examples.image_text import ImageTextCollator, ImageTextExamples
+from hf_gpipe.data.examples.sft import SFTCollator, SFTExamples
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.token_metrics import means

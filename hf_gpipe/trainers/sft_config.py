@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from hf_gpipe.data.packed_rows import STRATEGIES
+from hf_gpipe.data.examples.packed_rows import STRATEGIES
 from hf_gpipe.errors import UserError, check_choice
 from hf_gpipe.losses.loss import TokenLoss
 from hf_gpipe.losses.token_metrics import TokenMetrics

@@ -24,7 +24,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE, options_of_groups, read_state
-from hf_gpipe.data.image_text import ImageTextExamples
+from hf_gpipe.data.examples.image_text import ImageTextExamples
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.job.agreement import compare
 from hf_gpipe.job.job import Job

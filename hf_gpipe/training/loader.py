@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hf_gpipe.adapters.modules.dropout import mix
 from hf_gpipe.data.batches import length_bucketed_batches, num_token_batches, shuffled_batches, token_batches
-from hf_gpipe.data.sampling import epoch_rows
+from hf_gpipe.data.translation.sampling import epoch_rows
 from hf_gpipe.errors import DataError, UserError, listed
 from hf_gpipe.training.pools import DataPositions, Pools, has_index, target_tokens
 
@@ -45,7 +45,7 @@ class MiniBatches:
         workers: options of torch's DataLoader for loading in other processes; none: this process loads.
         batch_tokens: target tokens of a mini-batch, about, in place of `batch_size` rows; None: rows. The epochs of a
             map-style dataset then have equally many mini-batches: as many as the rows of the first make.
-        temperature: T by which languages are drawn (hf_gpipe.data.sampling); 1: every row once an epoch.
+        temperature: T by which languages are drawn (hf_gpipe.data.translation.sampling); 1: every row once an epoch.
     """
 
     dataset: Any

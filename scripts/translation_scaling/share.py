@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_gpipe.data.deterministic import stable_fraction
 from hf_gpipe.data.formats import read_jsonl
-from hf_gpipe.data.pairs import split_of
+from hf_gpipe.data.translation.pairs import split_of
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import DataSection
 

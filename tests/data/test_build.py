@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hf_gpipe.data.cldr import cldr_corpus
+from hf_gpipe.data.translation.cldr import cldr_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 from tests.data.sections import corpus

@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hf_gpipe.data.chat_examples import ChatExamples
-from hf_gpipe.data.chats import Conversation, chat_corpus, conversation_of
+from hf_gpipe.data.examples.chat_examples import ChatExamples
+from hf_gpipe.data.examples.chats import Conversation, chat_corpus, conversation_of
 from hf_gpipe.data.splits import Splits
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection

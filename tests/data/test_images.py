@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTModel, default_data_collator
 
-from hf_gpipe.data.images import ImageExamples
+from hf_gpipe.data.examples.images import ImageExamples
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError
 from hf_gpipe.from_recipe import job
 from hf_gpipe.from_recipe.checks import check_model, checked_adapter, processor_of, workload_of

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
 from hf_gpipe.data import LabelCollator, LabelledExamples, train_tokenizer
-from hf_gpipe.data.labelled import labelled_of
+from hf_gpipe.data.examples.labelled import labelled_of
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError
 from hf_gpipe.from_recipe import job
 from hf_gpipe.from_recipe.checks import check_model

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_gpipe.data import pairs, splits
+from hf_gpipe.data import splits
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
-from hf_gpipe.data.pairs import Corpus, Pair, tagged
+from hf_gpipe.data.translation import pairs
+from hf_gpipe.data.translation.pairs import Corpus, Pair, tagged
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_gpipe.data import PreferenceCollator, PreferenceExamples
-from hf_gpipe.data.chats import chat_corpus, preference_of
+from hf_gpipe.data.examples.chats import chat_corpus, preference_of
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 from tests.data.chat_templates import MARKED, conversations, tokenizer, without_markers

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.data import splits
-from hf_gpipe.data.text import TokenBlocks, text_corpus
+from hf_gpipe.data.examples.text import TokenBlocks, text_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 

@@ -9,8 +9,9 @@ from itertools import islice
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from hf_gpipe.data import Pair, StreamedExamples, TokenizedPairs, tokenized, train_tokenizer
-from hf_gpipe.data.cldr import cldr_corpus
+from hf_gpipe.data import Pair, StreamedExamples, TokenizedPairs, train_tokenizer
+from hf_gpipe.data.translation import tokenized
+from hf_gpipe.data.translation.cldr import cldr_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 

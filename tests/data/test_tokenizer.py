@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, BartConfig, LlamaConfig, M2M100Config, MarianConfig, T5Config
 
 from hf_gpipe.data import train_tokenizer
-from hf_gpipe.data.cldr import cldr_corpus
 from hf_gpipe.data.tokenizer import MODELS, _train
+from hf_gpipe.data.translation.cldr import cldr_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 

@@ -36,7 +36,7 @@ from hf_gpipe import (
     PipelineEmbeddingTrainer,
     Reads,
 )
-from hf_gpipe.data.embeddings import EmbeddingCollator, EmbeddingExamples, embedded_of
+from hf_gpipe.data.examples.embeddings import EmbeddingCollator, EmbeddingExamples, embedded_of
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.from_recipe.checks import check_model
 from hf_gpipe.from_recipe.held_out import HeldOut, evaluate_embeddings

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaFor
 
 from examples.grpo import main, share_of_letter, tokenizer
 from hf_gpipe import Pipeline, PipelineGRPOConfig, PipelineGRPOTrainer
-from hf_gpipe.data.prompts import PromptExamples, prompted_of
+from hf_gpipe.data.examples.prompts import PromptExamples, prompted_of
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.grpo import GRPOLoss, advantages_of, deviations
 from hf_gpipe.trainers.checkable import checked_by

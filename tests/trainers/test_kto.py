@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_gpipe import Pipeline, PipelineKTOConfig, PipelineKTOTrainer
 from hf_gpipe.adapters.peft import without_adapters
-from hf_gpipe.data.kto import KTOCollator, KTOExamples
+from hf_gpipe.data.examples.kto import KTOCollator, KTOExamples
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.kto import KTOLoss
 from tests.data.chat_templates import tokenizer

@@ -16,7 +16,7 @@ from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.__main__ import main
 from hf_gpipe.adapters.token_classifiers import as_token_classifier
 from hf_gpipe.data import PairCollator
-from hf_gpipe.data.steps import StepExamples
+from hf_gpipe.data.examples.steps import StepExamples
 from hf_gpipe.errors import DataError, UserError
 from tests.data.chat_templates import tokenizer
 from tests.trainers.test_dpo import config

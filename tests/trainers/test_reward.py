@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, L
 
 from hf_gpipe import Pipeline, PipelineRewardConfig, PipelineRewardTrainer
 from hf_gpipe.__main__ import main
-from hf_gpipe.data.preferences import PreferenceExamples
-from hf_gpipe.data.rewards import RewardCollator, RewardExamples
+from hf_gpipe.data.examples.preferences import PreferenceExamples
+from hf_gpipe.data.examples.rewards import RewardCollator, RewardExamples
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.reward import RewardLoss
 from tests.data.chat_templates import tokenizer

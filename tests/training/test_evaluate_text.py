@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_gpipe import Pipeline
-from hf_gpipe.data.text import TokenBlocks
+from hf_gpipe.data.examples.text import TokenBlocks
 from hf_gpipe.data.tokenizer import train_tokenizer
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.from_recipe import job

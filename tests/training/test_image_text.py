@@ -29,8 +29,8 @@ from transformers import (
 
 from hf_gpipe import PipelineSFTConfig, PipelineSFTTrainer
 from hf_gpipe.data import image_files
-from hf_gpipe.data.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
-from hf_gpipe.data.images import image_corpus
+from hf_gpipe.data.examples.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
+from hf_gpipe.data.examples.images import image_corpus
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.from_recipe import job
 from hf_gpipe.from_recipe.checks import check_model

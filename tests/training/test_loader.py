@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE
 from hf_gpipe.data import PairCollator
-from hf_gpipe.data.sampling import draws_of
+from hf_gpipe.data.translation.sampling import draws_of
 from hf_gpipe.errors import CheckpointError, DataError, UserError
 from hf_gpipe.training.loader import MiniBatches
 from tests.training.toy import CausalRows, Recorder, Rows, Stream, trainer, weights

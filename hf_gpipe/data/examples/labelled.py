@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_gpipe.data.chats import Conversation
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.encoded import EncodedConversations
+from hf_gpipe.data.examples.chats import Conversation
+from hf_gpipe.data.examples.encoded import EncodedConversations
 from hf_gpipe.data.fields import text_in, value_in
 from hf_gpipe.errors import DataError, listed, nearest
 

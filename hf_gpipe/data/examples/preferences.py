@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.data.chat_labels import ids_of
-from hf_gpipe.data.chats import Conversation, Read, num_common, preference_of
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.encoded import EncodedConversations
+from hf_gpipe.data.examples.chat_labels import ids_of
+from hf_gpipe.data.examples.chats import Conversation, Read, num_common, preference_of
+from hf_gpipe.data.examples.encoded import EncodedConversations
 from hf_gpipe.errors import DataError
 
 
@@ -22,8 +22,8 @@ class PreferenceExamples(EncodedConversations):
     The ids are those of TRL's DPOTrainer with the same arguments. The result is kept in the cache of `datasets`.
 
     Args:
-        rows: preferences in any form that `hf_gpipe.data.chats.preference_of` describes: a list, a `datasets.Dataset`,
-            or the split of a corpus.
+        rows: preferences in any form that `preference_of` in data/examples/chats.py describes: a list, a
+            `datasets.Dataset`, or the split of a corpus.
         tokenizer: its chat template is applied to messages. Text is joined as it is, with an end-of-sequence token
             behind the answers.
         max_length: tokens to which a prompt with its answer is cut, from the start on; None: they are not cut. Rows

@@ -9,9 +9,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.data.chat_labels import ChatEncoder
-from hf_gpipe.data.chats import Conversation, Read, conversation_of
-from hf_gpipe.data.encoded import EncodedConversations
+from hf_gpipe.data.examples.chat_labels import ChatEncoder
+from hf_gpipe.data.examples.chats import Conversation, Read, conversation_of
+from hf_gpipe.data.examples.encoded import EncodedConversations
 
 
 class ChatExamples(EncodedConversations):
@@ -21,7 +21,7 @@ class ChatExamples(EncodedConversations):
     TRL's SFTTrainer with the same arguments. The result is kept in the cache of `datasets`.
 
     Args:
-        rows: conversations in any form that `hf_gpipe.data.chats.conversation_of` describes: a list, a
+        rows: conversations in any form that `hf_gpipe.data.examples.chats.conversation_of` describes: a list, a
             `datasets.Dataset`, or the split of a corpus.
         tokenizer: its chat template is applied to messages. A prompt and a completion that are text are joined as they
             are, with an end-of-sequence token behind them.

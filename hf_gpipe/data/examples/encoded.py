@@ -15,7 +15,7 @@ import pyarrow  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data.chats import Conversation, Read
+from hf_gpipe.data.examples.chats import Conversation, Read
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, in_blocks, read_counts, read_table, write_table
 from hf_gpipe.data.tokenizer import identity_of_tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hf_gpipe.data.chats import Conversation, conversation_of
-from hf_gpipe.data.preferences import PreferenceExamples, answered
+from hf_gpipe.data.examples.chats import Conversation, conversation_of
+from hf_gpipe.data.examples.preferences import PreferenceExamples, answered
 from hf_gpipe.errors import DataError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from hf_gpipe.data.chats import Conversation, preference_of
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.preferences import PreferenceExamples
+from hf_gpipe.data.examples.chats import Conversation, preference_of
+from hf_gpipe.data.examples.preferences import PreferenceExamples
 from hf_gpipe.errors import DataError
 
 

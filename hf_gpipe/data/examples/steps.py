@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.data.chats import Conversation
-from hf_gpipe.data.encoded import EncodedConversations
+from hf_gpipe.data.examples.chats import Conversation
+from hf_gpipe.data.examples.encoded import EncodedConversations
 from hf_gpipe.data.fields import text_in
 from hf_gpipe.errors import DataError
 

@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.data.chat_examples import ChatExamples
-from hf_gpipe.data.chats import conversation_of
 from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.examples.chat_examples import ChatExamples
+from hf_gpipe.data.examples.chats import conversation_of
+from hf_gpipe.data.examples.packed_rows import Piece, packed_rows
 from hf_gpipe.data.fields import check_characters
-from hf_gpipe.data.packed_rows import Piece, packed_rows
 from hf_gpipe.errors import DataError, UserError, listed
 
 _FORMS = ("messages", "conversations", "completion")
@@ -33,7 +33,7 @@ class SFTExamples(ChatExamples):
         assistant_only_loss: whether only assistant turns are learnt.
         completion_only_loss: of a prompt and its completion, whether only the completion is learnt.
         text_field: the column of texts.
-        packing: how rows are packed to `max_length` tokens, by `hf_gpipe.data.packed_rows`; None: they are not. A
+        packing: how rows are packed to `max_length` tokens, by data/examples/packed_rows.py; None: they are not. A
             packed row has also "seq_lengths", the tokens of each of its documents, unless they are "wrapped".
         shuffle_seed: of the order of the rows; None: their own.
 

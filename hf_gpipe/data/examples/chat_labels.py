@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data.chats import num_common, text_of_message
+from hf_gpipe.data.examples.chats import num_common, text_of_message
 from hf_gpipe.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]

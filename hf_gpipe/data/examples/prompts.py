@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data.chat_labels import ids_of
 from hf_gpipe.data.collate import PairCollator
+from hf_gpipe.data.examples.chat_labels import ids_of
 from hf_gpipe.errors import DataError
 
 
