@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from torch.multiprocessing import ProcessRaisedException
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe import Pipeline
+from hf_gpipe import Pipeline, PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.errors import ScheduleError, StageError, UserError
+from hf_gpipe.job.world import World
 from hf_gpipe.model import clone
 from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.planner.report import report
@@ -37,7 +38,7 @@ from tests.oracle import (
     run_plain,
     tiny_config,
 )
-from tests.training import test_dpo
+from tests.trainers import test_dpo
 from tests.training.toy import trainer
 from tests.training.toy import weights as trained_weights
 
@@ -531,6 +532,21 @@ def test_an_update_that_fails_beside_backwards() -> None:
     expected = pipeline(plain_model(config))
     assert loss == pytest.approx(float(expected.train_step(batch)), rel=1e-14)
     assert norm == pytest.approx(float(expected.grad_norm()), rel=1e-14)
+
+
+def test_dealt_stages_draw_alike_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of several models draw other masks from one seed, and one of them recomputes what another has computed."""
+    monkeypatch.setattr(World, "device_models", ("NVIDIA A100", "NVIDIA H100"))
+    config, dealt = with_layers(4), {"schedule": "round_robin", "offload_weights": "all"}
+    without = pipeline(plain_model(config), **dealt)
+    with pytest.raises(UserError, match=r"^neftune_noise_alpha=5.* several models \(NVIDIA A100, NVIDIA H100\): "):
+        PipelineTrainer(without, PipelineTrainingArguments(str(tmp_path), neftune_noise_alpha=5))
+    config.attention_dropout = 0.1
+    with pytest.raises(UserError, match=r"^attention_dropout=0.1, and the stages are dealt to GPUs of several models"):
+        pipeline(plain_model(config), **dealt)
+    assert pipeline(plain_model(config)).adapter.dropout == {"attention_dropout": 0.1}
+    monkeypatch.setattr(World, "device_models", ("NVIDIA H100",))
+    pipeline(plain_model(config), **dealt)
 
 
 def test_what_cannot_be_dealt() -> None:

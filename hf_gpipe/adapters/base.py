@@ -17,10 +17,12 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.layers import Layer, Stack, StackName
 from hf_gpipe.adapters.modules.autocast import Autocast
+from hf_gpipe.adapters.modules.dropout import masks_of
 from hf_gpipe.adapters.modules.head import FoundProjection
 from hf_gpipe.adapters.modules.patches import Patch
 from hf_gpipe.adapters.modules.quantised import Quantisation
@@ -161,6 +163,16 @@ class Adapter(ABC):
     def ties(self) -> dict[str, str]:
         """Name of each tied parameter -> name of the parameter that it is tied to."""
         return dict(self.reference.all_tied_weights_keys)
+
+    @property
+    def dropout(self) -> dict[str, float]:
+        """The probabilities of dropout above 0, by the names of settings of model and adapter, or of the modules."""
+        if self.config is None:
+            modules = self.reference.named_modules()
+            masks = {name: layer.p for name, layer in modules if isinstance(layer, _DropoutNd) and layer.p}
+        else:
+            masks = masks_of(self.config)
+        return masks if self.peft is None else masks | masks_of(self.peft.config)
 
     def num_parameters(self, *, exclude_embeddings: bool = False) -> int:
         """The number of the model's parameters, as transformers counts them."""

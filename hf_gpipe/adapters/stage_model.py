@@ -29,7 +29,6 @@ from hf_gpipe.adapters.modules.weight_gradients import WeightGradients
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, replace_tensor
-from hf_gpipe.adapters.tensor_parallel.masks import dropout_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.tensor_parallel.split import Division
 from hf_gpipe.errors import UserError
@@ -157,7 +156,7 @@ class StageModel:
         Raises UserError where the model cannot be divided so.
         """
         blocks = frozenset(block for stack in self.adapter.stacks for block in stack.blocks)
-        plan, has_dropout = plan_of(self.adapter, ranks.size), bool(dropout_of(self.adapter))
+        plan, has_dropout = plan_of(self.adapter, ranks.size), bool(self.adapter.dropout)
         self.division = Division(plan, ranks, has_dropout=has_dropout)
         self.division.apply(self.model, self.model.all_tied_weights_keys, blocks)
 

@@ -115,6 +115,11 @@ class World:
         return tuple(torch.device(device.name) for device in self.ranks[self.rank].devices) or (_CPU,)
 
     @property
+    def device_models(self) -> tuple[str, ...]:
+        """The models of the GPUs of all processes, such as "NVIDIA H100"; "" is a CPU."""
+        return tuple(sorted({device.model for rank in self.ranks for device in rank.devices}))
+
+    @property
     def device(self) -> torch.device:
         """This process's first device, for computations outside of the stages."""
         return self.devices[0]

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter, Blueprint, build_adapter
+from hf_gpipe.adapters.modules.dropout import masks_of
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
-from hf_gpipe.adapters.tensor_parallel.masks import dropout_of, masks_of
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError, one_line
@@ -43,7 +43,7 @@ def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = 
     if division.divides_rows:
         _check_rows(adapter, size, is_compiled=is_compiled)
     verify_division(adapter, size, divides_rows=division.divides_rows)
-    for name, probability in dropout_of(adapter).items() if is_compiled else ():
+    for name, probability in adapter.dropout.items() if is_compiled else ():
         # What draws the masks (masks.py) breaks compiled code into pieces, and with some backends draws them twice.
         raise UserError(
             f"tensor_parallel is {size}, torch_compile is true and {name} is {probability}, which do not go together: "

@@ -264,6 +264,23 @@ def _check_dealt(decision: Decision) -> None:
     if decision.teacher is not None or loss.compares_units:
         what = "a teacher" if decision.teacher is not None else f"a {type(loss).__name__}, which compares rows"
         raise UserError(f"schedule {name!r} and {what}: the last stage must be in one place; use breadth_first")
+    for what, value in decision.adapter.dropout.items():
+        check_draws_alike(decision.world, f"{what}={value}")
+
+
+def check_draws_alike(world: World, what: str) -> None:
+    """Raise UserError where stages are dealt to GPUs that draw other random numbers from one seed.
+
+    Args:
+        what: the setting of what is drawn, in words.
+    """
+    models = world.device_models
+    if world.placement.is_dealt and len(models) > 1:
+        raise UserError(
+            f"{what}, and the stages are dealt to GPUs of several models ({', '.join(models)}): a GPU recomputes what "
+            "another has computed, and GPUs of another model draw other numbers from one seed; set it to 0, use GPUs "
+            "of one model, or use the schedule breadth_first"
+        )
 
 
 def _table_of(config: PipelineConfig, inputs: PlanInputs, world: World) -> Schedule | None:

@@ -35,6 +35,7 @@ from hf_gpipe.losses.loss import Loss
 from hf_gpipe.model.opening import chain_of
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import Pipeline, PipelineRequest
+from hf_gpipe.pipeline.decision import check_draws_alike
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO
 from hf_gpipe.runtime.generation import check_generates
@@ -93,6 +94,8 @@ def set_up_model(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
             f"neftune_noise_alpha={args.neftune_noise_alpha!r}: {pipe.adapter.config.model_type} has an encoder, and "
             "the noise is supported for decoder-only models; leave it out"
         )
+    if args.neftune_noise_alpha is not None:
+        check_draws_alike(pipe.decision.world, f"neftune_noise_alpha={args.neftune_noise_alpha!r}")
     for stage in pipe.weights.every_model:
         stage.add_noise(args.neftune_noise_alpha)
     if args.generation_config is not None:

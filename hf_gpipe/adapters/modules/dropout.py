@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 _MASK = (1 << 64) - 1
 
@@ -68,3 +70,14 @@ class DropoutSeeds:
         for row, seed in zip(tensor, self._row_seeds, strict=True):
             self._generator.manual_seed(seed)
             yield row
+
+
+def masks_of(config: Any) -> dict[str, float]:
+    """The probabilities of dropout above 0 in a configuration and those in it, by their paths."""
+    masks: dict[str, float] = {}
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            masks |= {f"{name}.{path}": probability for path, probability in masks_of(value).items()}
+        elif "drop" in name and isinstance(value, float) and value:
+            masks[name] = value
+    return masks

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig
 
-from hf_gpipe.adapters.base import Adapter
 from hf_gpipe.adapters.tensor_parallel.region import Region
 from hf_gpipe.adapters.tensor_parallel.rows import DIM
 from hf_gpipe.errors import UserError
@@ -53,20 +51,3 @@ class WholeMasks(TorchFunctionMode):
         shape[dim] = width * sum(units)
         mask = F.dropout(torch.ones(shape, dtype=input.dtype, device=input.device), p)
         return input * mask.split([width * unit for unit in units], dim)[place]
-
-
-def dropout_of(adapter: Adapter) -> dict[str, float]:
-    """The probabilities of dropout above 0 of a model and of its LoRA, by the names of their settings."""
-    of_lora = 0.0 if adapter.peft is None else adapter.peft.config.lora_dropout
-    return masks_of(adapter.config) | ({"lora_dropout": of_lora} if of_lora else {})
-
-
-def masks_of(config: Any) -> dict[str, float]:
-    """The probabilities of dropout above 0 in a configuration and those in it, by their paths."""
-    masks: dict[str, float] = {}
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            masks |= {f"{name}.{path}": probability for path, probability in masks_of(value).items()}
-        elif "drop" in name and isinstance(value, float) and value:
-            masks[name] = value
-    return masks
