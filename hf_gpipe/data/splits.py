@@ -1,11 +1,11 @@
-"""Documents, conversations or other items in three splits, from local files or a data set of the Hub."""
+"""A corpus: pairs, documents, conversations or other items in three splits; how items are put into them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.data.fields import PairFields
@@ -20,14 +20,18 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Splits(Generic[Item]):
-    """A corpus without languages.
+class Corpus(Generic[Item]):
+    """Items of any kind in three splits.
 
     Attributes:
+        train: the items to train on; those of a stream have no number.
+        validation, test: the items to evaluate on.
+        languages: of pairs, in the order of the recipe.
+        target_tags: the tags that sources of pairs may have.
         texts_of: the texts of an item that a tokenizer may be trained on.
     """
 
-    train: Sequence[Item]
+    train: Any
     validation: Sequence[Item]
     test: Sequence[Item]
     languages: list[str] = field(default_factory=list)
@@ -52,7 +56,7 @@ def read_splits(
     texts_of: Callable[[Item], Iterable[str]],
     what: str,
     evaluated: Collection[str] = ("validation", "test"),
-) -> Splits[Item]:
+) -> Corpus[Item]:
     """Read `data.path`: local files, otherwise a data set of the Hub or a directory in its form.
 
     A data set's own splits "validation" and "test" are kept. A split that it has not is cut off from the training items
@@ -90,7 +94,7 @@ def read_splits(
         }
     read = list(progress(of_rows(rows), f"reading {path}", what))
     parts = split_beside(own, read, data, text_of, what) | own
-    return Splits(parts["train"], parts["validation"], parts["test"], texts_of=texts_of)
+    return Corpus(parts["train"], parts["validation"], parts["test"], texts_of=texts_of)
 
 
 def split_beside(

@@ -21,8 +21,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from hf_gpipe import strict_json
 from hf_gpipe.data.progress import progress
+from hf_gpipe.data.splits import Corpus
 from hf_gpipe.data.store import cached, fingerprint
-from hf_gpipe.data.translation.corpus import AnyCorpus
 from hf_gpipe.data.translation.pairs import MAX_TOKENIZER_EXAMPLES
 from hf_gpipe.errors import DataError, nearest
 from hf_gpipe.recipe import TokenizerSection
@@ -103,7 +103,7 @@ def train_tokenizer(
     return tokenizer
 
 
-def trained_tokenizer(corpus: AnyCorpus, section: TokenizerSection) -> PreTrainedTokenizerFast:
+def trained_tokenizer(corpus: Corpus[Any], section: TokenizerSection) -> PreTrainedTokenizerFast:
     """The tokenizer that a recipe wants trained on a corpus; the cache keeps it for the next run on the same corpus."""
 
     def train(to: Path) -> None:

@@ -15,8 +15,8 @@ from hf_gpipe.adapters.image_text import FORMS, images_of_row
 from hf_gpipe.data.examples.image_text import blank_row, read_processor
 from hf_gpipe.data.examples.images import image_processor, shape_read
 from hf_gpipe.data.files import read_template
+from hf_gpipe.data.splits import Corpus
 from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer, trained_tokenizer
-from hf_gpipe.data.translation.corpus import AnyCorpus
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError
 from hf_gpipe.from_recipe.model import model_config, spec_of
 from hf_gpipe.losses.distillation import DistillationLoss
@@ -95,7 +95,7 @@ def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapt
     return adapter
 
 
-def tokenizer_of(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+def tokenizer_of(recipe: Recipe, corpus: Corpus[Any], checkpoint: Path | None) -> PreTrainedTokenizerBase:
     """The tokenizer: a resumed run's own, the one that the recipe names, or one trained on the corpus."""
     tokenizer = _tokenizer(recipe, corpus, checkpoint)
     if recipe.data.chat_template is not None:
@@ -103,7 +103,7 @@ def tokenizer_of(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> 
     return tokenizer
 
 
-def _tokenizer(recipe: Recipe, corpus: AnyCorpus, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+def _tokenizer(recipe: Recipe, corpus: Corpus[Any], checkpoint: Path | None) -> PreTrainedTokenizerBase:
     source = checkpoint or recipe.tokenizer.path or recipe.model.path
     if source is not None:
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, default_data_collator
 
-from hf_gpipe.data import Corpus, PairStream, StreamedExamples, TokenizedPairs, build_corpus
+from hf_gpipe.data import PairStream, StreamedCorpus, StreamedExamples, TokenizedPairs, build_corpus
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.examples.chat_examples import ChatExamples
 from hf_gpipe.data.examples.chats import Conversation, Read, chat_corpus, preference_of
@@ -27,9 +27,8 @@ from hf_gpipe.data.examples.prompts import PromptExamples, prompted_of
 from hf_gpipe.data.examples.rewards import RewardExamples, compared_of
 from hf_gpipe.data.examples.steps import StepExamples, stepwise_of
 from hf_gpipe.data.examples.text import TokenBlocks, text_corpus
-from hf_gpipe.data.splits import Splits
+from hf_gpipe.data.splits import Corpus
 from hf_gpipe.data.translation.buckets import training_pairs
-from hf_gpipe.data.translation.corpus import AnyCorpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.checks import image_text_processor_of, processor_of, tokenizer_of
 from hf_gpipe.from_recipe.evaluate_translation import (
@@ -86,7 +85,7 @@ class Task:
     read: Callable[[Recipe], Any]
     size: Callable[[DataSection, Any], str]
     rows: Callable[..., Any]
-    evaluate: Callable[[Recipe, Pipeline, PreTrainedTokenizerBase | None, AnyCorpus | None], Report]
+    evaluate: Callable[[Recipe, Pipeline, PreTrainedTokenizerBase | None, Corpus[Any] | None], Report]
     num_characters: Callable[..., int] | None = None
     processor: Callable[[Recipe, Any, Path | None], Any] = tokenizer_of
     collator: Callable[[Any, Pipeline], Any] = _padding
@@ -114,7 +113,7 @@ def task_of(recipe: Recipe) -> Task:
 
 def _pairs_size(data: DataSection, corpus: Any) -> str:
     count = len(corpus.languages)
-    pairs = f"{len(corpus.train)} training" if isinstance(corpus, Corpus) else "streamed"
+    pairs = "streamed" if isinstance(corpus, StreamedCorpus) else f"{len(corpus.train)} training"
     return f"{pairs} pairs, {count} language{'s' * (count > 1)}"
 
 
@@ -184,7 +183,7 @@ def _held_out(recipe: Recipe, make: Make, tokenizer: PreTrainedTokenizerBase | N
     return HeldOut(make_rows, recipe.evaluation.batch_size, recipe.evaluation.max_examples)
 
 
-def _chats(recipe: Recipe, items: str, read: Read | None = None) -> Splits[Conversation]:
+def _chats(recipe: Recipe, items: str, read: Read | None = None) -> Corpus[Conversation]:
     return chat_corpus(recipe.data, read, items, _evaluated(recipe))
 
 
@@ -207,7 +206,7 @@ def _complete(recipe: Recipe, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase
     return evaluate_completions(pipe, held_out, tokenizer, recipe.grpo.reward, recipe.grpo.max_completion_length)
 
 
-def _labelled(recipe: Recipe) -> Splits[Conversation]:
+def _labelled(recipe: Recipe) -> Corpus[Conversation]:
     data = recipe.data
     read = partial(labelled_of, labels=data.labels, text_field=data.text_field, label_field=data.label_field)
     return _chats(recipe, "texts", read)

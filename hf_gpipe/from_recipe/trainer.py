@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from hf_gpipe.data.examples.teacher_file import TeacherCollator, TeacherFile, WithTeacher
-from hf_gpipe.data.translation.corpus import AnyCorpus
+from hf_gpipe.data.splits import Corpus
 from hf_gpipe.from_recipe.checks import sorts_rows
 from hf_gpipe.from_recipe.evaluate_translation import PerCharacter, without_logits
 from hf_gpipe.from_recipe.held_out import accuracy
@@ -52,7 +52,7 @@ _TRAINERS = {
 class Prepared(NamedTuple):
     """Everything that the reader makes before the model."""
 
-    corpus: AnyCorpus
+    corpus: Corpus[Any]
     tokenizer: Any
     config: PreTrainedConfig
 

@@ -14,7 +14,7 @@ import pytest
 
 from hf_gpipe.data.examples.chat_examples import ChatExamples
 from hf_gpipe.data.examples.chats import Conversation, chat_corpus, conversation_of
-from hf_gpipe.data.splits import Splits
+from hf_gpipe.data.splits import Corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 from tests.data.chat_templates import MARKED, conversations, tokenizer, without_markers
@@ -200,7 +200,7 @@ def test_sharegpt_and_columns_of_arrow_are_messages() -> None:
     assert conversation_of("x", {"messages": PAIR, "tools": "[1]"}) == {**wanted, "tools": [1]}
 
 
-def of(path: Path | str, **options: Any) -> Splits[Conversation]:
+def of(path: Path | str, **options: Any) -> Corpus[Conversation]:
     return chat_corpus(DataSection(kind="chat", path=str(path), **options))
 
 

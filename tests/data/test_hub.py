@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from hf_gpipe.data.hub import _opener
-from hf_gpipe.data.translation.pairs import Corpus
+from hf_gpipe.data.splits import Corpus
 from hf_gpipe.errors import DataError
 from tests.data import hub_directories
 from tests.data.sections import corpus as build_corpus

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_gpipe.data.translation.pairs import Corpus
+from hf_gpipe.data.splits import Corpus
 from hf_gpipe.errors import DataError
 from tests.data import sections
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hf_gpipe.data import splits
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
-from hf_gpipe.data.translation import pairs
-from hf_gpipe.data.translation.pairs import Corpus, Pair, tagged
+from hf_gpipe.data.splits import Corpus
+from hf_gpipe.data.translation.pairs import Pair, tagged, texts_of
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
@@ -26,7 +26,7 @@ def split(keys: list[str], validation_fraction: float = 0.2, test_fraction: floa
         validation_fraction=validation_fraction,
         test_fraction=test_fraction,
     )
-    return Corpus(**parts, languages=["de"], target_tags=[])
+    return Corpus(**parts, languages=["de"], texts_of=texts_of)
 
 
 @settings(max_examples=50, deadline=None)
@@ -94,7 +94,7 @@ def test_texts_of_a_large_corpus_are_sampled(monkeypatch):
         zip(everything[::2], everything[1::2], strict=True)
     ), "whole pairs"
     assert sampled == [text for text in everything if text in set(sampled)], "in the corpus's order"
-    monkeypatch.setattr(pairs, "MAX_TOKENIZER_EXAMPLES", 1500)
+    monkeypatch.setattr(splits, "MAX_TOKENIZER_EXAMPLES", 1500)
     assert list(corpus.texts()) == sampled
 
 

@@ -21,7 +21,7 @@ from hf_gpipe.recipe import DataSection
 EVERYTHING: dict[str, Any] = {"validation_fraction": 0.0, "test_fraction": 0.0}
 
 
-def of(path: str, **options: Any) -> splits.Splits:
+def of(path: str, **options: Any) -> splits.Corpus:
     return text_corpus(DataSection(kind="text", path=path, **options))
 
 
@@ -103,8 +103,8 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         of(str(tmp_path / "absent.txt"))
 
 
-def split(documents: list[str], **fractions: float) -> splits.Splits:
-    return splits.Splits(**splits.split(documents, str, "documents", **fractions))
+def split(documents: list[str], **fractions: float) -> splits.Corpus:
+    return splits.Corpus(**splits.split(documents, str, "documents", **fractions))
 
 
 @settings(deadline=None, max_examples=50)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hf_gpipe import strict_json
 from hf_gpipe.data.fields import check_characters
 from hf_gpipe.data.formats import Row
-from hf_gpipe.data.splits import Splits, read_splits
+from hf_gpipe.data.splits import Corpus, read_splits
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
 from hf_gpipe.recipe.words import shorten
@@ -51,7 +51,7 @@ def chat_corpus(
     read: Read | None = None,
     what: str = "conversations",
     evaluated: Collection[str] = ("validation", "test"),
-) -> Splits[Conversation]:
+) -> Corpus[Conversation]:
     """The conversations of local files, or of a data set of the Hub.
 
     `data.path` is a file, wildcards, or a directory with files whose names end in .jsonl, .json or .parquet, the first

@@ -16,7 +16,7 @@ from transformers import AutoProcessor, ProcessorMixin
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.hub import without_media
 from hf_gpipe.data.image_files import StoredRows, as_stored, divided, splits_with_images
-from hf_gpipe.data.splits import Splits
+from hf_gpipe.data.splits import Corpus
 from hf_gpipe.data.translation.pairs import SPLITS
 from hf_gpipe.errors import DataError, UserError, listed, one_line
 from hf_gpipe.recipe import DataSection
@@ -150,7 +150,7 @@ class ImageTextExamples:
         return {n: values[:most] if n == "input_ids" or n in _OF_TOKENS else values for n, values in example.items()}
 
 
-def image_text_corpus(data: DataSection, evaluated: Collection[str] = ("validation", "test")) -> Splits[Any]:
+def image_text_corpus(data: DataSection, evaluated: Collection[str] = ("validation", "test")) -> Corpus[Any]:
     """The rows of `data.path` in three splits, images not decoded yet.
 
     Splits that the data set has not are cut off by a hash of the texts of each row (`divided`).
@@ -178,7 +178,7 @@ def image_text_corpus(data: DataSection, evaluated: Collection[str] = ("validati
 
     parts = divided(splits, data, text_of, "rows", evaluated)
     rows_of: list[Any] = [StoredRows(parts[split], str(data.path), name) for split in SPLITS]
-    return Splits(*rows_of)
+    return Corpus(*rows_of)
 
 
 def _with_places(where: str, messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 
 from hf_gpipe.data.examples.labelled import class_of
 from hf_gpipe.data.image_files import StoredRows, as_stored, divided, splits_with_images
-from hf_gpipe.data.splits import Splits
+from hf_gpipe.data.splits import Corpus
 from hf_gpipe.data.translation.pairs import SPLITS
 from hf_gpipe.errors import DataError, UserError, listed, nearest, one_line
 from hf_gpipe.recipe import DataSection
@@ -87,7 +87,7 @@ def shape_read(processor: Any) -> torch.Tensor:
     return pixels_of(np.zeros((64, 64, 3), dtype=np.uint8), processor)
 
 
-def image_corpus(data: DataSection, evaluated: Collection[str] = ("validation", "test")) -> Splits[Any]:
+def image_corpus(data: DataSection, evaluated: Collection[str] = ("validation", "test")) -> Corpus[Any]:
     """The images of `data.path` in three splits.
 
     An image is known by its file's name or its bytes, by a hash of which splits are cut off (`divided`).
@@ -125,7 +125,7 @@ def image_corpus(data: DataSection, evaluated: Collection[str] = ("validation", 
         )
         for name in SPLITS
     ]
-    return Splits(*images)
+    return Corpus(*images)
 
 
 def augmentation_of(transforms: Mapping[str, Any]) -> Augment | None:

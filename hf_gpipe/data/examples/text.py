@@ -9,13 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.fields import text_in
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.splits import Splits, read_splits
+from hf_gpipe.data.splits import Corpus, read_splits
 from hf_gpipe.data.store import in_blocks
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
 
-def text_corpus(data: DataSection) -> Splits[str]:
+def text_corpus(data: DataSection) -> Corpus[str]:
     """The documents of local files, or of a data set of the Hub.
 
     `data.path` is a file, wildcards, or a directory with files whose names end in .txt, .jsonl or .parquet, the first

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from typing_extensions import TypedDict
 
@@ -18,28 +17,25 @@ from hf_gpipe import strict_json
 from hf_gpipe.data.deterministic import stable_fraction
 from hf_gpipe.data.fields import PairFields
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.splits import Splits, check_training
+from hf_gpipe.data.splits import Corpus, check_training
 from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, read_table, table_writer
 from hf_gpipe.data.translation.cldr import cldr_corpus
 from hf_gpipe.data.translation.pairs import (
     SPLITS,
-    Corpus,
     Pair,
     PairTable,
     count_languages,
     language_tag,
     split_of,
+    texts_of,
 )
 from hf_gpipe.data.translation.reader import PairReader, held_out_of, tags_of, warn_of_few
 from hf_gpipe.data.translation.sources import Part, file_parts
-from hf_gpipe.data.translation.stream import StreamedCorpus, streamed_corpus
+from hf_gpipe.data.translation.stream import streamed_corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
 logger = logging.getLogger(__name__)
-
-AnyCorpus: TypeAlias = Corpus | StreamedCorpus | Splits[Any]
-"""A corpus of any kind, on which a tokenizer can be trained."""
 
 #: Keys that decide how pairs are used, but not which pairs the corpus has.
 _NOT_OF_THE_PAIRS = (
@@ -55,7 +51,7 @@ class _About(TypedDict):
     empty: dict[str, strict_json.Number]
 
 
-def build_corpus(data: DataSection, order_seed: int = 0) -> Corpus | StreamedCorpus:
+def build_corpus(data: DataSection, order_seed: int = 0) -> Corpus[Pair]:
     """Build the corpus of a recipe's data section.
 
     Args:
@@ -78,7 +74,7 @@ def build_corpus(data: DataSection, order_seed: int = 0) -> Corpus | StreamedCor
     return streamed_corpus(parts, fields, data, order_seed) if data.streaming else read_corpus(parts, fields, data)
 
 
-def read_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection) -> Corpus:
+def read_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection) -> Corpus[Pair]:
     """Read all parts, or find them in the cache.
 
     Validation and test pairs come from a part's own splits, unchanged; if a part has no such split, a share of its
@@ -99,7 +95,7 @@ def read_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection) ->
     of_corpus = [language for language in about["languages"] if language in total]
     warn_of_few(counts, of_corpus, total)
     tags = [language_tag(target) for target in fields.targets(about["languages"])] if about["tags"] else []
-    return Corpus(splits["train"], splits["validation"], splits["test"], of_corpus, tags)
+    return Corpus(**splits, languages=of_corpus, target_tags=tags, texts_of=texts_of)
 
 
 def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSection) -> None:

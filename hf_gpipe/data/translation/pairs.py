@@ -1,18 +1,16 @@
-"""A parallel corpus: pairs of a source and a target text, split into train, validation and test without leaks."""
+"""Pairs of a source and a target text, and the split that each is in, without leaks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple, overload
 
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 
-from hf_gpipe.data.deterministic import stable_fraction, stable_random
+from hf_gpipe.data.deterministic import stable_fraction
 from hf_gpipe.data.store import BATCH_ROWS, in_blocks
 
 ENGLISH = "en"
@@ -76,6 +74,11 @@ class PairTable(Sequence[Pair]):
     __hash__ = None  # type: ignore[assignment]  # as a list's
 
 
+def texts_of(pair: Pair) -> tuple[str, str]:
+    """The source and the target."""
+    return pair.source, pair.target
+
+
 def texts_in_blocks(pairs: Sequence[Pair]) -> Iterator[tuple[list[str], list[str]]]:
     """Sources and targets of all pairs in order, a block at a time."""
     if isinstance(pairs, PairTable):
@@ -102,30 +105,6 @@ def count_languages(pairs: Sequence[Pair]) -> Counter[str]:
         return Counter(pair.language for pair in pairs)
     counted = pyarrow.compute.value_counts(pairs.table.column("language"))
     return Counter({entry["values"]: entry["counts"] for entry in counted.to_pylist()})
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The three splits, the languages in the order of the recipe, and the target tags that sources may have."""
-
-    train: Sequence[Pair]
-    validation: Sequence[Pair]
-    test: Sequence[Pair]
-    languages: list[str]
-    target_tags: list[str]
-
-    def texts(self, max_pairs: int | None = None) -> Iterator[str]:
-        """The sources and targets of training pairs, to train a tokenizer on.
-
-        Args:
-            max_pairs: how many are sampled where there are more; None: `MAX_TOKENIZER_EXAMPLES`.
-        """
-        count, most = len(self.train), max_pairs or MAX_TOKENIZER_EXAMPLES
-        drawn = range(count) if most >= count else set(stable_random("texts", most).sample(range(count), most))
-        pairs = chain.from_iterable(zip(*block, strict=True) for block in texts_in_blocks(self.train))
-        for place, pair in enumerate(pairs):
-            if place in drawn:
-                yield from pair
 
 
 def language_tag(language: str) -> str:

@@ -13,14 +13,14 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
 from hf_gpipe.data.fields import ONE_LANGUAGE, PairFields
 from hf_gpipe.data.formats import Row
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.translation.pairs import Pair, language_tag, split_of
+from hf_gpipe.data.splits import Corpus
+from hf_gpipe.data.translation.pairs import Pair, language_tag, split_of, texts_of
 from hf_gpipe.data.translation.reader import PairReader, held_out_of, tags_of, warn_of_few
 from hf_gpipe.data.translation.sampling import language_probabilities
 from hf_gpipe.data.translation.sources import Part, Rows, counts_of
@@ -183,25 +183,16 @@ class BlockReader:
             )
 
 
-@dataclass(frozen=True)
-class StreamedCorpus:
-    """Like `Corpus`, but its training pairs come from an endless stream."""
+class StreamedCorpus(Corpus[Pair]):
+    """A corpus whose training pairs are a `PairStream`."""
 
-    train: PairStream
-    validation: list[Pair]
-    test: list[Pair]
-    languages: list[str]
-    target_tags: list[str]
-
-    def texts(self, max_pairs: int | None = None) -> Iterator[str]:
+    def texts(self, max_items: int | None = None) -> Iterator[str]:
         """Sources and targets of the first training pairs; the stream stays where it is.
 
         Unless told, 100,000 pairs, or as many as there are where that is known and less.
         """
-        count = max_pairs or min(SAMPLE, sum(self.train.counts.values()) or SAMPLE)
-        for pair in itertools.islice(self.train.fresh(), count):
-            yield pair.source
-            yield pair.target
+        count = max_items or min(SAMPLE, sum(self.train.counts.values()) or SAMPLE)
+        return itertools.chain.from_iterable(map(texts_of, itertools.islice(self.train.fresh(), count)))
 
 
 def streamed_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection, order_seed: int) -> StreamedCorpus:

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.splits import split
+from hf_gpipe.data.splits import Corpus, split
 from hf_gpipe.data.translation.cldr.coverage import cldr_languages, own_words
 from hf_gpipe.data.translation.cldr.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
 from hf_gpipe.data.translation.cldr.templates import TEMPLATES, Phrase
-from hf_gpipe.data.translation.pairs import Corpus, Pair, language_tag, tagged
+from hf_gpipe.data.translation.pairs import Pair, language_tag, tagged, texts_of
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
 
@@ -29,7 +29,7 @@ FRUITLESS_DRAWS = 500
 MOST_NAMED = 4
 
 
-def cldr_corpus(data: DataSection) -> Corpus:
+def cldr_corpus(data: DataSection) -> Corpus[Pair]:
     """Generates the corpus; the same section gives the same corpus in any process.
 
     The languages are `languages`, or the first `num_languages` that CLDR says the templates in (cldr_languages). The
@@ -86,7 +86,7 @@ def cldr_corpus(data: DataSection) -> Corpus:
         test_fraction=data.test_fraction,
     )
     tags = [language_tag(target) for target in targets] if with_tag else []
-    return Corpus(**splits, languages=languages, target_tags=tags)
+    return Corpus(**splits, languages=languages, target_tags=tags, texts_of=texts_of)
 
 
 def power_law_count(rank: int, largest: int, smallest: int, exponent: float) -> int:
