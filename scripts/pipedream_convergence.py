@@ -25,8 +25,9 @@ from bench.report import table
 
 from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.data import PairCollator
-from hf_gpipe.from_recipe.checks import loss_of, tokenizer_of
+from hf_gpipe.from_recipe.checks import loss_of
 from hf_gpipe.from_recipe.model import model_config
+from hf_gpipe.from_recipe.processors import tokenizer_of
 from hf_gpipe.from_recipe.tasks import task_of
 from hf_gpipe.from_recipe.trainer import arguments_of
 from hf_gpipe.recipe import load_recipe
@@ -60,11 +61,9 @@ class Data:
         recipe = load_recipe(recipe_file, overrides)
         task = task_of(recipe)
         corpus = task.corpus(recipe)
-        self.tokenizer = tokenizer_of(recipe, corpus, None)
-        decoder_only = not model_config(recipe, self.tokenizer).is_encoder_decoder
+        self.tokenizer = tokenizer_of(recipe, corpus)
         self.train, self.validation = (
-            task.rows(recipe.data, split, self.tokenizer, decoder_only=decoder_only)
-            for split in (corpus.train, corpus.validation)
+            task.rows(recipe, split, self.tokenizer) for split in (corpus.train, corpus.validation)
         )
 
 

@@ -102,9 +102,7 @@ def losses_of_plain_trainer(recipe: Recipe, folder: Path, steps: Sequence[int]) 
     tokenizer = AutoTokenizer.from_pretrained(newest_checkpoint(folder) or folder)
     task = task_of(recipe)
     corpus = task.corpus(recipe)
-    train, validation = (
-        task.rows(recipe.data, split, tokenizer, decoder_only=False) for split in (corpus.train, corpus.validation)
-    )
+    train, validation = (task.rows(recipe, split, tokenizer) for split in (corpus.train, corpus.validation))
     collator = PairCollator.for_tokenizer(tokenizer)
     pipe = Pipeline(
         model_config(recipe, tokenizer),
@@ -117,9 +115,7 @@ def losses_of_plain_trainer(recipe: Recipe, folder: Path, steps: Sequence[int]) 
     own = PipelineTrainer(pipe, arguments_of(recipe), collator, processing_class=tokenizer, train_dataset=train)
     rows, size = [validation[place] for place in range(len(validation))], recipe.evaluation.batch_size
     batches = [collator(rows[start : start + size]) for start in range(0, len(rows), size)]
-    watch = Validation(
-        batches, task.num_characters(recipe.data, corpus.validation, tokenizer, decoder_only=False), steps
-    )
+    watch = Validation(batches, sum(validation.num_characters), steps)
     with tempfile.TemporaryDirectory() as temporary:
         pipe.save_pretrained(temporary)
         args = Seq2SeqTrainingArguments(

@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     if spec is None:
         raise RecipeError("distillation.teacher is null; name the teacher")
     corpus = task.corpus(recipe)
-    tokenizer = task.processor(recipe, corpus, None)
+    tokenizer = task.processor(recipe, corpus)
     pipe = teacher_alone(spec)
     splits = [split for split in (corpus.train, corpus.validation) if len(split)]
     rows = [
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         for split in splits
         for row in top_k_of(
             pipe,
-            task.rows(recipe.data, split, tokenizer, decoder_only=True),
+            task.rows(recipe, split, tokenizer),
             options.k,
             temperature=recipe.distillation.temperature,
             batch_size=recipe.evaluation.batch_size,

@@ -1,24 +1,20 @@
-"""From a recipe to the checks of its model, its tokenizer and its loss."""
+"""From a recipe to its loss, the shape of its mini-batches, and the checks of its model."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.families import UNREAD
 from hf_gpipe.adapters.image_text import FORMS, images_of_row
-from hf_gpipe.data.examples.image_text import blank_row, read_processor
-from hf_gpipe.data.examples.images import image_processor, shape_read
-from hf_gpipe.data.files import read_template
-from hf_gpipe.data.splits import Corpus
-from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer, trained_tokenizer
-from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError
+from hf_gpipe.data.examples.image_text import blank_row
+from hf_gpipe.data.examples.images import shape_read
+from hf_gpipe.errors import RecipeError, UnsupportedModelError, UserError
 from hf_gpipe.from_recipe.model import model_config, spec_of
+from hf_gpipe.from_recipe.processors import image_processor_of, image_text_processor_of
 from hf_gpipe.losses.distillation import DistillationLoss
 from hf_gpipe.losses.embedding import EmbeddingLoss
 from hf_gpipe.losses.grpo import GRPOLoss
@@ -95,39 +91,6 @@ def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapt
     return adapter
 
 
-def tokenizer_of(recipe: Recipe, corpus: Corpus[Any], checkpoint: Path | None) -> PreTrainedTokenizerBase:
-    """The tokenizer: a resumed run's own, the one that the recipe names, or one trained on the corpus."""
-    tokenizer = _tokenizer(recipe, corpus, checkpoint)
-    if recipe.data.chat_template is not None:
-        tokenizer.chat_template = read_template(recipe.data.chat_template)
-    return tokenizer
-
-
-def _tokenizer(recipe: Recipe, corpus: Corpus[Any], checkpoint: Path | None) -> PreTrainedTokenizerBase:
-    source = checkpoint or recipe.tokenizer.path or recipe.model.path
-    if source is not None:
-        try:
-            return read_tokenizer(source, trust_remote_code=recipe.model.trust_remote_code)
-        except DataError:
-            # A directory with weights alone has no tokenizer: one is trained.
-            is_expected = checkpoint is not None or recipe.tokenizer.path is not None
-            if is_expected or has_tokenizer(source):
-                raise
-    return trained_tokenizer(corpus, recipe.tokenizer)
-
-
-def processor_of(recipe: Recipe, checkpoint: Path | None = None) -> Any:
-    """The image processor: a resumed run's own, that of `model.path`, or the default one of the model's family."""
-    size = recipe.data.image_size if checkpoint is None else None
-    return image_processor(checkpoint or recipe.model.path, model_config(recipe, None), size)
-
-
-def image_text_processor_of(recipe: Recipe, checkpoint: Path | None = None) -> Any:
-    """The processor of images and text: a resumed run's own, or that of `model.path`."""
-    assert recipe.model.path is not None, "it was checked"
-    return read_processor(checkpoint or recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-
-
 def _workload_with_images(recipe: Recipe, config: PreTrainedConfig) -> Workload:
     data = recipe.data
     if config.model_type not in FORMS:
@@ -151,7 +114,7 @@ def workload_of(recipe: Recipe, config: PreTrainedConfig) -> Workload:
         return _workload_with_images(recipe, config)
     if recipe.data.kind != "images":
         return Workload.of_recipe(recipe, 1, is_encoder_decoder=bool(config.is_encoder_decoder))
-    pixels = shape_read(processor_of(recipe))
+    pixels = shape_read(image_processor_of(recipe))
     entries = {"pixel_values": pixels[None], "labels": torch.zeros(1, dtype=torch.long)}
     return Workload.of_entries(entries).of_rows(recipe.training.batch_size)
 

@@ -250,7 +250,7 @@ def evaluate_translation(
             max_target_tokens=max_target_tokens,
             decoder_only=not pipe.adapter.config.is_encoder_decoder,
         )
-        num_characters.extend(characters_of(taken, rows, tokenizer, max_target_tokens))
+        num_characters.extend(rows.num_characters)
         # Little of a mini-batch is padding where its rows are about equally long.
         order.extend(sorted(range(len(rows)), key=lambda i: (len(rows[i]["input_ids"]), rows.lengths[i])))
         return [rows[index] for index in order]
@@ -291,20 +291,6 @@ def _first_of_each_language(pairs: Sequence[Pair], count: int | None) -> Sequenc
         if count is None or taken[pair.language] <= count:
             chosen.append(pair)
     return chosen
-
-
-def characters_of(
-    pairs: Sequence[Pair], rows: TokenizedPairs, tokenizer: PreTrainedTokenizerBase, max_target_tokens: int
-) -> list[int]:
-    """The characters of each reference that its tokens stand for: of one that was cut, those of the tokens left."""
-    counts = []
-    for index, pair in enumerate(pairs):
-        labels = [token for token in rows[index]["labels"] if token != IGNORED_LABEL]
-        # Only a reference of this length may have been cut.
-        is_full = len(labels) >= max_target_tokens
-        text = tokenizer.decode(labels, skip_special_tokens=True) if is_full else pair.target
-        counts.append(len(text))
-    return counts
 
 
 def _report(

@@ -24,9 +24,9 @@ from hf_gpipe.data.examples.labelled import LabelCollator
 from hf_gpipe.data.examples.preferences import PreferenceCollator
 from hf_gpipe.data.examples.prompts import PromptCollator
 from hf_gpipe.data.examples.rewards import RewardCollator
+from hf_gpipe.from_recipe.checkable import checked_by
 from hf_gpipe.losses.embedding import EmbeddingLoss
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.trainers.checkable import checked_by
 from hf_gpipe.training.generating import completions_of
 from hf_gpipe.training.loader import Batch, Collate
 from hf_gpipe.training.predicting import from_last_stage, predict, shared_batches

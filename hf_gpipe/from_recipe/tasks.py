@@ -1,14 +1,14 @@
 """Tasks: to translate, to predict text, to answer in conversations or as is preferred, to classify; see `data.kind`.
 
-A task is a record in `TASKS`: which corpus there is, what the rows of a mini-batch are, and how the model is evaluated.
+A task is a record in `TASKS`: which corpus there is, what the rows of a mini-batch are, which trainer trains on them,
+and how the model is evaluated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, default_data_collator
@@ -30,16 +30,13 @@ from hf_gpipe.data.examples.text import TokenBlocks, text_corpus
 from hf_gpipe.data.splits import Corpus
 from hf_gpipe.data.translation.buckets import training_pairs
 from hf_gpipe.errors import DataError
-from hf_gpipe.from_recipe.checks import image_text_processor_of, processor_of, tokenizer_of
-from hf_gpipe.from_recipe.evaluate_translation import (
-    TranslationReport,
-    characters_of,
-    evaluate_translation,
-)
+from hf_gpipe.from_recipe.checkable import checked_by
+from hf_gpipe.from_recipe.evaluate_translation import TranslationReport, evaluate_translation
 from hf_gpipe.from_recipe.held_out import (
     Evaluate,
     HeldOut,
     HeldOutReport,
+    accuracy,
     evaluate_classes,
     evaluate_completions,
     evaluate_embeddings,
@@ -50,52 +47,63 @@ from hf_gpipe.from_recipe.held_out import (
     evaluate_steps,
     evaluate_text,
 )
+from hf_gpipe.from_recipe.model import model_config
+from hf_gpipe.from_recipe.processors import image_processor_of, image_text_processor_of, tokenizer_of
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import DataSection, Recipe
 from hf_gpipe.recipe.data import PAIRS
+from hf_gpipe.trainers.dpo import PipelineDPOConfig, PipelineDPOTrainer
+from hf_gpipe.trainers.embeddings import PipelineEmbeddingConfig, PipelineEmbeddingTrainer
+from hf_gpipe.trainers.grpo import PipelineGRPOConfig, PipelineGRPOTrainer
+from hf_gpipe.trainers.kto import PipelineKTOConfig, PipelineKTOTrainer
+from hf_gpipe.trainers.reward import PipelineRewardConfig, PipelineRewardTrainer
+from hf_gpipe.training.arguments import PipelineTrainingArguments
+from hf_gpipe.training.loader import Collate
+from hf_gpipe.training.trainer import PipelineTrainer
 
 Report = HeldOutReport | TranslationReport
 """The result of an evaluation, the same in every process."""
 
-
-def _padding(tokenizer: PreTrainedTokenizerBase, pipe: Pipeline) -> PairCollator:
-    if pipe.adapter.is_classifier:
-        return LabelCollator.for_config(pipe.adapter.config)
-    return PairCollator.for_tokenizer(tokenizer)
+Rows = Callable[[Recipe, Any, Any], Any]
+"""(recipe, split of a corpus, tokenizer) -> a dataset of rows to collate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Everything that depends on the task.
+    """Everything that depends on the task, but for the head of its model (from_recipe/model.py) and its loss.
 
     Attributes:
         evaluating: the evaluation at the end, in words, which go on with the name of the split.
         items: what a corpus consists of, in messages.
         read: the corpus that a recipe names, in three splits. Raises DataError.
         size: how much there is of it, in words.
-        rows: (data, split of a corpus, tokenizer, `decoder_only`) -> a dataset of rows to collate.
+        rows: (recipe, split of a corpus, tokenizer) -> a dataset of rows to collate. A dataset of pairs has also
+            `num_characters`, by which the validation loss per character is computed.
         evaluate: (recipe, model, and of the main process the tokenizer and the corpus) -> the report.
-        num_characters: of the arguments of `rows`, the characters of the references; None: there are no references.
         processor: (recipe, corpus, checkpoint) -> the tokenizer, or what prepares rows in its place.
-        collator: (that, model) -> rows to a mini-batch.
+        collator: (that, model) -> rows to a mini-batch; None: the trainer has one.
+        trainer: its class.
+        arguments: the class of its arguments.
+        given: what it is given of a recipe beside the pipeline, the arguments and the data.
     """
 
     evaluating: str
     items: str
     read: Callable[[Recipe], Any]
     size: Callable[[DataSection, Any], str]
-    rows: Callable[..., Any]
-    evaluate: Callable[[Recipe, Pipeline, PreTrainedTokenizerBase | None, Corpus[Any] | None], Report]
-    num_characters: Callable[..., int] | None = None
-    processor: Callable[[Recipe, Any, Path | None], Any] = tokenizer_of
-    collator: Callable[[Any, Pipeline], Any] = _padding
+    rows: Rows
+    evaluate: Callable[[Recipe, Pipeline, Any, Corpus[Any] | None], Report]
+    processor: Callable[..., Any] = tokenizer_of
+    collator: Callable[[Any, Pipeline], Collate] | None = lambda tokenizer, pipe: PairCollator.for_tokenizer(tokenizer)
+    trainer: Callable[..., PipelineTrainer] = PipelineTrainer
+    arguments: type[PipelineTrainingArguments] = PipelineTrainingArguments
+    given: Callable[[Recipe], Mapping[str, Any]] = lambda recipe: {}
 
     def corpus(self, recipe: Recipe) -> Any:
         """The corpus that the recipe names, with something to evaluate on. Raises DataError."""
         corpus = self.read(recipe)
         for split in ("test", "validation"):
-            is_needed = recipe.evaluation.split == split or (split == "validation" and recipe.training.eval_steps)
-            if is_needed and not getattr(corpus, split):
+            if split in _evaluated(recipe) and not getattr(corpus, split):
                 raise DataError(
                     f"the corpus has no {split} {self.items} to evaluate on; raise data.{split}_fraction, or ask for "
                     "more examples"
@@ -117,23 +125,14 @@ def _pairs_size(data: DataSection, corpus: Any) -> str:
     return f"{pairs} pairs, {count} language{'s' * (count > 1)}"
 
 
-def _pairs_rows(
-    data: DataSection, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool
-) -> TokenizedPairs | StreamedExamples:
+def _pairs_rows(recipe: Recipe, split: Any, tokenizer: PreTrainedTokenizerBase) -> TokenizedPairs | StreamedExamples:
     return (StreamedExamples if isinstance(split, PairStream) else TokenizedPairs)(
         split,
         tokenizer,
-        max_source_tokens=data.max_source_tokens,
-        max_target_tokens=data.max_target_tokens,
-        decoder_only=decoder_only,
+        max_source_tokens=recipe.data.max_source_tokens,
+        max_target_tokens=recipe.data.max_target_tokens,
+        decoder_only=not model_config(recipe, None).is_encoder_decoder,
     )
-
-
-def _num_characters(data: DataSection, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> int:
-    """The characters of the references, as far as their tokens are not cut."""
-    rows = _pairs_rows(data, split, tokenizer, decoder_only=decoder_only)
-    assert isinstance(rows, TokenizedPairs), "held-out pairs are in memory"
-    return sum(characters_of(split, rows, tokenizer, data.max_target_tokens))
 
 
 def _translate(
@@ -155,32 +154,36 @@ def _translate(
     )
 
 
-# ---------------------------------------------------------------------- sequences, of a decoder-only model
-
-Make = Callable[[DataSection, Any, PreTrainedTokenizerBase], Any]
-"""(data, split of a corpus, tokenizer) -> its rows."""
+# ---------------------------------------------------------------------- one sequence, or image, of a row
 
 
-def _of_sequences(measure: Evaluate, make: Make, **of_task: Any) -> Task:
-    """A task of a decoder-only model: how it is measured on held-out rows, and what makes rows of a corpus's split."""
+def _held_out(recipe: Recipe, rows: Rows, tokenizer: Any, corpus: Any) -> HeldOut:
+    """The rows of the split that the recipe evaluates on."""
+    return HeldOut(
+        lambda: rows(recipe, getattr(corpus, recipe.evaluation.split), tokenizer),
+        recipe.evaluation.batch_size,
+        recipe.evaluation.max_examples,
+    )
 
-    def rows(data: DataSection, split: Any, tokenizer: PreTrainedTokenizerBase, *, decoder_only: bool) -> Any:
-        return make(data, split, tokenizer)
 
-    def evaluate(recipe: Recipe, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> Report:
-        return measure(pipe, _held_out(recipe, make, tokenizer, corpus))
+def _measured(measure: Evaluate, rows: Rows, **of_task: Any) -> Task:
+    """A task that is measured on its held-out rows alone."""
+
+    def evaluate(recipe: Recipe, pipe: Pipeline, tokenizer: Any, corpus: Any) -> Report:
+        return measure(pipe, _held_out(recipe, rows, tokenizer, corpus))
 
     return Task(rows=rows, evaluate=evaluate, **of_task)
 
 
-def _held_out(recipe: Recipe, make: Make, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> HeldOut:
-    """The rows of the split that the recipe evaluates on."""
-
-    def make_rows() -> Any:
-        assert tokenizer is not None, "the reader has prepared the data"
-        return make(recipe.data, getattr(corpus, recipe.evaluation.split), tokenizer)
-
-    return HeldOut(make_rows, recipe.evaluation.batch_size, recipe.evaluation.max_examples)
+def _of_answers(measure: Evaluate, examples: Any, read: Read, **of_task: Any) -> Task:
+    """A task with a trainer of its own, whose rows its examples read, cut to a length."""
+    return _measured(
+        measure,
+        lambda recipe, split, tokenizer: examples(split, tokenizer, max_length=recipe.data.max_length),
+        read=lambda recipe: _chats(recipe, of_task["items"], read),
+        collator=None,
+        **of_task,
+    )
 
 
 def _chats(recipe: Recipe, items: str, read: Read | None = None) -> Corpus[Conversation]:
@@ -197,8 +200,8 @@ def _evaluated(recipe: Recipe) -> set[str]:
     return {recipe.evaluation.split, *(["validation"] if recipe.training.eval_steps else [])}
 
 
-def _prompts(data: DataSection, split: Any, tokenizer: PreTrainedTokenizerBase) -> PromptExamples:
-    return PromptExamples([prompt.row for prompt in split], tokenizer, max_length=data.max_length)
+def _prompts(recipe: Recipe, split: Any, tokenizer: PreTrainedTokenizerBase) -> PromptExamples:
+    return PromptExamples([prompt.row for prompt in split], tokenizer, max_length=recipe.data.max_length)
 
 
 def _complete(recipe: Recipe, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any) -> Report:
@@ -212,18 +215,6 @@ def _labelled(recipe: Recipe) -> Corpus[Conversation]:
     return _chats(recipe, "texts", read)
 
 
-def _of_answers(measure: Evaluate, examples: Any, read: Read, evaluating: str, items: str, sized: str = "") -> Task:
-    """A task whose examples are made of rows by their class and cut to a length; `sized` is the word for their size."""
-    return _of_sequences(
-        measure,
-        lambda data, split, tokenizer: examples(split, tokenizer, max_length=data.max_length),
-        evaluating=evaluating,
-        items=items,
-        read=lambda recipe: _chats(recipe, items, read),
-        size=_of_length(sized or items),
-    )
-
-
 TASKS: dict[str, Task] = {
     **dict.fromkeys(
         PAIRS,
@@ -234,12 +225,11 @@ TASKS: dict[str, Task] = {
             size=_pairs_size,
             rows=_pairs_rows,
             evaluate=_translate,
-            num_characters=_num_characters,
         ),
     ),
-    "text": _of_sequences(
+    "text": _measured(
         evaluate_text,
-        lambda data, split, tokenizer: TokenBlocks(split, tokenizer, data.max_target_tokens),
+        lambda recipe, split, tokenizer: TokenBlocks(split, tokenizer, recipe.data.max_target_tokens),
         evaluating="predicting the text",
         items="documents",
         read=lambda recipe: text_corpus(recipe.data),
@@ -247,15 +237,15 @@ TASKS: dict[str, Task] = {
             f"{len(corpus.train)} training documents in blocks of {data.max_target_tokens} tokens"
         ),
     ),
-    "chat": _of_sequences(
+    "chat": _measured(
         evaluate_text,
-        lambda data, split, tokenizer: ChatExamples(
+        lambda recipe, split, tokenizer: ChatExamples(
             split,
             tokenizer,
-            max_length=data.max_length,
-            truncation_mode=data.truncation_mode,
-            assistant_only_loss=data.assistant_only_loss,
-            completion_only_loss=data.completion_only_loss,
+            max_length=recipe.data.max_length,
+            truncation_mode=recipe.data.truncation_mode,
+            assistant_only_loss=recipe.data.assistant_only_loss,
+            completion_only_loss=recipe.data.completion_only_loss,
         ),
         evaluating="predicting the targets in conversations",
         items="conversations",
@@ -264,46 +254,69 @@ TASKS: dict[str, Task] = {
     ),
     "preferences": _of_answers(
         *(evaluate_preferences, PreferenceExamples, preference_of),
-        *("comparing the answers", "preferences", "pairs of answers"),
+        evaluating="comparing the answers",
+        items="preferences",
+        size=_of_length("pairs of answers"),
+        trainer=PipelineDPOTrainer,
+        arguments=PipelineDPOConfig,
     ),
-    "kto": _of_answers(evaluate_judged, KTOExamples, judged_of, "comparing the answers", "answers"),
+    "kto": _of_answers(
+        *(evaluate_judged, KTOExamples, judged_of),
+        evaluating="comparing the answers",
+        items="answers",
+        size=_of_length("answers"),
+        trainer=PipelineKTOTrainer,
+        arguments=PipelineKTOConfig,
+    ),
     "rewards": _of_answers(
-        *(evaluate_rewards, RewardExamples, compared_of), *("scoring the answers", "preferences", "pairs of answers")
+        *(evaluate_rewards, RewardExamples, compared_of),
+        evaluating="scoring the answers",
+        items="preferences",
+        size=_of_length("pairs of answers"),
+        trainer=PipelineRewardTrainer,
+        arguments=PipelineRewardConfig,
     ),
-    "embeddings": _of_sequences(
+    "embeddings": _measured(
         evaluate_embeddings,
-        lambda data, split, tokenizer: EmbeddingExamples(split, tokenizer, max_length=data.max_length),
+        lambda recipe, split, tokenizer: EmbeddingExamples(split, tokenizer, max_length=recipe.data.max_length),
         evaluating="comparing the texts",
         items="examples",
         read=lambda recipe: _chats(recipe, "examples", partial(embedded_of, texts=recipe.embeddings.num_texts)),
         size=_of_length("examples of texts"),
+        collator=None,
+        trainer=PipelineEmbeddingTrainer,
+        arguments=PipelineEmbeddingConfig,
     ),
     "prompts": Task(
         evaluating="completing the prompts",
         items="prompts",
         read=lambda recipe: _chats(recipe, "prompts", prompted_of),
         size=_of_length("prompts"),
-        rows=lambda data, split, tokenizer, decoder_only: _prompts(data, split, tokenizer),
+        rows=_prompts,
         evaluate=_complete,
+        collator=None,
+        trainer=PipelineGRPOTrainer,
+        arguments=PipelineGRPOConfig,
+        given=lambda recipe: {"reward_funcs": checked_by(recipe.grpo.reward)},
     ),
-    "process_rewards": _of_sequences(
+    "process_rewards": _measured(
         evaluate_steps,
-        lambda data, split, tokenizer: StepExamples(
+        lambda recipe, split, tokenizer: StepExamples(
             split,
             tokenizer,
-            step_separator=data.step_separator,
-            max_length=data.max_length,
-            last_step_only=data.last_step_only,
+            step_separator=recipe.data.step_separator,
+            max_length=recipe.data.max_length,
+            last_step_only=recipe.data.last_step_only,
         ),
         evaluating="judging the steps",
         items="answers",
         read=lambda recipe: _chats(recipe, "answers", stepwise_of),
         size=_of_length("answers"),
     ),
-    "classification": _of_sequences(
+    "classification": _measured(
         evaluate_classes,
-        lambda data, split, tokenizer: LabelledExamples(
-            split, tokenizer, labels=data.labels, max_length=data.max_length
+        lambda recipe, split, tokenizer: LabelledExamples(
+            split, tokenizer, labels=recipe.data.labels, max_length=recipe.data.max_length
         ),
         evaluating="classifying the texts",
         items="texts",
@@ -311,31 +324,34 @@ TASKS: dict[str, Task] = {
         size=lambda data, corpus: (
             f"{len(corpus.train)} training texts of up to {data.max_length} tokens, {len(data.labels)} classes"
         ),
+        collator=lambda tokenizer, pipe: LabelCollator.for_config(pipe.adapter.config),
+        given=lambda recipe: {"compute_metrics": accuracy},
     ),
-    "images": _of_sequences(
+    "images": _measured(
         evaluate_images,
-        lambda data, split, processor: ImageExamples(split, processor),
+        lambda recipe, split, processor: ImageExamples(split, processor),
         evaluating="classifying the images",
         items="images",
         read=lambda recipe: image_corpus(recipe.data, _evaluated(recipe)),
         size=lambda data, corpus: f"{len(corpus.train)} training images, {len(data.labels)} classes",
-        processor=lambda recipe, corpus, checkpoint: processor_of(recipe, checkpoint),
+        processor=image_processor_of,
         collator=lambda processor, pipe: default_data_collator,
+        given=lambda recipe: {"compute_metrics": accuracy},
     ),
-    "image_text": _of_sequences(
+    "image_text": _measured(
         partial(evaluate_text, collate=ImageTextCollator(0)),
-        lambda data, split, processor: ImageTextExamples(
+        lambda recipe, split, processor: ImageTextExamples(
             split,
             processor,
-            max_length=data.max_length,
-            completion_only_loss=data.completion_only_loss and "completion" in split.features,
-            text_field=data.text_field,
+            max_length=recipe.data.max_length,
+            completion_only_loss=recipe.data.completion_only_loss and "completion" in split.features,
+            text_field=recipe.data.text_field,
         ),
         evaluating="predicting the text beside images",
         items="rows",
         read=lambda recipe: image_text_corpus(recipe.data, _evaluated(recipe)),
         size=_of_length("rows of images and text"),
-        processor=lambda recipe, corpus, checkpoint: image_text_processor_of(recipe, checkpoint),
+        processor=image_text_processor_of,
         collator=lambda processor, pipe: ImageTextCollator(
             PairCollator.for_tokenizer(processor.tokenizer).pad_token_id
         ),

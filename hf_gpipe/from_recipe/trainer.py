@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
@@ -11,42 +10,11 @@ from hf_gpipe.data.examples.teacher_file import TeacherCollator, TeacherFile, Wi
 from hf_gpipe.data.splits import Corpus
 from hf_gpipe.from_recipe.checks import sorts_rows
 from hf_gpipe.from_recipe.evaluate_translation import PerCharacter, without_logits
-from hf_gpipe.from_recipe.held_out import accuracy
-from hf_gpipe.from_recipe.tasks import Task
+from hf_gpipe.from_recipe.tasks import Task, task_of
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.trainers.checkable import checked_by
-from hf_gpipe.trainers.dpo import PipelineDPOConfig, PipelineDPOTrainer
-from hf_gpipe.trainers.embeddings import PipelineEmbeddingConfig, PipelineEmbeddingTrainer
-from hf_gpipe.trainers.grpo import PipelineGRPOConfig, PipelineGRPOTrainer
-from hf_gpipe.trainers.kto import PipelineKTOConfig, PipelineKTOTrainer
-from hf_gpipe.trainers.pairs import PairArguments
-from hf_gpipe.trainers.reward import PipelineRewardConfig, PipelineRewardTrainer
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.trainer import PipelineTrainer
-
-
-class _Own(NamedTuple):
-    """The trainer of a kind of data that has one of its own.
-
-    Attributes:
-        arguments: their class.
-        trainer: its class.
-        of_recipe: what it is given of a recipe beside the pipeline.
-    """
-
-    arguments: type[PairArguments]
-    trainer: Callable[..., PipelineTrainer]
-    of_recipe: Callable[[Recipe], tuple[Any, ...]] = lambda recipe: ()
-
-
-_TRAINERS = {
-    "preferences": _Own(PipelineDPOConfig, PipelineDPOTrainer),
-    "kto": _Own(PipelineKTOConfig, PipelineKTOTrainer),
-    "rewards": _Own(PipelineRewardConfig, PipelineRewardTrainer),
-    "embeddings": _Own(PipelineEmbeddingConfig, PipelineEmbeddingTrainer),
-    "prompts": _Own(PipelineGRPOConfig, PipelineGRPOTrainer, lambda recipe: (checked_by(recipe.grpo.reward),)),
-}
 
 
 class Prepared(NamedTuple):
@@ -60,10 +28,9 @@ class Prepared(NamedTuple):
 def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
     """The trainer's arguments, for a `Pipeline` that the recipe has made: its own settings need not be repeated."""
     training, pipeline = recipe.training, recipe.pipeline
-    own = _TRAINERS.get(recipe.data.kind)
-    made_as = PipelineTrainingArguments if own is None else own.arguments
+    made_as = task_of(recipe).arguments
     values = {name: value for name, value in vars(training).items() if name in made_as.__dataclass_fields__}
-    if own is not None:
+    if recipe.of_loss is not None:
         of_loss = {name: value for name, value in vars(recipe.of_loss).items() if name != "reward"}
         values |= {**of_loss, "max_length": recipe.data.max_length}
     order = "group_by_length" if sorts_rows(recipe) else "random"
@@ -95,46 +62,31 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
 
 def trainer_of(recipe: Recipe, task: Task, pipe: Pipeline, prepared: Prepared | None) -> PipelineTrainer:
     """The trainer of a recipe, with its datasets. Every process calls it."""
-    args = arguments_of(recipe)
-    decoder_only = not pipe.adapter.config.is_encoder_decoder
-
-    datasets: dict[str, Any] = {}
+    given: dict[str, Any] = {"args": arguments_of(recipe), **task.given(recipe)}
 
     def tokenize() -> int | None:
         """Make the datasets in the reader; the number of characters of the validation's references, if any."""
         assert prepared is not None, "the reader has prepared the data"
-        corpus, tokenizer = prepared.corpus, prepared.tokenizer
-        file = teacher_file(recipe, pipe)
-
-        def rows(split: Any) -> Any:
-            tokenized = task.rows(recipe.data, split, tokenizer, decoder_only=decoder_only)
-            return tokenized if file is None else WithTeacher(tokenized, file)
-
-        datasets["train_dataset"] = rows(corpus.train)
-        if not recipe.training.eval_steps:
-            return None
-        datasets["eval_dataset"] = rows(corpus.validation)
-        if task.num_characters is None:
-            return None
-        return task.num_characters(recipe.data, corpus.validation, tokenizer, decoder_only=decoder_only)
+        corpus, file = prepared.corpus, teacher_file(recipe, pipe)
+        splits = {"train_dataset": corpus.train}
+        if recipe.training.eval_steps:
+            splits["eval_dataset"] = corpus.validation
+        rows = {name: task.rows(recipe, split, prepared.tokenizer) for name, split in splits.items()}
+        given.update(rows if file is None else {name: WithTeacher(own, file) for name, own in rows.items()})
+        counts = getattr(rows.get("eval_dataset"), "num_characters", None)
+        return None if counts is None else sum(counts)
 
     # The process of the last stage computes the metric.
     characters = pipe.world.from_reader(tokenize, takes_long=True)
-    metrics: dict[str, Any] = {}
     if characters is not None:
-        metrics = {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
-    if (own := _TRAINERS.get(recipe.data.kind)) is not None:
-        tokenizer = None if prepared is None else prepared.tokenizer
-        return own.trainer(pipe, *own.of_recipe(recipe), args=args, processing_class=tokenizer, **datasets)
-    if pipe.adapter.is_classifier:
-        metrics = {"compute_metrics": accuracy}
-    if prepared is None:
-        return PipelineTrainer(pipe, args, **metrics)
-    tokenizer = prepared.tokenizer
-    collator = task.collator(tokenizer, pipe)
-    if recipe.distillation.top_k_file is not None:
-        collator = TeacherCollator(collator)
-    return PipelineTrainer(pipe, args, collator, processing_class=tokenizer, **datasets, **metrics)
+        given |= {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
+    if prepared is not None:
+        given["processing_class"] = prepared.tokenizer
+        if task.collator is not None:
+            collator = task.collator(prepared.tokenizer, pipe)
+            has_teacher = recipe.distillation.top_k_file is not None
+            given["data_collator"] = TeacherCollator(collator) if has_teacher else collator
+    return task.trainer(pipe, **given)
 
 
 def teacher_file(recipe: Recipe, pipe: Pipeline) -> TeacherFile | None:

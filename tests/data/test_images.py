@@ -19,7 +19,8 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Vi
 from hf_gpipe.data.examples.images import ImageExamples
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError
 from hf_gpipe.from_recipe import job
-from hf_gpipe.from_recipe.checks import check_model, checked_adapter, processor_of, workload_of
+from hf_gpipe.from_recipe.checks import check_model, checked_adapter, workload_of
+from hf_gpipe.from_recipe.processors import image_processor_of
 from hf_gpipe.from_recipe.tasks import task_of
 from hf_gpipe.job.job import Job
 from hf_gpipe.recipe import Recipe, parse_recipe
@@ -165,7 +166,7 @@ def test_a_checkpoint_without_a_head_has_its_processor(folder: Path, tmp_path: P
     given = recipe(folder, f"model.path={tmp_path}", "model.config={}", f"training.output_dir={tmp_path}/out")
     with pytest.raises(DataError, match="there is no image processor at"):
         check_model(given)
-    processor_of(recipe(folder, "data.image_size=16")).save_pretrained(tmp_path)
+    image_processor_of(recipe(folder, "data.image_size=16")).save_pretrained(tmp_path)
     config = checked_adapter(given).config
     assert workload_of(given, config).shapes[0][1] == (8, 3, 16, 16)
     assert config.architectures == ["ViTForImageClassification"]

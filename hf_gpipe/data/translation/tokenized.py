@@ -61,6 +61,7 @@ class TokenizedPairs:
         warns: bool = True,
     ) -> None:
         self._decoder_only, self._pairs = decoder_only, pairs
+        self._tokenizer, self._max_target_tokens = tokenizer, max_target_tokens
         tokenize = _Tokenize(tokenizer, max_source_tokens, max_target_tokens, decoder_only)
         made_of: str | None = getattr(pairs, "fingerprint", None)
         if made_of is None:
@@ -109,6 +110,17 @@ class TokenizedPairs:
     def target_tokens(self) -> list[int]:
         """The number of labels of each pair that have a loss."""
         counts: list[int] = _lengths(self._table.column("target")).to_numpy().tolist()
+        return counts
+
+    @property
+    def num_characters(self) -> list[int]:
+        """The characters of each target that its tokens stand for: of one that was cut, those of the tokens left."""
+        counts = []
+        for pair, ids in zip(self._pairs, self._table.column("target"), strict=True):
+            # Only a target of this length may have been cut.
+            is_full = len(ids) >= self._max_target_tokens
+            text = self._tokenizer.decode(ids.as_py(), skip_special_tokens=True) if is_full else pair.target
+            counts.append(len(text))
         return counts
 
 
