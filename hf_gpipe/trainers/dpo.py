@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from hf_gpipe.data.examples.preferences import PreferenceCollator, PreferenceExamples
 from hf_gpipe.errors import UserError
-from hf_gpipe.losses.loss import LogProbs
 from hf_gpipe.losses.preference import PreferenceLoss
 from hf_gpipe.recipe import PreferencesSection
 from hf_gpipe.trainers.reference import ReferenceArguments, ReferenceTrainer
 from hf_gpipe.training.arguments import argument, key_of
-from hf_gpipe.training.loader import Batch
 
 
 @dataclass
@@ -73,16 +69,12 @@ class PipelineDPOTrainer(ReferenceTrainer):
         UserError: an argument that is not supported, by its name.
     """
 
-    _collated_columns = ("prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps")
     _of_reference = ("ref_chosen_logps", "ref_rejected_logps")
     _arguments, _class_of_examples = PipelineDPOConfig, PreferenceExamples
     args: PipelineDPOConfig
 
     def _collator(self) -> PreferenceCollator:
         return PreferenceCollator(self._padding)
-
-    def _log_probs_of(self, log_probs: LogProbs, batch: Batch) -> torch.Tensor:
-        return log_probs(batch).view(-1, 2)
 
     def _batch_size_of_reference(self, batch_size: int) -> int:
         return self.args.precompute_ref_batch_size or batch_size

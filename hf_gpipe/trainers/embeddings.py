@@ -62,15 +62,14 @@ class PipelineEmbeddingTrainer(PairTrainer):
         UserError: what is not supported, by name.
     """
 
-    _collated_columns = ("text_ids", "text_lengths", "score")
     _arguments, _class_of_examples = PipelineEmbeddingConfig, EmbeddingExamples
     args: PipelineEmbeddingConfig
 
     def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
         return as_class(model, lambda config, is_saved: dict(as_embedder(config)))
 
-    def _check_pipeline(self) -> None:
-        super()._check_pipeline()
+    def _take_pipeline(self) -> None:
+        super()._take_pipeline()
         if (adapter := self.pipe.adapter).has_head:
             raise UserError(
                 f"the model is a {type(adapter.reference).__name__}, which has a head; give its path, or a model of "

@@ -41,9 +41,6 @@ class ExamplesTrainer(PipelineTrainer, ABC):
     def _collator(self) -> Collate:
         """Makes mini-batches, where no collator was given."""
 
-    def _check_pipeline(self) -> None:
-        """Raise UserError where the pipeline cannot be trained by this trainer."""
-
     def _completed(self, dataset: Any) -> Any:
         """The examples to evaluate on with all that the loss reads; every process calls it."""
         return dataset
@@ -66,7 +63,6 @@ class ExamplesTrainer(PipelineTrainer, ABC):
         config = self.pipe.adapter.config
         if config.is_encoder_decoder:
             raise UserError(f"{config.model_type} is an encoder-decoder; give a decoder-only model")
-        self._check_pipeline()
         if self.data_collator is None:
             self.data_collator = self._collator()
 

@@ -59,7 +59,6 @@ class PipelineGRPOTrainer(PairTrainer):
         UserError: an argument that is not supported, by its name.
     """
 
-    _collated_columns = ("prompt_ids", "row")
     _arguments, _class_of_examples = PipelineGRPOConfig, PromptExamples
     args: PipelineGRPOConfig
 
@@ -116,7 +115,7 @@ class PipelineGRPOTrainer(PairTrainer):
                 self._check_examples(dataset)
 
     def _check_examples(self, dataset: PromptExamples) -> None:
-        if taken := [name for name in GIVEN if name in dataset.columns]:
+        if taken := [name for name in GIVEN if name in dataset.row_columns]:
             raise DataError(
                 f"the dataset has the column {taken[0]!r}, which reward functions get from the trainer; rename it"
             )
@@ -160,8 +159,8 @@ class PipelineGRPOTrainer(PairTrainer):
         self._evaluated_examples, self._num_evaluated = dataset, 0
         return dataset
 
-    def _check_pipeline(self) -> None:
-        super()._check_pipeline()
+    def _take_pipeline(self) -> None:
+        super()._take_pipeline()
         pipe = self.pipe
         if pipe.is_asynchronous:
             raise UserError(
@@ -183,18 +182,16 @@ class PipelineGRPOTrainer(PairTrainer):
     def updates_per_step(self) -> int:
         return self.args.num_iterations
 
-    def prepared(self, group: Sequence[Batch]) -> Sequence[Batch]:
-        count, purpose = self.args.num_generations, "rollouts"
+    def prepared(self, group: Sequence[Batch], *, is_training: bool = True) -> Sequence[Batch]:
+        first, count, purpose, examples = 0, self.args.num_generations, "rollouts", self.train_dataset
+        if not is_training:
+            first, self._num_evaluated = self._num_evaluated, self._num_evaluated + len(group)
+            count, purpose = self.args.num_generations_eval or count, "rollouts of an evaluation"
+            examples = self._evaluated_examples
         return [
-            self._rolled_out(batch, self.train_dataset, count, (number, key(purpose)), is_training=True)
-            for number, batch in enumerate(group)
+            self._rolled_out(batch, examples, count, (number, key(purpose)), is_training=is_training)
+            for number, batch in enumerate(group, start=first)
         ]
-
-    def prepared_to_evaluate(self, batch: Batch) -> Batch:
-        number, self._num_evaluated = self._num_evaluated, self._num_evaluated + 1
-        count = self.args.num_generations_eval or self.args.num_generations
-        place = number, key("rollouts of an evaluation")
-        return self._rolled_out(batch, self._evaluated_examples, count, place, is_training=False)
 
     def _rolled_out(
         self, batch: Batch, examples: Any, count: int, place: tuple[int, int], *, is_training: bool
@@ -295,7 +292,7 @@ class PipelineGRPOTrainer(PairTrainer):
             [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        columns = {name: [row.get(name) for row in given] for name in examples.columns}
+        columns = {name: [row.get(name) for row in given] for name in examples.row_columns}
         columns |= rollouts.columns or {}
         return columns | dict(zip(GIVEN, (prompts, texts, rollouts.completions, self.state), strict=True))
 

@@ -59,7 +59,6 @@ class PipelineKTOTrainer(ReferenceTrainer):
         UserError: an argument that is not supported, by its name.
     """
 
-    _collated_columns = ("prompt_ids", "completion_ids", "label", "ref_logps", "ref_KL_logps")
     _of_reference = ("ref_logps", "ref_KL_logps")
     _arguments, _class_of_examples = PipelineKTOConfig, KTOExamples
     args: PipelineKTOConfig

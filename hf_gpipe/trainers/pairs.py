@@ -78,6 +78,8 @@ class PairTrainer(ExamplesTrainer, ABC):
     _arguments: ClassVar[type[PairArguments]]
     #: The class of its examples.
     _class_of_examples: ClassVar[type[PreferenceExamples] | type[EmbeddingExamples] | type[PromptExamples]]
+    #: The columns that rows may have besides, of a reference's log-probabilities that are computed once.
+    _of_reference: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class PairTrainer(ExamplesTrainer, ABC):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
+        self._collated_columns = (*self._class_of_examples.columns, *self._of_reference)
         super().__init__(
             model,
             args,
@@ -119,15 +122,13 @@ class PairTrainer(ExamplesTrainer, ABC):
         """A token that fills shorter rows; without a tokenizer any, for masks leave it out."""
         return 0 if self._tokenizer is None else PairCollator.for_tokenizer(self._tokenizer).pad_token_id
 
-    def _check_pipeline(self) -> None:
+    def _take_pipeline(self) -> None:
+        super()._take_pipeline()
         if self.pipe.loss != (asked := self.args.make_loss()):
             raise UserError(
                 f"the given Pipeline has the loss {self.pipe.loss}, and the arguments ask for {asked}; make it with "
                 "loss=args.make_loss(), or give the model"
             )
-
-    def _take_pipeline(self) -> None:
-        super()._take_pipeline()
         if self.args.disable_dropout:
             for stage in self.pipe.weights.every_model:
                 for module in stage.model.modules():
@@ -143,9 +144,9 @@ class PairTrainer(ExamplesTrainer, ABC):
         if isinstance(dataset, kind):
             return dataset
         # Rows of ids may come from elsewhere, except for those of prompts: their texts are needed.
-        if not issubclass(kind, PromptExamples) and len(dataset) and kind.known_by in (row := dataset[0]):
-            of_preferences = PreferenceExamples.known_by
-            if kind.known_by != of_preferences and of_preferences in row:
+        known_by, of_preferences = kind.columns[0], PreferenceExamples.columns[0]
+        if not issubclass(kind, PromptExamples) and len(dataset) and known_by in (row := dataset[0]):
+            if known_by != of_preferences and of_preferences in row:
                 raise DataError(
                     f"the dataset has the column {of_preferences!r}: its answers are without their prompts; give the "
                     f"rows of text, or a dataset of {kind.__name__}"

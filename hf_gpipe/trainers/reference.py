@@ -6,10 +6,10 @@ turned off; otherwise they are computed once, before the training.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -54,8 +54,6 @@ class ReferenceTrainer(PairTrainer, ABC):
     """A trainer with a reference; its subclasses explain the arguments."""
 
     args: ReferenceArguments
-    #: The columns of log-probabilities that are computed once.
-    _of_reference: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -82,28 +80,19 @@ class ReferenceTrainer(PairTrainer, ABC):
                 reference = Pipeline(ref_model, config=config, autocast=args.autocast)
             self._precompute(reference)
 
-    @abstractmethod
     def _log_probs_of(self, log_probs: LogProbs, batch: Batch) -> torch.Tensor:
         """The columns of a mini-batch's examples, (examples, len(_of_reference)), by the reference."""
+        return log_probs(batch).view(-1, len(self._of_reference))
 
     def _batch_size_of_reference(self, batch_size: int) -> int:
         """Examples of a mini-batch of the pass of the reference, instead of those of training or evaluation."""
         return batch_size
 
-    def _examples(self, dataset: Any) -> Any:
-        return dataset if isinstance(dataset, _WithReference) else super()._examples(dataset)
-
     def _precompute(self, reference: Pipeline) -> None:
         """Add the reference's log-probabilities to the rows of all datasets. Every process calls it."""
         args = self.args
         self.train_dataset = self._with_reference(reference, self.train_dataset, args.per_device_train_batch_size)
-        names = self.world.from_reader(
-            lambda: list(self.eval_dataset) if isinstance(self.eval_dataset, Mapping) else None
-        )
-        given = self.eval_dataset
-        if names is not None:
-            given = {name: given[name] if isinstance(given, Mapping) else None for name in names}
-        size = args.per_device_eval_batch_size
+        given, size = self._by_name(self.eval_dataset), args.per_device_eval_batch_size
         self.eval_dataset = each(given, lambda dataset: self._with_reference(reference, dataset, size))
 
     def _has_columns(self, dataset: Any) -> bool:

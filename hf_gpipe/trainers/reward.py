@@ -52,7 +52,6 @@ class PipelineRewardTrainer(PairTrainer):
         UserError: an argument that is not supported, by its name.
     """
 
-    _collated_columns = ("chosen_ids", "rejected_ids", "margin")
     _arguments, _class_of_examples = PipelineRewardConfig, RewardExamples
     args: PipelineRewardConfig
 
@@ -65,8 +64,8 @@ class PipelineRewardTrainer(PairTrainer):
 
         return as_class(model, fields_of)
 
-    def _check_pipeline(self) -> None:
-        super()._check_pipeline()
+    def _take_pipeline(self) -> None:
+        super()._take_pipeline()
         adapter = self.pipe.adapter
         if not adapter.is_classifier or adapter.config.num_labels != 1:
             raise UserError(

@@ -103,7 +103,8 @@ class PipelineSFTTrainer(ExamplesTrainer):
     def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
         return model, _options_of(model, self.args)
 
-    def _check_pipeline(self) -> None:
+    def _take_pipeline(self) -> None:
+        super()._take_pipeline()
         loss, args = self.pipe.loss, self.args
         if loss.is_of_tokens and (loss != args.make_loss() or loss.of_tokens.metrics is None):
             raise UserError(
@@ -114,9 +115,6 @@ class PipelineSFTTrainer(ExamplesTrainer):
                 f"loss_type is {args.loss_type!r}, and the loss of the given Pipeline, a {type(loss).__name__}, does "
                 "not read it; leave loss_type out"
             )
-
-    def _take_pipeline(self) -> None:
-        super()._take_pipeline()
         if self._tokenizer is not None:
             _tell_tokens(self.pipe.adapter.reference, self._tokenizer, self.args)
 

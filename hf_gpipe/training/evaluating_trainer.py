@@ -54,14 +54,20 @@ class EvaluatingTrainer(SavingTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = {dataset: self.eval_dataset[dataset] if isinstance(self.eval_dataset, Mapping) else None}
-        names = self.world.from_reader(lambda: list(dataset) if isinstance(dataset, Mapping) else None)
-        if names is None:
+        dataset = self._by_name(dataset)
+        if not isinstance(dataset, Mapping):
             return self._evaluate_one(dataset, metric_key_prefix, generation)
         metrics: dict[str, float] = {}
-        for name in names:
-            part = dataset[name] if isinstance(dataset, Mapping) else None
+        for name, part in dataset.items():
             metrics |= self._evaluate_one(part, f"{metric_key_prefix}_{name}", generation)
         return metrics
+
+    def _by_name(self, given: Any) -> Any:
+        """A dataset; or where the main process has a dict of several, such a dict, of None in the other processes."""
+        names = self.world.from_reader(lambda: list(given) if isinstance(given, Mapping) else None)
+        if names is None:
+            return given
+        return {name: given[name] if isinstance(given, Mapping) else None for name in names}
 
     def _evaluate_one(self, dataset: Any, prefix: str, generation: Mapping[str, Any]) -> dict[str, float]:
         batches = self._evaluated(dataset, generation, "evaluation requires an eval_dataset")

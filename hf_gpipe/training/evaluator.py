@@ -76,7 +76,7 @@ class Evaluator:
             with_logits=predicts and generation is None,
             preprocess=trainer.preprocess_logits_for_metrics,
             generation=generation,
-            prepared=trainer.prepared_to_evaluate,
+            prepared=lambda batch: trainer.prepared([batch], is_training=False)[0],
         )
         for predicted in results:
             losses.append(predicted.evaluation.loss)

@@ -184,10 +184,9 @@ class TrainerInterface:
         """Updates from the mini-batches of a step."""
         return 1
 
-    def prepared(self, group: Sequence[Batch]) -> Sequence[Batch]:
-        """The mini-batches of a step as they are trained on, from those of the loader; every process calls it."""
-        return group
+    def prepared(self, group: Sequence[Batch], *, is_training: bool = True) -> Sequence[Batch]:
+        """The mini-batches of a step, or of an evaluation, as the model reads them, from those of the loader.
 
-    def prepared_to_evaluate(self, batch: Batch) -> Batch:
-        """A mini-batch as it is evaluated, from one of the loader; every process calls it."""
-        return batch
+        Every process calls it.
+        """
+        return group

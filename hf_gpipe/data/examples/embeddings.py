@@ -69,10 +69,8 @@ class EmbeddingExamples(EncodedConversations):
         DataError: a row of another form, or a text of which the tokenizer leaves no token.
     """
 
-    _name, _columns, _numbers = "embeddings", ("text_ids", "text_lengths", "score"), ("score",)
+    _name, columns, _numbers = "embeddings", ("text_ids", "text_lengths", "score"), ("score",)
     _what, _dropped = "examples", ""
-    #: A column that rows of text have not.
-    known_by = "text_ids"
 
     def __init__(
         self,

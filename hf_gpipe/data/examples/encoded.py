@@ -45,7 +45,8 @@ class EncodedConversations(ABC):
     _name: str
     #: The rows, and why some are dropped, in messages; empty: none is.
     _what, _dropped = "conversations", "they then had no target"
-    _columns: tuple[str, ...] = ("input_ids", "labels")
+    #: The entries of an example. Rows of ids that come from elsewhere are known by the first one.
+    columns: tuple[str, ...] = ("input_ids", "labels")
     #: Of the columns, those of numbers that are no ids.
     _numbers: tuple[str, ...] = ()
     #: What is kept of a plain row.
@@ -108,8 +109,8 @@ class EncodedConversations(ABC):
 
     def _write(self, folder: Path, conversations: list[Conversation]) -> None:
         self.num_truncated = self.num_dropped = 0
-        kinds = [pyarrow.float64() if name in self._numbers else pyarrow.int32() for name in self._columns]
-        schema = pyarrow.schema([*zip(self._columns, map(pyarrow.list_, kinds), strict=True)])
+        kinds = [pyarrow.float64() if name in self._numbers else pyarrow.int32() for name in self.columns]
+        schema = pyarrow.schema([*zip(self.columns, map(pyarrow.list_, kinds), strict=True)])
         write_table(folder / "tokens.arrow", schema, self._batches(conversations, schema))
         (folder / "counts.json").write_text(json.dumps([self.num_truncated, self.num_dropped]))
 
@@ -131,7 +132,7 @@ class EncodedConversations(ABC):
         return self._row(index)
 
     def _row(self, index: int) -> dict[str, list[int]]:
-        columns = zip(self._columns, self._table.columns, strict=True)
+        columns = zip(self.columns, self._table.columns, strict=True)
         return {name: column[index].as_py() for name, column in columns}
 
     def _lengths_of(self, name: str) -> list[int]:
@@ -142,4 +143,4 @@ class EncodedConversations(ABC):
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of each example, for length bucketing."""
-        return self._lengths_of(self._columns[0])
+        return self._lengths_of(self.columns[0])

@@ -48,7 +48,7 @@ class KTOExamples(PreferenceExamples):
         DataError: a row of another form or that the template refuses, a tokenizer without a template, or no example.
     """
 
-    _name, _columns = "kto", ("prompt_ids", "completion_ids", "label")
+    _name, columns = "kto", ("prompt_ids", "completion_ids", "label")
     _read = staticmethod(judged_of)
     _answers, _cuts_answers = ("completion",), False
 

@@ -34,11 +34,10 @@ class PreferenceExamples(EncodedConversations):
         DataError: a row of another form or that the template refuses, a tokenizer without a template, or no example.
     """
 
-    _name, _columns = "preferences", ("prompt_ids", "chosen_ids", "rejected_ids")
+    _name, columns = "preferences", ("prompt_ids", "chosen_ids", "rejected_ids")
     _what, _dropped = "rows", "their prompt is as long"
     _read: Read = staticmethod(preference_of)
-    #: A column that rows of text have not; and the columns of text with the answers to the prompt.
-    known_by = "prompt_ids"
+    #: The columns of text with the answers to the prompt.
     _answers: tuple[str, ...] = ("chosen", "rejected")
     #: Whether they are cut here; otherwise the collator cuts its rows.
     _cuts_answers = True

@@ -37,6 +37,8 @@ class PromptExamples:
         DataError: no row, a row without a prompt, or with a prompt that is too long.
     """
 
+    columns = ("prompt_ids", "row")
+
     def __init__(
         self, rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None
     ) -> None:
@@ -68,7 +70,7 @@ class PromptExamples:
         return {"prompt_ids": self._ids[index], "row": index}
 
     @cached_property
-    def columns(self) -> list[str]:
+    def row_columns(self) -> list[str]:
         """The columns of any row, without the prompt."""
         return [name for name in dict.fromkeys(name for row in self.rows for name in row) if name != "prompt"]
 

@@ -43,8 +43,8 @@ class RewardExamples(PreferenceExamples):
         DataError: a row of another form or that the template refuses, a tokenizer without a template, or no example.
     """
 
-    _name, _columns, _numbers = "rewards", ("chosen_ids", "rejected_ids", "margin"), ("margin",)
-    _dropped, known_by = "they are longer", "chosen_ids"
+    _name, columns, _numbers = "rewards", ("chosen_ids", "rejected_ids", "margin"), ("margin",)
+    _dropped = "they are longer"
     _read = staticmethod(compared_of)
 
     def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float], ...] | None:

@@ -131,7 +131,7 @@ class SFTExamples(ChatExamples):
         return len(self._pieces) if hasattr(self, "_pieces") else super().__len__()
 
     def _row(self, index: int) -> dict[str, list[int]]:
-        example: dict[str, list[int]] = {name: [] for name in self._columns}
+        example: dict[str, list[int]] = {name: [] for name in self.columns}
         for row, start, stop in self._pieces[index]:
             for name, values in super()._row(row).items():
                 example[name] += values[start:stop]
