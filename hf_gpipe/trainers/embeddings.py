@@ -12,7 +12,7 @@ from hf_gpipe.data.examples.embeddings import EmbeddingCollator, EmbeddingExampl
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.embedding import EmbeddingLoss
 from hf_gpipe.recipe.losses import EmbeddingsSection
-from hf_gpipe.trainers.pairs import PairArguments, PairTrainer, as_class
+from hf_gpipe.trainers.own_loss import OwnLossArguments, OwnLossTrainer, as_class
 from hf_gpipe.training.arguments import argument, key_of
 
 #: sentence-transformers' names of the parts of a model, and of the fields of a pooling.
@@ -21,7 +21,7 @@ _POOLING_FIELDS = {"cls": "cls_token", "mean": "mean_tokens", "lasttoken": "last
 
 
 @dataclass
-class PipelineEmbeddingConfig(PairArguments):
+class PipelineEmbeddingConfig(OwnLossArguments):
     """Arguments of `PipelineEmbeddingTrainer`: those of `PipelineTrainer`, and of sentence-transformers' losses.
 
     `per_device_train_batch_size` is the examples of a mini-batch, of `texts` rows each.
@@ -43,7 +43,7 @@ class PipelineEmbeddingConfig(PairArguments):
     _loss = EmbeddingLoss
 
 
-class PipelineEmbeddingTrainer(PairTrainer):
+class PipelineEmbeddingTrainer(OwnLossTrainer):
     """Trains a model of embeddings by pipeline parallelism; the negatives are those of the whole mini-batch.
 
     Every process makes the same trainer and calls the same methods; only the main process reads data. The saved

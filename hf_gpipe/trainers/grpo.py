@@ -23,7 +23,7 @@ from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.grpo import GRPOLoss, advantages_of, advantages_of_each, deviations, summed
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.trainers.grpo_config import PipelineGRPOConfig
-from hf_gpipe.trainers.pairs import PairTrainer
+from hf_gpipe.trainers.own_loss import OwnLossTrainer
 from hf_gpipe.trainers.rewarding import GIVEN, RewardFunction, Rewards
 from hf_gpipe.trainers.rollouts import RolloutFunction, Rollouts, rollouts_of
 from hf_gpipe.training.generating import completions_of
@@ -33,7 +33,7 @@ from hf_gpipe.training.loop import TrainingLoop
 RewardSource = RewardFunction | nn.Module | str
 
 
-class PipelineGRPOTrainer(PairTrainer):
+class PipelineGRPOTrainer(OwnLossTrainer):
     """Trains on rewards of its own completions by pipeline parallelism, with the interface of TRL's GRPOTrainer.
 
     Each step makes `num_generations` completions of every prompt of the mini-batch, by the pipeline itself, a server or

@@ -21,14 +21,14 @@ from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.recipe import PreferencesSection
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.trainers.examples import each
-from hf_gpipe.trainers.pairs import PairArguments, PairTrainer
+from hf_gpipe.trainers.own_loss import OwnLossArguments, OwnLossTrainer
 from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.loader import Batch, MiniBatches
 from hf_gpipe.training.predicting import shared_batches
 
 
 @dataclass
-class ReferenceArguments(PairArguments):
+class ReferenceArguments(OwnLossArguments):
     """Arguments of a trainer with a reference, TRL's by their names.
 
     Raises:
@@ -50,7 +50,7 @@ class ReferenceArguments(PairArguments):
         return f"loss_type={self.loss_type!r}"
 
 
-class ReferenceTrainer(PairTrainer, ABC):
+class ReferenceTrainer(OwnLossTrainer, ABC):
     """A trainer with a reference; its subclasses explain the arguments."""
 
     args: ReferenceArguments

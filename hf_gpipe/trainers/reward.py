@@ -13,12 +13,12 @@ from hf_gpipe.data.examples.rewards import RewardCollator, RewardExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.reward import RewardLoss
 from hf_gpipe.recipe.losses import RewardsSection
-from hf_gpipe.trainers.pairs import PairArguments, PairTrainer, as_class
+from hf_gpipe.trainers.own_loss import OwnLossArguments, OwnLossTrainer, as_class
 from hf_gpipe.training.arguments import argument, key_of
 
 
 @dataclass
-class PipelineRewardConfig(PairArguments):
+class PipelineRewardConfig(OwnLossArguments):
     """Arguments of `PipelineRewardTrainer`: those of `PipelineTrainer`, and TRL's RewardConfig's by their names.
 
     `per_device_train_batch_size` is the pairs of a mini-batch, of two rows each. Pairs with more than `max_length`
@@ -33,7 +33,7 @@ class PipelineRewardConfig(PairArguments):
     _loss = RewardLoss
 
 
-class PipelineRewardTrainer(PairTrainer):
+class PipelineRewardTrainer(OwnLossTrainer):
     """Trains a reward model on pairs by pipeline parallelism, with the interface of TRL's RewardTrainer.
 
     Every process makes the same trainer and calls the same methods; only the main process reads data.

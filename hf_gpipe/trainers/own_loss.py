@@ -1,4 +1,4 @@
-"""`PairTrainer`: what the trainers of preferences share.
+"""`OwnLossTrainer`: a trainer whose loss is another one than the cross-entropy, and notes metrics.
 
 A pair of answers is two neighbouring rows of a micro-batch, and an example of KTO is one row. Stages, tables and the
 training loop are those of any other training.
@@ -36,8 +36,8 @@ from hf_gpipe.training.pools import has_index
 
 
 @dataclass
-class PairArguments(PipelineTrainingArguments):
-    """Arguments of a trainer of preferences, TRL's by their names.
+class OwnLossArguments(PipelineTrainingArguments):
+    """Arguments of a trainer with a loss of its own, TRL's by their names.
 
     Raises:
         UserError: an argument that a pipeline does not support.
@@ -71,11 +71,15 @@ class PairArguments(PipelineTrainingArguments):
         return self.make_loss().rows_per_unit, 0
 
 
-class PairTrainer(ExamplesTrainer, ABC):
-    """A trainer whose loss is of pairs; its subclasses explain the arguments."""
+class OwnLossTrainer(ExamplesTrainer, ABC):
+    """A trainer with a loss of its own; its subclasses explain the arguments.
 
-    args: PairArguments
-    _arguments: ClassVar[type[PairArguments]]
+    A subclass names the class of its arguments, which names the loss, and that of its examples; `_collator` makes
+    mini-batches of them.
+    """
+
+    args: OwnLossArguments
+    _arguments: ClassVar[type[OwnLossArguments]]
     #: The class of its examples.
     _class_of_examples: ClassVar[type[PreferenceExamples] | type[EmbeddingExamples] | type[PromptExamples]]
     #: The columns that rows may have besides, of a reference's log-probabilities that are computed once.
