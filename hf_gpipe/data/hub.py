@@ -39,8 +39,7 @@ def hub_parts(data: DataSection, fields: PairFields) -> list[Part]:
     parts = []
     for language in languages_of_parts(data.kind, languages, fields, in_names=in_names, key="data.subset"):
         own_path = path.replace(PLACEHOLDER, language or "")
-        name = _subset_of(own_path, subset, language, data.revision)
-        parts.append(_part(own_path, name, language, data.revision, data.streaming))
+        parts.append(hub_part(own_path, subset, data.revision, language, streaming=data.streaming))
     return parts
 
 
@@ -75,7 +74,11 @@ def _subsets(path: str, revision: str | None) -> list[str]:
     return list(asked(path, None, lambda: datasets.get_dataset_config_names(path, revision=revision)))
 
 
-def _part(path: str, subset: str | None, language: str | None, revision: str | None, streaming: bool) -> Part:
+def hub_part(
+    path: str, subset: Any, revision: str | None, language: str | None = None, *, streaming: bool = False
+) -> Part:
+    """A data set, or its part of one language; the keys of the section `data`, and the errors, are `hub_parts`'."""
+    subset = _subset_of(path, subset, language, revision)
     splits = asked(path, subset, lambda: datasets.load_dataset(path, subset, revision=revision, streaming=streaming))
     name = f"{path}, {subset}" if subset else path
     if "train" not in splits:

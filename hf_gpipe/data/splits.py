@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from hf_gpipe.data.deterministic import stable_random
-from hf_gpipe.data.fields import PairFields
 from hf_gpipe.data.files import SUFFIXES, files_of, is_local
 from hf_gpipe.data.formats import Row, rows_of_file
 from hf_gpipe.data.progress import progress
@@ -82,9 +81,9 @@ def read_splits(
         files = (rows_of_file(file, SUFFIXES[data.kind], what, data.text_field) for file in files_of(path, data.kind))
         rows: Iterable[Row] = chain.from_iterable(files)
     else:
-        from hf_gpipe.data.hub import hub_parts  # its library takes a second to import
+        from hf_gpipe.data.hub import hub_part  # its library takes a second to import
 
-        (part,) = hub_parts(data, PairFields(data))
+        part = hub_part(path, data.subset, data.revision)
         rows = part.train()
         held_out = {"validation": part.validation, "test": part.test}
         own = {

@@ -33,9 +33,6 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
     if recipe.of_loss is not None:
         of_loss = {name: value for name, value in vars(recipe.of_loss).items() if name != "reward"}
         values |= {**of_loss, "max_length": recipe.data.max_length}
-    order = "group_by_length" if sorts_rows(recipe) else "random"
-    if recipe.data.kind == "kto":  # so that each mini-batch is that of the reference's pass
-        order = "sequential"
     if training.lr_scheduler_type == "warmup_stable_decay":
         values |= {"lr_scheduler_kwargs": {"num_decay_steps": training.decay_steps}}
     others = {
@@ -44,7 +41,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         "per_device_eval_batch_size": training.batch_size,
         # A stream draws its pairs by temperature itself.
         "sampling_temperature": 1.0 if recipe.data.streaming else recipe.data.temperature,
-        "train_sampling_strategy": order,
+        "train_sampling_strategy": "group_by_length" if sorts_rows(recipe) else made_as.train_sampling_strategy,
         "logging_first_step": True,
         "eval_strategy": "steps" if training.eval_steps else "no",
         "save_strategy": "steps" if training.save_steps else "no",

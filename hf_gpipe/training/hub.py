@@ -64,16 +64,8 @@ class HubUploads:
         self.finish()
 
         def upload() -> None:
-            options: dict[str, Any] = {
-                "repo_id": self.repo_id,
-                "folder_path": str(directory),
-                "commit_message": message,
-                "token": token or self._args.hub_token,
-                "run_as_future": not blocking,
-                "ignore_patterns": list(_CHECKPOINTS),
-                "revision": revision or self._args.hub_revision,
-            }
-            outcome.append(HfApi().upload_folder(**options))
+            options = {"run_as_future": not blocking, "ignore_patterns": list(_CHECKPOINTS)}
+            outcome.append(self._upload(directory, message, token, revision, **options))
 
         self._world.from_writer(lambda: _asking(upload, str(self.repo_id)))
         return outcome[0] if outcome else None
@@ -87,18 +79,23 @@ class HubUploads:
         is_busy = any(not future.done() for future in self._pending)
         if strategy == HubStrategy.END or (is_busy and not self._args.hub_always_push):
             return
-        common: dict[str, Any] = {
-            "repo_id": self.repo_id,
-            "folder_path": str(checkpoint),
-            "token": self._args.hub_token,
-            "run_as_future": True,
-            "revision": self._args.hub_revision,
-        }
-        self._pending.append(HfApi().upload_folder(**common, commit_message=message, ignore_patterns=list(_STATE)))
+        self._pending.append(self._upload(checkpoint, message, ignore_patterns=list(_STATE)))
         if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             place = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
-            message = f"{message}, checkpoint"
-            self._pending.append(HfApi().upload_folder(**common, commit_message=message, path_in_repo=place))
+            self._pending.append(self._upload(checkpoint, f"{message}, checkpoint", path_in_repo=place))
+
+    def _upload(
+        self, folder: Path, message: str, token: str | None = None, revision: str | None = None, **options: Any
+    ) -> Any:
+        """Begin to upload a folder; `options` are others of `HfApi.upload_folder`, which may wait for the end."""
+        return HfApi().upload_folder(
+            repo_id=str(self.repo_id),
+            folder_path=str(folder),
+            commit_message=message,
+            token=token or self._args.hub_token,
+            revision=revision or self._args.hub_revision,
+            **{"run_as_future": True, **options},
+        )
 
     def finish(self) -> None:
         """Wait for the uploads of checkpoints; one that failed is a warning, for the training can go on without."""
