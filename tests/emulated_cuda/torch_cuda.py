@@ -65,7 +65,7 @@ class Event(torch.Event):
 def properties(device: Device = None) -> SimpleNamespace:
     index = index_of(device)
     return SimpleNamespace(
-        name=f"emulated CUDA device {index}",
+        name="emulated CUDA device",
         total_memory=MEMORY_BYTES,
         major=9,
         minor=0,
