@@ -132,7 +132,12 @@ def test_known_operations_are_those_that_run(family: str, monkeypatch: pytest.Mo
     """To the last byte and operation."""
     adapter, workload = (of_images(family), IMAGES) if family in EXACT else (adapter_for(tiny_config(family)), WORKLOAD)
     found = []
-    for run in (fake_operations.run, lambda function, args, kwargs: function(*args, **kwargs)):
+
+    def each_runs(function: Any, args: Any, kwargs: Any, derive: Any = None) -> tuple[Any, Any]:
+        result = function(*args, **kwargs)
+        return result, derive and derive(function, args, kwargs, result)
+
+    for run in (fake_operations.run, each_runs):
         monkeypatch.setattr(kept, "_kept", kept.OrderedDict())
         monkeypatch.setattr(fake_operations, "run", run)
         found.append([LayerTracer(adapter, as_on_gpu=as_on_gpu).costs(workload) for as_on_gpu in (False, True)])

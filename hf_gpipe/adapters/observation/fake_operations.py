@@ -8,6 +8,7 @@ the meta device much is written in Python, and takes ten times as long.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -45,12 +46,39 @@ class _UnlikeError(Exception):
     """An operation or an argument of which more matters than its form."""
 
 
-#: By the operation and the form of its arguments the outputs, and the class of what they are in; None: it must run.
-_kept: dict[Any, tuple[type | None, list[_Output]] | None] = {}
+Derive = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
+"""What is asked of a call: a function of the operation, its arguments, its keyword arguments and its output."""
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The output of an operation, which runs unless it is known. Torch functions must be disabled."""
+class _Known(NamedTuple):
+    """An operation on arguments of one form.
+
+    Attributes:
+        cls: the class of what its outputs are in; None: it has one output.
+        outputs: all of them.
+        derived: what was asked of such calls.
+    """
+
+    cls: type | None
+    outputs: list[_Output]
+    derived: dict[Derive, Any]
+
+
+#: By the operation and the form of its arguments; None: it must run.
+_kept: dict[Any, _Known | None] = {}
+#: By a device, the attributes of a new fake tensor on it, its mode apart.
+_new: dict[torch.device, dict[str, Any]] = {}
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], derive: Derive | None = None) -> tuple[Any, Any]:
+    """The output of an operation, which runs unless it is known. Torch functions must be disabled.
+
+    Args:
+        derive: its value follows from the form where no two inputs share memory, and is kept with the output.
+
+    Returns:
+        The output, and the value of `derive` or None.
+    """
     inputs: list[torch.Tensor] = []
     form: list[Any] = [func, torch.get_default_dtype()]
     try:
@@ -61,12 +89,11 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len({isinstance(tensor, FakeTensor) for tensor in inputs}) > 1:
             raise _UnlikeError
     except _UnlikeError:
-        return func(*args, **kwargs)
+        return _asked(None, inputs, func, args, kwargs, func(*args, **kwargs), derive)
     key = tuple(form)
-    if key in _kept and (kept := _kept[key]) is not None:
-        cls, outputs = kept
-        made = [_of(output, inputs) for output in outputs]
-        return made[0] if cls is None else cls(made)
+    if key in _kept and (known := _kept[key]) is not None:
+        made = [_of(output, inputs) for output in known.outputs]
+        return _asked(known, inputs, func, args, kwargs, made[0] if known.cls is None else known.cls(made), derive)
     before = _versions(inputs)
     result = func(*args, **kwargs)
     if inputs and key not in _kept:
@@ -77,7 +104,27 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _kept[key] = _described(func, inputs, result) if _versions(inputs) == before else None
         except _UnlikeError:
             _kept[key] = None
-    return result
+    return _asked(None, inputs, func, args, kwargs, result, derive)
+
+
+def _asked(
+    known: _Known | None,
+    inputs: list[torch.Tensor],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    derive: Derive | None,
+) -> tuple[Any, Any]:
+    if derive is None:
+        return result, None
+    if known is None:
+        return result, derive(func, args, kwargs, result)
+    if len(inputs) > 1 and len({tensor.untyped_storage()._cdata for tensor in inputs}) < len(inputs):
+        return result, derive(func, args, kwargs, result)
+    if derive not in known.derived:
+        known.derived[derive] = derive(func, args, kwargs, result)
+    return result, known.derived[derive]
 
 
 def _versions(inputs: list[torch.Tensor]) -> list[int]:
@@ -113,14 +160,14 @@ def _check(tensor: torch.Tensor) -> None:
         raise _UnlikeError
 
 
-def _described(func: Any, inputs: list[torch.Tensor], result: Any) -> tuple[type | None, list[_Output]]:
+def _described(func: Any, inputs: list[torch.Tensor], result: Any) -> _Known:
     """Raises _UnlikeError where another run may return something else."""
     is_resized = any(argument.is_out for argument in func._schema.arguments)
     if func.namespace not in ("aten", "hf_gpipe") or is_resized or not _DEPENDS_ON_MORE.isdisjoint(func.tags):
         raise _UnlikeError
     if isinstance(result, tuple | list):
-        return type(result), [_described_tensor(tensor, inputs) for tensor in result]
-    return None, [_described_tensor(result, inputs)]
+        return _Known(type(result), [_described_tensor(tensor, inputs) for tensor in result], {})
+    return _Known(None, [_described_tensor(result, inputs)], {})
 
 
 def _described_tensor(tensor: Any, inputs: list[torch.Tensor]) -> _Output:
@@ -139,8 +186,8 @@ def _described_tensor(tensor: Any, inputs: list[torch.Tensor]) -> _Output:
     shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
     output = _Made(shape, stride, offset, tensor.dtype, tensor.fake_device if is_fake else tensor.device, owner)
     made: Any = _of(output, inputs)
-    again = made.untyped_storage().nbytes(), made.storage_offset(), torch._C._dispatch_key_set(made)
-    if again != (storage.nbytes(), output.offset, torch._C._dispatch_key_set(tensor)):
+    again = made.untyped_storage().nbytes(), made.storage_offset(), torch._C._dispatch_key_set(made), vars(made)
+    if again != (storage.nbytes(), output.offset, torch._C._dispatch_key_set(tensor), vars(tensor)):
         raise _UnlikeError
     return output
 
@@ -156,4 +203,19 @@ def _of(output: _Output, inputs: list[torch.Tensor]) -> torch.Tensor | None:
             memory = torch.empty(0, dtype=output.dtype, device="meta")
             memory.set_(inputs[output.owner].untyped_storage(), output.offset, output.shape, output.stride)
     first = inputs[0]
-    return FakeTensor(first.fake_mode, memory, output.device) if isinstance(first, FakeTensor) else memory
+    return _fake(first.fake_mode, memory, output.device) if isinstance(first, FakeTensor) else memory
+
+
+def _fake(mode: Any, memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A new fake tensor; its class takes three times as long to set the same attributes one by one."""
+    if device not in _new:
+        tensor = FakeTensor(mode, memory, device)
+        _new[device] = {name: value for name, value in vars(tensor).items() if name != "fake_mode"}
+        return tensor
+    made = torch.Tensor._make_subclass(FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(_new[device], fake_mode=mode)
+    return made

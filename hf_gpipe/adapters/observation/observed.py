@@ -169,7 +169,7 @@ class _Followed(TorchDispatchMode):
         for tensor in tensors:
             self._check_read(tensor, self._where)
         with torch._C.DisableTorchFunction():
-            result = fake_operations.run(func, args, kwargs or {})
+            result, _ = fake_operations.run(func, args, kwargs or {})
         read = {_memory(tensor) for tensor in tensors}
         if self._inside or not read.isdisjoint(self._readers):
             # A view of the model's inputs depends on them alone.

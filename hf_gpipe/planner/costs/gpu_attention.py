@@ -92,9 +92,9 @@ class AttentionOfAGpu(TorchFunctionMode):
     """In it, scaled dot-product attention keeps what it keeps on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0
+            kwargs = kwargs | {"dropout_p": 0.0}
             if isinstance(kwargs.get("attn_mask"), LowerRightMask):
                 kwargs |= {"attn_mask": None, "is_causal": True}
             if kwargs.get("attn_mask") is None and len(args) == 3:

@@ -231,7 +231,8 @@ class StageTracer:
     def _run_fake(self, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
         if self._stage is None:
             self._stage = self._made(self._mode)
-        with self._mode, torch.device(CPU):
+        # Under a mode for the device each call and each attribute takes longer.
+        with self._mode, nullcontext() if torch.get_default_device() == CPU else CPU:
             self._stage.reset()
             # No fake tensor can be a mask that knows its answer: without a mask nothing is padded either.
             fake = {

@@ -11,8 +11,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -107,33 +108,29 @@ class Tracker(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._phase is not None and not func.is_view:
-            self._phase.calls += 1
+        phase = self._phase
+        if phase is not None and not func.is_view:
+            phase.calls += 1
         if func is _UNSAFE_VIEW:
             func = _aten.view.default  # its memory is the same, and PyTorch keeps no result of the other one
         # A product by 4-bit weights converts them back first, as its backward does.
-        is_quantised = func.name() == _QUANTISED
-        weights = args[0].new_empty(args[2]) if is_quantised else None
+        weights = args[0].new_empty(args[2]) if func.name() == _QUANTISED else None
         if weights is not None:
             self._note(weights)
-        is_grouped = func._overloadpacket is _aten._grouped_mm and isinstance(args[0], FakeTensor)
-        result = _grouped_output(*args, **kwargs) if is_grouped else fake_operations.run(func, args, kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor)
-        if self._phase is not None and not self._as_on_gpu and (converted := _converted_bytes(func, args, result)):
-            self._phase.levels.append(self.live_bytes + converted - self._phase.start_bytes)
-        if self._phase is not None and not func.is_view:
-            formula = _quantised if is_quantised else _FLOPS.get(func._overloadpacket)
-            flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
-            self._phase.flops += flops
-            if is_quantised or func._overloadpacket in _LINEAR:
-                self._phase.linear_flops += flops
-            if weights is not None:
-                self._phase.moved += args[1].nbytes + weights.nbytes
-                args = args[0], weights
-            if not (self._as_on_gpu and func in _IN_DROPOUT):
-                self._phase.moved += moved_bytes(func._overloadpacket, args, kwargs, result, flops)
+        count = _COUNT[self._as_on_gpu] if weights is None else partial(_count, self._as_on_gpu, weights=weights)
+        if func._overloadpacket is _aten._grouped_mm and isinstance(args[0], FakeTensor):
+            result = _grouped_output(*args, **kwargs)
+            counted = count(func, args, kwargs, result)
+        else:
+            result, counted = fake_operations.run(func, args, kwargs, None if phase is None else count)
+        for tensor in _tensors(result):
+            self._note(tensor)
+        if phase is not None:
+            if counted.converted:
+                phase.levels.append(self.live_bytes + counted.converted - phase.start_bytes)
+            phase.flops += counted.flops
+            phase.linear_flops += counted.linear_flops
+            phase.moved += counted.moved
         return result
 
     def _note(self, tensor: torch.Tensor, *, is_counted: bool = True) -> None:
@@ -151,6 +148,43 @@ class Tracker(TorchDispatchMode):
 
     def _forget(self, number: int) -> None:
         self.live_bytes -= self._known.pop(number)[1]
+
+
+class _Counted(NamedTuple):
+    """Of one operation; flops, linear_flops and moved as in `Phase`, and the bytes of `_converted_bytes`."""
+
+    converted: int = 0
+    flops: int = 0
+    linear_flops: int = 0
+    moved: int = 0
+
+
+def _count(
+    as_on_gpu: bool, func: Any, args: Any, kwargs: Any, result: Any, *, weights: torch.Tensor | None = None
+) -> _Counted:
+    converted = 0 if as_on_gpu else _converted_bytes(func, args, result)
+    if func.is_view:
+        return _Counted(converted)
+    formula = _FLOPS.get(func._overloadpacket) if weights is None else _quantised
+    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    is_linear = weights is not None or func._overloadpacket in _LINEAR
+    moved = 0
+    if weights is not None:
+        moved = args[1].nbytes + weights.nbytes
+        args = args[0], weights
+    if not (as_on_gpu and func in _IN_DROPOUT):
+        moved += moved_bytes(func._overloadpacket, args, kwargs, result, flops)
+    return _Counted(converted, flops, flops if is_linear else 0, moved)
+
+
+#: By whether it is counted as on a GPU.
+_COUNT = {as_on_gpu: partial(_count, as_on_gpu) for as_on_gpu in (False, True)}
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 @functools.cache
@@ -181,8 +215,7 @@ def moved_bytes(operation: Any, args: Any, kwargs: Any, result: Any, flops: int)
     """
     if operation in _WITHOUT_KERNEL:
         return 0
-    outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
-    inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+    inputs, outputs = _tensors((args, kwargs)), _tensors(result)
     if flops and flops > 2 * _NARROW * max(tensor.numel() for tensor in (*inputs, *outputs)):
         mask = kwargs.get("attn_mask")
         return 0 if mask is None else args[0].shape[:-1].numel() * mask.shape[-1] * mask.itemsize
