@@ -77,6 +77,7 @@ def step(pipe: Pipeline, batch: Any) -> Step:
         ("gemma3_text", "sdpa", 2, 4, {"schedule": "1f1b", "recompute": [1, 2]}),
         ("mistral", "sdpa", 3, 3, {"schedule": "gpipe_fused"}),
         ("gpt2", "sdpa", 2, 3, {"schedule": "zb_h2"}),
+        ("gpt2", "sdpa", 2, 3, {"schedule": "gpipe", "recompute": "block"}),
         ("opt", "sdpa", 3, 3, {"schedule": "1f1b"}),
         ("gpt_neox", "sdpa", 2, 7, {"schedule": "naive"}),
         ("falcon", "sdpa", 1, 3, {"schedule": "1f1b"}),

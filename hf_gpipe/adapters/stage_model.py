@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_gpipe.adapters.attention.document_positions import is_position_table, number_anew
 from hf_gpipe.adapters.attention.position_tables import share_tables, strip_weights
@@ -289,7 +290,10 @@ class StageModel:
                     own = vars(module).get("forward") or partial(_forward_of_class, module)
                     module.forward = partial(function, own)
             return
-        for module in self.model.modules():
+        # A model that is told so too may keep keys and values from its blocks, as GPT-2 does; it runs nothing again,
+        # unless its blocks do not do it themselves.
+        modules = [*self.model.modules()]
+        for module in [one for one in modules if isinstance(one, GradientCheckpointingLayer)] or modules:
             if hasattr(module, "gradient_checkpointing"):
                 module._gradient_checkpointing_func = function
                 module.gradient_checkpointing = True
