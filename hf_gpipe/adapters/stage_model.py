@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from hf_gpipe.adapters.base import Adapter, Inputs, Tensors
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.modules.autocast import scope_of
 from hf_gpipe.adapters.modules.batch_norm import BatchNorms
-from hf_gpipe.adapters.modules.dropout import DropoutSeeds, default_generator, key
+from hf_gpipe.adapters.modules.dropout import DropoutSeeds, NoisyRows, default_generator, key
 from hf_gpipe.adapters.modules.head import DeferredLogits, Projection
 from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.modules.linear import hand_over
@@ -204,8 +203,8 @@ class StageModel:
     def add_noise(self, alpha: float | None) -> None:
         """Add noise to the embeddings (B, T, D) of training, if this stage makes them (NEFTune, arXiv 2310.05914).
 
-        It is uniform, at most alpha / sqrt(T D), and is drawn from each row's own seed; of packed rows from that of the
-        micro-batch, like dropout.
+        It is uniform, at most alpha / sqrt(T D) with the T of the whole mini-batch, and is drawn from each row's own
+        seed (`DropoutSeeds.noise`).
 
         Args:
             alpha: None: no noise, and none any more.
@@ -219,11 +218,7 @@ class StageModel:
         def hook(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
             if self.port.seeds is None:
                 return embedded
-            bound = alpha / math.sqrt(embedded.shape[1] * embedded.shape[2])
-            noise = torch.empty_like(embedded)
-            for rows in self.port.seeds.of_each_row(noise):
-                rows.uniform_(-bound, bound)
-            return embedded + noise
+            return embedded + self.port.seeds.noise(embedded, alpha)
 
         self._noise = self.model.get_input_embeddings().register_forward_hook(hook)
 
@@ -356,7 +351,7 @@ class StageModel:
         carry: Tensors,
         micro_batch_seed: int | None = None,
         deferred: DeferredLogits | None = None,
-        row_seeds: Sequence[int] = (),
+        rows: NoisyRows = NoisyRows(),
         routers: ChunkRouters | None = None,
     ) -> dict[str, torch.Tensor]:
         """Run the stage on one micro-batch.
@@ -366,7 +361,7 @@ class StageModel:
             carry: the tensors received from the previous stage; empty on the first stage.
             micro_batch_seed: seed of dropout for this micro-batch and step; None leaves the generator alone.
             deferred: made by `deferred_logits`; the logits are left out, and can be computed by it.
-            row_seeds: of the noise on each row's embeddings; none: the noise has the micro-batch's.
+            rows: as the noise on their embeddings follows from them.
             routers: of a chunk the router logits of its rows; None: rows are whole.
 
         Returns:
@@ -383,7 +378,7 @@ class StageModel:
         # Positions that are given begin anew already.
         self.port.lengths = {} if "position_ids" in inputs else self.adapter.document_lengths(inputs)
         try:
-            with self._seeded(micro_batch_seed, row_seeds):
+            with self._seeded(micro_batch_seed, rows):
                 if deferred is None or self._projection is None:
                     outputs = self.adapter.run(self, inputs, carry)
                     if isinstance(self.division, Division) and "logits" in outputs:
@@ -394,16 +389,16 @@ class StageModel:
             self.router_port.close()
 
     @torch.no_grad()
-    def computed_once(self, inputs: Inputs, micro_batch_seed: int, row_seeds: Sequence[int]) -> Inputs:
+    def computed_once(self, inputs: Inputs, micro_batch_seed: int) -> Inputs:
         """As of `Adapter.computed_once`, with the dropout of this micro-batch."""
-        with self._seeded(micro_batch_seed, row_seeds):
+        with self._seeded(micro_batch_seed):
             return self.adapter.computed_once(self, inputs)
 
     @contextmanager
-    def _seeded(self, micro_batch_seed: int | None, row_seeds: Sequence[int]) -> Iterator[None]:
+    def _seeded(self, micro_batch_seed: int | None, rows: NoisyRows = NoisyRows()) -> Iterator[None]:
         """Context manager of a forward: mixed precision, and seeds of dropout. At the end nothing is in the port."""
         if micro_batch_seed is not None and self.model.training:
-            self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed, row_seeds)
+            self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed, rows)
         try:
             with scope_of(self.adapter.autocast):
                 yield

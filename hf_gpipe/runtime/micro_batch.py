@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.adapters.modules.dropout import key, mix
+from hf_gpipe.adapters.modules.dropout import NoisyRows, key, mix
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss
@@ -35,8 +35,8 @@ class MicroBatch:
         index: its number in the table, from 0: in the step, or counted over the steps of a window.
         inputs: its rows, as returned by `Adapter.prepare`, with masks as `KnownMask`.
         seed: its seed for dropout, from (seed, step, number in the step).
-        row_seeds: of each of its rows a seed from (seed, step, number of the row in the step), which is the same for
-            any number of micro-batches; none where documents are packed into one row.
+        rows: for noise on their embeddings, with a seed of each from (seed, step, number of the row in the step), which
+            is the same for any number of micro-batches; packed documents are one row, with the micro-batch's seed.
         num_units: units of the loss in the whole mini-batch, by which its sum is divided; at least 1.
         num_tokens: in the whole mini-batch, as the loss counts them (`Loss.row_tokens`); at least 1.
         num_micro_batches: of the step; an auxiliary loss is the mean over them.
@@ -51,7 +51,7 @@ class MicroBatch:
     num_units: int
     num_micro_batches: int
     mini_batch: tuple[int, int] = (0, 0)
-    row_seeds: tuple[int, ...] = ()
+    rows: NoisyRows = NoisyRows()
     chunk: Chunk | None = None
     num_tokens: int = 1
     shapes: dict[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False)
@@ -275,7 +275,7 @@ def make_micro_batches(
     on_cpu = [{name: tensor.cpu() for name, tensor in batch.items()} for batch in batches]
     inputs: list[Mapping[str, torch.Tensor]] = []
     owners: list[int] = []
-    row_seeds: list[tuple[int, ...]] = []
+    noisy: list[NoisyRows] = []
     num_rows = 0
     for number, batch in enumerate(on_cpu):
         if packing or adapter.is_flattened(batch):
@@ -284,8 +284,12 @@ def make_micro_batches(
             if chunks.most > 1:
                 check_chunks(adapter, is_loss_of_tokens=True, packing=True)
             parts = packed_parts(batch, count, adapter.target_keys)
-            inputs += [adapter.packed(documents, is_compiled=cutting.is_compiled) for documents in parts]
-            row_seeds += [()] * len(parts)
+            packed = [adapter.packed(documents, is_compiled=cutting.is_compiled) for documents in parts]
+            widths = [adapter.main_input(one).shape[1] for one in packed]
+            noisy += [
+                NoisyRows((mix(seed, step, len(inputs) + i),), sum(widths), width) for i, width in enumerate(widths)
+            ]
+            inputs += packed
         else:
             lengths = adapter.lengths_in_rows(batch)
             numbered = batch | {_NUMBER: num_rows + torch.arange(len(batch["labels"]))}
@@ -294,8 +298,10 @@ def make_micro_batches(
                 if cutting.length_bucketing
                 else split_rows(numbered, count, loss.rows_per_unit, lengths)
             )
-            row_seeds += [
-                tuple(mix(seed, step, key("row"), row) for row in part.pop(_NUMBER).tolist()) for part in rows
+            width = adapter.main_input(batch).shape[-1]
+            noisy += [
+                NoisyRows(tuple(mix(seed, step, key("row"), row) for row in part.pop(_NUMBER).tolist()), width, width)
+                for part in rows
             ]
             inputs += [adapter.with_known_masks(adapter.prepare(part)) for part in rows]
         num_rows += len(batch["labels"])
@@ -310,7 +316,7 @@ def make_micro_batches(
         MicroBatch(
             first + i, own, mix(seed, step, i), num_units, len(inputs), (step, owner), of_rows, num_tokens=num_tokens
         )
-        for i, (own, owner, of_rows) in enumerate(zip(inputs, owners, row_seeds, strict=True))
+        for i, (own, owner, of_rows) in enumerate(zip(inputs, owners, noisy, strict=True))
     ]
     if chunks.most > 1:
         chunks = chunks.within(min(adapter.main_input(own).shape[1] for own in inputs))
@@ -331,14 +337,14 @@ def _check_whole(adapter: Adapter, batch: Batch, *, packing: bool, is_cut: bool)
 
 
 def in_chunks(whole: MicroBatch, chunks: Chunks, adapter: Adapter) -> list[MicroBatch]:
-    """The chunks of a micro-batch in place of it, all with its index. A chunk's seeds depend on its number too."""
+    """The chunks of a micro-batch in place of it, all with its index. A chunk's seed depends on its number too."""
     length = adapter.main_input(whole.inputs).shape[1]
     return [
         replace(
             whole,
             inputs=part,
             seed=mix(whole.seed, number),
-            row_seeds=tuple(mix(row, number) for row in whole.row_seeds),
+            rows=whole.rows._replace(start=whole.rows.start + start),
             chunk=Chunk(whole.index, start, length, chunks.most),
         )
         for number, (start, part) in enumerate(cut(whole.inputs, chunks, adapter))

@@ -124,7 +124,7 @@ class Stage:
     def _computed_once(self, context: Context) -> Context:
         """The context with what frozen layers make of inputs alone, which R then need not run."""
         micro_batch = context.micro_batch
-        inputs = self.model.computed_once(micro_batch.inputs, micro_batch.seed, micro_batch.row_seeds)
+        inputs = self.model.computed_once(micro_batch.inputs, micro_batch.seed)
         return (
             context if inputs is micro_batch.inputs else replace(context, micro_batch=micro_batch.with_inputs(inputs))
         )
@@ -364,7 +364,7 @@ class Stage:
                 # Before the hook by which they enter a head that is divided.
                 hooks.enter_context(head.register_forward_pre_hook(keep, prepend=True))
             inputs, routers = self._with_past(micro_batch)
-            outputs = self.model(inputs, carry, micro_batch.seed, deferred, micro_batch.row_seeds, routers)
+            outputs = self.model(inputs, carry, micro_batch.seed, deferred, micro_batch.rows, routers)
         if not loss.adds_auxiliary:
             outputs.pop("auxiliary_loss", None)
         logits = outputs.pop("logits", None)

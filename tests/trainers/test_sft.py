@@ -291,15 +291,17 @@ def test_the_dynamic_loss_has_the_gradient_of_its_definition() -> None:
 
 
 def test_noise_on_embeddings_is_the_plain_model_s_and_the_same_for_every_split(tmp_path: Path) -> None:
-    """The noise is drawn from the seed, the step and the number of the row, so also the number M does not matter."""
+    """The noise is drawn from the seed, the step and the number of the row, and its size follows from the width of the
+    mini-batch, as in transformers. So neither the number M nor chunks of rows matter."""
     model = plain_model(config())
     examples = SFTExamples(rows("ids"), tokenizer())
+    widths = [max(len(one["input_ids"]) for one in documents) for documents in steps_of(examples)]
     embeddings, numbers = model.get_input_embeddings(), iter(range(12))
 
     def add_noise(module: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
         step, row = divmod(next(numbers), 3)
         torch.manual_seed(mix(0, step, key("row"), row))
-        bound = 5 / (embedded.shape[1] * embedded.shape[2]) ** 0.5
+        bound = 5 / (widths[step] * embedded.shape[2]) ** 0.5
         return embedded + torch.empty_like(embedded).uniform_(-bound, bound)
 
     plain = copy.deepcopy(model)
@@ -308,14 +310,15 @@ def test_noise_on_embeddings_is_the_plain_model_s_and_the_same_for_every_split(t
     handle.remove()
     without = trained(tmp_path, copy.deepcopy(plain), rows("ids"), seed=0)[1]
     assert abs(without[0]["loss"] - expected[0]["loss"]) > 1e-3
-    for num_stages, recompute in ((1, "none"), (2, "stage"), (3, "block")):
+    for num_stages, recompute, count, chunks in ((1, "none", 3, 1), (2, "stage", 2, 3), (3, "block", 1, 1)):
         made, logs = trained(
             tmp_path,
             copy.deepcopy(plain),
             rows("ids"),
             num_stages=num_stages,
             recompute=recompute,
-            num_micro_batches=3,
+            num_micro_batches=count,
+            sequence_chunks=chunks,
             seed=0,
             neftune_noise_alpha=5,
         )
@@ -335,7 +338,7 @@ def test_each_row_has_the_same_seed_for_every_number_of_micro_batches(length_buc
         of_rows: dict[tuple[int, int], int] = {}
         for one in made:
             firsts = one.inputs["input_ids"][:, 0].tolist()
-            of_rows |= {(one.mini_batch[1], first): seed for first, seed in zip(firsts, one.row_seeds, strict=True)}
+            of_rows |= {(one.mini_batch[1], first): seed for first, seed in zip(firsts, one.rows.seeds, strict=True)}
         seeds.append(of_rows)
     assert len(set(seeds[0].values())) == 14
     assert seeds[0] == seeds[1] == seeds[2]

@@ -1,4 +1,4 @@
-"""Dropout that does not depend on how the model is split.
+"""Dropout, and noise on embeddings, that do not depend on how the model is split.
 
 Every layer that draws random numbers seeds the device's default generator from (seed, step, micro-batch, name of
 the layer) just before it runs. Then it makes no difference on which process the layer runs, what ran there before it,
@@ -8,8 +8,8 @@ and whether it runs for the first time or again in recomputation.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -44,6 +44,22 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
+class NoisyRows(NamedTuple):
+    """The rows of a micro-batch, as the noise on their embeddings follows from them.
+
+    Attributes:
+        seeds: of each row; packed documents are one row.
+        num_tokens: of a row of the whole mini-batch with its padding, or of all its documents if they are packed.
+        width: tokens of a row for which noise is drawn; those of the micro-batch, or of a chunk, are a part of them.
+        start: the first of these tokens that the micro-batch has.
+    """
+
+    seeds: tuple[int, ...] = ()
+    num_tokens: int = 0
+    width: int = 0
+    start: int = 0
+
+
 class DropoutSeeds:
     """The seeds of one micro-batch on one stage. Each layer calls `plant` when it starts."""
 
@@ -52,24 +68,26 @@ class DropoutSeeds:
         generator: torch.Generator,
         layer_keys: dict[str, int],
         micro_batch_seed: int,
-        row_seeds: Sequence[int] = (),
+        rows: NoisyRows = NoisyRows(),
     ) -> None:
         self._generator = generator
         self._layer_keys = layer_keys
         self._micro_batch_seed = micro_batch_seed
-        self._row_seeds = row_seeds
+        self._rows = rows
 
     def plant(self, layer_name: str) -> None:
         self._generator.manual_seed(mix(self._micro_batch_seed, self._layer_keys[layer_name]))
 
-    def of_each_row(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The rows of a tensor one by one, each with its own seed planted; the whole tensor where rows have none."""
-        if not self._row_seeds:
-            yield tensor
-            return
-        for row, seed in zip(tensor, self._row_seeds, strict=True):
+    def noise(self, embedded: torch.Tensor, alpha: float) -> torch.Tensor:
+        """Noise on the embeddings (B, T, D) of the rows: uniform, at most alpha / sqrt(`num_tokens` D)."""
+        rows, size = self._rows, embedded.shape[2]
+        bound = alpha / math.sqrt(rows.num_tokens * size)
+        noise = torch.empty_like(embedded)
+        for row, seed in zip(noise, rows.seeds, strict=True):
             self._generator.manual_seed(seed)
-            yield row
+            whole = row.new_empty(rows.width, size).uniform_(-bound, bound)
+            row.copy_(whole[rows.start : rows.start + len(row)])
+        return noise
 
 
 def masks_of(config: Any) -> dict[str, float]:
