@@ -132,10 +132,12 @@ def check_number(name: str, value: Any, least: float = 0, *, most: float = math.
         raise UserError(f"{name}={value!r}: expected a finite number{lowest}{highest}")
 
 
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raise UserError where an argument is no whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"{name}={value!r}: expected a whole number of at least {least}")
+def check_count(name: str, value: Any, least: int, most: float = math.inf) -> None:
+    """Raise UserError where an argument is no whole number of at least `least` and at most `most`."""
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or not least <= value <= most:
+        highest = "" if most == math.inf else f" and at most {most}"
+        raise UserError(f"{name}={value!r}: expected a whole number of at least {least}{highest}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from transformers import GenerationConfig, TrainingArguments
 from transformers.training_args import ParallelMode
 from transformers.utils import is_bitsandbytes_available
 
-from hf_gpipe.errors import UserError, check_choice, nearest
+from hf_gpipe.errors import UserError, check_choice, check_count, check_number, nearest
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.planner.workload import PlanInputs
@@ -161,12 +162,10 @@ class PipelineTrainingArguments(TrainingArguments):
                 "the package bitsandbytes, which is not installed; install it, or choose one of "
                 f"{', '.join(OPTIMIZERS)}"
             )
+        self._check_numbers()
         check_choice("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
         check_choice("save_in_background", self.save_in_background, ("auto", "always", "never"))
         check_choice("on_nonfinite_loss", self.on_nonfinite_loss, ("ignore", "skip", "stop"))
-        for name in ("timeline_steps", "slow_machine_steps", "memory_save_steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}; it must be at least 1, or None")
         self.of_tokens  # noqa: B018  # raises UserError for other numbers
         self._check_sampling()
         if self.recompute in ("none", "host") and self.is_checkpointing:
@@ -188,6 +187,21 @@ class PipelineTrainingArguments(TrainingArguments):
                     "support; launch without it"
                 )
 
+    def _check_numbers(self) -> None:
+        """Raise UserError for a number that the library lets pass, and that no training can have."""
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            check_count(name, getattr(self, name), 1)
+        check_count("seed", self.seed, 0, 2**32 - 1)
+        check_number("num_train_epochs", self.num_train_epochs, -math.inf)
+        check_number("weight_decay", self.weight_decay)
+        if self.neftune_noise_alpha is not None:
+            check_number("neftune_noise_alpha", self.neftune_noise_alpha)
+        if self.max_grad_norm is not None and math.isnan(self.max_grad_norm):
+            raise UserError(f"max_grad_norm={self.max_grad_norm}: expected a number; 0 or None: no clipping")
+        for name in ("timeline_steps", "slow_machine_steps", "memory_save_steps"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 1)
+
     def _check_sampling(self) -> None:
         if not self.sampling_temperature >= 1:
             raise UserError(f"sampling_temperature={self.sampling_temperature}; it must be at least 1")
@@ -198,8 +212,7 @@ class PipelineTrainingArguments(TrainingArguments):
             )
         if self.batch_tokens is None:
             return
-        if self.batch_tokens < 1:
-            raise UserError(f"batch_tokens={self.batch_tokens}; it must be at least 1, or None")
+        check_count("batch_tokens", self.batch_tokens, 1)
         if self.dataloader_drop_last:
             raise UserError(
                 "dataloader_drop_last=True with batch_tokens: its mini-batches are about equal, so there is none to "

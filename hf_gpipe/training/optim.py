@@ -39,8 +39,15 @@ def make_optimizer(
         master_weights: the copies to update in place of the parameters.
         get_cls_and_kwargs: from the arguments and None, the class that they ask for and its arguments.
         get_decayed: from the model of a stage, the names of the parameters that weight decay is for; None: Trainer's.
+
+    Raises:
+        UserError: the class does not take these arguments.
     """
-    cls, kwargs = cls_and_kwargs or get_cls_and_kwargs(args, None)
+    try:
+        cls, kwargs = cls_and_kwargs or get_cls_and_kwargs(args, None)
+    except ValueError as error:
+        text = f"optim={_word(args.optim)!r} does not take optim_args={args.optim_args!r}: {error}"
+        raise UserError(f"{text}; give it as name=value,name=value") from error
     get_decayed = get_decayed or partial(Trainer.get_decay_parameter_names, None)
     # Asked of the models themselves, for the kind of a module decides as well as its parameter's name, and a stage's
     # model has the modules that PEFT has put there.
@@ -52,7 +59,11 @@ def make_optimizer(
         {"params": [p for name, p in trainable if name in decays], "weight_decay": args.weight_decay},
         {"params": [p for name, p in trainable if name not in decays], "weight_decay": 0.0},
     ]
-    optimizer = cls(groups, **kwargs)
+    try:
+        optimizer = cls(groups, **kwargs)
+    except (TypeError, ValueError) as error:
+        given = {name: value for name, value in kwargs.items() if isinstance(value, bool | int | float | str | tuple)}
+        raise UserError(f"{cls.__name__} does not take {given}: {error}; change these arguments") from error
     if master_weights is not None:
         master_weights.serve(optimizer)
     if kwargs.get("optim_bits") == 8:
@@ -162,13 +173,24 @@ def check_optimizers(
 
 def make_scheduler(args: PipelineTrainingArguments, optimizer: Optimizer, max_steps: int) -> Scheduler:
     """The learning rate's schedule over `max_steps` updates. It sees no gradients, so it is the same everywhere."""
-    return get_scheduler(
-        args.lr_scheduler_type,
-        optimizer=optimizer,
-        num_warmup_steps=args.get_warmup_steps(max_steps),
-        num_training_steps=max_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )
+    try:
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=args.get_warmup_steps(max_steps),
+            num_training_steps=max_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"lr_scheduler_type {_word(args.lr_scheduler_type)!r} does not take lr_scheduler_kwargs="
+            f"{args.lr_scheduler_kwargs} and warmup_steps={args.warmup_steps}: {error}; change these arguments"
+        ) from error
+
+
+def _word(value: Any) -> str:
+    """An argument whose values the library has in an enumeration, as it is written."""
+    return str(getattr(value, "value", value))
 
 
 def set_rates(optimizer: Optimizer, scheduler: Scheduler | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +21,7 @@ from hf_gpipe.training.supported import REFUSED
 from scripts.trainer_tables import IRRELEVANT, SUPPORTED
 from tests.gloo import run_gloo
 from tests.oracle import tiny_config
-from tests.training.toy import arguments
+from tests.training.toy import arguments, trainer
 
 #: A value that is not the default, for fields whose default does not suggest one.
 OTHER_VALUES: dict[str, Any] = {
@@ -77,6 +78,14 @@ def test_a_refused_field_may_be_given_its_default(name: str, tmp_path: Path) -> 
         ({"bf16": True, "fp16": True}, "At most one of fp16 and bf16"),
         ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance'"),
         ({"lr_scheduler_type": "linnear"}, "linnear"),
+        ({"per_device_train_batch_size": -1}, "per_device_train_batch_size=-1: expected a whole number of at least 1"),
+        ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0: expected a whole number of at least 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: expected a whole number of at least 1"),
+        ({"seed": -1}, "seed=-1: expected a whole number of at least 0 and at most 4294967295"),
+        ({"num_train_epochs": math.nan}, "num_train_epochs=nan: expected a finite number"),
+        ({"weight_decay": math.nan}, "weight_decay=nan: expected a finite number of at least 0"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm=nan: expected a number; 0 or None: no clipping"),
+        ({"neftune_noise_alpha": -5.0}, r"neftune_noise_alpha=-5\.0: expected a finite number of at least 0"),
     ],
 )
 def test_a_value_that_is_not_supported(
@@ -85,6 +94,20 @@ def test_a_value_that_is_not_supported(
     monkeypatch.setattr(arguments_module, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(UserError, match=message):
         PipelineTrainingArguments(output_dir=str(tmp_path), **values)
+
+
+def test_what_an_optimizer_or_a_schedule_does_not_take(tmp_path: Path) -> None:
+    made = trainer(tmp_path, family="llama", optim="rmsprop")
+    for name, value, message in (
+        ("optim_args", "momentum", "optim='rmsprop' does not take optim_args='momentum'.*give it as name=value"),
+        ("learning_rate", -1.0, "RMSprop does not take {'lr': -1.0}: Invalid learning rate: -1.0"),
+        ("lr_scheduler_kwargs", {"rate": 2}, r"'linear' does not take lr_scheduler_kwargs={'rate': 2}.*'rate'"),
+    ):
+        before = getattr(made.args, name)
+        setattr(made.args, name, value)
+        with pytest.raises(UserError, match=message):
+            made.create_optimizer_and_scheduler(3)
+        setattr(made.args, name, before)
 
 
 @pytest.mark.parametrize(
