@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from transformers import GenerationConfig, TrainingArguments
 from transformers.training_args import ParallelMode
 from transformers.utils import is_bitsandbytes_available
 
-from hf_gpipe.errors import UserError, check_choice, check_count, check_number, nearest
+from hf_gpipe.errors import MissingAttributeError, UserError, check_choice, check_count, check_number, nearest
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.planner.workload import PlanInputs
@@ -130,6 +130,14 @@ class PipelineTrainingArguments(TrainingArguments):
             raise UserError(f"{cls.__name__} has no argument {name!r}{reason}")
         return super().__new__(cls)
 
+    if not TYPE_CHECKING:  # a type checker goes on finding what is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError; of an argument that TRL has and a pipeline has not, with what to do instead."""
+            if (note := MISSING_ARGUMENTS.get(name)) is not None:
+                raise MissingAttributeError(f"{type(self).__name__} has no argument {name!r}: {note}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __post_init__(self) -> None:
         if self.num_train_epochs is None:
             raise UserError("num_train_epochs=None: give a number above 0, or leave it out; max_steps goes before it")
@@ -162,6 +170,8 @@ class PipelineTrainingArguments(TrainingArguments):
                 "the package bitsandbytes, which is not installed; install it, or choose one of "
                 f"{', '.join(OPTIMIZERS)}"
             )
+        for name in MISSING_ARGUMENTS.keys() & vars(self).keys() - type(self).__dataclass_fields__.keys():
+            raise UserError(f"{type(self).__name__} has no argument {name!r}, which was set: {MISSING_ARGUMENTS[name]}")
         self._check_numbers()
         check_choice("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
         check_choice("save_in_background", self.save_in_background, ("auto", "always", "never"))

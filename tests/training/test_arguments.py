@@ -137,6 +137,12 @@ def test_values_that_are_set_later_are_checked_by_the_trainer(tmp_path: Path, mo
     args.use_liger_kernel = True
     with pytest.raises(UserError, match="use_liger_kernel=True"):
         PipelineTrainer(tiny_config("llama"), args)
+    args = arguments(tmp_path)
+    with pytest.raises(AttributeError, match="PipelineTrainingArguments has no argument 'max_length': use PipelineSFT"):
+        args.max_length  # noqa: B018
+    args.max_length = 8
+    with pytest.raises(UserError, match="no argument 'max_length', which was set: use PipelineSFTConfig"):
+        PipelineTrainer(tiny_config("llama"), args)
     args = arguments(tmp_path).set_logging(strategy="steps", steps=3, level="error")
     assert PipelineTrainer(tiny_config("llama"), args).args.logging_steps == 3
     assert transformers.logging.get_verbosity() == transformers.logging.ERROR
