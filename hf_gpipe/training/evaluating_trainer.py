@@ -69,6 +69,16 @@ class EvaluatingTrainer(SavingTrainer):
             return given
         return {name: given[name] if isinstance(given, Mapping) else None for name in names}
 
+    def _check_evaluations(self) -> None:
+        """Raise UserError where the training would come to an evaluation, and there is no dataset for it."""
+        if self.args.eval_strategy == "no" or type(self).evaluate is not EvaluatingTrainer.evaluate:
+            return
+        if not self.world.from_reader(lambda: self.eval_dataset is not None):
+            strategy = str(getattr(self.args.eval_strategy, "value", self.args.eval_strategy))
+            raise UserError(
+                f"eval_strategy={strategy!r} requires an eval_dataset; give one, or leave eval_strategy out"
+            )
+
     def _evaluate_one(self, dataset: Any, prefix: str, generation: Mapping[str, Any]) -> dict[str, float]:
         batches = self._evaluated(dataset, generation, "evaluation requires an eval_dataset")
         with self.job.during("evaluating"):

@@ -45,8 +45,25 @@ _REFERENCE = "the reference is the model before its training, or ref_model; leav
 _ONE_LOSS = "loss_type names one loss, and the losses of DPO's paper and its variants alone are supported; leave it out"
 _SFT_ONLY = "only PipelineSFTConfig has it"
 
-#: Arguments of TRL's configurations that are not there -> why, and what to do instead.
+_AUTOCAST = "fp16=True and bf16=True compute under torch.autocast; leave it out"
+
+#: Arguments of TRL's configurations, and of older releases of transformers, that are not there -> why, and what to do
+#: instead.
 MISSING_ARGUMENTS = {
+    "group_by_length": "write train_sampling_strategy='group_by_length'",
+    "evaluation_strategy": "write eval_strategy",
+    "warmup_ratio": "write warmup_steps, which may be a share of all steps below 1",
+    "no_cuda": "write use_cpu",
+    "overwrite_output_dir": "a training begins anew unless resume_from_checkpoint is given; leave it out",
+    "adafactor": "write optim='adafactor'",
+    "include_inputs_for_metrics": "write include_for_metrics=['inputs']",
+    "save_safetensors": "weights are always saved so; leave it out",
+    "tokenizer": "give it to the trainer as processing_class",
+    "push_to_hub_token": "write hub_token",
+    "push_to_hub_model_id": "write hub_model_id",
+    "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
+    "fp16_backend": _AUTOCAST,
+    "half_precision_backend": _AUTOCAST,
     "loss_weights": "a sum of losses is not supported; name one loss_type and leave it out",
     "ld_alpha": _ONE_LOSS,
     "f_divergence_type": _ONE_LOSS,

@@ -254,6 +254,7 @@ class PipelineTrainer(EvaluatingTrainer):
     ) -> TrainingLoop:
         """Make the loop, with everything ready for the first step."""
         start_time = time.time()
+        self._check_evaluations()
         batches = self.train_batches()
         length = TrainingLength.make(
             self.args, self.world.from_reader(lambda: None if batches is None else batches.count())

@@ -78,6 +78,7 @@ def test_a_refused_field_may_be_given_its_default(name: str, tmp_path: Path) -> 
         ({"bf16": True, "fp16": True}, "At most one of fp16 and bf16"),
         ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance'"),
         ({"lr_scheduler_type": "linnear"}, "linnear"),
+        ({"group_by_length": True}, "no argument 'group_by_length': write train_sampling_strategy='group_by_length'"),
         ({"per_device_train_batch_size": -1}, "per_device_train_batch_size=-1: expected a whole number of at least 1"),
         ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0: expected a whole number of at least 1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: expected a whole number of at least 1"),

@@ -245,6 +245,8 @@ def test_loaders_have_the_mini_batches_of_the_training(tmp_path: Path) -> None:
     assert sum(len(batch["labels"]) for batch in one.get_test_dataloader(Rows(7))) == 7
     with pytest.raises(UserError, match="requires an eval_dataset"):
         made(tmp_path).get_eval_dataloader()
+    with pytest.raises(UserError, match="eval_strategy='steps' requires an eval_dataset; give one"):
+        made(tmp_path, eval_strategy="steps", eval_steps=5).train()  # before its first step
 
 
 def test_numbers_that_scripts_ask_for(tmp_path: Path) -> None:
