@@ -177,6 +177,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         trained(tmp_path, plain_model(), train_dataset=PreferenceExamples(rows(2), tokenizer()))
     with pytest.raises(DataError, match="row 0: 'margin' is 'big'; it must be a number"):
         RewardExamples([rows(1)[0] | {"margin": "big"}], tokenizer())
+    texts, tok = [{"chosen": "ab c", "rejected": "de"}], tokenizer()
+    pair = RewardExamples(texts, tok)[0]  # nothing is common to them, so there is no prompt
+    assert [pair["chosen_ids"], pair["rejected_ids"]] == [
+        tok(f"{one}{tok.eos_token}").input_ids for one in ("ab c", "de")
+    ]
     with pytest.raises(DataError, match="of 3 rows none is left in 2 tokens: 3 were dropped because they are longer;"):
         RewardExamples(rows(3), tokenizer(), max_length=2)
 

@@ -129,13 +129,14 @@ def conversation_of(where: str, row: Mapping[str, Any], *, needs_assistant: bool
     return {name: given[name] for name in _COLUMNS if name in given}
 
 
-def preference_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def preference_of(where: str, row: Mapping[str, Any], *, needs_prompt: bool = True) -> dict[str, Any]:
     """A row of preferences as TRL knows it: "prompt", "chosen" and "rejected", with "tools" if there are any.
 
     Args:
         where: the row's name in messages.
         row: has `chosen` and `rejected`, and perhaps `prompt`, all of them text or all lists of messages. Without a
             prompt, what both begin with is the prompt. `tools` may be JSON text.
+        needs_prompt: whether the prompt may not be empty.
 
     Raises:
         DataError: another form, an unknown role, or content that is not text; names the row and the column.
@@ -159,7 +160,7 @@ def preference_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("chosen", "rejected"):
         if not given[name]:
             raise DataError(f"{where}: {name!r} is empty; leave the row out")
-    if not given["prompt"]:
+    if needs_prompt and not given["prompt"]:
         raise DataError(f"{where}: there is no prompt, or it is empty; give 'prompt', or begin both answers with it")
     _read_tools(where, given)
     kept = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")

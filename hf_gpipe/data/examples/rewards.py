@@ -15,17 +15,17 @@ from hf_gpipe.errors import DataError
 
 
 def compared_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of preferences as `preference_of` reads it, with its "margin", if it has one.
+    """A row of preferences as `preference_of` reads it, where the prompt may be empty, with its "margin", if any.
 
     Raises:
         DataError: as `preference_of`, or a margin that is no finite number; names the row and the column.
     """
-    margin = row.get("margin")
+    pair, margin = preference_of(where, row, needs_prompt=False), row.get("margin")
     if margin is None:
-        return preference_of(where, row)
+        return pair
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise DataError(f"{where}: 'margin' is {margin!r}; it must be a number")
-    return preference_of(where, row) | {"margin": float(margin)}
+    return pair | {"margin": float(margin)}
 
 
 class RewardExamples(PreferenceExamples):
