@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
@@ -50,7 +51,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         "report_to": training.report_to or "none",
         "disable_tqdm": False,
         "use_cpu": pipeline.device == "cpu",
-        "ddp_timeout": int(pipeline.timeout_seconds),
+        "ddp_timeout": math.ceil(pipeline.timeout_seconds),
         "enable_jit_checkpoint": True,
         "remove_unused_columns": False,
     }

@@ -8,7 +8,6 @@ largest logit; the sum of exponentials, the target's logit and the sum of logits
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ import torch
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import UserError, check_number
 from hf_gpipe.losses.token_metrics import TokenMetrics
 
 
@@ -51,9 +50,8 @@ class TokenOptions:
                 f"label_smoothing={self.label_smoothing!r} has no meaning in the loss of Dynamic Fine-Tuning; leave "
                 "one of them out"
             )
-        bound = self.logit_clipping
-        if bound is not None and (isinstance(bound, bool) or not (bound > 0 and math.isfinite(bound))):
-            raise UserError(f"logit_clipping={bound!r}: expected a finite number above 0, or None for no clipping")
+        if self.logit_clipping is not None:
+            check_number("logit_clipping", self.logit_clipping, is_above=True)
 
     @staticmethod
     def units(targets: torch.Tensor) -> torch.Tensor:

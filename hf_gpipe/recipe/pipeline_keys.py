@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from hf_gpipe.partition import COST_STRATEGIES, COUNT
 from hf_gpipe.recipe.section import OR_NULL, Count, NotNegative, OneOf, Positive, Text, section
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, SCHEDULES, TABLE_SUFFIX
 
 AUTO = "auto"
+#: About thirty years: longer times are none to a clock.
+MOST_SECONDS = 10**9
 SYNCHRONOUS_SCHEDULES = tuple(name for name in SCHEDULES if not name.endswith("forward_only"))
 TRAINING_SCHEDULES = (*SYNCHRONOUS_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
 CHUNK_UNIT = " tokens"
@@ -171,7 +173,7 @@ class PipelineKeys:
     torch_compile_backend: Text | None = None
     """The backend of torch.compile; null: its default, inductor."""
 
-    timeout_seconds: Positive = 1800.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 1800.0
     """How many seconds a process waits for another one before the run fails; six times as long for one that writes a
     checkpoint and says that it is still there."""
 

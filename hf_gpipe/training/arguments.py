@@ -21,7 +21,7 @@ from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
-from hf_gpipe.recipe.pipeline_keys import PLANNED
+from hf_gpipe.recipe.pipeline_keys import MOST_SECONDS, PLANNED
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
     HARMLESS_ARGUMENTS,
@@ -204,17 +204,19 @@ class PipelineTrainingArguments(TrainingArguments):
         check_count("seed", self.seed, 0, 2**32 - 1)
         check_number("num_train_epochs", self.num_train_epochs, -math.inf)
         check_number("weight_decay", self.weight_decay)
+        check_number("stop_seconds", self.stop_seconds, is_above=True)
+        check_number("ddp_timeout", self.ddp_timeout, most=MOST_SECONDS, is_above=True)
         if self.neftune_noise_alpha is not None:
             check_number("neftune_noise_alpha", self.neftune_noise_alpha)
         if self.max_grad_norm is not None and math.isnan(self.max_grad_norm):
             raise UserError(f"max_grad_norm={self.max_grad_norm}: expected a number; 0 or None: no clipping")
-        for name in ("timeline_steps", "slow_machine_steps", "memory_save_steps"):
+        of_generation = ("generation_max_length", "generation_num_beams")
+        for name in ("timeline_steps", "slow_machine_steps", "memory_save_steps", *of_generation):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)
 
     def _check_sampling(self) -> None:
-        if not self.sampling_temperature >= 1:
-            raise UserError(f"sampling_temperature={self.sampling_temperature}; it must be at least 1")
+        check_number("sampling_temperature", self.sampling_temperature, 1)
         if self.sampling_temperature != 1 and self.train_sampling_strategy == "sequential":
             raise UserError(
                 f"sampling_temperature={self.sampling_temperature} draws rows, and "

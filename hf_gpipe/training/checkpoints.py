@@ -35,7 +35,7 @@ from hf_gpipe.checkpoint.state import (
     read_trainer_state,
 )
 from hf_gpipe.checkpoint.together import write_once
-from hf_gpipe.errors import CheckpointError
+from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.job import failures
 from hf_gpipe.job.job import Job
 from hf_gpipe.recipe import AUTO
@@ -104,6 +104,11 @@ class Checkpoints:
         asked = self._world.from_reader(lambda: wanted)
         if asked is None or asked is False:
             return None
+        if asked is not True and (not isinstance(asked, str | os.PathLike) or "\0" in os.fspath(asked)):
+            raise UserError(
+                f"resume_from_checkpoint={asked!r}: expected the directory of a checkpoint, or True for the newest one "
+                "in output_dir"
+            )
         with Job.current().during("checking the checkpoint"):
             if asked is True:
                 return newest_checkpoint(self._output_dir, self._world, self._memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ def generation_config_of(source: str | GenerationConfig) -> GenerationConfig:
     """The configuration itself, or the one of a file, directory or Hub id. Raises UserError where there is none."""
     if isinstance(source, GenerationConfig):
         return copy.deepcopy(source)
+    if not isinstance(source, str | os.PathLike):
+        raise UserError(f"generation_config={source!r}: expected a GenerationConfig, a file, a directory or a Hub id")
     path = Path(source)
     try:
         if path.is_file():

@@ -134,7 +134,7 @@ def test_the_newest_checkpoint_counts_and_a_damaged_one_does_not(
 def test_what_cannot_be_kept_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="save_only_model=True contradicts memory_save_steps"):
         arguments(tmp_path, memory_save_steps=1, save_only_model=True)
-    with pytest.raises(UserError, match="memory_save_steps=0; it must be at least 1"):
+    with pytest.raises(UserError, match="memory_save_steps=0: expected a whole number of at least 1"):
         arguments(tmp_path, memory_save_steps=0)
     monkeypatch.setattr(in_memory, "ROOT", tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"has no .*nowhere; leave memory_save_steps out"):
