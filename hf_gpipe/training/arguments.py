@@ -40,6 +40,11 @@ _CANNOT_PLAN = (
 )
 
 
+#: What the library has made of fields that are not supported, in arguments that were checked: `dataclasses.replace`
+#: gives it to new ones.
+_SETTLED: dict[str, Any] = {}
+
+
 def argument(default: Any, text: str, **metadata: Any) -> Any:
     """A field of arguments; `text` is its help."""
     return field(default=default, metadata={"help": text, **metadata})
@@ -156,6 +161,7 @@ class PipelineTrainingArguments(TrainingArguments):
         except ValueError as error:
             raise UserError(f"training arguments: {error}") from error
         self._settled = {name: copy.copy(getattr(self, name, None)) for name in REFUSED}
+        _SETTLED.update(self._settled)
 
     def check(self) -> None:
         """Raise UserError for a value that a pipeline does not support, wherever it was set: a trainer asks again."""
@@ -293,7 +299,8 @@ class PipelineTrainingArguments(TrainingArguments):
         name = library_s.name
         default = library_s.default if library_s.default_factory is MISSING else library_s.default_factory()
         value = getattr(self, name)
-        accepted = (default, *HARMLESS_ARGUMENTS.get(name, ()), *([self._settled[name]] if self._settled else []))
+        settled = [known[name] for known in (self._settled, _SETTLED) if name in known]
+        accepted = (default, *HARMLESS_ARGUMENTS.get(name, ()), *settled)
         if value not in accepted and (default or value):
             raise UserError(f"{name}={value!r} is not supported by a pipeline ({REFUSED[name]}); leave it out")
 

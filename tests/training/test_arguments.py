@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,15 @@ def test_values_that_are_set_later_are_checked_by_the_trainer(tmp_path: Path, mo
     assert PipelineTrainer(tiny_config("llama"), args).args.logging_steps == 3
     assert transformers.logging.get_verbosity() == transformers.logging.ERROR
     transformers.logging.set_verbosity_warning()
+
+
+def test_arguments_are_copied(tmp_path: Path) -> None:
+    args = arguments(tmp_path, learning_rate=0.5)
+    other = replace(args, output_dir=str(tmp_path / "other"), num_stages=3)
+    assert (other.learning_rate, other.num_stages, args.num_stages) == (0.5, 3, 2)
+    copy.deepcopy(other).check()
+    with pytest.raises(UserError, match="accelerator_config="):
+        replace(args, accelerator_config={"split_batches": True})
 
 
 def test_recomputation_of_blocks_may_be_asked_for_as_in_the_library(tmp_path: Path) -> None:
