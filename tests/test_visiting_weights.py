@@ -534,6 +534,27 @@ def test_an_update_that_fails_beside_backwards() -> None:
     assert norm == pytest.approx(float(expected.grad_norm()), rel=1e-14)
 
 
+def test_a_visit_takes_the_buffer_that_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, buffers = visits.VisitingWeights.load, list[int]()
+
+    def noted(self: visits.VisitingWeights, stage: int) -> None:
+        load(self, stage)
+        buffers.append(id(self._there[stage].buffer))
+
+    monkeypatch.setattr(visits.VisitingWeights, "load", noted)
+    config = with_layers(4)
+    pipe, batch = pipeline(plain_model(config), schedule="round_robin", offload_weights="all"), padded_batch(config)
+    for _ in range(2):
+        buffers.clear()
+        pipe.train_step(batch)
+        of_table = pipe.schedule(3).visits(0)
+        assert len(set(buffers)) == most_loaded(pipe.schedule(3))[0] < len(of_table)
+        left_by = {visit.drop: buffer for visit, buffer in zip(of_table, buffers, strict=True)}
+        assert any(visit.after for visit in of_table)
+        for visit, buffer in zip(of_table, buffers, strict=True):
+            assert visit.after is None or left_by[visit.after] == buffer
+
+
 def test_dealt_stages_draw_alike_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs of several models draw other masks from one seed, and one of them recomputes what another has computed."""
     monkeypatch.setattr(World, "device_models", ("NVIDIA A100", "NVIDIA H100"))

@@ -11,7 +11,7 @@ of the checkpoint.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,7 +108,7 @@ class VisitingWeights:
         self.parameters = frozenset(counts)
         # A tied weight is in the buffer of each stage that uses it.
         self._tied = {stage: [p for p in own if counts[p] > 1] for stage, own in self._visiting.items()}
-        self._free: defaultdict[torch.device, list[_Buffer]] = defaultdict(list)
+        self._free: defaultdict[torch.device, deque[_Buffer]] = defaultdict(deque)
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
         self._there: dict[int, _Loaded] = {}
         #: Of each device on CUDA the gradients on their way to the host, and when they have left.
@@ -119,7 +119,8 @@ class VisitingWeights:
     def load(self, stage: int) -> None:
         """L: begin to copy the weights of a stage to its device; on the CPU copy them."""
         device = self._devices[stage]
-        buffer = self._free[device].pop() if self._free[device] else self._new_buffer(device)
+        # The one that has been free for longest (`Visit.after`).
+        buffer = self._free[device].popleft() if self._free[device] else self._new_buffer(device)
         homes = {parameter: parameter.data for parameter in self._visiting[stage]}
         for parameter in self._tied[stage]:
             for other in self._there.values():

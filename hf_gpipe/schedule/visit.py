@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ class Visit:
     Attributes:
         load, drop: its first and last action; no D where it is missing in a table that was not checked.
         actions: those of micro-batches on the stage between the two.
-        after: the last D on the device before its L: from then on there is room for it.
+        after: the D of the visit whose buffer it takes; None: no visit in the row had the buffer before.
     """
 
     load: Action
@@ -27,21 +28,35 @@ class Visit:
 
 
 def visits_of(row: Sequence[Action], placement: Placement, worker: int) -> list[Visit]:
-    """The visits in the row of a worker, in the order of their L."""
-    visits: list[tuple[Action, list[Action], Action | None]] = []
-    drops: dict[int, Action] = {}
+    """The visits in the row of a worker, in the order of their L.
+
+    A device has as many buffers as it has visits at once at most. An L takes the buffer that has been free for longest.
+    """
+    visits: list[tuple[Action, list[Action], str | None]] = []
+    ends: dict[int, Action] = {}
     open_visits: dict[int, int] = {}
-    dropped: dict[str | None, Action] = {}
+    drops: defaultdict[str | None, list[Action]] = defaultdict(list)
+    there, num_buffers = Counter[str | None](), Counter[str | None]()
     for action in row:
         device = placement.device_of(action.stage, worker)
         if action.kind == LOAD:
             open_visits[action.stage] = len(visits)
-            visits.append((action, [], dropped.get(device)))
+            visits.append((action, [], device))
+            there[device] += 1
+            num_buffers[device] = max(num_buffers[device], there[device])
         elif (number := open_visits.get(action.stage)) is None:
             continue
         elif action.kind == DROP:
-            drops[number] = dropped[device] = action
+            ends[number] = action
+            drops[device].append(action)
+            there[device] -= 1
             del open_visits[action.stage]
         elif action.micro_batch is not None:
             visits[number][1].append(action)
-    return [Visit(load, drops.get(n), tuple(actions), after) for n, (load, actions, after) in enumerate(visits)]
+    made, earlier = [], Counter[str | None]()
+    for number, (load, actions, device) in enumerate(visits):
+        buffer = earlier[device] - num_buffers[device]
+        earlier[device] += 1
+        after = drops[device][buffer] if buffer >= 0 else None
+        made.append(Visit(load, ends.get(number), tuple(actions), after))
+    return made

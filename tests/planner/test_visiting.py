@@ -170,7 +170,7 @@ def test_what_limits_a_step() -> None:
     words = {}
     for name, host in {
         "update": replace(fast, bytes_per_second=1e6, process_bytes_per_second=1e6),
-        "copies": replace(fast, link=replace(fast.link, bytes_per_second=1e6)),
+        "copies": replace(fast, link=replace(fast.link, bytes_per_second=2e5)),
         "layers": fast,
     }.items():
         plan = with_host(planner(blocks(8), rows=16), host).plan(dealt((1,) * 8, 2, num_micro_batches=16))

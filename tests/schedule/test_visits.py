@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Costs, Placement, Schedule, build, check_table, draw_text, simulate
+from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.builders import placement_for
 from hf_gpipe.schedule.kinds import DROP, LOAD
 from hf_gpipe.schedule.visits import check_visits, most_loaded, with_visits
@@ -47,6 +49,15 @@ def test_any_table_can_have_visits(case: tuple[Schedule, Recompute]) -> None:
         covered = [action for visit in visits for action in visit.actions]
         assert sorted(covered) == sorted(one for one in table.actions[worker] if one.micro_batch is not None)
     # A visit costs no time where copies cost none, and no table is shorter with copies.
+    # A visit takes the buffer that has been free for longest.
+    for worker, row in enumerate(table.actions):
+        after = {visit.load: visit.after for visit in table.visits(worker)}
+        free: deque[Action | None] = deque([None] * most_loaded(table)[worker])
+        for action in row:
+            if action.kind == LOAD:
+                assert after[action] == free.popleft()
+            elif action.kind == DROP:
+                free.append(action)
     costs = Costs(1, 2, transfer_seconds=1)
     if plain.is_training:
         assert simulate(table, costs).total_seconds == simulate(plain, costs).total_seconds
