@@ -41,6 +41,8 @@ Class = TypeVar("Class", bound=type)
 MOST_BYTES = 1 << 36
 #: The same of its JSON text.
 MOST_TEXT_BYTES = 1 << 28
+#: So many bytes of what every process gathers come with its size; a longer value takes a second exchange.
+_FIRST_BYTES, _SIZE_BYTES = 4096, 8
 #: Values within values.
 MOST_LEVELS = 50
 
@@ -270,13 +272,19 @@ def gather(value: object, group: dist.ProcessGroup) -> list[Any]:
         MessageError: another process has sent something else.
     """
     own = _message(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([own.numel()]), group=group)
-    counts = [checked_size(int(size)) for size in sizes]
-    room = torch.zeros(max(counts), dtype=torch.uint8)
-    room[: own.numel()] = own
-    everyone = [torch.empty_like(room) for _ in counts]
-    dist.all_gather(everyone, room, group=group)
+    first = torch.zeros(_SIZE_BYTES + _FIRST_BYTES, dtype=torch.uint8)
+    first[:_SIZE_BYTES] = torch.tensor([own.numel()]).view(torch.uint8)
+    first[_SIZE_BYTES:][: own.numel()] = own[:_FIRST_BYTES]
+    heads = [torch.empty_like(first) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(heads, first, group=group)
+    counts = [checked_size(int(head[:_SIZE_BYTES].view(torch.int64))) for head in heads]
+    everyone = [torch.empty(max(_FIRST_BYTES, *counts), dtype=torch.uint8) for _ in counts]
+    for data, head in zip(everyone, heads, strict=True):
+        data[:_FIRST_BYTES] = head[_SIZE_BYTES:]
+    if max(counts) > _FIRST_BYTES:
+        rest = torch.zeros(max(counts) - _FIRST_BYTES, dtype=torch.uint8)
+        rest[: max(0, own.numel() - _FIRST_BYTES)] = own[_FIRST_BYTES:]
+        dist.all_gather([data[_FIRST_BYTES:] for data in everyone], rest, group=group)
     return [_value(data[:count]) for data, count in zip(everyone, counts, strict=True)]
 
 

@@ -162,7 +162,7 @@ def _exchange() -> dict[str, Any]:
     world = World.of_job()
     rank, group = world.rank, world.group_on(torch.device("cpu"))
     found: dict[str, Any] = {
-        "gathered": world.gather_objects({"rank": rank, "more": "x" * 5000 * rank}),
+        "gathered": world.gather_objects({"rank": rank, "more": "x" * 9000 * rank}),
         "from 1": world.broadcast_value(Path(f"of-{rank}"), 1),
         "at first": world.gather_at_first([np.arange(rank)], [1, 0]),
     }
@@ -196,7 +196,7 @@ def _fail() -> None:
 def test_messages_between_processes() -> None:
     first, second = run_gloo(_exchange, 2)
     for found in (first, second):
-        assert found["gathered"] == [{"rank": 0, "more": ""}, {"rank": 1, "more": "x" * 5000}]
+        assert found["gathered"] == [{"rank": 0, "more": ""}, {"rank": 1, "more": "x" * 9000}]
         assert found["from 1"] == Path("of-1")
         assert "test_wire._Runs cannot be sent" in found["unsendable"]
         assert "test_wire._Runs cannot be sent" in found["unsendable from 1"]
