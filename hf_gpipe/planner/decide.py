@@ -13,7 +13,7 @@ from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.costs.chunks import each_chunk, ways_to_cut
-from hf_gpipe.planner.costs.measure import profile_layers, rated_machine, steady_memory, this_machine
+from hf_gpipe.planner.costs.measure import profile_layers, rated_machine, steady_memory, this_machine, tracer_of
 from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs, times
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.links import cluster_of, measure_machines, steady
@@ -179,9 +179,14 @@ class Planning:
         mini_batch = world.from_reader(lambda: self.inputs.mini_batch(self.adapter))
         ranks = world.ranks_of_workers(config.division)
 
+        def traced(workload: Workload) -> ModelCosts | None:
+            return tracer_of(self.adapter, self.loss, world.device, ranks).costs(workload) if world.rank == 0 else None
+
         def measured(workload: Workload) -> ModelCosts:
+            # Only the seconds are each process's own.
+            costs = world.from_each(lambda: traced(workload))[0]
             own = profile_layers(
-                self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier, ranks=ranks
+                self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier, ranks=ranks, costs=costs
             )
             # The ranks of a worker wait for each other.
             everyone = world.gather_objects(own)[:: config.division.num_ranks]

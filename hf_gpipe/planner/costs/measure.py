@@ -69,6 +69,7 @@ def profile_layers(
     barrier: Callable[[], None] | None = None,
     make_optimizer: MakeOptimizer | None = None,
     ranks: Ranks | None = None,
+    costs: ModelCosts | None = None,
 ) -> ModelCosts:
     """The costs of `LayerTracer` with the seconds filled in, medians of several runs after one that is not counted.
 
@@ -85,10 +86,11 @@ def profile_layers(
             None: updates are not measured.
         ranks: among which the layers are divided, and which all measure; the seconds include the sums over them. None:
             the layers are whole.
+        costs: those without seconds; None: the layers are traced.
     """
     workload = workload.within(adapter)
-    tracer = _tracer(adapter, loss, device, ranks)
-    costs = tracer.costs(workload)
+    tracer = tracer_of(adapter, loss, device, ranks)
+    costs = tracer.costs(workload) if costs is None else costs
     micro_batch = on_devices([workload.micro_batch(tracer.run.adapter)], [device])[device][0]
     clock = _Clock(tracer.run, micro_batch, device, loss, repeats, budget_seconds, barrier or _alone, ranks)
     with _random_numbers_kept(device):
@@ -116,7 +118,7 @@ def block_seconds(
 ) -> float:
     """The seconds of a forward and a backward of the model's first block, as in `profile_layers`; where the model has
     no block, of the layer in its middle."""
-    run = _tracer(adapter, loss, device, ranks).run
+    run = tracer_of(adapter, loss, device, ranks).run
     kinds = [layer.kind for layer in run.adapter.layers]
     block = kinds.index("block") if "block" in kinds else len(kinds) // 2
     micro_batch = on_devices([workload.within(adapter).micro_batch(run.adapter)], [device])[device][0]
@@ -126,7 +128,8 @@ def block_seconds(
         return clock.measure(block, block + 1).of_micro_batch()
 
 
-def _tracer(adapter: Adapter, loss: Loss, device: torch.device, ranks: Ranks | None) -> LayerTracer:
+def tracer_of(adapter: Adapter, loss: Loss, device: torch.device, ranks: Ranks | None) -> LayerTracer:
+    """Traces the layers as they run on a device, divided among ranks if there are any."""
     division = Division() if ranks is None else Division(ranks.size, ranks.divides_rows)
     as_on_gpu = device.type == "cuda"
     return LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=division)
