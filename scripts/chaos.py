@@ -52,6 +52,8 @@ from scripts.random_faults.search import search
 from scripts.tiny_run import TIMEOUT_SECONDS, observe, prepare, weights
 
 NUM_PROCESSES = 3
+#: The run that is started again has one process, of one stage.
+ALONE = ("pipeline.num_processes=1", "pipeline.num_stages=1", "pipeline.recompute=none")
 #: How long all processes may take to end.
 LIMIT_SECONDS = 15
 #: How long a run may take to come to its fault, and how often it is tried: one that a busy machine ends before, by the
@@ -305,7 +307,7 @@ def _what_was_lost(
     problems = []
     if newest is not None and Forked(lambda: _loads(newest), folder / "load").wait() != 0:
         problems.append(f"{newest.name} does not load: {(folder / 'load.err').read_text()[-200:]}")
-    again = Forked(lambda: train([*words, "pipeline.num_processes=1"]), folder / "again")
+    again = Forked(lambda: train([*words, *ALONE]), folder / "again")
     if again.wait() != 0:
         problems.append(f"the run does not go on: {(folder / 'again.err').read_text()[-300:]}")
     elif newest is not None and "resuming   from" not in (folder / "again.out").read_text():

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+
+from tests import fork_server
 
 #: Of all files those whose tests take longest. They run first, so that none of them is left at the end for one process.
 LONGEST = (
@@ -39,6 +42,12 @@ if importlib.util.find_spec("hypothesis") is not None:
 # What tests prepare is not for the cache of whoever runs them; their commands inherit this one.
 _CACHE = os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="hf_gpipe-cache-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Not where a process must prove to its fork server that it has started it.
+    if getattr(config.option, "numprocesses", None) and sys.version_info < (3, 14):
+        config.add_cleanup(fork_server.offer())
 
 
 def pytest_collection() -> None:

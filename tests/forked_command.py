@@ -15,7 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TextIO
@@ -131,10 +133,13 @@ def run_text(text: str, words: Sequence[str]) -> int:
     return code
 
 
-def run_script(words: Sequence[str]) -> int:
-    """As `python words...` does."""
+def run_script(words: Sequence[str], *, is_module: bool = False) -> int:
+    """As `python words...` does, or `python -m words...`."""
     sys.argv = [*words]
-    runpy.run_path(words[0], run_name="__main__")
+    if is_module:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
     return 0
 
 
@@ -147,11 +152,66 @@ def torchrun(words: Sequence[str], work: Callable[[int], int] | None = None) -> 
     """
     torch.set_num_threads(1)
     given = elastic.get_args_parser().parse_args([*words])
-    script = [given.training_script, *given.training_script_args]
-    start = forked.forked_ahead(work or (lambda rank: run_script(script)), int(given.nproc_per_node))
+    script = partial(run_script, [given.training_script, *given.training_script_args], is_module=given.module)
+    start = forked.forked_ahead(work or (lambda rank: script()), int(given.nproc_per_node))
     SubprocessHandler._popen = lambda handler, args, environment: start(environment)  # type: ignore
     elastic.main([*words])
     return 0
+
+
+#: It asks `torchrun_in_path` for a launcher in a forked process, hands SIGTERM on, and prints what that has printed.
+TORCHRUN = """#!/bin/sh
+asked=$(mktemp -d "$(dirname "$0")/asked.XXXXXX")
+trap 'kill -TERM "$(cat "$asked/pid")"' TERM
+printf '%s\\n' "$PWD" "$@" > "$asked/words"
+env -0 > "$asked/environment.part"
+mv "$asked/environment.part" "$asked/environment"
+while [ ! -e "$asked/code" ]; do sleep 0.05; done
+cat "$asked/run.out"
+cat "$asked/run.err" >&2
+exit "$(cat "$asked/code")"
+"""
+
+
+@contextmanager
+def torchrun_in_path(folder: Path) -> Iterator[str]:
+    """Context manager with a search path for commands, of which `torchrun` is this module's.
+
+    Args:
+        folder: an empty one, for the program and what its processes print.
+    """
+    (folder / "torchrun").write_text(TORCHRUN)
+    (folder / "torchrun").chmod(0o755)
+    is_over = threading.Event()
+    serving = threading.Thread(target=_serve, args=(folder, is_over))
+    serving.start()
+    try:
+        yield os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    finally:
+        is_over.set()
+        serving.join()
+
+
+def _serve(folder: Path, is_over: threading.Event) -> None:
+    """Start the launchers that are asked for, until nobody asks any more, and say how they end."""
+    launchers: dict[Path, BaseProcess] = {}
+    while not is_over.wait(0.02):
+        for asked in folder.glob("asked.*/environment"):
+            variables = dict(line.split("=", 1) for line in asked.read_text().split("\0") if line)
+            words = (asked.parent / "words").read_text().splitlines()
+            launchers[asked.parent] = start_function(asked.parent, _torchrun_in, *words, variables=variables)
+            (asked.parent / "pid").write_text(str(launchers[asked.parent].pid))
+            asked.unlink()
+        for own in [own for own, launcher in launchers.items() if launcher.exitcode is not None]:
+            (own / "code.part").write_text(str(launchers.pop(own).exitcode))
+            (own / "code.part").rename(own / "code")
+    for launcher in launchers.values():
+        launcher.kill()
+
+
+def _torchrun_in(folder: str, *words: str) -> int:
+    os.chdir(folder)
+    return torchrun(words)
 
 
 def accelerate(words: Sequence[str], work: Callable[[], int] | None = None) -> int:

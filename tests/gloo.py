@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests import fork_server
+
 TIMEOUT = timedelta(seconds=60)
 #: A backend that has gloo for CUDA tensors alone and refuses CPU tensors, as NCCL does.
 NO_CPU = "no_cpu"
 
 # Processes are forked from one that has imported everything, and has no thread and no device: starting takes no time.
 multiprocessing.set_forkserver_preload(["tests.preloaded"])
+fork_server.join()
 
 
 def run_gloo(function: Callable[..., Any], num_processes: int, *args: Any, backend: str = "gloo") -> list[Any]:

@@ -57,7 +57,7 @@ class Mesh:
 
 MESHES = (
     *(Mesh.uniform(*one) for one in ((2, 1), (2, 2))),
-    *(Mesh.uneven(*one) for one in ((2, 1), (3, 1, 2))),
+    *(Mesh.uneven(*one) for one in ((3, 1), (1, 2))),
     # Two pipelines of 4 stages on 2 processes each.
     Mesh(4, 2, 4),
 )
@@ -67,7 +67,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "mesh": MESHES,
     "model": MODELS,
     "num_micro_batches": (4, 6, 7),
-    "schedule": ("naive", "gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b", "zb_h1"),
+    "schedule": ("gpipe", "gpipe_fused", "1f1b", "interleaved_1f1b", "zb_h1"),
     "recompute": ("none", "block", "stage", 2),
 }
 
@@ -98,7 +98,7 @@ def covering_cases() -> list[Case]:
     while missing:
         one, a, other, b = min(missing, key=repr)
         tried = [
-            {name: chance.choice(values) for name, values in VALUES.items()} | {one: a, other: b} for _ in range(60)
+            {name: chance.choice(values) for name, values in VALUES.items()} | {one: a, other: b} for _ in range(200)
         ]
         best = max(tried, key=lambda case: len(pairs(case) & missing))
         missing -= pairs(best)
@@ -196,8 +196,9 @@ def step(pipe: Pipeline, model: str) -> Step:
     assert float(pipe.grad_norm()) == norms[1], "U's norm is that of all gradients"
     evaluation = pipe.eval_step(batches_of(model)[0] if pipe.world.is_reader else None)
     norm = float(pipe.clip_grad_norm_(norms[1] / 2))
-    for name, gradient in gathered_gradients(pipe).items():
-        torch.testing.assert_close(gradient, gradients[name] / 2, rtol=1e-5, atol=1e-12)
+    for name, parameter in pipe.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, gradients[name] / 2, rtol=1e-5, atol=1e-12)
     first, second = losses
     return Step((first, second), norms[0], gradients, norm, evaluation.row_nll.tolist())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig
 from hf_gpipe import DistillationLoss, Pipeline
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.custom import LogitsLoss, RowLoss
+from hf_gpipe.planner import decide
 from hf_gpipe.recipe import PipelineConfig
 from scripts.bench.models import quantisation
 from tests.gloo import run_gloo
@@ -33,23 +35,15 @@ def _of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = Non
 
 #: Seeds whose choices differ in all that can be drawn: experts and replicas, adapters, chunks, T = 4 and rows in parts.
 DRAWN = (0, 2, 4, 29)
-#: For so many processes: the family, T, and the rest of the pipeline.
-PLAIN: dict[int, list[tuple[str, int, dict[str, Any]]]] = {
-    2: [
-        ("llama", 2, {"num_stages": 1, "schedule": "gpipe", "recompute": "none"}),
-        ("marian", 2, {"num_stages": 1, "schedule": "gpipe", "recompute": "stage"}),
-    ],
-    4: [
-        ("llama", 2, {"num_stages": 2, "schedule": "gpipe", "recompute": "stage"}),
-        ("marian", 2, {"num_stages": 2, "schedule": "1f1b", "recompute": "none"}),
-        ("llama", 2, {"num_stages": 2, "schedule": "1f1b", "recompute": "block"}),
-        ("marian", 2, {"num_stages": 2, "schedule": "zb_h1", "recompute": "stage"}),
-        ("llama", 4, {"num_stages": 1, "schedule": "gpipe", "recompute": "stage"}),
-        ("marian", 4, {"num_stages": 1, "schedule": "gpipe", "recompute": "none"}),
-    ],
-}
+#: In four processes: the family, T, and the rest of the pipeline.
+PLAIN: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("llama", 2, {"num_stages": 2, "schedule": "1f1b", "recompute": "block"}),
+    ("marian", 2, {"num_stages": 2, "schedule": "zb_h1", "recompute": "stage"}),
+    ("llama", 4, {"num_stages": 1, "schedule": "gpipe", "recompute": "stage"}),
+    ("marian", 4, {"num_stages": 1, "schedule": "gpipe", "recompute": "none"}),
+)
 VISITING = {"num_stages": 6, "num_processes": 2, "offload_weights": "all"}
-COMPILED = {"num_stages": 2, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+COMPILED = {"num_stages": 2, "torch_compile": True, "torch_compile_backend": "eager"}
 IN_PARTS = {"sequence_parallel": True}
 #: Beside others: the family, its dropout, and the pipeline. What is compared is the same in one process.
 BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
@@ -58,7 +52,6 @@ BESIDE: dict[str, tuple[str, float, dict[str, Any]]] = {
     "rows in parts": ("marian", 0.2, {"num_stages": 2, "recompute": "block", **IN_PARTS}),
     "rows in parts, zero bubble": ("uneven llama", 0.2, {"num_stages": 2, "schedule": "zb_h1", **IN_PARTS}),
     "dropout, stages again": ("marian", 0.2, {"num_stages": 2, "schedule": "1f1b", "recompute": "stage"}),
-    "dropout, blocks again": ("marian", 0.2, {"num_stages": 2, "schedule": "1f1b", "recompute": "block"}),
     "dropout, weights apart": ("marian", 0.2, {"num_stages": 2, "schedule": "zb_h1", "recompute": "none"}),
     "replicas": ("llama", 0.1, {"num_stages": 1, "replicas": 2, "schedule": "1f1b", "recompute": "stage"}),
     "packing": ("llama", 0.0, {"num_stages": 2, "packing": True}),
@@ -120,21 +113,20 @@ def step(pipe: Pipeline, batch: Batch) -> tuple[Result, float]:
     return Result(loss, whole_gradients(pipe)), norms[0]
 
 
-def plain_steps(cases: list[tuple[str, int, dict[str, Any]]]) -> list[tuple[Result, float]]:
+def plain_steps() -> list[tuple[Result, float]]:
     found = []
-    for family, size, options in cases:
+    for family, size, options in PLAIN:
         config = config_of(family)
         pipe = Pipeline(plain_model(config), num_micro_batches=3, tensor_parallel=size, **options)
         found.append(step(pipe, padded_batch(config)))
     return found
 
 
-@pytest.mark.parametrize("num_processes", PLAIN)
-def test_loss_and_gradients_are_those_of_the_plain_model(num_processes: int) -> None:
+def test_loss_and_gradients_are_those_of_the_plain_model() -> None:
     configs = {family: config_of(family) for family in ("llama", "marian")}
     plain = {family: run_plain(plain_model(config), padded_batch(config), 3) for family, config in configs.items()}
-    for of_process in run_gloo(plain_steps, num_processes, PLAIN[num_processes]):
-        for (family, *_), (found, norm) in zip(PLAIN[num_processes], of_process, strict=True):
+    for of_process in run_gloo(plain_steps, 4):
+        for (family, *_), (found, norm) in zip(PLAIN, of_process, strict=True):
             assert_same(found, plain[family])
             assert norm == pytest.approx(plain[family].norm, rel=1e-10)
 
@@ -155,7 +147,7 @@ def beside(name: str, size: int, **mesh: int) -> tuple[list[tuple[Result, float]
     if "torch_compile" in options:  # micro-batches of one shape: each is compiled
         batch = {key: tensor[:, :5] for key, tensor in batch.items()}
     # Dropout is another one in each step.
-    steps = [step(pipe, batch) for _ in range(2 if dropout or name in EVALUATED else 1)]
+    steps = [step(pipe, batch) for _ in range(2 if dropout else 1)]
     if name not in EVALUATED:
         return steps, ()
     tokens = torch.zeros(0)
@@ -322,6 +314,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 def planned() -> list[tuple[str | None, list[int], list[int], float, Any]]:
     """For a plan by rates and one by measured seconds: what the planner chose, the parameters of each stage in its
     plan, those that this process has of its own, the loss, and the speeds of the workers."""
+    decide.profile_layers = partial(decide.profile_layers, repeats=1)  # type: ignore[attr-defined]
     config, found = config_of("llama"), []
     for partition, speeds in (("auto", None), ("profile", "profile")):
         options = {"partition": partition, "speeds": speeds, "sequence_parallel": speeds is not None}

@@ -106,8 +106,8 @@ Run = tuple[str, int, int | tuple[int, ...], tuple[str, ...]]
 SOME = ("adamw_torch_fused", "adafactor", "sgd")
 #: By the number of processes. The embedding is tied to the head, and belongs to the first stage's replicas.
 RUNS: dict[int, tuple[Run, ...]] = {
-    3: (("llama", 2, (2, 1), (*ALL, TWO)), ("llama", 1, 3, SOME), ("lora", 2, (1, 2), SOME)),
-    4: (("llama", 2, 2, SOME), ("llama", 4, 2, SOME[:2])),
+    3: (("llama", 2, (2, 1), (*ALL, TWO)), ("llama", 1, 3, SOME[:1]), ("lora", 2, (1, 2), SOME[:2])),
+    4: (("llama", 2, 2, SOME[1:]), ("llama", 4, 2, SOME[:1])),
 }
 
 
@@ -227,7 +227,7 @@ def test_a_replica_keeps_its_part_of_the_state() -> None:
 
 def _train_until(folder: str, last: int, pipeline: dict[str, Any]) -> dict[str, Weights]:
     """With each optimizer from its last checkpoint, if there is one, to a step."""
-    common = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "num_micro_batches": 3}
+    common = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "num_micro_batches": 3}
     found = {}
     for optim in RESUMED:
         callbacks = [StopAt(last)]
@@ -250,20 +250,20 @@ LEGS = (
 
 
 def test_a_training_goes_on_with_other_replicas_and_without(tmp_path: Path) -> None:
-    whole = _train_until(str(tmp_path / "whole"), 6, {"num_stages": 1})
-    for last, (num_processes, pipeline) in zip((2, 4, 6), LEGS, strict=True):
+    whole = _train_until(str(tmp_path / "whole"), 3, {"num_stages": 1})
+    for last, (num_processes, pipeline) in enumerate(LEGS, start=1):
         found = run_gloo(_train_until, num_processes, str(tmp_path / "run"), last, pipeline)[0]
     for optim in RESUMED:
         for name, values in whole[optim].items():
             torch.testing.assert_close(found[optim][name], values, rtol=0, atol=1e-5, msg=f"{optim}: {name}")
-        last_one = tmp_path / "run" / optim / "checkpoint-6"
+        last_one = tmp_path / "run" / optim / "checkpoint-3"
         plain = dict(AutoModelForCausalLM.from_pretrained(last_one).named_parameters())
         assert all(torch.equal(plain[name], values) for name, values in found[optim].items())
         Pipeline(str(last_one), 1).save_pretrained(tmp_path / "alone")
         for file in ("model.safetensors", "config.json", "generation_config.json"):
             assert (tmp_path / "alone" / file).read_bytes() == (last_one / file).read_bytes(), file
         files = [
-            [*(tmp_path / run / optim / "checkpoint-6" / FOLDER).glob("*.safetensors")] for run in ("whole", "run")
+            [*(tmp_path / run / optim / "checkpoint-3" / FOLDER).glob("*.safetensors")] for run in ("whole", "run")
         ]
         ours, theirs = ({key: value for file in one for key, value in load_file(file).items()} for one in files)
         assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
@@ -289,8 +289,8 @@ class Overflow(TrainerCallback):
 
 
 def _train_in_half_precision(folder: str) -> None:
-    config, saving = tiny_config("llama"), {"save_strategy": "steps", "save_steps": 2}
-    replicas = {"num_stages": 1, "replicas": 2, "family": "llama", "max_steps": 4}
+    config, saving = tiny_config("llama"), {"save_strategy": "steps", "save_steps": 1}
+    replicas = {"num_stages": 1, "replicas": 2, "family": "llama", "max_steps": 2}
     for optim in ("adamw_torch", "adafactor", "adagrad"):
         found = []
         for zero in (0, 1):
@@ -304,20 +304,20 @@ def _train_in_half_precision(folder: str) -> None:
         assert abs(size - plain_size / 2) < plain_size / 20
         for name, tensor in plain.items():
             torch.testing.assert_close(shared[name], tensor, rtol=0, atol=1e-5, msg=f"{optim}: {name}")
-        # Stopped after two steps, and gone on with: equal to the last bit.
+        # Stopped after a step, and gone on with: equal to the last bit.
         half = Pipeline(plain_model(config, seed=7, dtype=torch.bfloat16), 1, 2, replicas=2, zero=1)
         again = trainer(Path(folder, "again"), **values, zero=1, model=half)
-        again.train(resume_from_checkpoint=Path(folder, f"{optim}-1", "checkpoint-2"))
+        again.train(resume_from_checkpoint=Path(folder, f"{optim}-1", "checkpoint-1"))
         assert all(torch.equal(weights(again)[name], tensor) for name, tensor in shared.items()), optim
     given = Pipeline(config, 1, 2, replicas=2, zero=1)
     adafactor = transformers.Adafactor(given.parameters(), warmup_init=True)
     made = trainer(Path(folder), **replicas, model=given, zero=1, optimizers=(adafactor, AdafactorSchedule(adafactor)))
     with pytest.raises(UserError, match="the scheduler is AdafactorSchedule, which reads the optimizer's state"):
         made.train()
-    losses = []
+    losses, longer = [], replicas | {"max_steps": 4}
     for zero in (0, 1):
         spy, recorder = Overflow(1), Recorder()
-        made = trainer(Path(folder, "fp16"), fp16=True, zero=zero, callbacks=[spy, recorder], **replicas)
+        made = trainer(Path(folder, "fp16"), fp16=True, zero=zero, callbacks=[spy, recorder], **longer)
         spy.made = made
         made.train()
         losses.append(recorder.losses)

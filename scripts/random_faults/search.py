@@ -22,7 +22,7 @@ def search(seed: int, seconds: float, folder: Path, only: str = "", case: int | 
 
     Args:
         seed: of the cases.
-        seconds: to begin new ones.
+        seconds: to begin new ones; one is begun whatever they are.
         folder: for what all runs read, `results.jsonl`, and the runs in which anything was wrong.
         only: a word of the faults and launches to try.
         case: this one alone.
@@ -31,7 +31,7 @@ def search(seed: int, seconds: float, folder: Path, only: str = "", case: int | 
     prepared, results = prepare(folder, only), folder / "results.jsonl"
     done = {(result["seed"], result["case"]) for result in read(results)}
     end, number, running = time.monotonic() + seconds, -1 if case is None else case - 1, list[forked.Forked]()
-    while time.monotonic() < end:
+    while not running or time.monotonic() < end:
         running = [process for process in running if process.poll() is None]
         if len(running) < AT_ONCE:
             number += 1

@@ -1,6 +1,7 @@
 """Faults in a training: every process ends in seconds, and the cause is printed once.
 
-`python -m tests.gpu.faults FAULT FILE` is one process of the training; `end_together` starts it.
+`python -m tests.gpu.faults FAULT FILE` is one process of the training; `end_together` starts it. On emulated devices it
+is a fork of the check's process, which has imported everything.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hf_gpipe.job import failures
 from hf_gpipe.job.joining import join_job
 from hf_gpipe.job.launch import launch
 from hf_gpipe.runtime.stage import Stage
+from scripts.forked import fork_ahead
 from tests.emulated_cuda.comparing import config_of
 from tests.oracle import padded_batch, plain_model
 
@@ -70,7 +72,10 @@ def end_together(job: dict[str, Any]) -> dict[str, Any]:
         with said.open("w") as file:
             os.dup2(file.fileno(), 2)
             try:
-                code = launch("tests.gpu.faults", [job["fault"], str(struck)], job["num_processes"], threads=1)
+                words = [job["fault"], str(struck)]
+                if job["emulated"]:
+                    fork_ahead(lambda rank: main(words), Path(folder), job["num_processes"])
+                code = launch("tests.gpu.faults", words, job["num_processes"], threads=1)
             finally:
                 os.dup2(before, 2)
         end = time.time()
@@ -114,8 +119,14 @@ def _size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-if __name__ == "__main__":
+def main(words: list[str]) -> int:
+    """The exit code of a process of the training."""
     try:
-        train(sys.argv[1], Path(sys.argv[2]))
+        train(words[0], Path(words[1]))
     except Exception as error:
-        sys.exit(failures.report(error))
+        return failures.report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

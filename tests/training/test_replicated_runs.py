@@ -22,11 +22,10 @@ Replicas = int | Sequence[int]
 
 #: The stages and replicas of so many processes, and the processes that divide the layers of a stage.
 MESHES: dict[int, tuple[tuple[int, Replicas, int], ...]] = {
-    2: ((1, 2, 1), (1, 1, 2)),
     3: ((2, (2, 1), 1),),
     4: ((2, 2, 1), (2, 1, 2)),
 }
-NUM_STEPS = 8
+NUM_STEPS = 6
 #: Of those, what each mesh trains; the next test trains all.
 COMPARED = 3
 
@@ -157,16 +156,16 @@ def test_a_run_goes_on_with_other_replicas_and_divided_layers(
 ) -> None:
     losses: list[float] = []
     last: Replicas
-    meshes = ((2, 1, 1, 2, 2), (2, 1, 2, 1, 4), (4, 2, 1, 2, 6), (4, 1, 2, 2, 7))
+    meshes = ((2, 1, 1, 2, 2), (2, 1, 2, 1, 4), (4, 1, 2, 2, 5))
     for processes, num_stages, last, size, stop in meshes:
         found = run_gloo(go_on, processes, str(tmp_path), num_stages, last, stop, size)
         assert found[1:] == found[:1] * (processes - 1)
         losses += found[0]
     losses += losses_of(str(tmp_path), 1, 1, save_strategy="steps", save_steps=NUM_STEPS)
     assert losses == pytest.approx(expected[0], abs=1e-5)
-    made = trainer(tmp_path / "again", model=str(tmp_path / "checkpoint-7"))
+    made = trainer(tmp_path / "again", model=str(tmp_path / "checkpoint-5"))
     made.save_model(str(tmp_path / "again"))
-    found, wanted = (tensors_of(tmp_path / name) for name in ("again", "checkpoint-7"))
+    found, wanted = (tensors_of(tmp_path / name) for name in ("again", "checkpoint-5"))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
