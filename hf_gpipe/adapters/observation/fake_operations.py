@@ -47,7 +47,7 @@ class _UnlikeError(Exception):
 
 
 Derive = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
-"""What is asked of a call: a function of the operation, its arguments, its keyword arguments and its output."""
+"""The question about a call: a function of the operation, its arguments, its keyword arguments and its output."""
 
 
 class _Known(NamedTuple):
