@@ -22,9 +22,13 @@ _MOST_TOKENS = 1 << 20
 _CHUNK_TOKENS = 2048
 
 DESCRIPTION = """\
-Predicts how the model of a recipe is split, the layers and the memory of each stage, how long a step takes, and whether
-it fits; if it does not, the smallest change that makes it fit. Nothing is trained and no data is read: every example is
-assumed to be as long as data.max_source_tokens and data.max_target_tokens (or data.max_length) allow.
+Says whether the training of a recipe fits the devices, and how long a step takes: the layers and the memory of each
+stage, the bubble, and, if it does not fit, the smallest change that makes it fit. It needs no GPU, no weights and no
+data: every example counts as long as data.max_source_tokens and data.max_target_tokens (or data.max_length) allow.
+
+  python -m hf_gpipe plan recipes/causal/lora.yaml --device rtx3090                  on the devices of the recipe
+  python -m hf_gpipe plan recipe.yaml --devices 8 --device rtx4090 --search          the fastest way to use 8 cards
+  python -m hf_gpipe plan recipe.yaml --devices 4x8@25Gbit/s+50us,150GB/s+5us        4 machines of 8 devices
 
 Exit code: 0 it fits, 1 it does not, 2 an error that you can correct, also where the partition is by cost and no split
 fits.
@@ -121,11 +125,15 @@ def _parser() -> Parser:
         "--devices",
         metavar="8 or 4x8",
         help="number of devices, one process each (default: the recipe's), or a cluster: 4x8 is 4 machines of 8 "
-        "devices, 4x8@25Gbit/s+50us,150GB/s+5us names the links from the outside in, pipedream-a is a known one",
+        "devices, 4x8@25Gbit/s+50us,150GB/s+5us also names the links, first that between machines; pipedream-a is a "
+        "cluster with a name",
     )
-    parser.add_argument("--memory", help="memory limit of a process, such as 80GiB, or of each: 24GiB,12GiB")
+    parser.add_argument("--memory", help="memory limit of every process, such as 80GiB, or one for each: 24GiB,12GiB")
     parser.add_argument(
-        "--device", help=f"the device of each process, or one for each, such as rtx4090,rtx3090: {', '.join(DEVICES)}"
+        "--device",
+        help="the device of every process, or one for each, such as rtx4090,rtx3090 (default: one as fast as an "
+        "a100-80, without a limit of memory): "
+        f"{', '.join(DEVICES)}",
     )
     parser.add_argument("--flops", help="for another device: operations per second, such as 312TFLOPS")
     parser.add_argument("--bandwidth", help="for another device: memory bandwidth, such as 2TB/s")
@@ -139,7 +147,10 @@ def _parser() -> Parser:
     parser.add_argument("--host-bandwidth", help="of the CPU memory of a machine, such as 100GB/s")
     parser.add_argument("--profile", action="store_true", help="measure the layers on this machine's device")
     parser.add_argument(
-        "--search", action="store_true", help="try other T, K, replicas, M, schedules, recomputation and splits"
+        "--search",
+        action="store_true",
+        help="compare other numbers of stages, replicas and micro-batches, schedules, recomputation, splits and tensor "
+        "parallelism; may take minutes",
     )
     parser.add_argument(
         "--longest",

@@ -29,14 +29,15 @@ USAGE = """\
 usage: python -m hf_gpipe.train recipe.yaml [key=value ...]
        python -m hf_gpipe.train --help [section]
 
-Trains the model of a recipe as a pipeline, evaluates it, and saves a checkpoint that plain transformers loads. It
-starts the pipeline's processes on this machine; under torchrun, `accelerate launch` or srun, and in a process group
-that is there already, it joins their job. Run again with the same output directory, it resumes from the last
-checkpoint. On SIGTERM or SIGINT it finishes its step, saves, and exits with code 75; on a second signal it exits at
-once.
+Trains the model of a recipe in stages, evaluates it, and saves a checkpoint that plain transformers loads.
 
-  recipe.yaml     a YAML file; with `extends: base.yaml` at its top, that file beside it has all other values
-  key=value       replaces a value of the recipe; the key starts with its section, the value is YAML
+The command starts the processes of the stages on this machine. Under torchrun, `accelerate launch` or srun, and in a
+process group that exists already, it uses their processes. If you run it again with the same output directory, it
+resumes from the newest valid checkpoint. On SIGTERM or SIGINT it finishes its step, saves, and exits with code 75; on a
+second signal it exits at once.
+
+  recipe.yaml     a YAML file; with `extends: base.yaml` it takes all other values from the file base.yaml beside it
+  key=value       replaces a value of the recipe, such as training.max_steps=100; the value is YAML
   --help section  every key of a section, with what it allows, its default and its meaning
 
 {recipe}
@@ -44,6 +45,7 @@ once.
 examples:
   python -m hf_gpipe.train recipes/quickstart.yaml
   python -m hf_gpipe.train recipes/quickstart.yaml pipeline.num_stages=4 training.max_steps=200
+  python -m hf_gpipe.train recipes/causal/lora.yaml data.path=chats.jsonl model.path=Qwen/Qwen2.5-7B-Instruct
   python -m hf_gpipe.train recipes/causal/pretrain.yaml data.path='my/text/*.txt' data.subset=null
   torchrun --nproc-per-node 4 -m hf_gpipe.train recipes/quickstart.yaml pipeline.num_stages=4
 

@@ -34,7 +34,7 @@ NOT_PACKED = "a {} is computed from rows, and packed rows are one; leave packing
 
 
 class Reads(Flag):
-    """The tensors of a micro-batch that a loss reads. Join several by |."""
+    """The tensors of a micro-batch that a loss reads. Join several by |, such as Reads.ROWS | Reads.HIDDEN."""
 
     TOKENS = 1
     """The losses of tokens. If that is all, the loss is their sum, and the gradient of each is known at once."""
@@ -50,7 +50,9 @@ class Reads(Flag):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The tensors of a micro-batch for a loss: B rows with T positions. Those that it does not read may be None.
+    """The tensors of a micro-batch for a loss: B rows with T positions, width D, V tokens in the vocabulary.
+
+    A tensor that the loss does not name in `reads` may be None.
 
     Attributes:
         inputs: the micro-batch's own tensors, such as labels.
@@ -81,11 +83,14 @@ LogProbs = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 class Loss:
-    """A loss. A new one is a class that says what it reads, and gives the loss of each unit.
+    """The interface of a loss. A loss of your own is a subclass with `reads` and `of_units`.
+
+    A unit is what the loss sums over: a row, or `rows_per_unit` rows, such as the two answers of a pair. The loss of a
+    mini-batch is the sum over its units, divided by their number, or with `counts_tokens` by that of target tokens.
 
     Attributes:
-        reads: of a micro-batch.
-        rows_per_unit: rows next to each other that are never in different micro-batches, such as 2 for pairs.
+        reads: the tensors of a micro-batch that it reads.
+        rows_per_unit: number of neighbouring rows that are never in different micro-batches, such as 2 for pairs.
         counts_tokens: whether the sum is divided by the number of target tokens, and not by that of units of rows.
         needs_reference: whether it reads "ref_logps" (B,) of the inputs, the rows' log-probabilities before training.
             Where a mini-batch has none, a pass without the PEFT adapters computes them before the step.

@@ -62,7 +62,11 @@ class Forwards:
         self._num_evaluations = 0
 
     def eval_step(self, batch: Batch | None) -> Evaluation:
-        """Loss of a mini-batch without gradients, row by row. Every process calls it and gets the same result."""
+        """Compute the loss of each row of a mini-batch, without gradients and without dropout.
+
+        Every process calls it and gets the same result. The main process gives the mini-batch, as for `train_step`; the
+        others may pass None.
+        """
         (rows,) = share(None if batch is None else [batch], self.world)
         return self.eval_on(rows)
 
@@ -77,12 +81,13 @@ class Forwards:
         return self._evaluate(self.with_passes(self.adapter.as_rows(rows)), StepOptions(on_logits=on_logits))
 
     def log_probs(self, rows: Batch, *, with_adapters: bool = True) -> torch.Tensor:
-        """The log-probability of each row of a mini-batch that every process already has: the sum over its targets.
+        """Compute the log-probability of each row of a mini-batch: the sum over its targets, without dropout.
 
-        Every process calls it and gets the same result. There is no dropout.
+        Every process calls it with the same mini-batch and gets the same result.
 
         Args:
-            with_adapters: whether the PEFT adapters add to their layers; without them it is the base model's.
+            rows: the mini-batch, as for `train_step`.
+            with_adapters: whether the PEFT adapters are on; without them it is the log-probability by the base model.
 
         Returns:
             (N,) in float64, on the CPU.
@@ -91,9 +96,9 @@ class Forwards:
             return self._evaluate(self.adapter.as_rows(rows), StepOptions(is_likelihood_only=True)).row_nll.neg()
 
     def embed(self, rows: Batch) -> torch.Tensor:
-        """The embeddings of the rows of a mini-batch that every process already has, by an `EmbeddingLoss`.
+        """Compute the embeddings of the rows of a mini-batch, by the pipeline's `EmbeddingLoss`, without dropout.
 
-        Every process calls it and gets the same result. There is no dropout.
+        Every process calls it with the same mini-batch and gets the same result.
 
         Returns:
             (N, D) in float64, on the CPU.
@@ -112,16 +117,17 @@ class Forwards:
         return gathered_rows(own if self.world.place == 0 else {}, micro_batches, self.world.all_reduce)
 
     def token_log_probs(self, rows: Batch, *, with_adapters: bool = True) -> torch.Tensor:
-        """The log-probability of the target after each position of a mini-batch that every process already has.
+        """Compute the log-probability of the target after each position of a mini-batch, without dropout.
 
-        Every process calls it and gets the same result. There is no dropout.
+        Every process calls it with the same mini-batch and gets the same result.
 
         Args:
             rows: the mini-batch, of a decoder-only model.
-            with_adapters: whether the PEFT adapters add to their layers.
+            with_adapters: whether the PEFT adapters are on.
 
         Returns:
-            (N, T) in float64, on the CPU, 0 where there is no target; of logits as the loss sees them.
+            (N, T) in float64, on the CPU, 0 where there is no target. The logits are those that the loss reads, which
+            may be clipped or divided by a temperature.
         """
         micro_batches = self._in_micro_batches(rows)
         with self._adapters_off(not with_adapters), self._in_evaluation():
@@ -173,10 +179,10 @@ class Forwards:
         return Evaluation.gathered(outputs, [micro_batch.num_rows for micro_batch in micro_batches], self.world)
 
     def generate(self, **inputs: Any) -> Any:
-        """Generate token ids like the plain model's `generate`: by search or sampling, with a cache.
+        """Generate token ids as the plain model's `generate` does: by search or sampling, with a cache.
 
-        Every process calls it, the arguments of the main process are used and the others may pass none, and every
-        process gets the same result. Sampling continues the main process's random numbers.
+        Every process calls it and gets the same result. The main process gives the arguments; the others may pass none.
+        Sampling continues the main process's random numbers.
 
         Args:
             inputs: keyword arguments of transformers' GenerationMixin.generate: input_ids (B, T), attention_mask

@@ -56,25 +56,28 @@ def _attribute(part: str, name: str) -> Any:
 
 
 class Pipeline:
-    """A model trained by pipeline parallelism, exactly like the plain model (GPipe, arXiv 1811.06965).
+    """A Hugging Face model in stages, with the loss and the gradients of the plain model (GPipe, arXiv 1811.06965).
 
-    In one process without a launcher all stages live in it. Under torchrun, `accelerate launch` or
-    `python -m hf_gpipe.train` every process creates the same Pipeline and holds its own stages.
+    `pipe = Pipeline("path/or/hub-id", num_stages=4, num_micro_batches=16)` makes it, and `pipe.train_step(batch)` runs
+    forward and backward of a mini-batch, after which the gradients are in `.grad` of `pipe.parameters()`.
+
+    Without a launcher one process has all stages. Under torchrun, `accelerate launch` or `python -m hf_gpipe.train`
+    every process creates the same Pipeline and has its own stages.
 
     Args:
-        model: a PreTrainedModel (its weights are taken, and shared where the device is the same), a configuration
-            (weights are initialised), or a Hub id or directory (weights are loaded). The directory may have saved PEFT
-            adapters alone, which are trained on; their adapter_config.json names the model. An nn.Sequential, or
-            another torch module whose layers are found by `example`, is taken like a PreTrainedModel.
-        num_stages, num_micro_batches, schedule, recompute, partition: as in `PipelineConfig`, in place of
-            `config`. A `schedule` that ends in .txt is the path of a table, which the main process reads: it has this
-            many stages, processes and micro-batches (times `accumulation`), and its R say what is recomputed.
+        model: one of these. A Hub id or directory: its weights are loaded. The directory may have only saved PEFT
+            adapters, which are trained further; their adapter_config.json names the model. A configuration: weights are
+            initialised. A PreTrainedModel: its weights are used, and shared where the device is the same. An
+            nn.Sequential, or another torch module whose layers are found by `example`: like a PreTrainedModel.
+        num_stages, num_micro_batches, schedule, recompute, partition: as in `PipelineConfig`, in place of `config`. If
+            they are left out, the planner chooses all but the first from `plan_inputs`; without these there is one
+            micro-batch, the schedule is gpipe, stages are recomputed, and each has the same number of layers.
+            A `schedule` that ends in .txt is the path of a table, which the main process reads. The table must have
+            this many stages, processes and micro-batches (times `accumulation`), and its R say what is recomputed.
         seed: of initial weights and dropout. None: the default of recipes; a trainer's `args.seed` then counts for
             dropout.
-        config: how the model is cut and run. The planner decides the values "auto", and a partition by cost, from
-            `plan_inputs`. With them it also decides micro-batches, schedule, recomputation and partition where they are
-            not given. Without them there is then one micro-batch, the schedule is gpipe, stages are recomputed, and
-            each has the same number of layers.
+        config: how the model is cut and run. The planner decides its values "auto", and a partition by cost, from
+            `plan_inputs`.
         plan_inputs: an example of a mini-batch and facts about the optimizer, for the planner.
         dtype: type of the weights, or its name, such as "bfloat16"; None or "auto": the model's own, or float32 for a
             configuration without one.
@@ -82,25 +85,24 @@ class Pipeline:
         trust_remote_code: whether a Hub model may run Python code of its own.
         config_overrides: values of the model's configuration to change; only with an id or directory.
         label_smoothing: share of the target's probability that is spread over the vocabulary.
-        logit_clipping: the loss of training is that of logits.clamp(-c, c), with c this number; evaluation, generation
-            and the saved model do not clip. None: no clipping.
-        loss: in place of the cross-entropy of the target tokens: a `LogitsLoss`, a `RowLoss`, or another `Loss`.
-        teacher: a decoder-only model with the same vocabulary, given as `model` is, or as a `ModelSpec` of
-            hf_gpipe.model.spec with other options, whose probabilities a `DistillationLoss` compares with the model's.
-            It is in the same stages, runs in forwards alone, and is
-            neither trained nor saved.
-        depth_scaled_feed_forward: whether the last projection of each feed-forward block starts 1/L times as large, L
-            being the layers of its stack; for a configuration only, whose weights are new.
+        logit_clipping: in training the loss reads logits.clamp(-c, c), with c this number; evaluation, generation and
+            the saved model do not clip. None: no clipping.
+        loss: a `LogitsLoss`, a `RowLoss`, or another `Loss`. None: the cross-entropy of the target tokens.
+        teacher: a decoder-only model with the same vocabulary, whose probabilities a `DistillationLoss` compares with
+            the model's. It is given as `model` is, or with other options as a `ModelSpec` of hf_gpipe.model.spec. It is
+            cut into as many stages, runs only forwards, and is neither trained nor saved.
+        depth_scaled_feed_forward: whether the last projection of each feed-forward block starts 1/L times as large,
+            where L is the number of layers of its stack; only for a configuration, whose weights are new.
         device: where this process computes, in place of the config's `device` and `devices`. A list, such as
-            ["cuda:0", "cuda:1"], names the devices of this machine. Each of its processes takes an equal part, and
-            spreads its stages over it.
+            ["cuda:0", "cuda:1"], names the devices of this machine. Each process of the machine takes an equal part of
+            the list, and spreads its stages over that part.
         peft_config: a peft.LoraConfig to add adapters, or a directory of saved adapters; everything else is frozen. A
-            model that has PEFT adapters already, or is a PeftModel, is taken as it is.
-        quantization_config: a transformers.BitsAndBytesConfig: linear layers are quantised while they are loaded, each
-            as soon as it is read, and only adapters can be trained on them. A model or checkpoint that bitsandbytes has
-            quantised already is taken as it is. Needs the package bitsandbytes.
+            model that already has PEFT adapters, or is a PeftModel, needs no `peft_config`.
+        quantization_config: a transformers.BitsAndBytesConfig. Each linear layer is quantised as soon as it is read,
+            and only adapters can be trained on it. A model or checkpoint that bitsandbytes has already quantised needs
+            no `quantization_config`. Needs the package bitsandbytes.
         autocast: torch.bfloat16 or torch.float16: every forward computes under torch.autocast, in training, evaluation
-            and generation; weights and their gradients keep their own type. None: everything computes in that type.
+            and generation; weights and their gradients keep their own type. None: computation is in the weights' type.
         length_bucketing: whether training sorts the rows of a mini-batch by length before it is cut, and cuts it so
             that the largest micro-batch has as few tokens, padding included, as possible.
         packing: whether training packs the rows of a mini-batch: each micro-batch is one row, of documents that do not
@@ -109,24 +111,25 @@ class Pipeline:
             of a backend) and of `PlanInputs` (`example`, `optim`, `accumulation`), in place of the two objects.
 
     Attributes:
-        config: the `PipelineConfig` without "auto".
-        decision: what is the same in all processes, such as the schedule's tables.
+        config: the `PipelineConfig` with everything decided; it has no "auto".
+        given: the `PipelineConfig` that was asked for; "auto" where the planner decides what was not given.
+        planned: the planner's choice and the reason, in one line; None if it had nothing to decide.
+        decision: the facts that are the same in all processes, such as the schedule's tables.
+        models: the Hugging Face model of each stage of this process, by the stage's number.
         steps: the part that trains.
         forwards: the part that evaluates and generates.
         cutting: how mini-batches are cut into micro-batches.
         weights: the parameters of this process's stages.
-        loss: of training.
+        loss: the loss of training.
         has_new_adapters: whether the model has PEFT adapters that `peft_config` has added.
-        given: the `PipelineConfig` that was asked for; "auto" where the planner decides what was not given.
-        planned: the planner's choice and the reason, in one line; None if it had nothing to decide.
         has_given_seed: whether the constructor was given a seed.
         weights_seed: the seed of the weights that were initialised here; None: all weights were there.
         links: lines about the links between machines, measured and as the planner assumes them; empty on one machine.
         step: optimizer steps begun; dropout depends on it.
         window: the table of the last window that has run under an asynchronous schedule.
         stash_bytes: the most that old versions of weights have held in this process in that window.
-        loss_scale: factor of the loss before backward, and so of the gradients, so that small ones are not 0 in float16
-            (Micikevicius et al. 2018, section 3.2). Whoever sets it must divide the gradients by it.
+        loss_scale: factor of the loss before backward, and so of the gradients, so that small gradients are not 0 in
+            float16 (Micikevicius et al. 2018, section 3.2). If you set it, divide the gradients by it.
 
     Raises:
         UserError, or a subclass: an argument is not supported.

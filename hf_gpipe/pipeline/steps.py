@@ -75,18 +75,18 @@ class Steps:
         times: list[ActionTime] | None = None,
         update: Update | None = None,
     ) -> torch.Tensor:
-        """Forward and backward of one mini-batch; gradients are added to `.grad`, and `update` may use them.
+        """Run forward and backward of one mini-batch, and add the gradients to `.grad`.
 
-        Every process calls it; the mini-batch of the main process is used and the others may pass None.
+        Every process calls it. The main process gives the mini-batch; the others may pass None.
 
         Args:
-            batch: tensors with the same number of rows: input_ids (N, T), attention_mask (N, T), labels (N, T), -100
-                where there is no target; or a sequence of such mini-batches, accumulated in one pass. Of a model that
-                does not read text: labels, and what its forward takes.
+            batch: a dict of tensors with N rows each: input_ids (N, T), attention_mask (N, T), labels (N, T), -100
+                where there is no target. For a model that does not read text: labels, and the arguments of its forward.
+                A sequence of such mini-batches is accumulated in one pass.
             times: list to which the times of this process's actions are appended.
-            update: the action U of the table, such as to clip and to step an optimizer. It is called in every process
-                with the loss and the norm of the gradient, once the gradients are complete; its errors are raised here.
-                None: the caller updates.
+            update: a function that updates the weights, for example clips and steps an optimizer. It is called in every
+                process with the loss and the norm of the gradient, once the gradients are complete, and is the action U
+                of the table; its errors are raised here. None: the caller updates after `train_step`.
 
         Returns:
             The mean loss per target token of the whole mini-batch, a float tensor on every process.
@@ -113,19 +113,19 @@ class Steps:
         update: UpdateStage,
         times: list[ActionTime] | None = None,
     ) -> torch.Tensor:
-        """Run steps under an asynchronous schedule, in which each stage updates its weights after each step by itself.
+        """Run steps under an asynchronous schedule, in which each stage updates its weights by itself after each step.
 
-        The pipeline is empty before it and after it, and every weight then has had the updates of all steps. Gradients
-        that are there are dropped before, and those of each step after its update.
+        No micro-batch is in the pipeline before or after the call, and every weight then has the updates of all steps.
+        The call drops gradients that are there before it, and those of each step after their update.
 
         Args:
             steps: the mini-batches of each step, which every process has.
-            update: the action U of the table. It is called for each stage of this process and each step, on every
-                replica of the stage, whose gradients are then the same.
+            update: the action U of the table. It is called for each stage of this process and each step. Every replica
+                of a stage calls it, with the same gradients.
             times: list to which the times of this process's actions are appended.
 
         Returns:
-            Of each step the loss and the 2-norm of the whole gradient: (steps, 2), float64, the same on every process.
+            The loss and the 2-norm of the whole gradient of each step: (steps, 2), float64, the same on every process.
 
         Raises:
             UserError: the schedule is synchronous.
@@ -173,20 +173,21 @@ class Steps:
         update: Callable[[], None],
         update_stage: Callable[[int], None] | None = None,
     ) -> LossAndNorm:
-        """`train_on` for an update that needs neither the loss nor the norm of the gradient.
+        """Run `train_on` with an update that needs neither the loss nor the norm of the gradient.
 
         This process does not wait for the others: it updates as soon as its own gradients are complete, and can begin
-        the next step. (Copies of tied parameters wait for their owner all the same.)
+        the next step. Only copies of tied parameters wait for their owner.
 
         Args:
             batches, times: as of `train_on`.
             update: called once the gradients of this process are complete.
-            update_stage: where `can_update_beside`, called for each stage of this process, in a thread and beside
-                backwards, when the gradients of the stage are complete; `update` then comes after all of them.
+            update_stage: only where `can_update_beside`. It is called for each stage of this process when the stage's
+                gradients are complete, in a thread, while other stages run their backwards; `update` comes after all
+                of these calls.
 
         Returns:
-            Waits until every process has updated, and returns the loss and the norm of the gradient, (2,). It must be
-            called before or soon after the end of the next step.
+            A function, to be called before or soon after the end of the next step. It waits until every process has
+            updated, and returns the loss and the norm of the gradient, (2,).
         """
         numbers = self._train(batches, times, lambda _: update(), waits=False, update_stage=update_stage)
         self.step += 1

@@ -17,11 +17,11 @@ _WIDTH = 100
 _INDENT = " " * 6
 
 MAIN_KEYS = (
-    *("model.path", "model.config", "model.dtype", "data.kind", "data.path", "data.languages"),
-    *("data.max_source_tokens", "data.max_target_tokens", "tokenizer.path", "tokenizer.vocab_size"),
-    *("pipeline.num_stages", "pipeline.num_micro_batches", "pipeline.schedule", "pipeline.recompute"),
-    *("pipeline.partition", "training.output_dir", "training.max_steps", "training.batch_size"),
-    *("training.learning_rate", "training.save_steps"),
+    *("model.path", "model.config", "model.dtype", "model.quantization", "lora.r", "data.kind", "data.path"),
+    *("data.max_length", "data.max_source_tokens", "data.max_target_tokens", "tokenizer.path"),
+    *("pipeline.num_stages", "pipeline.replicas", "pipeline.num_micro_batches", "pipeline.schedule"),
+    *("pipeline.recompute", "pipeline.partition", "training.output_dir", "training.max_steps"),
+    *("training.num_train_epochs", "training.batch_size", "training.learning_rate", "training.save_steps"),
 )
 """The keys that most recipes set."""
 

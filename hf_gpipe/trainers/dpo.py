@@ -50,7 +50,7 @@ class PipelineDPOConfig(ReferenceArguments):
 
 
 class PipelineDPOTrainer(ReferenceTrainer):
-    """Trains on preferences by pipeline parallelism, with the interface of TRL's DPOTrainer.
+    """Trains on preferences, pairs of answers, with the interface of TRL's DPOTrainer (arXiv 2305.18290).
 
     Every process makes the same trainer and calls the same methods; only the main process reads data.
 
@@ -58,8 +58,8 @@ class PipelineDPOTrainer(ReferenceTrainer):
         model: a decoder-only model as for `PipelineTrainer`; or a Pipeline made with `args.make_loss()` as its loss.
         ref_model: the reference, in any of these forms; None: the model before its training.
         args: the arguments; None: all defaults.
-        data_collator: rows to a mini-batch; None: `PreferenceCollator`.
-        train_dataset: map-style: rows that `PreferenceExamples` takes, or its examples.
+        data_collator: makes a mini-batch of rows; None: `PreferenceCollator`.
+        train_dataset: map-style: rows that `PreferenceExamples` accepts, or its examples.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; None: the model's own, where the model is a Hub id or directory.
         compute_metrics, callbacks, optimizers: as for `PipelineTrainer`.

@@ -43,7 +43,7 @@ class PipelineKTOConfig(ReferenceArguments):
 
 
 class PipelineKTOTrainer(ReferenceTrainer):
-    """Trains on answers that are wanted or not by pipeline parallelism, with the interface of TRL's KTOTrainer.
+    """Trains on single answers, each wanted or not, with the interface of TRL's KTOTrainer (arXiv 2402.01306).
 
     Every process makes the same trainer and calls the same methods; only the main process reads data.
 
@@ -51,9 +51,10 @@ class PipelineKTOTrainer(ReferenceTrainer):
         model: a decoder-only model as for `PipelineTrainer`; or a Pipeline made with `args.make_loss()` as its loss.
         ref_model: the reference, in any of these forms; None: the model before its training.
         args: the arguments; None: all defaults.
-        others, named: data_collator (None: `KTOCollator`), train_dataset and eval_dataset (rows that `KTOExamples`
-            takes, or its examples), processing_class, compute_metrics, callbacks, optimizers, quantization_config and
-            peft_config, as for `PipelineDPOTrainer`.
+        data_collator: makes a mini-batch of rows; None: `KTOCollator`.
+        train_dataset, eval_dataset: map-style: rows that `KTOExamples` accepts, or its examples.
+        processing_class, compute_metrics, callbacks, optimizers, quantization_config, peft_config: as for
+            `PipelineDPOTrainer`.
 
     Raises:
         UserError: an argument that is not supported, by its name.

@@ -44,12 +44,12 @@ class PipelineSFTTrainer(ExamplesTrainer):
     Args:
         model: a decoder-only model as for `PipelineTrainer`; or a Pipeline made with `args.make_loss()` as its loss.
         args: the arguments; None: all defaults.
-        data_collator: rows of "input_ids" and "labels" to a mini-batch; None: `SFTCollator`.
-        train_dataset: map-style: rows that `SFTExamples` takes, or its examples; with "image" or "images" rows that
-            `ImageTextExamples` takes.
+        data_collator: makes a mini-batch of rows with "input_ids" and "labels"; None: `SFTCollator`.
+        train_dataset: map-style: rows that `SFTExamples` accepts, or its examples. Rows with "image" or "images" are
+            those of `ImageTextExamples`.
         eval_dataset: the same, or a dict of several by name.
-        processing_class: the tokenizer, or of a model of images and text its processor; None: the model's own
-            tokenizer, where the model is a Hub id or directory, or was loaded from there.
+        processing_class: the tokenizer, or the processor of a model of images and text. None: the model's own
+            tokenizer, if the model is a Hub id or directory, or was loaded from there.
         compute_loss_func: as for `PipelineTrainer`; `entropy` and `mean_token_accuracy` are not logged with it.
         compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as for
             `PipelineTrainer`.

@@ -70,10 +70,10 @@ from hf_gpipe.training.windows import check_asynchronous
 
 
 class PipelineTrainer(EvaluatingTrainer):
-    """Trains a model by pipeline parallelism, with the interface of transformers' Trainer.
+    """Trains a model in stages, with the interface of transformers' Trainer.
 
-    Under torchrun, `accelerate launch` or `python -m hf_gpipe.train` every process makes the same trainer and calls the
-    same methods. Only the main process reads data: the other processes may pass None for datasets.
+    Under torchrun or `accelerate launch` every process makes the same trainer and calls the same methods. Only the main
+    process reads data: the other processes may pass None for datasets. Without a launcher one process has all stages.
 
     Args:
         model: a PreTrainedModel, a configuration, a Hub id or directory, or a Pipeline (whose own settings then count).
@@ -83,16 +83,18 @@ class PipelineTrainer(EvaluatingTrainer):
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; it is saved with the model.
         model_init: makes the model, where `model` is None.
-        compute_loss_func: (outputs, labels, num_items_in_batch=...) -> the loss, in place of the cross-entropy: a sum
-            over tokens or rows, for it is called for each micro-batch. `num_items_in_batch` is the number of target
-            tokens of the whole step. Of the outputs there are the logits, which are made whole. Give a function that
-            compares neighbouring rows as LogitsLoss(function, rows_per_unit=...). It may also be another `Loss`.
-        compute_metrics: metrics of an EvalPrediction; it is called in the process of the last stage, or of its first
-            replica, which gets the predictions of all rows.
+        compute_loss_func: (outputs, labels, num_items_in_batch=...) -> the loss, in place of the cross-entropy. It is
+            called for each micro-batch, and the results are added up: it must be a sum over tokens or rows, divided by
+            `num_items_in_batch`, the number of target tokens of the whole step. `outputs` has only the logits (B, T,
+            V), which are then in memory in one piece. Give a function that compares neighbouring rows as
+            LogitsLoss(function, rows_per_unit=...). Another `Loss` is accepted too.
+        compute_metrics: metrics of an EvalPrediction with the predictions of all rows; it is called in the process of
+            the last stage (of its first replica).
         callbacks: called in every process, with `Pipeline.model` as `model`.
         optimizers: an optimizer of `pipe.parameters()` and its scheduler, in place of those of `args`.
         optimizer_cls_and_kwargs: a class of optimizer and its arguments, in place of `args.optim`.
-        preprocess_logits_for_metrics: makes less of the logits (B, T, V) of a micro-batch before they are kept.
+        preprocess_logits_for_metrics: reduces the logits (B, T, V) of a micro-batch before they are stored, such as to
+            their argmax.
         peft_config, quantization_config: as for `Pipeline`.
 
     Raises:
@@ -209,8 +211,8 @@ class PipelineTrainer(EvaluatingTrainer):
         """Train to the end of the training.
 
         Args:
-            resume_from_checkpoint: a checkpoint's directory, or True for the newest one in `output_dir` that is whole,
-                where there are any, so that the same script starts a run and goes on with it.
+            resume_from_checkpoint: a checkpoint's directory, or True for the newest valid checkpoint in `output_dir`.
+                If there is none, True starts from the beginning, so the same script starts a run and resumes it.
             trial: raises an error; there is no search over hyperparameters.
             ignore_keys_for_eval: `ignore_keys` of the evaluations.
 
@@ -220,8 +222,8 @@ class PipelineTrainer(EvaluatingTrainer):
         Raises:
             UserError: nothing to train on; another run has the output directory, or it cannot be written into; a
                 checkpoint that is missing, damaged or does not fit.
-            TrainingStopped: with `enable_jit_checkpoint`, SIGTERM or SIGINT came and the last step is saved. It is a
-                SystemExit, so that a script that does nothing about it ends, with exit code 75.
+            TrainingStopped: with `enable_jit_checkpoint`, after SIGTERM or SIGINT, when the last step is saved. It is a
+                SystemExit: a script that does not catch it ends with exit code 75.
         """
         if trial is not None:
             raise UserError("trial: there is no search over hyperparameters; run one training for each choice")
@@ -297,7 +299,7 @@ class PipelineTrainer(EvaluatingTrainer):
         self.job.leave()
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """Call `model_init`. If it takes an argument, it gets `trial`, which is None: there are no trials."""
+        """Call `model_init`. If it takes an argument, it gets `trial`, which is always None."""
         assert self.model_init is not None
         return self.model_init(*[trial] * len(inspect.signature(self.model_init).parameters))
 
@@ -312,7 +314,7 @@ class PipelineTrainer(EvaluatingTrainer):
         """Make `self.optimizer`, unless it is there, for the parameters of this process's stages.
 
         Args:
-            model: refused; the pipeline's stages are trained.
+            model: must be None; the pipeline's stages are trained.
         """
         if model is not None and model is not self.model:
             raise UserError("create_optimizer: model is not supported; the optimizer is for the pipeline's stages")
