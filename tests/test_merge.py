@@ -103,7 +103,7 @@ def test_every_bit_of_a_llama(case: str, dtype: torch.dtype, tmp_path: Path) -> 
     assert_merged(tmp_path, expected, 3000, AutoModelForCausalLM)
     is_tied = json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"]
     assert is_tied == (tied and case != "whole modules") == expected.config.tie_word_embeddings
-    if dtype == torch.float32:
+    if dtype == torch.float32 and case in ("dora", "whole modules", "tokens"):
         # The pipeline that the merged model is, and plain peft with the adapters beside their layers.
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         plain = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")

@@ -20,7 +20,7 @@ from scripts.random_cases.run import REFUSED, RIGHT, WRONG, difference, run
 from scripts.random_search import counts, line_of, main, quiet, search
 
 #: Cases that are drawn, however fast the machine is.
-NUM_CASES = 10
+NUM_CASES = 6
 
 
 @pytest.fixture(autouse=True)

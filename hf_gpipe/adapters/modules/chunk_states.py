@@ -63,6 +63,8 @@ class _Append(torch.autograd.Function):
         return gradient[..., start:stop, :].clone(), None, None, None
 
 
+# A compiled graph would count the writes of later chunks, and may make no tensor that stays.
+@torch.compiler.disable
 def append(added: torch.Tensor, states: States, start: int, first: int = 0) -> torch.Tensor:
     """Add a chunk's states to those of the chunks before it; returns these from token `first` on.
 
