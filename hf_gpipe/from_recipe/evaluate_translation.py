@@ -23,6 +23,8 @@ from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.held_out import HeldOut
 from hf_gpipe.job.wire import sendable
 from hf_gpipe.pipeline import Pipeline
+from hf_gpipe.recipe import DataSection
+from hf_gpipe.recipe.fields import EvaluationSection
 from hf_gpipe.text import table_text
 from hf_gpipe.training.generating import Generation
 from hf_gpipe.training.loader import Batch
@@ -202,14 +204,8 @@ def evaluate_translation(
     pipe: Pipeline,
     tokenizer: PreTrainedTokenizerBase | None,
     pairs: Sequence[Pair] | None,
-    batch_size: int,
-    max_new_tokens: int,
-    *,
-    max_source_tokens: int,
-    max_target_tokens: int,
-    max_examples: int | None = None,
-    num_beams: int = 1,
-    num_samples: int = 5,
+    data: DataSection,
+    evaluation: EvaluationSection,
     training_pairs: Mapping[str, int] | None = None,
 ) -> TranslationReport:
     """Translate, and score the translations and the likelihood of the references.
@@ -221,14 +217,9 @@ def evaluate_translation(
         pipe: the model: an encoder-decoder, or a decoder-only model trained on "source </s> target </s>".
         tokenizer: of sources and targets; the other processes may pass None.
         pairs: the pairs to translate.
-        batch_size: rows translated at a time; for the likelihood they are cut into the pipeline's micro-batches.
-        max_new_tokens: longest translation.
-        max_source_tokens: longer sources are cut.
-        max_target_tokens: longer references are cut for the likelihood, per token and per character alike;
-            translations are compared with all of them.
-        max_examples: how many pairs of each language to take, the first ones; None: all.
-        num_beams: of beam search; 1: greedy.
-        num_samples: translations to show.
+        data: longer sources, and for the likelihood longer references, are cut to the tokens that it says; translations
+            are compared with whole references.
+        evaluation: which pairs are translated, the first ones of each language, and how.
         training_pairs: of the main process: how many pairs each language was trained on (data.training_pairs), by
             which the report says what languages of high, middle and low resource score; None: unknown.
 
@@ -242,12 +233,12 @@ def evaluate_translation(
 
     def make() -> Any:
         assert tokenizer is not None, "the main process has the tokenizer"
-        taken.extend(_first_of_each_language(pairs or (), max_examples))
+        taken.extend(_first_of_each_language(pairs or (), evaluation.max_examples))
         rows = TokenizedPairs(
             taken,
             tokenizer,
-            max_source_tokens=max_source_tokens,
-            max_target_tokens=max_target_tokens,
+            max_source_tokens=data.max_source_tokens,
+            max_target_tokens=data.max_target_tokens,
             decoder_only=not pipe.adapter.config.is_encoder_decoder,
         )
         num_characters.extend(rows.num_characters)
@@ -259,9 +250,10 @@ def evaluate_translation(
         assert tokenizer is not None, "the main process has the tokenizer"
         return PairCollator.for_tokenizer(tokenizer)(rows)
 
-    _, batches = HeldOut(make, batch_size).mini_batches(pipe, collate)
+    _, batches = HeldOut(make, evaluation.batch_size).mini_batches(pipe, collate)
     pad_token_id = pipe.world.from_reader(lambda: None if tokenizer is None else tokenizer.pad_token_id)
-    options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False, "num_return_sequences": 1}
+    options = {name: getattr(evaluation, name) for name in ("max_new_tokens", "num_beams")}
+    options |= {"do_sample": False, "num_return_sequences": 1}
     #: Of each pair its translation, and the number of the reference's tokens.
     outcomes: dict[int, tuple[Translated, int]] = {}
     for predicted in predict(pipe, batches, generation=Generation(pipe, options, pad_token_id)):
@@ -277,7 +269,7 @@ def evaluate_translation(
                 num_tokens,
             )
     return pipe.world.from_reader(
-        lambda: _report([outcomes[i] for i in range(len(outcomes))], num_samples, training_pairs or {})
+        lambda: _report([outcomes[i] for i in range(len(outcomes))], evaluation.samples, training_pairs or {})
     )
 
 

@@ -138,20 +138,9 @@ def _pairs_rows(recipe: Recipe, split: Any, tokenizer: PreTrainedTokenizerBase) 
 def _translate(
     recipe: Recipe, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase | None, corpus: Any
 ) -> TranslationReport:
-    data, evaluation = recipe.data, recipe.evaluation
-    return evaluate_translation(
-        pipe,
-        tokenizer,
-        None if corpus is None else getattr(corpus, evaluation.split),
-        evaluation.batch_size,
-        evaluation.max_new_tokens,
-        max_source_tokens=data.max_source_tokens,
-        max_target_tokens=data.max_target_tokens,
-        max_examples=evaluation.max_examples,
-        num_beams=evaluation.num_beams,
-        num_samples=evaluation.samples,
-        training_pairs=training_pairs(corpus) if corpus is not None else None,
-    )
+    pairs = None if corpus is None else getattr(corpus, recipe.evaluation.split)
+    counts = None if corpus is None else training_pairs(corpus)
+    return evaluate_translation(pipe, tokenizer, pairs, recipe.data, recipe.evaluation, counts)
 
 
 # ---------------------------------------------------------------------- one sequence, or image, of a row

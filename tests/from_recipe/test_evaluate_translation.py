@@ -20,13 +20,30 @@ from hf_gpipe.data.translation.pairs import Pair
 from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.evaluate_translation import TranslationReport, evaluate_translation
 from hf_gpipe.pipeline import Evaluation
+from hf_gpipe.recipe import DataSection
+from hf_gpipe.recipe.fields import EvaluationSection
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 
 MONTHS = {"de": ["Januar", "Februar", "März", "Mai"], "fr": ["janvier", "février", "mars", "mai"]}
 ENGLISH = ["January", "February", "March", "May"]
 VOCABULARY = 290
-LIMITS = {"max_source_tokens": 30, "max_target_tokens": 30}
+
+
+def translate(
+    pipe: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: list[Pair] | None,
+    batch_size: int,
+    max_new_tokens: int,
+    training_pairs: dict[str, int] | None = None,
+    *,
+    max_target_tokens: int = 30,
+    **options: Any,
+) -> TranslationReport:
+    data = DataSection(kind="cldr", languages=["de"], max_source_tokens=30, max_target_tokens=max_target_tokens)
+    evaluation = EvaluationSection(batch_size=batch_size, max_new_tokens=max_new_tokens, **options)
+    return evaluate_translation(pipe, tokenizer, pairs, data, evaluation, training_pairs)
 
 
 def some_pairs() -> list[Pair]:
@@ -93,7 +110,7 @@ def test_translations_and_likelihood_of_the_plain_model(
     family: str, num_beams: int, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     model, pairs = random_model(family), some_pairs()
-    report = evaluate_translation(Pipeline(model, 3, 2), tokenizer, pairs, 4, 6, **LIMITS, num_beams=num_beams)
+    report = translate(Pipeline(model, 3, 2), tokenizer, pairs, 4, 6, num_beams=num_beams)
     plain = [one_by_one(model, tokenizer, pair, num_beams) for pair in pairs]
     assert [one.translation for one in report.translations] == [text for text, _, _ in plain]
     assert [one.nll for one in report.translations] == pytest.approx([nll for _, nll, _ in plain], rel=1e-5)
@@ -148,7 +165,7 @@ class _Parrot:
 def echo(tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], wrong: int = 0, **options: Any) -> TranslationReport:
     """The report of a model that knows every reference, but for the first `wrong`, which it copies."""
     dictionary = {pair.source: pair.source if i < wrong else pair.target for i, pair in enumerate(pairs)}
-    return evaluate_translation(_Parrot(tokenizer, dictionary), tokenizer, pairs, 3, 20, **LIMITS, **options)  # type: ignore[arg-type]
+    return translate(_Parrot(tokenizer, dictionary), tokenizer, pairs, 3, 20, **options)
 
 
 def test_a_perfect_translation_has_full_scores_even_where_texts_are_short(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -178,7 +195,7 @@ def test_languages_count_alike_and_may_be_limited(tokenizer: PreTrainedTokenizer
     report = echo(tokenizer, pairs, wrong=7)
     assert [scores.exact_match for scores in report.per_language.values()] == [0, 1]
     assert report.average.exact_match == 0.5
-    limited = echo(tokenizer, pairs, wrong=7, max_examples=2, num_samples=3)
+    limited = echo(tokenizer, pairs, wrong=7, max_examples=2, samples=3)
     assert {language: scores.num_pairs for language, scores in limited.per_language.items()} == {"de": 2, "fr": 2}
     assert [sample.source for sample in limited.samples] == [pairs[0].source, pairs[1].source, pairs[7].source]
 
@@ -187,7 +204,7 @@ def test_rows_of_similar_length_are_translated_together(tokenizer: PreTrainedTok
     lengths = [1, 9, 2, 8, 1, 9]
     pairs = [Pair(" ".join(["3"] * n), "3", "de", str(i)) for i, n in enumerate(lengths)]
     parrot = _Parrot(tokenizer, {pair.source: pair.target for pair in pairs})
-    evaluate_translation(parrot, tokenizer, pairs, 3, 20, **LIMITS)  # type: ignore[arg-type]
+    translate(parrot, tokenizer, pairs, 3, 20)
     tokens = sorted(len(tokenizer(pair.source).input_ids) for pair in pairs)
     assert parrot.num_tokens == 3 * tokens[2] + 3 * tokens[5]
 
@@ -213,8 +230,7 @@ def test_likelihood_per_character_counts_what_was_left_of_a_cut_reference(tokeni
     assert 0 < len(kept) < len(pair.target)
     parrot = _Parrot(tokenizer, {pair.source: pair.target})
     for limit, characters in ((6, len(kept)), (30, len(pair.target))):
-        limits = {"max_source_tokens": 30, "max_target_tokens": limit}
-        scores = evaluate_translation(parrot, tokenizer, [pair], 3, 20, **limits).average  # type: ignore[arg-type]
+        scores = translate(parrot, tokenizer, [pair], 3, 20, max_target_tokens=limit).average
         # The parrot says 2 of every row.
         assert scores.nll_per_character == pytest.approx(2 / characters)
 
@@ -273,9 +289,9 @@ def _on_two_processes(folder: Path) -> tuple[TranslationReport, str]:
     pipe = Pipeline(random_model("marian"), 3)
     pairs = some_pairs() if pipe.world.is_reader else None
     counts = {"de": 3, "fr": 2} if pipe.world.is_reader else None
-    report = evaluate_translation(pipe, tokenizer, pairs, 4, 6, **LIMITS, training_pairs=counts)
+    report = translate(pipe, tokenizer, pairs, 4, 6, counts)
     try:
-        evaluate_translation(pipe, tokenizer, [], 4, 6, **LIMITS)
+        translate(pipe, tokenizer, [], 4, 6)
     except DataError as error:
         return report, str(error)
     return report, ""
@@ -284,7 +300,7 @@ def _on_two_processes(folder: Path) -> tuple[TranslationReport, str]:
 def test_two_gloo_processes(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     model = random_model("marian")
     counts = {"de": 3, "fr": 2}
-    alone = evaluate_translation(Pipeline(model, 3), tokenizer, some_pairs(), 4, 6, **LIMITS, training_pairs=counts)
+    alone = translate(Pipeline(model, 3), tokenizer, some_pairs(), 4, 6, counts)
     for report, error in run_gloo(_on_two_processes, 2, folder):
         assert report == alone
         assert "no pairs" in error
