@@ -8,17 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.embedders import is_causal
-from hf_gpipe.errors import UserError, check_choice, check_number
+from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import LossInputs, Reads
 from hf_gpipe.losses.preference import NotingLoss
-from hf_gpipe.recipe.losses import EmbeddingLossType, Pooling
+from hf_gpipe.recipe.losses import EmbeddingsSection
 
 _DISTANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     # Of equal rows the derivative is 0.
@@ -76,7 +76,7 @@ class EmbeddingLoss(NotingLoss):
     matryoshka_dims: tuple[int, ...] = field(default=(), kw_only=True)
     matryoshka_weights: tuple[float, ...] = field(default=(), kw_only=True)
 
-    metrics = ("accuracy",)
+    metrics, section = ("accuracy",), EmbeddingsSection
     reads = Reads.HIDDEN
     adds_auxiliary = False
     rows_per_unit: int = field(init=False, repr=False)
@@ -85,22 +85,14 @@ class EmbeddingLoss(NotingLoss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows_per_unit", self.texts)
         object.__setattr__(self, "compares_units", self.loss_type == "multiple_negatives")
-        check_choice("loss_type", self.loss_type, get_args(EmbeddingLossType))
-        check_choice("pooling", self.pooling, get_args(Pooling))
-        check_choice("distance", self.distance, tuple(_DISTANCES))
+        super().__post_init__()
         least, most = {"triplet": (3, 3), "cosine": (2, 2)}.get(self.loss_type, (2, math.inf))
         if not least <= self.texts <= most:
             expected = f"{least}" if least == most else f"{least} or more"
             raise UserError(f"texts={self.texts}: an example of loss_type={self.loss_type!r} has {expected} texts")
-        for name in ("scale", "margin"):
-            check_number(name, getattr(self, name), is_above=True)
         dims, weights = self.matryoshka_dims, self.matryoshka_weights
         if weights and len(weights) != len(dims):
             raise UserError(f"matryoshka_weights={weights}: expected one for each of matryoshka_dims={dims}")
-        for weight in weights:
-            check_number("matryoshka_weights", weight, is_above=True)
-        if not all(isinstance(size, int) and size > 0 for size in dims):
-            raise UserError(f"matryoshka_dims={dims}: expected numbers of entries, each at least 1")
 
     @classmethod
     def of(cls, options: Any) -> EmbeddingLoss:

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.errors import DataError, check_choice, check_count, check_number
+from hf_gpipe.errors import DataError, check_choice, check_number
 from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads, TokenLoss
 from hf_gpipe.losses.preference import NotingLoss
+from hf_gpipe.recipe.losses import GRPOSection
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 LEVELS = ("token", "sequence")
-SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
@@ -109,16 +108,13 @@ class GRPOLoss(NotingLoss):
     temperature: float = field(default=1.0, kw_only=True)
 
     metrics = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-    reads = Reads.ROWS
+    reads, section = Reads.ROWS, GRPOSection
 
     def __post_init__(self) -> None:
-        check_choice("loss_type", self.loss_type, LOSS_TYPES)
+        super().__post_init__()
         check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
-        for name in ("beta", "epsilon", "epsilon_high", "delta", "temperature"):
-            value = getattr(self, name)
-            if value is not None or name not in ("epsilon_high", "delta"):
-                check_number(name, value, is_above=name in ("delta", "temperature"))
-        check_count("max_completion_length", self.max_completion_length, 1)
+        if self.delta is not None:
+            check_number("delta", self.delta, is_above=True)
 
     @property
     def of_tokens(self) -> TokenLoss:

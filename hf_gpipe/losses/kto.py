@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 
-from hf_gpipe.errors import DataError, check_choice, check_number
+from hf_gpipe.errors import DataError
 from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads
 from hf_gpipe.losses.preference import NotingLoss
-from hf_gpipe.recipe.losses import KTOType
+from hf_gpipe.recipe.losses import KTOSection
 
 _MISMATCHED = "KL_"
 
@@ -40,13 +39,7 @@ class KTOLoss(NotingLoss):
 
     metrics = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
     reads = Reads.ROWS
-    needs_reference = True
-
-    def __post_init__(self) -> None:
-        check_number("beta", self.beta, is_above=True)
-        check_choice("loss_type", self.loss_type, get_args(KTOType))
-        for name in ("desirable_weight", "undesirable_weight"):
-            check_number(name, getattr(self, name))
+    needs_reference, section = True, KTOSection
 
     @property
     def reads_mismatches(self) -> bool:

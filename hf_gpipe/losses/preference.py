@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.errors import UserError, check_choice, check_number
 from hf_gpipe.losses.loss import Loss, LossInputs, Reads, TokenLoss
-from hf_gpipe.recipe.losses import LOSS_TYPES, LOSSES_THAT_READ, WITHOUT_REFERENCE, unused_by_loss
+from hf_gpipe.recipe.losses import WITHOUT_REFERENCE, PreferencesSection
+from hf_gpipe.recipe.section import check_by
 
 METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
@@ -37,8 +37,14 @@ class NotingLoss(Loss):
     """
 
     metrics: ClassVar[tuple[str, ...]]
+    #: Of a recipe, with keys of the options, whose values it checks; None: a recipe has none.
+    section: ClassVar[type | None] = None
     #: In training and in evaluation: the sums of the metrics, and the number of values of each.
     _sums: dict[bool, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.section is not None:
+            check_by(self.section, self)
 
     @classmethod
     def of(cls, options: Any) -> Self:
@@ -106,26 +112,15 @@ class PreferenceLoss(NotingLoss):
     simpo_gamma: float | None = field(default=None, kw_only=True)
     cpo_alpha: float | None = field(default=None, kw_only=True)
 
-    metrics = METRICS
+    metrics, section = METRICS, PreferencesSection
     reads = Reads.ROWS
     rows_per_unit = 2
     needs_reference: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        beta, loss_type, label_smoothing = self.beta, self.loss_type, self.label_smoothing
-        object.__setattr__(self, "reference_free", self.reference_free or loss_type in WITHOUT_REFERENCE)
+        super().__post_init__()
+        object.__setattr__(self, "reference_free", self.reference_free or self.loss_type in WITHOUT_REFERENCE)
         object.__setattr__(self, "needs_reference", not self.reference_free)
-        check_number("beta", beta, is_above=True)
-        check_choice("loss_type", loss_type, LOSS_TYPES)
-        if not 0 <= label_smoothing < 0.5:
-            raise UserError(f"label_smoothing={label_smoothing!r}: expected at least 0 and below 0.5")
-        for name, value, users in unused_by_loss(self):
-            raise UserError(
-                f"{name}={value!r} has no meaning with loss_type={loss_type!r}, only with {users}; leave it out"
-            )
-        for name in LOSSES_THAT_READ:
-            if (value := getattr(self, name)) is not None:
-                check_number(name, value)
 
     @property
     def _weight_of_chosen(self) -> float:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from hf_gpipe.errors import check_number
 from hf_gpipe.losses.loss import LossInputs, Reads
 from hf_gpipe.losses.preference import NotingLoss
+from hf_gpipe.recipe.losses import RewardsSection
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,9 @@ class RewardLoss(NotingLoss):
 
     metrics = ("accuracy", "margin", "mean_reward")
     reads = Reads.LOGITS
-    rows_per_unit = 2
+    rows_per_unit, section = 2, RewardsSection
     #: As in TRL, the loss is a function of the rewards alone.
     adds_auxiliary = False
-
-    def __post_init__(self) -> None:
-        if self.center_rewards_coefficient is not None:
-            check_number("center_rewards_coefficient", self.center_rewards_coefficient)
 
     def of_units(self, read: LossInputs) -> torch.Tensor:
         """The loss of each pair, (B / 2,), from logits (B, 1) and labels (B,)."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -18,36 +17,13 @@ from hf_gpipe.recipe.section import (
     section,
 )
 
-LossType = Literal[
-    "sigmoid",
-    "robust",
-    "hinge",
-    "ipo",
-    "sigmoid_norm",
-    "nca_pair",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "cpo",
-    "simpo",
-    "orpo",
-]
-LOSS_TYPES: tuple[str, ...] = get_args(LossType)
-#: Of these the ones that need no reference, and those that read an option.
+#: The losses of preferences that need no reference, and those that read an option.
 WITHOUT_REFERENCE = ("cpo", "simpo", "orpo")
-LOSSES_THAT_READ = {
+_LOSSES_THAT_READ = {
     "label_smoothing": ("sigmoid", "robust", "cpo", "simpo"),
     "simpo_gamma": ("simpo",),
     "cpo_alpha": ("cpo", "simpo"),
 }
-
-
-def unused_by_loss(options: Any) -> Iterator[tuple[str, Any, str]]:
-    """The name and value of each option of preferences that its loss does not read, and the losses that do."""
-    for name, users in LOSSES_THAT_READ.items():
-        if (value := getattr(options, name)) != getattr(type(options), name) and options.loss_type not in users:
-            yield name, value, " and ".join(users)
 
 
 @section()
@@ -69,7 +45,21 @@ class _AgainstReference:
 class PreferencesSection(_AgainstReference):
     """The loss of preferences (DPO and others), for that kind of data; keys as in TRL."""
 
-    loss_type: LossType = "sigmoid"
+    loss_type: Literal[
+        "sigmoid",
+        "robust",
+        "hinge",
+        "ipo",
+        "sigmoid_norm",
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "apo_zero",
+        "apo_down",
+        "cpo",
+        "simpo",
+        "orpo",
+    ] = "sigmoid"
     """Loss of a pair. sigmoid: DPO; robust, hinge, ipo, sigmoid_norm, nca_pair, bco_pair, sppo_hard, apo_zero and
     apo_down: its variants of these names. cpo, simpo and orpo need no reference."""
 
@@ -87,19 +77,17 @@ class PreferencesSection(_AgainstReference):
     """Whether the reference is left out."""
 
     def __post_init__(self) -> None:
-        for name, _, users in unused_by_loss(self):
-            why = f"loss_type is {self.loss_type}, which does not use it; choose one of {users}"
-            refuse_given(self, (name,), why)
-
-
-KTOType = Literal["kto", "apo_zero_unpaired"]
+        for name, users in _LOSSES_THAT_READ.items():
+            if self.loss_type not in users:
+                why = f"loss_type is {self.loss_type}, which does not use it; choose {' or '.join(users)}"
+                refuse_given(self, (name,), why)
 
 
 @section(kinds=("kto",))
 class KTOSection(_AgainstReference):
     """The loss of answers that are wanted or not (KTO), for that kind of data; keys as in TRL's KTOConfig."""
 
-    loss_type: KTOType = "kto"
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto: beside the mean log-ratio of the mini-batch's prompts with the answers of other prompts, which two more
     forwards give; apo_zero_unpaired: without it."""
 
@@ -121,19 +109,15 @@ class RewardsSection:
     """Whether the model has no dropout in training."""
 
 
-EmbeddingLossType = Literal["multiple_negatives", "triplet", "cosine"]
-Pooling = Literal["mean", "cls", "lasttoken"]
-
-
 @section(kinds=("embeddings",))
 class EmbeddingsSection:
     """The loss of embeddings, for that kind of data; names are those of sentence-transformers."""
 
-    loss_type: EmbeddingLossType = "multiple_negatives"
+    loss_type: Literal["multiple_negatives", "triplet", "cosine"] = "multiple_negatives"
     """multiple_negatives: the anchor's own text among those of all rows of the mini-batch (InfoNCE); triplet: the
     negative is further away than the positive; cosine: the cosine of two texts is their score."""
 
-    pooling: Pooling = "mean"
+    pooling: Literal["mean", "cls", "lasttoken"] = "mean"
     """How hidden states become an embedding: the mean of the tokens; cls: the first one, of encoders alone; lasttoken:
     the last one, for decoder-only models."""
 

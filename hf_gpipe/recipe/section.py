@@ -180,6 +180,12 @@ def refuse_given(of_section: Any, names: Iterable[str], why: str, error: type[Us
             raise error(f"{name} is {show(value)} and {why}, or leave {name} out.")
 
 
+def check_by(cls: type, options: Any) -> None:
+    """Raise UserError where options have the names of keys of a section, and values that it does not allow."""
+    values = {name: getattr(options, name) for name in keys_of(cls) if hasattr(options, name)}
+    cls(**{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()})
+
+
 @functools.cache
 def _schema(cls: type) -> dict[str, Any]:
     return TypeAdapter(cls).json_schema()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_gpipe.errors import UserError, check_choice, check_count, check_number
-from hf_gpipe.losses.grpo import AGGREGATIONS, SCALES, GRPOLoss
+from hf_gpipe.losses.grpo import AGGREGATIONS, GRPOLoss
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe.losses import GRPOSection
 from hf_gpipe.trainers.own_loss import OwnLossArguments
@@ -61,9 +61,8 @@ class PipelineGRPOConfig(OwnLossArguments):
 
     def check(self) -> None:
         super().check()
-        counts = {"num_generations": 2, "num_iterations": 1, "top_k": 0, "rollout_sync_steps": 1}
-        for name, least in counts.items():
-            check_count(name, getattr(self, name), least)
+        check_count("top_k", self.top_k, 0)
+        check_count("rollout_sync_steps", self.rollout_sync_steps, 1)
         if self.num_generations_eval is not None:
             check_count("num_generations_eval", self.num_generations_eval, 1)
         check_number("top_p", self.top_p, most=1, is_above=True)
@@ -74,7 +73,6 @@ class PipelineGRPOConfig(OwnLossArguments):
                 "generation_config: completions are sampled from the distribution that the loss reads; leave it out, "
                 "and set temperature, top_p or top_k"
             )
-        check_choice("scale_rewards", self.scale_rewards, SCALES)
         check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
         if self.loss_type == "bnpo" and self.gradient_accumulation_steps > 1:
             raise UserError(

@@ -29,6 +29,7 @@ from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PreferencesSection
+from hf_gpipe.recipe.section import check_by
 from hf_gpipe.trainers.examples import ExamplesTrainer
 from hf_gpipe.training.arguments import PipelineTrainingArguments, argument, key_of
 from hf_gpipe.training.loader import Collate
@@ -59,6 +60,8 @@ class OwnLossArguments(PipelineTrainingArguments):
                 f"label_smoothing_factor={self.label_smoothing_factor!r} is of the cross-entropy"
                 f"{'; use label_smoothing' if hasattr(self, 'label_smoothing') else ', and the loss is another one'}"
             )
+        assert self._loss.section is not None
+        check_by(self._loss.section, self)
         self.make_loss()
 
     def make_loss(self) -> Any:

@@ -104,9 +104,9 @@ def made_trainer(folder: Path, model: Any, dataset: Any, **values: Any) -> tuple
 
 def test_what_is_refused(tmp_path: Path) -> None:
     for values, message in (
-        ({"beta": 0.0}, "beta=0.0: expected a finite number above 0"),
-        ({"loss_type": "bco"}, "loss_type='bco' is not supported; choose one of kto, apo_zero_unpaired"),
-        ({"desirable_weight": -1.0}, "desirable_weight=-1.0: expected a finite number of at least 0"),
+        ({"beta": 0.0}, "beta: found 0.0 .*expected a number above 0"),
+        ({"loss_type": "bco"}, "loss_type: found 'bco' .*expected 'kto' or 'apo_zero_unpaired'"),
+        ({"desirable_weight": -1.0}, "desirable_weight: found -1.0 .*expected a number of at least 0"),
         ({"per_device_train_batch_size": 1}, "loss_type='kto' reads prompts with the answers of other prompts"),
         ({"train_sampling_strategy": "random"}, "are computed once, for the mini-batches of the rows in their order"),
     ):
