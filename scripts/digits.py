@@ -49,7 +49,7 @@ RUNS = {
     "dropout": Run(2, "marian", {"num_stages": 4, "num_processes": 2, "recompute": "stage"}),
     "zero": Run(4, "marian", {"num_stages": 2, "replicas": 2, "zero": 1, "schedule": "1f1b"}),
     "nf4": Run(1, "llama", {"num_stages": 2, "quantization_config": quantisation("nf4", "float32"), **LORA}),
-    "dpo": Run(2, "llama", {"num_stages": 2, "schedule": "1f1b", "loss": PreferenceLoss(0.5).of_rows, **LORA}),
+    "dpo": Run(2, "llama", {"num_stages": 2, "schedule": "1f1b", "loss": PreferenceLoss(0.5), **LORA}),
     "pipedream": Run(2, "llama", {"num_stages": 2, "schedule": "pipedream"}),
     "zb_h1": Run(2, "llama", {"num_stages": 2, "schedule": "zb_h1"}),
     "packing": Run(1, "marian", {"num_stages": 2, "packing": True, "recompute": [1, "none"]}),

@@ -20,7 +20,8 @@ from hf_gpipe.losses.embedding import EmbeddingLoss
 from hf_gpipe.losses.grpo import GRPOLoss
 from hf_gpipe.losses.kto import KTOLoss
 from hf_gpipe.losses.loss import Loss, TokenLoss
-from hf_gpipe.losses.preference import NotingLoss, PreferenceLoss
+from hf_gpipe.losses.noting import NotingLoss
+from hf_gpipe.losses.preference import PreferenceLoss
 from hf_gpipe.losses.reward import RewardLoss
 from hf_gpipe.model.opening import adapter_of, chain_of, open_chain
 from hf_gpipe.partition import partition as cut

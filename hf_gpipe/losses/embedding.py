@@ -17,7 +17,7 @@ from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.embedders import is_causal
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import LossInputs, Reads
-from hf_gpipe.losses.preference import NotingLoss
+from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.recipe.losses import EmbeddingsSection
 
 _DISTANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -12,7 +12,7 @@ import torch
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError, check_choice, check_number
 from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads, TokenLoss
-from hf_gpipe.losses.preference import NotingLoss
+from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.recipe.losses import GRPOSection
 
 LEVELS = ("token", "sequence")

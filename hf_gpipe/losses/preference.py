@@ -6,17 +6,15 @@ reference, the model before its training. CPO, SimPO and ORPO need none. Names a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional as F
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.losses.loss import Loss, LossInputs, Reads, TokenLoss
+from hf_gpipe.losses.loss import LossInputs, Reads, TokenLoss
+from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.recipe.losses import WITHOUT_REFERENCE, PreferencesSection
-from hf_gpipe.recipe.section import check_by
 
 METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
@@ -26,53 +24,6 @@ METRICS = (
 _SIMPO_GAMMA = 0.5
 #: Those whose log-probabilities are of a token, the mean over the answer.
 _PER_TOKEN = ("ipo", "sigmoid_norm", "simpo", "orpo")
-
-
-@dataclass(frozen=True)
-class NotingLoss(Loss):
-    """A loss that notes metrics, which are means over units or tokens.
-
-    Attributes:
-        metrics: their names, in the order in which they are summed up.
-    """
-
-    metrics: ClassVar[tuple[str, ...]]
-    #: Of a recipe, with keys of the options, whose values it checks; None: a recipe has none.
-    section: ClassVar[type | None] = None
-    #: In training and in evaluation: the sums of the metrics, and the number of values of each.
-    _sums: dict[bool, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.section is not None:
-            check_by(self.section, self)
-
-    @classmethod
-    def of(cls, options: Any) -> Self:
-        """The loss that the arguments of a trainer, or the section of a recipe, ask for by the names of its fields."""
-        names = [own.name for own in fields(cls) if own.init and hasattr(options, own.name)]
-        return cls(**{name: getattr(options, name) for name in names})
-
-    def _note(self, *metrics: torch.Tensor, counts: torch.Tensor | Sequence[torch.Tensor] | None = None) -> None:
-        """Add the metrics of units, (U,) each, to the sums; nothing is read from the device.
-
-        Args:
-            metrics: the values.
-            counts: over how many values they are sums in each unit, (U,), of all metrics or of each; None: one.
-        """
-        values = torch.stack([metric.detach().double() for metric in metrics])
-        over = torch.ones((), device=values.device) if counts is None else counts
-        over = over if isinstance(over, torch.Tensor) else torch.stack(list(over))
-        is_training = torch.is_grad_enabled()
-        sums = torch.stack([values.sum(dim=1), over.double().expand_as(values).sum(dim=1)])
-        self._sums[is_training] = self._sums.get(is_training, 0.0) + sums
-
-    def take(self, *, is_training: bool) -> torch.Tensor:
-        """The sums of the metrics and the numbers of values since the last call, in this process; they begin anew.
-
-        They are those of training or of evaluation, (2, len(metrics)) in float64, on the CPU.
-        """
-        sums = self._sums.pop(is_training, None)
-        return torch.zeros(2, len(self.metrics), dtype=torch.float64) if sums is None else sums.cpu()
 
 
 @dataclass(frozen=True)
@@ -132,11 +83,6 @@ class PreferenceLoss(NotingLoss):
     def row_tokens(self, targets: torch.Tensor) -> torch.Tensor:
         """The answer's tokens in chosen rows, 0 in rejected ones."""
         return TokenLoss.units(targets).sum(dim=1) * self.row_units(targets)
-
-    @property
-    def of_rows(self) -> PreferenceLoss:
-        """Itself: the loss for a `Pipeline`."""
-        return self
 
     def of_units(self, read: LossInputs) -> torch.Tensor:
         """The loss of each pair, (B / 2,); with a reference the inputs have "ref_logps" (B,)."""

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_gpipe.losses.loss import LossInputs, Reads
-from hf_gpipe.losses.preference import NotingLoss
+from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.recipe.losses import RewardsSection
 
 

@@ -24,7 +24,7 @@ from hf_gpipe.data.examples.embeddings import EmbeddingExamples
 from hf_gpipe.data.examples.preferences import PreferenceExamples
 from hf_gpipe.data.examples.prompts import PromptExamples
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.losses.preference import NotingLoss
+from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
