@@ -4,20 +4,14 @@ The words: a *row* is a record of a file or data set; a *pair* is a source and i
 *example* is a pair, a block of text or a conversation, as token ids. The modules, in the order in which data passes
 through them:
 
-    files, formats, hub    which files a path means; rows of files, and of data sets of the Hub
-    sources                parts of a corpus: a language's rows, with a state to resume from
-    fields, reader, pairs  rows to pairs; splits
-    corpus, stream         all pairs at once, memory-mapped; or pairs read while they are trained on
-    cldr/, text            generated pairs; documents
-    chats, chat_labels, chat_examples   conversations; which tokens are learnt; conversations to examples
-    labelled               texts with a class, to examples
-    preferences            a prompt with a chosen and a rejected answer, to examples
-    encoded                what both kinds of examples have in common
-    store                  the cache of prepared data
-    threads                work in threads
-    tokenizer, tokenized   training a tokenizer; pairs to examples
-    sampling, batches      the examples of an epoch, and of each mini-batch
-    collate                examples to tensors
+    files, formats, hub      which files a path means; rows of files, and of data sets of the Hub
+    fields, image_files      the fields of rows, and pairs of them; the images of rows
+    splits                   a corpus: items of any kind in three splits
+    translation/             pairs: all at once, memory-mapped, or as a stream; sampling by language; pairs to examples
+    examples/                the other kinds of data: rows to examples, and collators of what only they have
+    store, threads           the cache of prepared data; work in threads
+    tokenizer                training a tokenizer
+    batches, collate         the examples of each mini-batch; examples to tensors
 """
 
 from hf_gpipe.data.batches import length_bucketed_batches as length_bucketed_batches
