@@ -30,12 +30,8 @@ class ExamplesTrainer(PipelineTrainer, ABC):
         return given.tokenizer if isinstance(given, ProcessorMixin) else given
 
     @abstractmethod
-    def _examples(self, dataset: Any) -> Any:
-        """The examples of a dataset to evaluate on, which may be examples already; None for None."""
-
-    def _training_examples(self, dataset: Any) -> Any:
-        """The examples of the dataset to train on."""
-        return self._examples(dataset)
+    def _examples(self, dataset: Any, *, is_training: bool = False) -> Any:
+        """The examples of a dataset to train or to evaluate on, which may be examples already; None for None."""
 
     @abstractmethod
     def _collator(self) -> Collate:
@@ -51,7 +47,7 @@ class ExamplesTrainer(PipelineTrainer, ABC):
         datasets: dict[str, Any] = {}
 
         def prepare() -> None:
-            datasets["train"] = self._training_examples(self.train_dataset)
+            datasets["train"] = self._examples(self.train_dataset, is_training=True)
             datasets["eval"] = each(self.eval_dataset, self._examples)
             if self.data_collator is None and self._tokenizer is None:
                 raise UserError("processing_class is None; give the tokenizer, whose padding token fills shorter rows")

@@ -142,7 +142,7 @@ class OwnLossTrainer(ExamplesTrainer, ABC):
                     if isinstance(module, nn.Dropout):
                         module.p = 0.0
 
-    def _examples(self, dataset: Any) -> Any:
+    def _examples(self, dataset: Any, *, is_training: bool = False) -> Any:
         if dataset is None:
             return None
         if not has_index(dataset):

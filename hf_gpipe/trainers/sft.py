@@ -136,24 +136,16 @@ class PipelineSFTTrainer(ExamplesTrainer):
             return ImageTextCollator(padding)
         return SFTCollator(padding, self.args.packs_rows)
 
-    def _training_examples(self, dataset: Any) -> Any:
+    def _examples(self, dataset: Any, *, is_training: bool = False) -> Any:
         args = self.args
-        if args.completion_only_loss is None and dataset is not None:
+        packing = args.packing if is_training or args.eval_packing is None else args.eval_packing
+        if is_training and args.completion_only_loss is None and dataset is not None:
             self._is_completion_only = {"prompt", "completion"} <= _first_row(dataset).keys()
         if self._is_completion_only and self._formatting is not None:
             raise UserError(
                 "formatting_func makes texts, which have no completion; set completion_only_loss=False, or leave "
                 "formatting_func out"
             )
-        return self._made(dataset, packing=args.packing)
-
-    def _examples(self, dataset: Any) -> Any:
-        args = self.args
-        return self._made(dataset, packing=args.packing if args.eval_packing is None else args.eval_packing)
-
-    def _made(self, dataset: Any, *, packing: bool) -> Any:
-        """The examples of a dataset; None for None."""
-        args = self.args
         if dataset is None or isinstance(dataset, SFTExamples | ImageTextExamples) or args.skips_preparation:
             return dataset
         if not has_index(dataset):
