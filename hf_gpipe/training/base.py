@@ -24,7 +24,6 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE, options_of_groups, read_state
-from hf_gpipe.data.examples.image_text import ImageTextExamples
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.job.agreement import compare
 from hf_gpipe.job.job import Job
@@ -183,8 +182,8 @@ def _num_micro_batches_before(output_dir: Path) -> int | None:
 
 def example_of(dataset: Any, args: PipelineTrainingArguments) -> Mapping[str, torch.Tensor] | Workload | None:
     """The longest mini-batch to come, or its shape, for the planner."""
-    if isinstance(dataset, ImageTextExamples):
-        return dataset.largest(args.per_device_train_batch_size)
+    if (largest := getattr(dataset, "largest", None)) is not None:  # of rows with images
+        return largest(args.per_device_train_batch_size)
     by_length = args.train_sampling_strategy == "group_by_length"
     return longest_mini_batch(
         dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=args.packs_rows
