@@ -90,9 +90,8 @@ def hub_part(
     return Part(
         name,
         language,
-        opened["train"],
-        opened.get("validation"),
-        opened.get("test"),
+        opened.pop("train"),
+        opened,
         num_rows or None,
         identity=lambda: {split: splits[split]._fingerprint for split in SPLITS if split in splits},
     )

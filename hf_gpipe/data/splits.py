@@ -85,11 +85,9 @@ def read_splits(
 
         part = hub_part(path, data.subset, data.revision)
         rows = part.train()
-        held_out = {"validation": part.validation, "test": part.test}
         own = {
             name: list(progress(of_rows(open_rows()), f"reading {name}", what)) if name in evaluated else []
-            for name, open_rows in held_out.items()
-            if open_rows
+            for name, open_rows in part.held_out.items()
         }
     read = list(progress(of_rows(rows), f"reading {path}", what))
     parts = split_beside(own, read, data, text_of, what) | own

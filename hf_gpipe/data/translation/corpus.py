@@ -130,8 +130,8 @@ def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSe
             fractions = held_out_of(part, data)
             for pair in _shown(part, train.pairs(part, part.train())) if drawn is None else drawn[place]:
                 add(split_of(pair.split_key, *fractions), pair)
-            for split, open_rows in (("validation", part.validation), ("test", part.test)):
-                for pair in _shown(part, held_out.pairs(part, open_rows())) if open_rows else ():
+            for split, open_rows in part.held_out.items():
+                for pair in _shown(part, held_out.pairs(part, open_rows())):
                     add(split, pair)
         for split in SPLITS:
             flush(split)

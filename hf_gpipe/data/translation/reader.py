@@ -59,7 +59,9 @@ def tags_of(parts: Sequence[Part], fields: PairFields, languages: Sequence[str])
 
 def held_out_of(part: Part, data: DataSection) -> tuple[float, float]:
     """The shares of a part's training rows that are held out for validation and test: 0 if it has its own split."""
-    return (0.0 if part.validation else data.validation_fraction, 0.0 if part.test else data.test_fraction)
+    fractions = {"validation": data.validation_fraction, "test": data.test_fraction}
+    validation, test = (0.0 if split in part.held_out else fraction for split, fraction in fractions.items())
+    return validation, test
 
 
 def warn_of_few(counts: Mapping[str, Mapping[str, int]], languages: Sequence[str], totals: Mapping[str, int]) -> None:

@@ -41,8 +41,7 @@ class Part:
         name: its name in messages.
         language: the language of all its rows; None: each row has its own, or the corpus has one unnamed language.
         train: opens the rows to train on; pairs are held out from them if there is no split for that.
-        validation: opens the rows of the data set's own validation split; None: it has none.
-        test: opens the rows of the data set's own test split; None: it has none.
+        held_out: opens the rows of each of the data set's own splits "validation" and "test".
         num_rows: the number of rows of `train`; None: not known before reading.
         identity: JSON values that identify the content without reading all of it, for the key of the cache.
     """
@@ -50,8 +49,7 @@ class Part:
     name: str
     language: str | None
     train: Callable[[], Rows]
-    validation: Callable[[], Rows] | None = None
-    test: Callable[[], Rows] | None = None
+    held_out: Mapping[str, Callable[[], Rows]] = field(default_factory=dict)
     num_rows: int | None = None
     identity: Callable[[], Any] = lambda: None
 

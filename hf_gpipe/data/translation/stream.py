@@ -251,10 +251,9 @@ def _held_out(
     for part in parts:
         reader = PairReader(fields, data.languages, tags)
         of_part = [part.language or ONE_LANGUAGE] if fields.language_field is None else list(languages)
-        for split, open_rows in (("validation", part.validation), ("test", part.test)):
-            if open_rows is not None:
-                pairs = ((split, pair) for pair in reader.pairs(part, open_rows()))
-                splits[split] += _first(pairs, [split], of_part, limit)[split]
+        for split, open_rows in part.held_out.items():
+            pairs = ((split, pair) for pair in reader.pairs(part, open_rows()))
+            splits[split] += _first(pairs, [split], of_part, limit)[split]
         fractions = held_out_of(part, data)
         wanted = [split for split, fraction in zip(("validation", "test"), fractions, strict=True) if fraction > 0]
         if wanted:
