@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, default_data_collator
 from hf_gpipe.data import PairStream, StreamedCorpus, StreamedExamples, TokenizedPairs, build_corpus
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.examples.chat_examples import ChatExamples
-from hf_gpipe.data.examples.chats import Conversation, Read, chat_corpus, preference_of
+from hf_gpipe.data.examples.chats import conversation_of, preference_of
 from hf_gpipe.data.examples.embeddings import EmbeddingExamples, embedded_of
 from hf_gpipe.data.examples.image_text import ImageTextCollator, ImageTextExamples, image_text_corpus
 from hf_gpipe.data.examples.images import ImageExamples, image_corpus
@@ -25,6 +25,7 @@ from hf_gpipe.data.examples.labelled import LabelCollator, LabelledExamples, lab
 from hf_gpipe.data.examples.preferences import PreferenceExamples
 from hf_gpipe.data.examples.prompts import PromptExamples, prompted_of
 from hf_gpipe.data.examples.rewards import RewardExamples, compared_of
+from hf_gpipe.data.examples.rows import Read, ReadRow, corpus_of_rows
 from hf_gpipe.data.examples.steps import StepExamples, stepwise_of
 from hf_gpipe.data.examples.text import TokenBlocks, text_corpus
 from hf_gpipe.data.splits import Corpus
@@ -169,14 +170,14 @@ def _of_answers(measure: Evaluate, examples: Any, read: Read, **of_task: Any) ->
     return _measured(
         measure,
         lambda recipe, split, tokenizer: examples(split, tokenizer, max_length=recipe.data.max_length),
-        read=lambda recipe: _chats(recipe, of_task["items"], read),
+        read=lambda recipe: _rows(recipe, of_task["items"], read),
         collator=None,
         **of_task,
     )
 
 
-def _chats(recipe: Recipe, items: str, read: Read | None = None) -> Corpus[Conversation]:
-    return chat_corpus(recipe.data, read, items, _evaluated(recipe))
+def _rows(recipe: Recipe, items: str, read: Read) -> Corpus[ReadRow]:
+    return corpus_of_rows(recipe.data, read, items, _evaluated(recipe))
 
 
 def _of_length(items: str) -> Callable[[DataSection, Any], str]:
@@ -198,10 +199,10 @@ def _complete(recipe: Recipe, pipe: Pipeline, tokenizer: PreTrainedTokenizerBase
     return evaluate_completions(pipe, held_out, tokenizer, recipe.grpo.reward, recipe.grpo.max_completion_length)
 
 
-def _labelled(recipe: Recipe) -> Corpus[Conversation]:
+def _labelled(recipe: Recipe) -> Corpus[ReadRow]:
     data = recipe.data
     read = partial(labelled_of, labels=data.labels, text_field=data.text_field, label_field=data.label_field)
-    return _chats(recipe, "texts", read)
+    return _rows(recipe, "texts", read)
 
 
 TASKS: dict[str, Task] = {
@@ -238,7 +239,7 @@ TASKS: dict[str, Task] = {
         ),
         evaluating="predicting the targets in conversations",
         items="conversations",
-        read=lambda recipe: _chats(recipe, "conversations"),
+        read=lambda recipe: _rows(recipe, "conversations", conversation_of),
         size=_of_length("conversations"),
     ),
     "preferences": _of_answers(
@@ -270,7 +271,7 @@ TASKS: dict[str, Task] = {
         lambda recipe, split, tokenizer: EmbeddingExamples(split, tokenizer, max_length=recipe.data.max_length),
         evaluating="comparing the texts",
         items="examples",
-        read=lambda recipe: _chats(recipe, "examples", partial(embedded_of, texts=recipe.embeddings.num_texts)),
+        read=lambda recipe: _rows(recipe, "examples", partial(embedded_of, texts=recipe.embeddings.num_texts)),
         size=_of_length("examples of texts"),
         collator=None,
         trainer=PipelineEmbeddingTrainer,
@@ -279,7 +280,7 @@ TASKS: dict[str, Task] = {
     "prompts": Task(
         evaluating="completing the prompts",
         items="prompts",
-        read=lambda recipe: _chats(recipe, "prompts", prompted_of),
+        read=lambda recipe: _rows(recipe, "prompts", prompted_of),
         size=_of_length("prompts"),
         rows=_prompts,
         evaluate=_complete,
@@ -299,7 +300,7 @@ TASKS: dict[str, Task] = {
         ),
         evaluating="judging the steps",
         items="answers",
-        read=lambda recipe: _chats(recipe, "answers", stepwise_of),
+        read=lambda recipe: _rows(recipe, "answers", stepwise_of),
         size=_of_length("answers"),
     ),
     "classification": _measured(

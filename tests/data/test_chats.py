@@ -13,7 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from hf_gpipe.data.examples.chat_examples import ChatExamples
-from hf_gpipe.data.examples.chats import Conversation, chat_corpus, conversation_of
+from hf_gpipe.data.examples.chats import conversation_of
+from hf_gpipe.data.examples.rows import ReadRow, corpus_of_rows
 from hf_gpipe.data.splits import Corpus
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
@@ -200,8 +201,8 @@ def test_sharegpt_and_columns_of_arrow_are_messages() -> None:
     assert conversation_of("x", {"messages": PAIR, "tools": "[1]"}) == {**wanted, "tools": [1]}
 
 
-def of(path: Path | str, **options: Any) -> Corpus[Conversation]:
-    return chat_corpus(DataSection(kind="chat", path=str(path), **options))
+def of(path: Path | str, **options: Any) -> Corpus[ReadRow]:
+    return corpus_of_rows(DataSection(kind="chat", path=str(path), **options), conversation_of, "conversations")
 
 
 def test_the_example_s_conversations_are_read() -> None:
@@ -212,7 +213,7 @@ def test_the_example_s_conversations_are_read() -> None:
 def test_files_directories_and_their_splits(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": str(number)}, PAIR[1]]} for number in range(40)]
     everything: dict[str, Any] = {"validation_fraction": 0.0, "test_fraction": 0.0}
-    texts = [Conversation.of("", row, conversation_of).text for row in rows]
+    texts = [ReadRow.of("", row, conversation_of).text for row in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "b.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hf_gpipe.data import PreferenceCollator, PreferenceExamples
-from hf_gpipe.data.examples.chats import chat_corpus, preference_of
+from hf_gpipe.data.examples.chats import preference_of
+from hf_gpipe.data.examples.rows import corpus_of_rows
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 from tests.data.chat_templates import MARKED, conversations, tokenizer, without_markers
@@ -125,11 +126,11 @@ def test_files_are_read_and_errors_name_file_line_and_column(tmp_path: Path) -> 
     rows = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(30)]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    corpus = chat_corpus(DataSection(kind="preferences", path=str(path)), preference_of)
+    corpus = corpus_of_rows(DataSection(kind="preferences", path=str(path)), preference_of, "preferences")
     assert sorted(one.text for part in (corpus.train, corpus.validation, corpus.test) for one in part) == sorted(
         json.dumps(row) for row in rows
     )
     assert set(corpus.texts()) >= {"yes", "no"}
     path.write_text(json.dumps(rows[0]) + "\n" + json.dumps({"prompt": "a", "chosen": "b"}) + "\n")
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: 'rejected' is not there"):
-        chat_corpus(DataSection(kind="preferences", path=str(path)), preference_of)
+        corpus_of_rows(DataSection(kind="preferences", path=str(path)), preference_of, "preferences")

@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.examples.chat_labels import ChatEncoder
-from hf_gpipe.data.examples.chats import Conversation, Read, conversation_of
-from hf_gpipe.data.examples.encoded import EncodedConversations
+from hf_gpipe.data.examples.chats import conversation_of
+from hf_gpipe.data.examples.encoded import EncodedRows
+from hf_gpipe.data.examples.rows import Read, ReadRow
 
 
-class ChatExamples(EncodedConversations):
+class ChatExamples(EncodedRows):
     """A dataset of {"input_ids": [...], "labels": [...]}, one for each conversation that has a target.
 
     The labels are the ids of what the assistant says, its end of turn included, and -100 elsewhere. They are those of
@@ -41,7 +42,7 @@ class ChatExamples(EncodedConversations):
 
     def __init__(
         self,
-        rows: Iterable[Conversation | Mapping[str, Any]],
+        rows: Iterable[ReadRow | Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int | None = 1024,
@@ -56,9 +57,9 @@ class ChatExamples(EncodedConversations):
         options = (truncation_mode, assistant_only_loss, completion_only_loss)
         super().__init__(rows, tokenizer, max_length=max_length, options=options)
 
-    def _example(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray] | None:
+    def _example(self, read: ReadRow) -> tuple[np.ndarray, np.ndarray] | None:
         """The ids and labels of a conversation; None if no target is left."""
-        ids, labels = self._tokens(conversation.where, conversation.row)
+        ids, labels = self._tokens(read.where, read.row)
         is_cut = self._max_length is not None and len(ids) > self._max_length
         ids, labels = (ids[self._kept], labels[self._kept]) if is_cut else (ids, labels)
         self.num_truncated += is_cut

@@ -1,89 +1,21 @@
-"""Conversations: rows with messages, or with a prompt and its completion, in three splits."""
+"""Conversations and preferences: rows with messages, or with a prompt and its completion or two answers."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hf_gpipe import strict_json
 from hf_gpipe.data.fields import check_characters
-from hf_gpipe.data.formats import Row
-from hf_gpipe.data.splits import Corpus, read_splits
 from hf_gpipe.errors import DataError, listed, nearest
-from hf_gpipe.recipe import DataSection
 from hf_gpipe.recipe.words import shorten
 
 #: What templates know; "ipython" is llama 3's role of a tool's result, "function" an older one.
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 #: ShareGPT's names of roles.
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
-#: Columns with text or messages.
-_TEXTS = ("messages", "prompt", "completion", "chosen", "rejected", "text", "texts", "answer")
 #: What is kept of a row.
 _COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
-
-
-Read = Callable[[str, Mapping[str, Any]], dict[str, Any]]
-"""(a row's name in messages, the row) -> what is kept of it. Raises DataError for a row of an unknown form."""
-
-
-class Conversation(NamedTuple):
-    """A row that was read: its name in messages, and its values as JSON, which take less memory than objects."""
-
-    where: str
-    text: str
-
-    @classmethod
-    def of(cls, where: str, row: Mapping[str, Any], read: Read) -> Conversation:
-        """A row of any form that `read` knows. Raises DataError."""
-        return cls(where, json.dumps(read(where, row), ensure_ascii=False))
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """The result of `read`."""
-        values: dict[str, Any] = json.loads(self.text)
-        return values
-
-
-def chat_corpus(
-    data: DataSection,
-    read: Read | None = None,
-    what: str = "conversations",
-    evaluated: Collection[str] = ("validation", "test"),
-) -> Corpus[Conversation]:
-    """The conversations of local files, or of a data set of the Hub.
-
-    `data.path` is a file, wildcards, or a directory with files whose names end in .jsonl, .json or .parquet, the first
-    two perhaps in .gz; otherwise the Hub id of a data set, or a directory in its form.
-
-    Args:
-        data: the section, of the kind "chat", or another one whose rows have a maximum length.
-        read: of a row what is kept; None: `conversation_of`.
-        what: the rows, in messages.
-        evaluated: the splits to evaluate on. A data set's own others are not read: they may have no labels.
-
-    Raises:
-        DataError: no such files or data set, a row of another form, or none to train on.
-    """
-
-    def of_rows(rows: Iterable[Row]) -> Iterator[Conversation]:
-        return (Conversation.of(where, row, read or conversation_of) for where, row in rows)
-
-    return read_splits(
-        data,
-        of_rows=of_rows,
-        text_of=lambda conversation: conversation.text,
-        texts_of=_texts,
-        what=what,
-        evaluated=evaluated,
-    )
-
-
-def _texts(conversation: Conversation) -> Iterator[str]:
-    row = conversation.row
-    for part in (row[name] for name in _TEXTS if name in row):
-        yield from [part] if isinstance(part, str) else filter(None, map(text_of_message, part))
 
 
 def conversation_of(where: str, row: Mapping[str, Any], *, needs_assistant: bool = True) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.examples.chats import Conversation
-from hf_gpipe.data.examples.encoded import EncodedConversations
+from hf_gpipe.data.examples.encoded import EncodedRows
+from hf_gpipe.data.examples.rows import ReadRow
 from hf_gpipe.data.fields import check_characters
 from hf_gpipe.errors import DataError, listed
 
@@ -53,7 +53,7 @@ def embedded_of(where: str, row: Mapping[str, Any], *, texts: int | None = None)
     return {"texts": [given[name] for name in names], "score": score}
 
 
-class EmbeddingExamples(EncodedConversations):
+class EmbeddingExamples(EncodedRows):
     """A dataset of {"text_ids": [...], "text_lengths": [...], "score": [s]}, kept in the cache of `datasets`.
 
     The ids of all texts of an example stand one after the other. The score is NaN where a row has none.
@@ -74,7 +74,7 @@ class EmbeddingExamples(EncodedConversations):
 
     def __init__(
         self,
-        rows: Iterable[Conversation | Mapping[str, Any]],
+        rows: Iterable[ReadRow | Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int | None = 512,
@@ -83,9 +83,9 @@ class EmbeddingExamples(EncodedConversations):
         self._read = partial(embedded_of, texts=texts)
         super().__init__(rows, tokenizer, max_length=max_length)
 
-    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float], ...]:
-        row = conversation.row
-        texts = self._cut(conversation.where, row["texts"])
+    def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...]:
+        row = read.row
+        texts = self._cut(read.where, row["texts"])
         score = math.nan if row["score"] is None else row["score"]
         return [token for ids in texts for token in ids], [len(ids) for ids in texts], [score]
 

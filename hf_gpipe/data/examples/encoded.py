@@ -1,4 +1,4 @@
-"""Conversations as columns of token ids: a map-style dataset, kept in the cache of `datasets`."""
+"""Rows as columns of token ids: a map-style dataset, kept in the cache of `datasets`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
-from hf_gpipe.data.examples.chats import Conversation, Read
+from hf_gpipe.data.examples.rows import Read, ReadRow
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, in_blocks, read_counts, read_table, write_table
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
@@ -24,17 +24,17 @@ from hf_gpipe.errors import DataError
 logger = logging.getLogger(__name__)
 
 
-class EncodedConversations(ABC):
-    """A dataset of one dict of lists of token ids for each conversation that is kept.
+class EncodedRows(ABC):
+    """A dataset of one dict of lists of token ids for each row that is kept.
 
     Args:
         rows: those of a corpus, or plain ones, which `_read` reads.
         tokenizer: has a chat template, if the rows have messages.
-        max_length: tokens to which a conversation is cut; None: it is not.
+        max_length: tokens to which a row is cut; None: it is not.
         options: JSON values on which the examples depend besides.
 
     Attributes:
-        num_truncated: how many conversations were cut.
+        num_truncated: how many rows were cut.
         num_dropped: how many were left out, because nothing to learn was left of them.
 
     Raises:
@@ -56,7 +56,7 @@ class EncodedConversations(ABC):
 
     def __init__(
         self,
-        rows: Iterable[Conversation | Mapping[str, Any]],
+        rows: Iterable[ReadRow | Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int | None = 1024,
@@ -65,24 +65,24 @@ class EncodedConversations(ABC):
         if self._dropped and max_length is not None and max_length < 2:
             raise DataError(f"max_length is {max_length}; it must be at least 2, for a target and a token before it")
         self._tokenizer, self._max_length = tokenizer, max_length
-        conversations = [
-            row if isinstance(row, Conversation) else Conversation.of(f"row {number}", row, self._read)
+        read = [
+            row if isinstance(row, ReadRow) else ReadRow.of(f"row {number}", row, self._read)
             for number, row in enumerate(rows)
         ]
-        has_messages = any('"role"' in conversation.text for conversation in conversations)
+        has_messages = any('"role"' in row.text for row in read)
         if has_messages and not getattr(tokenizer, "chat_template", None):
             raise DataError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template; give a file with one in "
                 "data.chat_template, or the tokenizer of a chat model in tokenizer.path"
             )
         digest = hashlib.blake2b(digest_size=16)
-        for conversation in conversations:
-            digest.update(f"{conversation.text}\n".encode())
+        for row in read:
+            digest.update(f"{row.text}\n".encode())
         key = fingerprint(self._name, digest.hexdigest(), identity_of_tokenizer(tokenizer), [max_length, *options])
-        folder = cached(self._name, key, lambda folder: self._write(folder, conversations))
+        folder = cached(self._name, key, lambda folder: self._write(folder, read))
         self._table = read_table(folder / "tokens.arrow")
         self.num_truncated, self.num_dropped = read_counts(folder / "counts.json")
-        count, what, why = len(conversations), self._what, self._dropped
+        count, what, why = len(read), self._what, self._dropped
         if self._dropped and not self._table.num_rows:
             raise DataError(
                 f"of {count} {what} none is left in {max_length} tokens: {self.num_dropped} were dropped because "
@@ -93,8 +93,8 @@ class EncodedConversations(ABC):
             logger.warning("of %d %s, %d were cut to %s tokens%s", count, what, self.num_truncated, max_length, dropped)
 
     @abstractmethod
-    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float] | np.ndarray, ...] | None:
-        """The columns of a conversation, which it counts in `num_truncated` or `num_dropped`; None drops it."""
+    def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float] | np.ndarray, ...] | None:
+        """The columns of a row, which it counts in `num_truncated` or `num_dropped`; None drops it."""
 
     def _cut(self, where: str, texts: list[str]) -> list[list[int]]:
         """The ids of the texts of a row, cut by the tokenizer itself, which knows where special tokens stand."""
@@ -107,16 +107,16 @@ class EncodedConversations(ABC):
             raise DataError(f"{where}: the tokenizer leaves no tokens of a text; leave the row out")
         return rows
 
-    def _write(self, folder: Path, conversations: list[Conversation]) -> None:
+    def _write(self, folder: Path, read: list[ReadRow]) -> None:
         self.num_truncated = self.num_dropped = 0
         kinds = [pyarrow.float64() if name in self._numbers else pyarrow.int32() for name in self.columns]
         schema = pyarrow.schema([*zip(self.columns, map(pyarrow.list_, kinds), strict=True)])
-        write_table(folder / "tokens.arrow", schema, self._batches(conversations, schema))
+        write_table(folder / "tokens.arrow", schema, self._batches(read, schema))
         (folder / "counts.json").write_text(json.dumps([self.num_truncated, self.num_dropped]))
 
-    def _batches(self, conversations: list[Conversation], schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
-        with progress(None, "tokenising", self._what, len(conversations)) as shown:
-            for block in in_blocks(conversations, BATCH_ROWS):
+    def _batches(self, read: list[ReadRow], schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
+        with progress(None, "tokenising", self._what, len(read)) as shown:
+            for block in in_blocks(read, BATCH_ROWS):
                 rows = [row for row in map(self._example, block) if row is not None]
                 if rows:
                     columns = [pyarrow.array(*pair) for pair in zip(zip(*rows, strict=True), schema.types, strict=True)]

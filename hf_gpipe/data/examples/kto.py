@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from hf_gpipe.data.examples.chats import Conversation, conversation_of
+from hf_gpipe.data.examples.chats import conversation_of
 from hf_gpipe.data.examples.preferences import PreferenceExamples, answered
+from hf_gpipe.data.examples.rows import ReadRow
 from hf_gpipe.errors import DataError
 
 
@@ -52,9 +53,9 @@ class KTOExamples(PreferenceExamples):
     _read = staticmethod(judged_of)
     _answers, _cuts_answers = ("completion",), False
 
-    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float], ...] | None:
-        ids = super()._example(conversation)
-        return None if ids is None else (*ids, [int(conversation.row["label"])])
+    def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
+        ids = super()._example(read)
+        return None if ids is None else (*ids, [int(read.row["label"])])
 
     @property
     def lengths(self) -> list[int]:

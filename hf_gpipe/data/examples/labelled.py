@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.examples.chats import Conversation
-from hf_gpipe.data.examples.encoded import EncodedConversations
+from hf_gpipe.data.examples.encoded import EncodedRows
+from hf_gpipe.data.examples.rows import ReadRow
 from hf_gpipe.data.fields import text_in, value_in
 from hf_gpipe.errors import DataError, listed, nearest
 
@@ -57,7 +57,7 @@ def class_of(where: str, label: Any, labels: Sequence[str], label_field: str) ->
     return label
 
 
-class LabelledExamples(EncodedConversations):
+class LabelledExamples(EncodedRows):
     """A dataset of {"input_ids": [...], "labels": [class]}, kept in the cache of `datasets`.
 
     Args:
@@ -75,7 +75,7 @@ class LabelledExamples(EncodedConversations):
 
     def __init__(
         self,
-        rows: Iterable[Conversation | Mapping[str, Any]],
+        rows: Iterable[ReadRow | Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
         *,
         labels: Sequence[str],
@@ -84,9 +84,9 @@ class LabelledExamples(EncodedConversations):
         self._read = partial(labelled_of, labels=labels)
         super().__init__(rows, tokenizer, max_length=max_length)
 
-    def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...]:
-        row = conversation.row
-        (ids,) = self._cut(conversation.where, [row["text"]])
+    def _example(self, read: ReadRow) -> tuple[Sequence[int], ...]:
+        row = read.row
+        (ids,) = self._cut(read.where, [row["text"]])
         return ids, [row["label"]]
 
 

@@ -11,12 +11,13 @@ import torch
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.examples.chat_labels import ids_of
-from hf_gpipe.data.examples.chats import Conversation, Read, num_common, preference_of
-from hf_gpipe.data.examples.encoded import EncodedConversations
+from hf_gpipe.data.examples.chats import num_common, preference_of
+from hf_gpipe.data.examples.encoded import EncodedRows
+from hf_gpipe.data.examples.rows import Read, ReadRow
 from hf_gpipe.errors import DataError
 
 
-class PreferenceExamples(EncodedConversations):
+class PreferenceExamples(EncodedRows):
     """A dataset of {"prompt_ids": [...], "chosen_ids": [...], "rejected_ids": [...]}.
 
     The ids are those of TRL's DPOTrainer with the same arguments. The result is kept in the cache of `datasets`.
@@ -42,10 +43,10 @@ class PreferenceExamples(EncodedConversations):
     #: Whether they are cut here; otherwise the collator cuts its rows.
     _cuts_answers = True
 
-    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float], ...] | None:
-        row = conversation.row
-        prompt = ids_of(self._tokenizer, conversation.where, row, row["prompt"], add_generation_prompt=True)
-        wholes = self._answered(conversation.where, row)
+    def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
+        row = read.row
+        prompt = ids_of(self._tokenizer, read.where, row, row["prompt"], add_generation_prompt=True)
+        wholes = self._answered(read.where, row)
         # Tokens may merge across the border, and templates may end the prompt in another way without an answer.
         start = min(num_common(prompt, whole) for whole in wholes)
         most = self._max_length
@@ -57,7 +58,7 @@ class PreferenceExamples(EncodedConversations):
         if not start or not all(answers):
             what = "its prompt" if not start else "an answer"
             raise DataError(
-                f"{conversation.where}: the tokenizer and its template leave no tokens of {what}; leave the row out"
+                f"{read.where}: the tokenizer and its template leave no tokens of {what}; leave the row out"
             )
         return prompt[:start], *answers
 

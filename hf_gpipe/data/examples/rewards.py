@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.examples.chats import Conversation, preference_of
+from hf_gpipe.data.examples.chats import preference_of
 from hf_gpipe.data.examples.preferences import PreferenceExamples
+from hf_gpipe.data.examples.rows import ReadRow
 from hf_gpipe.errors import DataError
 
 
@@ -47,9 +48,9 @@ class RewardExamples(PreferenceExamples):
     _dropped = "they are longer"
     _read = staticmethod(compared_of)
 
-    def _example(self, conversation: Conversation) -> tuple[Sequence[int] | Sequence[float], ...] | None:
-        row = conversation.row
-        wholes = self._answered(conversation.where, row)
+    def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
+        row = read.row
+        wholes = self._answered(read.where, row)
         if self._max_length is not None and max(map(len, wholes)) > self._max_length:
             self.num_dropped += 1
             return None

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.data.examples.chats import Conversation
-from hf_gpipe.data.examples.encoded import EncodedConversations
+from hf_gpipe.data.examples.encoded import EncodedRows
+from hf_gpipe.data.examples.rows import ReadRow
 from hf_gpipe.data.fields import text_in
 from hf_gpipe.errors import DataError
 
@@ -34,7 +34,7 @@ def stepwise_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": text_in(row, "prompt", where), "completions": texts, "labels": [int(label) for label in labels]}
 
 
-class StepExamples(EncodedConversations):
+class StepExamples(EncodedRows):
     """A dataset of {"input_ids": [...], "labels": [...]}: the label of a step is at its last token, -100 elsewhere.
 
     The ids are those of TRL's PRMTrainer with the same arguments. The result is kept in the cache of `datasets`.
@@ -57,7 +57,7 @@ class StepExamples(EncodedConversations):
 
     def __init__(
         self,
-        rows: Iterable[Conversation | Mapping[str, Any]],
+        rows: Iterable[ReadRow | Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
         *,
         step_separator: str = "\n",
@@ -69,8 +69,8 @@ class StepExamples(EncodedConversations):
             raise DataError(f"step_separator {step_separator!r} has no tokens; its last one has the label of a step")
         super().__init__(rows, tokenizer, max_length=max_length, options=(step_separator, last_step_only))
 
-    def _example(self, conversation: Conversation) -> tuple[Sequence[int], ...] | None:
-        row, encode = conversation.row, partial(self._tokenizer.encode, add_special_tokens=False)
+    def _example(self, read: ReadRow) -> tuple[Sequence[int], ...] | None:
+        row, encode = read.row, partial(self._tokenizer.encode, add_special_tokens=False)
         begin = self._tokenizer.bos_token_id
         ids = [*([] if begin is None else [begin]), *encode(row["prompt"])]
         labels = [IGNORED_LABEL] * len(ids)
