@@ -5,7 +5,7 @@ The words: a *row* is a record of a file or data set; a *pair* is a source and i
 through them:
 
     files, formats, hub      which files a path means; rows of files, and of data sets of the Hub
-    fields, image_files      the fields of rows, and pairs of them; the images of rows
+    fields, image_files      the fields of rows; the images of rows
     splits                   a corpus: items of any kind in three splits
     translation/             pairs: all at once, memory-mapped, or as a stream; sampling by language; pairs to examples
     examples/                the other kinds of data: rows to examples, and collators of what only they have

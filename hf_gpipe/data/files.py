@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_gpipe.data.fields import PLACEHOLDER
+from hf_gpipe.data.translation.fields import PLACEHOLDER
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, DataSection
 

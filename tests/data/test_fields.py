@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_gpipe.data.fields import PairFields
+from hf_gpipe.data.translation.fields import PairFields
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 

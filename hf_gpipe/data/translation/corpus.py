@@ -15,11 +15,11 @@ from typing_extensions import TypedDict
 
 from hf_gpipe import strict_json
 from hf_gpipe.data.deterministic import stable_fraction
-from hf_gpipe.data.fields import PairFields
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.splits import Corpus, check_training
 from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, read_table, table_writer
 from hf_gpipe.data.translation.cldr import cldr_corpus
+from hf_gpipe.data.translation.fields import PairFields
 from hf_gpipe.data.translation.pairs import (
     SPLITS,
     Pair,

@@ -6,8 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from hf_gpipe.data.fields import ONE_LANGUAGE, PairFields
 from hf_gpipe.data.formats import Row
+from hf_gpipe.data.translation.fields import ONE_LANGUAGE, PairFields
 from hf_gpipe.data.translation.pairs import Pair
 from hf_gpipe.data.translation.sources import Part
 from hf_gpipe.errors import DataError, listed, nearest

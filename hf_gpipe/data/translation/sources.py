@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hf_gpipe.data.deterministic import stable_random
-from hf_gpipe.data.fields import ONE_LANGUAGE, PLACEHOLDER, UNNAMED, PairFields
 from hf_gpipe.data.files import files_of, paired
 from hf_gpipe.data.formats import Row, count_parquet, read_csv, read_jsonl, read_parallel, read_parquet
 from hf_gpipe.data.store import identity_of
+from hf_gpipe.data.translation.fields import ONE_LANGUAGE, PLACEHOLDER, UNNAMED, PairFields
 from hf_gpipe.errors import CheckpointError, DataError, nearest
 from hf_gpipe.recipe import DataSection
 
