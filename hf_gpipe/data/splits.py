@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
-from hf_gpipe.data.deterministic import stable_random
+from hf_gpipe.data.deterministic import SPLITS, split_of, stable_random
 from hf_gpipe.data.files import SUFFIXES, files_of, is_local
 from hf_gpipe.data.formats import Row, rows_of_file
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.translation.pairs import MAX_TOKENIZER_EXAMPLES, SPLITS, split_of
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 
 Item = TypeVar("Item")
+#: Pairs or documents that a tokenizer is trained on at most, unless told: with more, SentencePiece takes minutes and
+#: gigabytes, and finds nearly the same pieces.
+MAX_TOKENIZER_EXAMPLES = 250_000
 
 
 @dataclass(frozen=True)

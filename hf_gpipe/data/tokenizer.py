@@ -21,9 +21,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from hf_gpipe import strict_json
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.splits import Corpus
+from hf_gpipe.data.splits import MAX_TOKENIZER_EXAMPLES, Corpus
 from hf_gpipe.data.store import cached, fingerprint
-from hf_gpipe.data.translation.pairs import MAX_TOKENIZER_EXAMPLES
 from hf_gpipe.errors import DataError, nearest
 from hf_gpipe.recipe import TokenizerSection
 

@@ -10,9 +10,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from hf_gpipe.data.deterministic import stable_fraction
+from hf_gpipe.data.deterministic import split_of, stable_fraction
 from hf_gpipe.data.formats import read_jsonl
-from hf_gpipe.data.translation.pairs import split_of
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import DataSection
 

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from transformers import AutoProcessor, ProcessorMixin
 
 from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.data.deterministic import SPLITS
 from hf_gpipe.data.hub import without_media
 from hf_gpipe.data.image_files import StoredRows, as_stored, divided, splits_with_images
 from hf_gpipe.data.splits import Corpus
-from hf_gpipe.data.translation.pairs import SPLITS
 from hf_gpipe.errors import DataError, UserError, listed, one_line
 from hf_gpipe.recipe import DataSection
 

@@ -1,23 +1,17 @@
-"""Pairs of a source and a target text, and the split that each is in, without leaks."""
+"""Pairs of a source and a target text."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple, overload
 
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 
-from hf_gpipe.data.deterministic import stable_fraction
 from hf_gpipe.data.store import BATCH_ROWS, in_blocks
 
 ENGLISH = "en"
-#: Pairs or documents that a tokenizer is trained on at most, unless told: with more, SentencePiece takes minutes and
-#: gigabytes, and finds nearly the same pieces.
-MAX_TOKENIZER_EXAMPLES = 250_000
-SPLITS = ("train", "validation", "test")
 
 
 class Pair(NamedTuple):
@@ -115,12 +109,3 @@ def language_tag(language: str) -> str:
 def tagged(source: str, language: str) -> str:
     """`source` with the tag of its target `language`: "<2de> in three days"."""
     return f"{language_tag(language)} {source}"
-
-
-@lru_cache(2**16)  # of a corpus of many languages, English keys recur
-def split_of(key: str, validation_fraction: float, test_fraction: float) -> str:
-    """The split of pairs with this split key: "train", "validation" or "test", by a hash of the key alone."""
-    position = stable_fraction(key)
-    if position < test_fraction:
-        return "test"
-    return "validation" if position < validation_fraction + test_fraction else "train"
