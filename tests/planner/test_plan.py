@@ -219,6 +219,11 @@ def test_blocks_are_recomputed_where_no_whole_graph_fits() -> None:
     within = planner(costs, memory_bytes=250 * MIB)
     assert choose_recompute(within, asked) == ("block", "block")
     assert within.plan(replace(asked, recompute="block")).fits
+    # With a partition by cost it was an error, which advised what the recipe had: recompute=auto.
+    plan = best_plan(within, PipelineConfig(2, 2, "1f1b", "auto", "auto"))
+    assert (plan.fits, plan.settings.recompute) == (True, ("block", "block"))
+    with pytest.raises(PartitionError, match="no split of 8 layers into 2 stages fits"):
+        best_plan(within.within(20 * MIB), PipelineConfig(2, 2, "1f1b", "auto", "auto"))
 
 
 def test_without_a_limit_nothing_is_recomputed() -> None:

@@ -44,8 +44,7 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
     except PartitionError:
         pass
     plans = []
-    settings = replace(settings, recompute="stage")
-    settings = replace(settings, partition=choose_partition(planner, settings, config.partition))
+    settings = _leanest(planner, settings, config.partition)
     for _ in range(2):
         settings = replace(settings, recompute=choose_recompute(planner, settings))
         plans.append(planner.plan(settings))
@@ -56,6 +55,17 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
             except PartitionError:
                 break
     return _better(*plans, *_on_host(planner, settings, config.partition))
+
+
+def _leanest(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> DecidedConfig:
+    """The settings with recomputed stages and a split for them, or with recomputed blocks where no whole graph fits."""
+    errors = []
+    for way in (replace(settings, recompute="stage"), replace(settings, recompute="block")):
+        try:
+            return replace(way, partition=choose_partition(planner, way, strategy))
+        except PartitionError as error:
+            errors.append(error)
+    raise min(errors, key=attrgetter("fullness"))
 
 
 def _on_host(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> Iterator[Plan]:
