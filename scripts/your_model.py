@@ -257,20 +257,21 @@ def _text(cell: dict[str, str]) -> str:
 PAGE_TEXT = """\
 # Your model on your cards
 
-Does a model of your size fit your cards, and how long is a step? Look up your row in these tables, and
-then make the plan of your own model and data with `hf-gpipe plan`. **The tables are predictions; no GPU
-has run them.**
+Does a model of your size fit your cards, and how long is a step? Look up your row in these tables,
+and then make the plan of your own model and data with `hf-gpipe plan`. **The tables are
+predictions; no GPU has run them.**
 
 For example, LoRA on 7 billion parameters and two cards of 24 GB: the [table](#7-billion) says
 `{two_cards}`. The model is cut into 2 stages with 1 replica each, each stage recomputes as much as
-its memory demands, and `s` are the seconds of a step with {batch} rows of 2,048 tokens. This command plans
-your own model on two cards:
+its memory demands, and `s` are the seconds of a step with {batch} rows of 2,048 tokens. This
+command plans your own model on two cards:
 
 ```bash
 hf-gpipe plan recipes/causal/lora.yaml model.path=YOUR/MODEL --devices 2 --device rtx3090
 ```
 
-Sizes: {sizes} parameters. [The longest rows](#the-longest-rows) says how many tokens a row may have.
+Sizes in parameters: {sizes}.
+[The longest rows](#the-longest-rows) says how many tokens a row may have.
 
 ## How to read a cell
 
@@ -284,34 +285,34 @@ Sizes: {sizes} parameters. [The longest rows](#the-longest-rows) says how many t
 | `4.9 s` | seconds of a step |
 | `no` | no plan of those tried fits |
 
-Every step has {batch} rows of 2,048 tokens in {batch} micro-batches, under the schedule `1f1b`. Weights are
-bfloat16 in all three methods:
+Every step has {batch} rows of 2,048 tokens in {batch} micro-batches, under the schedule `1f1b`.
+Weights are bfloat16 in all three methods:
 
 | method | keys |
 |---|---|
 {methods}
 
-Full fine-tuning with float32 master weights takes 20 bytes for each parameter. Without this key it takes
-8, but then AdamW's state is bfloat16 too, which rounds small updates away.
+Full fine-tuning with float32 master weights takes 20 bytes for each parameter. Without this key it
+takes 8, but then AdamW's state is bfloat16 too, which rounds small updates away.
 
 | card | limit of memory | computes and sends like |
 |---|--:|---|
 {memory}
 
-The limit is 98 % of the card's nominal memory, less half a GiB for CUDA and its kernels. Up to 48 GB the
-columns differ only in memory; the 80 GB column is of an A100 with NVLink. With a faster or slower card the
-seconds change, and hardly what fits.
+The limit is 98 % of the card's nominal memory, less half a GiB for CUDA and its kernels. Up to 48
+GB the columns differ only in memory; the 80 GB column is of an A100 with NVLink. With a faster or
+slower card the seconds change, and hardly what fits.
 
 {sections}
 
 ## The longest rows
 
-`4k, 32k` means that rows of 4,096 tokens fit if they are whole, and rows of 32,768 tokens if they are
-cut into chunks of {chunk} tokens ([long rows](long_rows.md)). The script tried the powers of two from 2k
-to 128k tokens, with {long_rows} rows a step and the plans of the tables above. `128k+` fits, and longer rows
-were not tried. `no` means that rows of 2k tokens do not fit. `python scripts/your_model.py --longest` writes
-this table from [longest.csv](your_model/longest.csv); `hf-gpipe plan --longest` finds the longest rows of
-your own model and data.
+`4k, 32k` means that rows of 4,096 tokens fit if they are whole, and rows of 32,768 tokens if they
+are cut into chunks of {chunk} tokens ([long rows](long_rows.md)). The script tried the powers of
+two from 2k to 128k tokens, with {long_rows} rows a step and the plans of the tables above. `128k+`
+fits, and longer rows were not tried. `no` means that rows of 2k tokens do not fit. `python
+scripts/your_model.py --longest` writes this table from [longest.csv](your_model/longest.csv);
+`hf-gpipe plan --longest` finds the longest rows of your own model and data.
 
 {longest}
 
@@ -330,27 +331,28 @@ hf-gpipe plan recipes/causal/chat.yaml model.path=docs/your_model/7b lora.r=16 \
 
 `python scripts/pictures.py plan` draws this picture; `--picture plan.png` draws that of your plan.
 
-* **Weights.** 7.6 billion parameters of 2 bytes are 14.2 GiB, and each of the four stages has 3.5 to 3.7
-  GiB of them.
+* **Weights.** 7.6 billion parameters of 2 bytes are 14.2 GiB, and each of the four stages has 3.5
+  to 3.7 GiB of them.
 * **Trained numbers.** LoRA of rank 16 trains 40 million float32 numbers. With gradients and AdamW's
   state they take 0.15 GiB on a stage.
-* **Stored activations.** Under `1f1b` stage s of K keeps K - s micro-batches: four on the first stage,
-  one on the last. So the planner gives the first stage a layer less. Then process 1 has the highest peak,
-  {peak_gib} of {limit} GiB.
-* **Time.** Each of the 16 micro-batches passes 4 stages, so the bubble is 3 / (16 + 3) = 16 % for equal
-  stages. The planner's stages are not quite equal, and its bubble is 20.5 %: {step_seconds} s in all.
+* **Stored activations.** Under `1f1b` stage s of K keeps K - s micro-batches: four on the first
+  stage, one on the last. So the planner gives the first stage a layer less. Then process 1 has the
+  highest peak, {peak_gib} of {limit} GiB.
+* **Time.** Each of the 16 micro-batches passes 4 stages, so the bubble is 3 / (16 + 3) = 16 % for
+  equal stages. The planner's stages are not quite equal, and its bubble is 20.5 %: {step_seconds} s
+  in all.
 * **Less memory?** With blocks recomputed the same training fits cards of 12 GB.
 
 ## What was left out
 
-* **Other schedules and meshes.** The script tries only `1f1b`, with the same number of replicas for each
-  stage. `--search` also tries other schedules, other numbers of micro-batches and uneven replicas, and is
-  often faster, in particular for few cards.
+* **Other schedules and meshes.** The script tries only `1f1b`, with the same number of replicas for
+  each stage. `--search` also tries other schedules, other numbers of micro-batches and uneven
+  replicas, and is often faster, in particular for few cards.
 * **ZeRO-1 and offloaded optimizer state** would make full fine-tuning fit more cards ([less
   memory](memory.md)).
 * **Weights in CPU memory.** Where a cell says `no`, weights may still [visit the
-  cards](visiting_weights.md). With `--search` the command prints the best plan of each way: weights that
-  stay, weights that visit, LoRA and QLoRA; and for each what limits its step.
+  cards](visiting_weights.md). With `--search` the command prints the best plan of each way: weights
+  that stay, weights that visit, LoRA and QLoRA; and for each what limits its step.
 
 `python scripts/your_model.py` writes this page, from [cells.csv](your_model/cells.csv).
 """
