@@ -164,6 +164,7 @@ def _num_units(batch: Batch, rows_per_unit: int, lengths: Batch) -> int:
     rows = {
         name: len(lengths[name]) if name in lengths else tensor.shape[0] if tensor.dim() else 0
         for name, tensor in batch.items()
+        if name != _NUMBER
     }
     if len(set(rows.values())) != 1 or not all(rows.values()):
         raise DataError(f"a mini-batch needs tensors with the same number of rows, at least one; found {rows}")
