@@ -272,7 +272,10 @@ class _Doubled(torch.nn.Linear):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: setattr(m.config, "rms_norm_eps", 0.1), "variance_epsilon=1e-06 and its configuration makes 0.1"),
+        (
+            lambda m: setattr(m.config, "rms_norm_eps", 0.1),
+            "variance_epsilon=1e-06 and stages made by its configuration have 0.1",
+        ),
         (lambda m: setattr(m.model.layers[0].mlp.down_proj, "__class__", _Doubled), "is a _Doubled"),
         (lambda m: m.model.norm.register_forward_hook(lambda *call: None), "forward hooks"),
         (lambda m: setattr(m.model.layers[0].mlp, "extra", torch.nn.Linear(2, 2)), "mlp.extra"),

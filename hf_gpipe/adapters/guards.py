@@ -141,8 +141,8 @@ def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> No
             is_state = isinstance(own, torch.Tensor) or type(own).__module__.startswith("bitsandbytes.")
             if name and own != value and not is_state:
                 raise UserError(
-                    f"{what} has {attribute}={own!r} and its configuration makes {value!r}; change the configuration, "
-                    "and make the model from it"
+                    f"{what} has {attribute}={own!r} and stages made by its configuration have {value!r}; set it to "
+                    "that, or change the configuration and make the model from it"
                 )
     names = {n for n, _ in expected.named_parameters(remove_duplicate=False)}
     if extra := {n for n, _ in model.named_parameters(remove_duplicate=False)} ^ names:
