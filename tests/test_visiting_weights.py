@@ -164,7 +164,7 @@ def test_a_frozen_part_visits_and_the_rest_is_trained() -> None:
     assert_same(run_pipeline(pipe, batch), expected)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_any_run(data: st.DataObject) -> None:
     family = data.draw(st.sampled_from(["llama", "marian", "m2m_100", "bart"]))

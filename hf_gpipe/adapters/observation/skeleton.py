@@ -117,15 +117,37 @@ def copy_with_stubs(model: Any, stubs: Mapping[str, nn.Module]) -> Any:
     modules = {name: model.get_submodule(name) for name in stubs}
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     is_alone = {name: places[id(module)] == 1 for name, module in modules.items()}
-    # A copy does not go into what is there already. Most of a module are dictionaries for hooks, without any.
-    there: dict[int, Any] = {id(modules[name]): stub for name, stub in stubs.items() if is_alone[name]}
-    kept = (value for module in model.modules() for value in vars(module).values())
-    there |= {id(value): OrderedDict() for value in kept if type(value) is OrderedDict and not value}
-    copied = copy.deepcopy(model, there)
+    # A copy does not go into what is there already.
+    copied = _copied(model, {id(modules[name]): stub for name, stub in stubs.items() if is_alone[name]})
     for name, stub in stubs.items():
         if not is_alone[name]:  # in its other places the module stays
             copied.set_submodule(name, stub)
     return copied
+
+
+def _copied(module: nn.Module, there: dict[int, Any]) -> Any:
+    """`copy.deepcopy` with the memo `there`, in half of the time, of modules that it would copy by their attributes."""
+    cls = type(module)
+    by_attributes = (cls.__reduce_ex__, cls.__reduce__, cls.__getstate__, cls.__setstate__) == _BY_ATTRIBUTES
+    if id(module) in there or hasattr(cls, "__deepcopy__") or not by_attributes:
+        return copy.deepcopy(module, there)
+    copied = there[id(module)] = cls.__new__(cls)
+    for child in module.children():
+        _copied(child, there)
+    copied.__setstate__({name: _copied_value(value, there) for name, value in vars(module).items()})
+    return copied
+
+
+def _copied_value(value: Any, there: dict[int, Any]) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is OrderedDict and not value:  # most of a module are such dictionaries, for hooks
+        return there.setdefault(id(value), OrderedDict())
+    return copy.deepcopy(value, there)
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_BY_ATTRIBUTES = nn.Module.__reduce_ex__, nn.Module.__reduce__, nn.Module.__getstate__, nn.Module.__setstate__
 
 
 def has_closures(model: nn.Module) -> bool:
