@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests import fork_server
+from tests.emulated_cuda.__main__ import environment as with_devices
 
 #: Of all files those whose tests take longest. They run first, so that none of them is left at the end for one process.
 LONGEST = (
@@ -45,9 +46,10 @@ atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Not where a process must prove to its fork server that it has started it.
-    if getattr(config.option, "numprocesses", None) and sys.version_info < (3, 14):
-        config.add_cleanup(fork_server.offer())
+    if getattr(config.option, "numprocesses", None):
+        config.add_cleanup(fork_server.offer(fork_server.EMULATED, with_devices(os.environ)))
+        if sys.version_info < (3, 14):  # from then on a process must prove to a fork server that it has started it
+            config.add_cleanup(fork_server.offer(fork_server.PLAIN, os.environ))
 
 
 def pytest_collection() -> None:

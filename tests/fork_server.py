@@ -1,6 +1,6 @@
-"""With `pytest -n`, one process from which the tests of all workers fork theirs (tests/gloo.py).
+"""With `pytest -n`, two processes from which the tests of all workers fork theirs: tests/gloo.py, tests/emulated_cuda.
 
-Else each worker has one of its own, and each of those takes 6 CPU seconds to import what is in tests/preloaded.py.
+Else each worker has its own, and each of those takes 6 CPU seconds for its imports.
 """
 
 from __future__ import annotations
@@ -10,24 +10,28 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-#: Names the socket of that process, in the environment of the workers.
-ADDRESS = "PYTEST_FORK_SERVER"
-#: What multiprocessing.forkserver does, but it imports nothing before the first test asks for a process.
-SERVE = """
-import select, sys
-from multiprocessing.forkserver import main
-listener, alive = map(int, sys.argv[1:])
-select.select([listener, alive], [], [])
-main(listener, alive, ["tests.preloaded"])
-"""
+#: They name the sockets of these processes, in the environment of the workers.
+PLAIN, EMULATED = "PYTEST_FORK_SERVER", "PYTEST_EMULATED_FORK_SERVER"
+#: The first does what multiprocessing.forkserver does.
+SERVE = {
+    PLAIN: "from multiprocessing.forkserver import main; main(listener, alive, ['tests.preloaded'])",
+    EMULATED: "from tests.emulated_cuda.processes import serve_all; serve_all(listener, alive)",
+}
+#: Nothing is imported before the first test asks for a process.
+WAIT = "import select, sys; listener, alive = map(int, sys.argv[1:]); select.select([listener, alive], [], [])"
 
 
-def offer() -> Callable[[], None]:
-    """Start it for the processes that this one starts; the function that ends it. It ends with this process too."""
+def offer(name: str, environment: Mapping[str, str]) -> Callable[[], None]:
+    """Start one of them for the processes that this one starts; the function that ends it. It ends with this one too.
+
+    Args:
+        name: of `SERVE`.
+        environment: of the process.
+    """
     folder = tempfile.TemporaryDirectory(prefix="hf_gpipe-fork-")
     alive, own_end = os.pipe()  # where no process has the other end any more, the server ends
     with socket.socket(socket.AF_UNIX) as listener:
@@ -35,7 +39,8 @@ def offer() -> Callable[[], None]:
         listener.listen()
         descriptors = (listener.fileno(), alive)
         server = subprocess.Popen(
-            [sys.executable, "-c", SERVE, *map(str, descriptors)],
+            [sys.executable, "-c", f"{WAIT}\n{SERVE[name]}", *map(str, descriptors)],
+            env=environment,
             pass_fds=descriptors,
             cwd=Path(__file__).parents[1],
             stdin=subprocess.DEVNULL,
@@ -43,7 +48,7 @@ def offer() -> Callable[[], None]:
             stderr=subprocess.DEVNULL,
         )
     os.close(alive)
-    os.environ[ADDRESS] = address
+    os.environ[name] = address
 
     def end() -> None:
         os.close(own_end)
@@ -54,8 +59,8 @@ def offer() -> Callable[[], None]:
 
 
 def join() -> None:
-    """Let multiprocessing fork from that process, where there is one."""
-    if (address := os.environ.get(ADDRESS)) is None:
+    """Let multiprocessing fork from the first of them, where it is offered."""
+    if (address := os.environ.get(PLAIN)) is None:
         return
     server = forkserver._forkserver  # type: ignore[attr-defined]
     server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)

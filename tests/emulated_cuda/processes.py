@@ -12,7 +12,9 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests import fork_server
 from tests.emulated_cuda.__main__ import ROOT, environment
 from tests.emulated_cuda.build import NoCompilerError, library
 
@@ -144,8 +147,12 @@ def check_available() -> None:
 
 @cache
 def _server() -> Connection:
-    """The server of this process, started the first time."""
+    """The server of this process, started the first time, or that of all workers of `pytest -n`."""
     library("device")
+    if (address := os.environ.get(fork_server.EMULATED)) is not None:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(address)
+            return Connection(client.detach())
     here, there = multiprocessing.Pipe()
     command = [sys.executable, "-m", "tests.emulated_cuda.processes", str(there.fileno())]
     variables = environment(os.environ)
@@ -182,9 +189,21 @@ def _observe() -> None:
         adapter_for(config_of(family, dropout=dropout), torch.float64)
 
 
+def serve_all(listener: int, alive: int) -> None:
+    """Serve each process of pytest that connects to a socket in a fork of this process, until nobody has `alive`."""
+    preload()
+    with socket.socket(fileno=listener) as waiting:
+        while alive not in select.select([waiting, alive], [], [])[0]:
+            connection = Connection(waiting.accept()[0].detach())
+            if os.fork() == 0:
+                waiting.close()
+                _serve(connection)
+                os._exit(0)
+            connection.close()
+
+
 def _serve(connection: Connection) -> None:
     """Run tests until the process of pytest has ended."""
-    preload()
     while True:
         try:
             request: Request = pickle.loads(connection.recv_bytes())
@@ -297,4 +316,5 @@ def _call(request: Request, rank: int, folder: str) -> Any:
 if __name__ == "__main__":
     # Pickles name this module, not __main__.
     processes = importlib.import_module("tests.emulated_cuda.processes")
+    processes.preload()
     processes._serve(Connection(int(sys.argv[1])))
