@@ -155,8 +155,6 @@ class VisitingWeights:
                 must be there.
         """
         loaded = self._there[stage]
-        if adds_gradients:
-            self._let_go(self._devices[stage])
         if adds_gradients and not loaded.adds_gradients and self._homes is not None:
             loaded.adds_gradients = True
             self._fetch_gradients(stage)

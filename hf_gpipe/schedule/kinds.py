@@ -85,7 +85,7 @@ class Held(StrEnum):
     WEIGHT_GRADIENTS = "gradients of weights"
     """From the end of the first B or W on."""
     VISITING_GRADIENTS = "gradients of visiting weights"
-    """The same of weights that visit: to the end of D."""
+    """The same of weights that visit: until D of the next gradients on the device begins."""
 
     ROW = "row"
     """The keys and values of a row that is cut into chunks: from its first F to the end of its last B or I."""
@@ -137,6 +137,9 @@ class ActionKind(str):
     """Whether it concerns a whole step, and so has no micro-batch."""
     is_of_visit: bool = False
     """Whether it begins or ends a visit of the stage's weights. The number in its text counts the visits."""
+    carries_gradients: bool = False
+    """Whether it copies the gradients of its visit to the host. It does nothing where the visit has made none, and the
+    room of the weights is free as soon as the device has come to it."""
     is_paced: bool = False
     """Whether the device goes on after it only once the one before it there has ended, so that one is under way."""
     is_collective: bool = False
@@ -259,7 +262,7 @@ HOST_UPDATE = add_kind(ActionKind(
 DROP = add_kind(ActionKind(
     "D", "drop", colour="#b0a48f", resource=Resource.COPY_OUT,
     needs=(FORWARD, RECOMPUTE, BACKWARD, INPUT, WEIGHT), way=0, is_of_mini_batch=True, is_of_visit=True,
-    in_training_only=False, reads_weights=False))
+    carries_gradients=True, is_paced=True, in_training_only=False, reads_weights=False))
 LOAD = add_kind(ActionKind(
     "L", "load", colour="#d9cbb2", resource=Resource.COPY_IN,
     needs=(DROP,), needed_by=(FORWARD, RECOMPUTE, BACKWARD, INPUT, WEIGHT), way=0, is_of_mini_batch=True,

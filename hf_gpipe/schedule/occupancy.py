@@ -34,7 +34,7 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
         for drop in schedule.concerned(process, span.action, [DROP]):
             drops.setdefault(drop, span)
     for drop, span in drops.items():
-        yield Held.VISITING_GRADIENTS, span.end, timeline.ends[process, drop]
+        yield Held.VISITING_GRADIENTS, span.end, timeline.left_at[process, drop]
     for micro_batch in own:
         spans = spans_of[micro_batch]
         yield Held.MICRO_BATCH, spans[0].computes, spans[-1].end

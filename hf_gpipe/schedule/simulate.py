@@ -7,7 +7,8 @@ stages and two of their workers. Between two stages of one process on one device
 
 The kind of an action says what the action occupies: the device, or a resource beside the device, which takes no time of
 the worker. A copy begins when its engine is free. If its kind needs actions on the device, it also begins after the
-actions that stand before it on the device. A reduction (G) begins when all replicas of its stage have reached their G
+actions that stand before it on the device. An L takes the room of weights from the moment when the device has come to
+their D, whose copy is of gradients alone. A reduction (G) begins when all replicas of its stage have reached their G
 and none of them is in another reduction, and takes `reduce_seconds`. Both go on beside the workers' next actions, until
 an action that needs them waits for them: U for G. The clock does not model that messages and reductions share a link,
 nor that reductions begin inside the last B.
@@ -168,6 +169,21 @@ class Timeline:
         return {(span.process, span.action): span.end for span in self.spans}
 
     @cached_property
+    def left_at(self) -> Mapping[tuple[int, Action], Seconds]:
+        """The time at which gradients that an action copies leave their device, by process: when the next ones begin
+        to leave, or at the end of the copy where there are no next ones."""
+        left: dict[tuple[int, Action], Seconds] = {}
+        before: dict[tuple[int, str | None], Action] = {}
+        for process, action, start, end, *_ in self.spans:
+            visit = self.schedule.visit_of(process, action) if action.kind.carries_gradients else None
+            if visit is not None and visit.makes_gradients:
+                place = self.schedule.placement.place_of(process, action.stage)
+                if place in before:
+                    left[process, before[place]] = start
+                left[process, action], before[place] = end, action
+        return left
+
+    @cached_property
     def spans_of(self) -> tuple[Mapping[int, list[Span]], ...]:
         """For each stage, by micro-batch, the spans of its actions in order, all of which run on one replica."""
         stages: tuple[defaultdict[int, list[Span]], ...]
@@ -246,7 +262,7 @@ class _Clock:
         spans: list[Span] = []
         arrives_at: dict[tuple[Action, Action], Seconds] = {}
         reached_at: defaultdict[Action, list[Seconds]] = defaultdict(list)
-        #: By process, when what goes on beside its actions ends.
+        #: By process, when actions that wait for what goes on beside others may begin: mostly at its end.
         ends_at: dict[tuple[int, Action], Seconds] = {}
         #: Of a table whose stages are dealt, when everything but the updates ends.
         all_end: Seconds = 0
@@ -272,6 +288,9 @@ class _Clock:
         for process, action in order:
             kind, lane = action.kind, _lane_of(placement, process, action)
             start = started[process]
+            if _is_update_of_all(kind):
+                # Gradients of visits are on their way to the host.
+                start = max(start, free_at.get((*placement.place_of(process, action.stage), Resource.COPY_OUT), 0))
             if _is_update_of_all(kind) and placement.is_dealt:
                 # Other workers have added to the gradients of its stage.
                 all_end = all_end or max(span.end for span in spans)
@@ -283,6 +302,7 @@ class _Clock:
             if kind.is_collective:
                 reached_at[action].append(start)
                 continue
+            visit, reached = schedule.visit_of(process, action), start
             arrivals = (arrives_at[source, action] for source in schedule.sources(action))
             start = max(start, free_at.get(lane, 0), *arrivals)
             if awaited := schedule.awaited_by(kind):
@@ -291,15 +311,18 @@ class _Clock:
                     start = max(start, ends_at.get((process, other), 0))
             of_chunks = seconds[kind][action.stage]
             end = start + of_chunks[(action.micro_batch or 0) % len(of_chunks)]
+            if kind.carries_gradients and visit is not None and not visit.makes_gradients:
+                start = end = reached
+            else:
+                if kind.is_paced:
+                    computing = (*placement.place_of(process, action.stage), Resource.COMPUTE)
+                    free_at[computing] = max(free_at.get(computing, 0), free_at.get(lane, 0))
+                free_at[lane] = end
             spans.append(Span(process, action, start, end))
-            if kind.is_paced:
-                computing = (*placement.place_of(process, action.stage), Resource.COMPUTE)
-                free_at[computing] = max(free_at.get(computing, 0), free_at.get(lane, 0))
-            free_at[lane] = end
             if kind.resource is Resource.COMPUTE:
                 started[process] = start
             else:
-                ends_at[process, action] = end
+                ends_at[process, action] = reached if kind.carries_gradients else end
             for consumer in schedule.consumers(action):
                 arrives_at[action, consumer] = end
                 target = schedule.worker_of(consumer)

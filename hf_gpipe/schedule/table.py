@@ -228,7 +228,7 @@ class Schedule:
     def _of_visit(self, process: int, action: Action, kind: ActionKind) -> Iterator[Action]:
         """Yield the actions of a kind that concern an action of the same visit; of an L the D that makes room for it.
         One of the two kinds is L or D."""
-        visit = self._visit_of[process].get(action)
+        visit = self.visit_of(process, action)
         if visit is None:
             return
         if action.kind == LOAD:
@@ -240,6 +240,10 @@ class Schedule:
             yield visit.drop
         else:
             yield from (candidate for candidate in visit.actions if candidate.kind == kind)
+
+    def visit_of(self, process: int, action: Action) -> Visit | None:
+        """The visit that an action of a worker is in, or that it begins or ends."""
+        return self._visit_of[process].get(action)
 
     def visits(self, process: int) -> tuple[Visit, ...]:
         """The visits of weights in the row of a worker."""

@@ -26,6 +26,11 @@ class Visit:
     actions: tuple[Action, ...]
     after: Action | None
 
+    @property
+    def makes_gradients(self) -> bool:
+        """Whether gradients of the weights are made in it."""
+        return any(action.kind.completes_micro_batch for action in self.actions)
+
 
 def visits_of(row: Sequence[Action], placement: Placement, worker: int) -> list[Visit]:
     """The visits in the row of a worker, in the order of their L.

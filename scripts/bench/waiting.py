@@ -109,8 +109,8 @@ class WaitingStage:
 
 
 class WaitingVisits:
-    """The same of `VisitingWeights`: copies that go on beside the stages, one after another in each direction. A copy
-    in waits for a buffer, which a copy out leaves when it ends.
+    """The same of `VisitingWeights`: copies that go on beside the stages, one after another in each direction. One copy
+    of gradients is under way at a time.
 
     Args:
         setting: has the seconds of the copies.
@@ -123,6 +123,8 @@ class WaitingVisits:
         #: When each buffer is free, in order.
         self._buffers = [0.0] * num_buffers
         self._there: dict[int, float] = {}
+        #: The stages that have made gradients in their visit.
+        self._adding: set[int] = set()
 
     def load(self, stage: int) -> None:
         self._in_free = max(self._in_free, self._buffers.pop(0), time.perf_counter()) + self._in_seconds
@@ -130,10 +132,15 @@ class WaitingVisits:
 
     def enter(self, stage: int, *, adds_gradients: bool) -> None:
         wait_until(self._there[stage])
+        if adds_gradients:
+            self._adding.add(stage)
 
     def drop(self, stage: int) -> None:
-        self._out_free = max(self._out_free, time.perf_counter()) + self._out_seconds
-        self._buffers.append(self._out_free)
+        self._buffers.append(time.perf_counter())
+        if stage in self._adding:
+            wait_until(self._out_free)
+            self._out_free = time.perf_counter() + self._out_seconds
+            self._adding.remove(stage)
         del self._there[stage]
 
     def way_home(self) -> Callable[[], None]:
@@ -145,6 +152,7 @@ class WaitingVisits:
     def reset(self) -> None:
         self._buffers += [0.0] * len(self._there)
         self._there.clear()
+        self._adding.clear()
 
 
 class WaitingHead:

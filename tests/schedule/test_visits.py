@@ -13,7 +13,8 @@ from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Costs, Placement, Schedule, build, check_table, draw_text, simulate
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.builders import placement_for
-from hf_gpipe.schedule.kinds import DROP, LOAD
+from hf_gpipe.schedule.kinds import DROP, LOAD, Held
+from hf_gpipe.schedule.occupancy import most_held
 from hf_gpipe.schedule.visits import check_visits, most_loaded, with_visits
 from tests.schedule.cases import OWN, VOCABULARY, Recompute, schedules
 
@@ -125,6 +126,24 @@ def test_copies_run_beside_the_actions_and_wait_for_room() -> None:
     assert spans["2F0"] == (9, 11)
     text = draw_text(simulate(table, Costs(2, 4, others={LOAD: 2})))
     assert text.splitlines()[0].startswith("stage 0  L")
+
+
+def test_gradients_leave_one_visit_after_another() -> None:
+    """Weights leave room when the device is done with them; their gradients take longer, and leave one by one."""
+    timeline = simulate(with_visits(breadth_first(4, 1)), Costs(2, 4, others={LOAD: 3, DROP: 9}))
+    spans = {f"{span.action}": (span.start, span.end) for span in timeline.spans}
+    assert [spans[drop] for drop in ("0D", "1D", "2D")] == [(5, 5), (8, 8), (11, 11)], "forwards make no gradients"
+    assert spans["3B0"] == (14, 18)
+    assert [spans[drop] for drop in ("3D", "2D1", "1D1", "0D1")] == [(18, 27), (27, 36), (36, 45), (45, 54)]
+    assert spans["1L1"] == (18, 21)
+    assert spans["2R0"] == (18, 20)
+    assert spans["2B0"] == (20, 24), "beside the copy of the gradients of stage 3"
+    assert spans["1R0"] == (27, 29), "once these have left"
+    assert spans["0U"] == (54, 54)
+    left = {f"{action}": end for (_, action), end in timeline.left_at.items()}
+    assert left == {"3D": 27, "2D1": 36, "1D1": 45, "0D1": 54}
+    held = most_held(timeline, 2)
+    assert held[Held.VISITING_GRADIENTS] == 1
 
 
 def test_placements_with_replicas_and_devices() -> None:
