@@ -333,8 +333,9 @@ class PlanInputs:
         """The shape of `example`, for the model of this adapter. Raises UserError where there is none."""
         if self.example is None:
             raise UserError(
-                "the planner needs the shape of a mini-batch to choose auto values or to cut the model by cost: give "
-                "example=, a mini-batch as long as the longest to come"
+                "the planner needs the shape of a mini-batch to choose auto values, to cut rows by tokens, or to cut "
+                "the model by cost: give values in their place, or a Pipeline made with example=, a mini-batch as long "
+                "as the longest to come (a stream does not tell how long its rows are)"
             )
         if isinstance(self.example, Workload):
             return self.example
