@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from transformers import GPT2Config, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, T5Config
 
 from hf_gpipe import Pipeline
+from hf_gpipe.adapters import adapter_for
+from hf_gpipe.adapters.observation.skeleton import copy_with_stubs
 from hf_gpipe.errors import UserError
 from tests.gloo import run_gloo
 from tests.oracle import (
@@ -210,3 +212,16 @@ def test_what_transformers_itself_leaves_on_a_model() -> None:
     model.enable_input_require_grads()
     model.train()
     assert_same(run_pipeline(Pipeline(model, 2, 2), batch), expected)
+
+
+def test_a_stage_s_copy_shares_nothing_that_changes() -> None:
+    """A hook or a child that a stage gets is not the whole model's."""
+    whole = adapter_for(tiny_config("llama")).reference
+    copied = copy_with_stubs(whole, {})
+    assert copied.state_dict().keys() == whole.state_dict().keys()
+    mine, others = (
+        {id(value) for module in model.modules() for value in vars(module).values() if isinstance(value, dict | set)}
+        for model in (copied, whole)
+    )
+    assert len(mine) > 100
+    assert not mine & others

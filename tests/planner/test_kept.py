@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
@@ -24,6 +25,7 @@ from hf_gpipe.planner.costs import kept
 from hf_gpipe.planner.costs.kept import identity_of
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.tracing import StageTracer
+from hf_gpipe.planner.costs.tracker import Tracker
 from hf_gpipe.planner.workload import Workload
 from tests.image_families import EXACT, classifier
 from tests.oracle import tiny_config
@@ -142,6 +144,19 @@ def test_known_operations_are_those_that_run(family: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(fake_operations, "run", run)
         found.append([LayerTracer(adapter, as_on_gpu=as_on_gpu).costs(workload) for as_on_gpu in (False, True)])
     assert found[0] == found[1]
+
+
+def test_a_tensor_that_is_read_twice_is_moved_once() -> None:
+    """Also where the same operation on two tensors of this form is known."""
+    moved = []
+    with FakeTensorMode():
+        one, other = torch.empty(2, 8), torch.empty(2, 8)
+        with Tracker() as tracker:
+            for second in (other, one, other):
+                with tracker.phase() as phase:
+                    one * second
+                moved.append(phase.moved)
+    assert moved == [3 * one.nbytes, 2 * one.nbytes, 3 * one.nbytes]
 
 
 def test_the_least_recently_planned_models_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
