@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import mul
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -61,8 +62,7 @@ class MemoryEstimate:
         return self.total - self.reserve - self.libraries
 
 
-@dataclass(frozen=True)
-class StageLayers:
+class StageLayers(NamedTuple):
     """A stage of a plan: the run of layers `start` to `stop` (exclusive)."""
 
     start: int
@@ -277,10 +277,7 @@ class MemoryBound:
         self._ids = table.num_micro_batches * sums.costs.micro_batch_bytes
         self._stashes = [num_stashes(table, stage) for stage in range(table.num_stages)]
         self._is_asynchronous = table.is_asynchronous
-        counted = (Held.DEFERRED, Held.INPUT, Held.GRADIENT, Held.HEAD_INPUT, Held.LOGITS)
-        self._counts = [
-            (most[Held.ROW] + most[Held.ROW_GRADIENTS], *(most[held] for held in counted)) for most in self.most
-        ]
+        self._counts = [[most[held] for held in _KEPT] for most in self.most]
 
     def stage_bytes(self, number: int, stage: StageLayers) -> float:
         """The most that stage `number` needs as the only stage of its process."""
@@ -288,72 +285,59 @@ class MemoryBound:
 
     def parts(self, number: int, stage: StageLayers, live_graphs: int) -> tuple[float, float]:
         """The most that stage `number` keeps with so many stored graphs, and its working memory beside that."""
-        sums, beside = self._sums, stage.beside
-        rows, deferred, inputs, gradients, head_inputs, logits = self._counts[number]
-        key, device = (stage.start, stage.stop, stage.inner), sums.device
-        run = self._known.get(key) or self._known.setdefault(key, _bytes_of(sums, *key))
-        always = run.held + run.buffers + self._ids + beside.held_bytes + self._libraries[number]
-        always += self._stashes[number] * run.trained
-        always += (1 + device.reserved_working_share) * run.trained + self._state_shares[number] * run.owned
-        always += 0 if self._is_asynchronous else run.converted
-        coming = live_graphs * (run.graph + (run.converted if self._is_asynchronous else 0))
-        coming += deferred * run.deferred + rows * run.row + gradients * run.gradient
-        coming += inputs * (run.received + beside.kept_bytes)
-        if (part := sums.part) is not None:
-            coming += head_inputs * part.hidden_bytes + logits * (part.logits_bytes + part.hidden_bytes)
-        working = max(
-            0 if part is None else part.working_bytes,
-            beside.forward_peak(run.forward) - run.graph,
-            run.backward - run.graph,
-            beside.forward_peak(run.forward_only),
-        )
-        return always + (1 + device.reserved_share) * coming, (1 + device.reserved_working_share) * working
+        key = stage, not self._is_asynchronous
+        own = self._known.get(key) or self._known.setdefault(key, _bytes_of(self._sums, *key))
+        device = self._sums.device
+        always = own.always + self._ids + self._libraries[number] + self._stashes[number] * own.trained
+        always += (1 + device.reserved_working_share) * own.trained + self._state_shares[number] * own.owned
+        coming = live_graphs * own.graph + sum(map(mul, self._counts[number], own.kept))
+        return always + (1 + device.reserved_share) * coming, (1 + device.reserved_working_share) * own.working
 
 
-class _RunBytes(NamedTuple):
-    """The bytes that a run of layers has, keeps and needs, whatever the table and the stage.
+#: What waits between actions, beside graphs.
+_KEPT = (
+    *(Held.INPUT, Held.GRADIENT, Held.DEFERRED, Held.ROW, Held.ROW_GRADIENTS),
+    *(Held.HEAD_INPUT, Held.LOGITS),
+)
+
+
+class _StageBytes(NamedTuple):
+    """The bytes that a stage has, keeps and needs, whatever the table.
 
     Attributes:
-        held, trained, owned: of its weights, of those that are trained, and of those that it owns.
-        buffers, converted, graph, deferred, row: as of `LayerSums` and `GraphSums`.
-        received, gradient: that cross the boundary before it, and come back across the one after it.
-        forward, backward, forward_only: at the peaks.
+        always: weights, what autocast makes of them once for a step, and buffers.
+        trained, owned: of its trained weights, and of those that it owns.
+        graph: of a stored graph.
+        kept: of each of `_KEPT`.
+        working: the most beside a graph.
     """
 
-    held: float
-    trained: float
-    owned: float
-    buffers: float
-    converted: float
+    always: float
+    trained: int
+    owned: int
     graph: float
-    deferred: float
-    row: float
-    received: int
-    gradient: int
-    forward: float
-    backward: float
-    forward_only: float
+    kept: tuple[float, ...]
+    working: float
 
 
-#: Of layers that are still planned: each table of a search asks for the same runs.
-_known: WeakKeyDictionary[LayerSums, dict[tuple[int, int, InnerRecompute], _RunBytes]] = WeakKeyDictionary()
+#: Of layers that are still planned: each table of a search asks for the same stages.
+_known: WeakKeyDictionary[LayerSums, dict[tuple[StageLayers, bool], _StageBytes]] = WeakKeyDictionary()
 
 
-def _bytes_of(sums: LayerSums, start: int, stop: int, inner: InnerRecompute) -> _RunBytes:
-    run, stage, graphs = (start, stop), StageLayers(start, stop, inner), sums.graphs[inner]
+def _bytes_of(sums: LayerSums, stage: StageLayers, converts_once: bool) -> _StageBytes:
+    run = stage.start, stage.stop
+    amounts = stage_amounts(sums, stage, 0, 0, converts_once=converts_once)
+    sizes = {held: sum(of_held.values()) for held, of_held in amounts.items()}
+    if sums.part is not None:  # of the last stage too, which S of other stages sends to
+        sizes[Held.HEAD_INPUT] = sums.part.hidden_bytes
     held = sums.held(*run)
-    return _RunBytes(
-        held.num_bytes,
+    converted = sums.converted_bytes(*run) if converts_once else 0
+    forward = sizes[Held.FORWARD] - graph_bytes(sums, stage)
+    return _StageBytes(
+        held.num_bytes + sums.buffer_bytes(*run) + stage.beside.held_bytes + converted,
         held.trainable_bytes,
         sums.owned(*run).trainable_bytes,
-        sums.buffer_bytes(*run),
-        sums.converted_bytes(*run),
-        graphs.kept_bytes(*run),
-        sums.deferred_bytes(*run),
-        sums.row_bytes(*run),
-        _received_bytes(sums, stage),
-        _gradient_bytes(sums, stage),
-        graphs.forward_peak_bytes(*run),
-        graphs.backward_peak_bytes(*run),
-        sums.forward_only_peak_bytes(*run),
+        sizes[Held.GRAPH],
+        tuple(sizes.get(kept, 0) for kept in _KEPT),
+        max(sizes.get(Held.HEAD, 0), forward, sizes[Held.BACKWARD], sizes[Held.FORWARD_ONLY]),
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
 
 
-@dataclass(frozen=True)
-class Beside:
+class Beside(NamedTuple):
     """The share that a teacher's stage adds to a stage, for one micro-batch.
 
     Attributes:

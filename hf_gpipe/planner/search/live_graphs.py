@@ -87,7 +87,7 @@ class _Room:
     def _needed(self) -> float:
         parts = []
         for stage, live in self._live.items():
-            layers = replace(self._layers[stage], inner=self._inner[stage])
+            layers = self._layers[stage]._replace(inner=self._inner[stage])
             parts.append(self._bound.parts(stage, layers, live))
         # One action works at a time, so the largest working memory of all stages is enough.
         return sum(kept for kept, _ in parts) + max(working for _, working in parts)
