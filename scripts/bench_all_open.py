@@ -34,6 +34,7 @@ from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import AUTO_SCHEDULES, allowed_plans, best_plan, micro_batch_counts
 from hf_gpipe.planner.search.meshes import with_mesh
+from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.schedule import Placement
@@ -142,7 +143,7 @@ def search(planner: Planner, machine: Machine, free: PipelineConfig) -> list[Pla
 def emulated(plan: Plan, name: str, scale: float) -> Emulated:
     """The table of a plan with its own seconds, without updates."""
     schedule = plan.timeline.schedule
-    costs, placement = plan.planner.table_costs(plan.settings, schedule), schedule.placement
+    costs, placement = costs_of_table(plan.layout), schedule.placement
     num_stages, counts = schedule.num_stages, placement.replicas
     each = num_stages * counts[0] // NUM_DEVICES if len(set(counts)) == 1 else 1
 

@@ -52,10 +52,9 @@ class Pair(NamedTuple):
 def limits(planner: Planner, free: PipelineConfig, graphs: float) -> tuple[int, ...]:
     """For each process the bytes that it needs with so many graphs: under `naive` it has one at a time."""
     plan = best_plan(planner, replace(free, num_stages=2, schedule="naive", recompute="none"))
-    sums, stages = planner.sums(plan.settings), planner.stage_layers(plan.settings)
     return tuple(
-        int(process.memory.total + (graphs - 1) * graph_bytes(sums, stage))
-        for process, stage in zip(plan.processes, stages, strict=True)
+        int(process.memory.total + (graphs - 1) * graph_bytes(plan.layout.sums, stage))
+        for process, stage in zip(plan.processes, plan.layout.stages, strict=True)
     )
 
 

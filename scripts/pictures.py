@@ -110,10 +110,10 @@ def memory(path: Path) -> None:
     picture = canvas(10, 6.4)
     panels = picture.subplots(4, len(plans), sharex="col", sharey=True)
     for column, (of, (schedule, recompute)) in enumerate(zip(plans, columns, strict=True)):
-        sums = of.planner.sums(of.settings)
-        for process, stage in zip(of.processes, of.planner.stage_layers(of.settings), strict=True):
+        sums = of.layout.sums
+        for process, stage in zip(of.processes, of.layout.stages, strict=True):
             panel, number = panels[process.number, column], process.number
-            amounts = stage_amounts(sums, stage, sums.held(stage.start, stage.stop).trainable_bytes, 0)
+            amounts = stage_amounts(sums, stage, sums.held(*stage.run).trainable_bytes, 0)
             levels = [(0, {}), *occupancy(of.timeline, {number: amounts}, number)]
             times = [float(time) for time, _ in levels] + [of.step_seconds]
             fixed = {"parameters": process.memory.parameters, "optimizer": process.memory.optimizer}

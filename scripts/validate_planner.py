@@ -149,8 +149,7 @@ class Result:
         """Bytes that each process holds."""
         ranges = [(stage.layers.start, stage.layers.stop) for stage in self.plan.stages]
         own = [[ranges[stage] for stage in process.stages] for process in self.processes]
-        sums = self.plan.planner.sums(self.plan.settings)
-        return [sums.held_by(stages).num_bytes for stages in own]
+        return [self.plan.layout.sums.held_by(stages).num_bytes for stages in own]
 
     @property
     def has_exact_parameters(self) -> bool:

@@ -16,7 +16,8 @@ from transformers.optimization import AdafactorSchedule
 from hf_gpipe import Pipeline
 from hf_gpipe.checkpoint.state import FOLDER
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.memory import StageLayers
+from hf_gpipe.planner.layout import StageLayers
+from hf_gpipe.planner.memory import MemoryBound
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.shards import _wholes, treats_elements_alone
 from tests.gloo import run_gloo
@@ -187,7 +188,7 @@ def test_the_planner_divides_the_state_and_the_update_by_the_replicas() -> None:
     plain, shared = (made.plan(settings((3, 1), replicas=(2, 1), zero=zero, num_processes=3)) for zero in (0, 1))
     assert [one.memory.optimizer // MIB for one in plain.processes] == [60, 60, 20]
     assert [one.memory.optimizer // MIB for one in shared.processes] == [30, 30, 20]
-    both = [made.memory_bound(one.settings).stage_bytes(0, StageLayers(0, 3, "none")) for one in (plain, shared)]
+    both = [MemoryBound(made.layout(one.settings)).stage_bytes(0, StageLayers(0, 3, "none")) for one in (plain, shared)]
     assert both[0] - both[1] == 30 * MIB
 
 

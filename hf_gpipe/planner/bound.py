@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.schedule import simulate
 from hf_gpipe.schedule.kinds import DROP, LOAD, OFFLOAD, PREFETCH
 from hf_gpipe.text import seconds_text
@@ -16,10 +17,10 @@ _LARGE = 0.2
 
 def limit_of_step(plan: Plan) -> str:
     """One sentence: what a step would be shorter without; of none, the devices' rate or their waiting."""
-    planner, settings, table = plan.planner, plan.settings, plan.timeline.schedule
-    costs = planner.table_costs(settings, table)
+    layout, table = plan.layout, plan.timeline.schedule
+    costs = costs_of_table(layout)
     others: dict[str, Any] = {**(costs.others or {})}
-    is_on_host = planner.inputs.is_on_host(settings.visitors)
+    is_on_host = layout.inputs.is_on_host(layout.settings.visitors)
     without = {
         "the update in CPU memory" if is_on_host else "the update": replace(costs, update_seconds=0.0),
         "copies of weights": replace(costs, others=others | {LOAD: 0.0, DROP: 0.0}),
@@ -40,7 +41,7 @@ def limit_of_step(plan: Plan) -> str:
     elif plan.costs.is_measured:
         cause = "the layers' measured seconds"
     else:
-        rate = planner.device.product_rate(plan.costs.compute_dtype) / 1e12
+        rate = layout.processes.device.product_rate(plan.costs.compute_dtype) / 1e12
         cause = f"the layers, whose products are taken to run at {rate:.3g} TFLOP/s"
     return f"{cause}; devices compute {1 - idle:.0%} of a step{''.join(f', which is {part}' for part in parts[:1])}" + (
         f" and {', '.join(parts[1:])}" if len(parts) > 1 else ""

@@ -13,12 +13,10 @@ from operator import mul
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from hf_gpipe.planner.costs.beside import NOTHING, Beside
-from hf_gpipe.planner.costs.model_costs import InnerRecompute
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
+from hf_gpipe.planner.layout import Layout, StageLayers
 from hf_gpipe.planner.machines.devices import Device
-from hf_gpipe.recipe.pipeline_keys import Visitors
-from hf_gpipe.schedule import Placement, Schedule, Timeline, num_stashes
+from hf_gpipe.schedule import Timeline, num_stashes
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import Amounts, most_of_equal_stages, occupancy
 from hf_gpipe.schedule.visits import most_loaded
@@ -62,40 +60,17 @@ class MemoryEstimate:
         return self.total - self.reserve - self.libraries
 
 
-class StageLayers(NamedTuple):
-    """A stage of a plan: the run of layers `start` to `stop` (exclusive)."""
-
-    start: int
-    stop: int
-    inner: InnerRecompute
-    """Which tensors its stored graphs keep."""
-    beside: Beside = NOTHING
-    """A teacher's stage."""
-
-
-def estimate_memory(
-    sums: LayerSums,
-    stages: Sequence[StageLayers],
-    timeline: Timeline,
-    process: int,
-    own: Sequence[int],
-    state_shares: Sequence[float],
-    visitors: Visitors | None = None,
-    library_bytes: int = 0,
-) -> MemoryEstimate:
+def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Sequence[int]) -> MemoryEstimate:
     """Estimate the memory of a process at the peak of a step.
 
     Args:
-        sums: of the model's layers, for one micro-batch.
-        stages: all stages, in order.
-        timeline: the simulated table.
+        layout: the configuration.
+        timeline: its simulated table.
         process: its number.
         own: the process's stages. With one of several, what that stage alone needs.
-        state_shares: for each stage the bytes of the optimizer's state per byte of trainable weights.
-        visitors: the weights that visit the device.
-        library_bytes: of the process.
     """
-    ranges = [(stages[stage].start, stages[stage].stop) for stage in own]
+    sums, stages, visitors = layout.sums, layout.stages, layout.settings.visitors
+    ranges = [stages[stage].run for stage in own]
     held = sums.held_by(ranges)
     is_dealt = timeline.schedule.placement.is_dealt
     hosted = [sums.hosted(*layers, visitors, is_dealt=is_dealt) for layers in ranges]
@@ -130,7 +105,7 @@ def estimate_memory(
         if is_dealt
         else round(
             sum(
-                state_shares[stage] * (sums.owned(*layers).trainable_bytes - visiting.trainable_bytes)
+                layout.state_shares[stage] * (sums.owned(*layers).trainable_bytes - visiting.trainable_bytes)
                 for stage, layers, visiting in zip(own, ranges, hosted, strict=True)
             )
         ),
@@ -141,7 +116,7 @@ def estimate_memory(
             )
         ),
         reserve=round(sum(_reserved_share(sums.device, item) * size for item, size in fullest.items())),
-        libraries=library_bytes,
+        libraries=layout.library_bytes[process],
     )
 
 
@@ -150,40 +125,34 @@ def _reserved_share(device: Device, item: str) -> float:
     return device.reserved_working_share if item in ("gradients", "working") else device.reserved_share
 
 
-def hosted_bytes(
-    sums: LayerSums, stages: Sequence[StageLayers], placement: Placement, visitors: Visitors | None, state_share: float
-) -> list[int]:
-    """For each worker the bytes in the memory of its host of weights that visit; 0 where none do.
+def hosted_bytes(layout: Layout, timeline: Timeline) -> list[int]:
+    """For each worker the bytes in the memory of its host of weights that visit, and the most of graphs that wait.
 
-    Trained ones have their gradients and the optimizer's state there. Of dealt stages each weight is there once, and
-    counted to the worker that updates it.
+    Trained weights have their gradients and the optimizer's state there. Of dealt stages each weight is there once, and
+    counted to the worker that updates it. A CPU is its own host, and its graphs wait nowhere else.
 
     Args:
-        sums: of the model's layers, for one micro-batch.
-        stages: all stages, in order.
-        placement: of the stages.
-        visitors: the weights that visit.
-        state_share: bytes of the optimizer's state per byte of trainable weights.
+        layout: the configuration.
+        timeline: its simulated table.
     """
+    sums, visitors, placement = layout.sums, layout.settings.visitors, layout.table.placement
+    state_share = layout.inputs.state_share(sums.costs.dtype)
     sizes = [0] * placement.num_processes
-    for stage, workers in zip(stages, placement.workers, strict=True) if visitors is not None else ():
-        run = stage.start, stage.stop
-        hosted = sums.owned(*run) if placement.is_dealt else sums.hosted(*run, visitors)
+    for stage, workers in zip(layout.stages, placement.workers, strict=True) if visitors is not None else ():
+        hosted = sums.owned(*stage.run) if placement.is_dealt else sums.hosted(*stage.run, visitors)
         for worker in workers:
             sizes[worker] += round(hosted.num_bytes + (1 + state_share) * hosted.trainable_bytes)
+    for worker in range(placement.num_processes) if sums.device.is_asynchronous else ():
+        own = placement.stages_run_by(worker)
+        amounts = {stage: {Held.AWAY: {"away": graph_bytes(sums, layout.stages[stage])}} for stage in own}
+        levels = occupancy(timeline, amounts, worker)
+        sizes[worker] += round(max((level.get("away", 0.0) for _, level in levels), default=0.0))
     return sizes
 
 
 def graph_bytes(sums: LayerSums, stage: StageLayers) -> float:
     """The bytes that a graph of a stage keeps: those that travel where it waits on the host."""
-    return sums.graphs[stage.inner].kept_bytes(stage.start, stage.stop)
-
-
-def away_bytes(sums: LayerSums, stages: Sequence[StageLayers], timeline: Timeline, process: int) -> int:
-    """The most bytes in the memory of a worker's host of graphs that wait there. A CPU is its own host."""
-    own = timeline.schedule.placement.stages_run_by(process) if sums.device.is_asynchronous else ()
-    amounts = {stage: {Held.AWAY: {"away": graph_bytes(sums, stages[stage])}} for stage in own}
-    return round(max((level.get("away", 0.0) for _, level in occupancy(timeline, amounts, process)), default=0.0))
+    return sums.graphs[stage.inner].kept_bytes(*stage.run)
 
 
 def stage_amounts(
@@ -195,7 +164,7 @@ def stage_amounts(
     converts_once: bool = True,
 ) -> Amounts:
     """The bytes that each thing held by a stage adds to the items of the estimate."""
-    layers, run, beside = sums.costs.layers, (stage.start, stage.stop), stage.beside
+    layers, run, beside = sums.costs.layers, stage.run, stage.beside
     graphs = sums.graphs[stage.inner]
     graph, backward = graphs.kept_bytes(*run), graphs.backward_peak_bytes(*run)
     head = layers[stage.stop - 1]
@@ -256,24 +225,20 @@ class MemoryBound:
     fast, as if they came at one moment. What a chosen plan really needs is `estimate_memory`.
 
     Args:
-        sums: of the model's layers, for one micro-batch.
-        table: what will be run.
-        state_shares: for each stage the bytes of the optimizer's state per byte of trainable weights.
-        library_bytes: of each process.
+        layout: the configuration, whose partition is not read.
 
     Attributes:
         most: for each stage the most micro-batches for which it holds each thing at once.
     """
 
-    def __init__(
-        self, sums: LayerSums, table: Schedule, state_shares: Sequence[float], library_bytes: Sequence[int]
-    ) -> None:
+    def __init__(self, layout: Layout) -> None:
+        table, sums = layout.table, layout.sums
         self.most = most_of_equal_stages(table)
         self._sums, self._known = sums, _known.setdefault(sums, {})
-        self._state_shares = state_shares
+        self._state_shares = layout.state_shares
         first = [workers[0] for workers in table.placement.workers]
         # The stages of a process share them.
-        self._libraries = [library_bytes[worker] / len(table.placement.stages_of(worker)) for worker in first]
+        self._libraries = [layout.library_bytes[worker] / len(table.placement.stages_of(worker)) for worker in first]
         self._ids = table.num_micro_batches * sums.costs.micro_batch_bytes
         self._stashes = [num_stashes(table, stage) for stage in range(table.num_stages)]
         self._is_asynchronous = table.is_asynchronous
@@ -325,7 +290,7 @@ _known: WeakKeyDictionary[LayerSums, dict[tuple[StageLayers, bool], _StageBytes]
 
 
 def _bytes_of(sums: LayerSums, stage: StageLayers, converts_once: bool) -> _StageBytes:
-    run = stage.start, stage.stop
+    run = stage.run
     amounts = stage_amounts(sums, stage, 0, 0, converts_once=converts_once)
     sizes = {held: sum(of_held.values()) for held, of_held in amounts.items()}
     if sums.part is not None:  # of the last stage too, which S of other stages sends to

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.partition import stages_of
-from hf_gpipe.partition.cluster import Cluster
-from hf_gpipe.planner.before import NOTHING_BEFORE, Before, generation_seconds
-from hf_gpipe.planner.costs.beside import Beside, besides
-from hf_gpipe.planner.costs.chunks import taper_of, typical
-from hf_gpipe.planner.costs.model_costs import InnerRecompute, ModelCosts
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
-from hf_gpipe.planner.machines.devices import Device
-from hf_gpipe.planner.machines.libraries import library_bytes
-from hf_gpipe.planner.machines.processes import MemoryLimit, Processes
-from hf_gpipe.planner.memory import MemoryBound, MemoryEstimate, StageLayers, away_bytes, estimate_memory, hosted_bytes
+from hf_gpipe.planner.before import NOTHING_BEFORE, Before, before_table
+from hf_gpipe.planner.costs.model_costs import ModelCosts
+from hf_gpipe.planner.layout import Layout, Layouts
+from hf_gpipe.planner.memory import MemoryEstimate, estimate_memory, hosted_bytes
 from hf_gpipe.planner.table_costs import costs_of_table
-from hf_gpipe.planner.tables import table_of, with_visits_of
 from hf_gpipe.planner.times import TimeEstimate, time_of
-from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
-from hf_gpipe.recipe import Chunks, DecidedConfig
+from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule import (
-    Costs,
-    Placement,
-    Schedule,
-    Timeline,
-    build,
-    simulate,
-)
+from hf_gpipe.schedule import Timeline, simulate
 from hf_gpipe.text import seconds_text, size_text
 
 
@@ -80,10 +64,13 @@ class Plan:
     """The prediction of one step by `Planner.plan`.
 
     Attributes:
+        layout: the configuration with its stages and its table.
+        planner: that made it, and knows the limits.
+        costs: of the layers for a micro-batch.
         before: the seconds of what runs before the table.
     """
 
-    settings: DecidedConfig
+    layout: Layout
     planner: Planner
     costs: ModelCosts
     stages: tuple[StagePlan, ...]
@@ -99,6 +86,11 @@ class Plan:
             f"{self.settings.schedule}: {seconds_text(self.step_seconds)} per step, bubble {self.bubble:.1%}, "
             f"{size_text(self.peak_bytes)} in process {self.fullest_process.number}, {fits})"
         )
+
+    @property
+    def settings(self) -> DecidedConfig:
+        """The configuration."""
+        return self.layout.settings
 
     @property
     def step_seconds(self) -> float:
@@ -126,12 +118,7 @@ class Plan:
     @cached_property
     def hosted_bytes(self) -> list[int]:
         """For each process the bytes in the memory of its host of weights that visit, and of graphs that wait there."""
-        planner, settings = self.planner, self.settings
-        share = planner.inputs.state_share(self.costs.dtype)
-        placement = self.timeline.schedule.placement
-        sums, stages = planner.sums(settings), planner.stage_layers(settings)
-        of_weights = hosted_bytes(sums, stages, placement, settings.visitors, share)
-        return [own + away_bytes(sums, stages, self.timeline, process) for process, own in enumerate(of_weights)]
+        return hosted_bytes(self.layout, self.timeline)
 
     @property
     def machine_bytes(self) -> int:
@@ -181,160 +168,18 @@ class Plan:
         return (0.0, float(f"{self.step_seconds:.3g}"), self.settings.num_micro_batches, self.peak_bytes)
 
 
-class Planner(Processes):
-    """Makes plans for one model, one mini-batch and one kind of device, of which each process may have another amount.
-
-    Args:
-        costs_of: rows of a micro-batch and how they are cut -> for each chunk the costs of the model's layers;
-            of rows that are not cut it is one. It is asked once for the same numbers.
-        inputs: the shape of a mini-batch, how many are accumulated in a step, and the optimizer. The micro-batches of a
-            step run as one table.
-        device, memory_bytes, cluster, speeds, num_ranks: as of `Processes`.
-        teacher: rows of a micro-batch -> the costs of a teacher's layers; None: there is no teacher.
+class Planner(Layouts):
+    """Makes plans for one model, one mini-batch and one kind of device; arguments and errors are those of `Layouts`.
 
     Attributes:
-        can_visit: whether weights may visit devices.
-        can_deal: whether stages may be dealt to the processes of a machine.
         lighter: by keys of a recipe that have adapters trained in place of all weights, what plans that.
-        chunks: how rows are cut into chunks of tokens, at most one a token.
         num_forwards: how often all forwards run before each step.
         of_tokens: rows and their tokens -> the costs of the model's layers, where rows are generated.
-
-    Raises:
-        UserError: there is no mini-batch, or the optimizer's state has no known size.
     """
 
-    def __init__(
-        self,
-        costs_of: Callable[[int, Chunks], Sequence[ModelCosts]],
-        inputs: PlanInputs,
-        device: Device,
-        memory_bytes: MemoryLimit = None,
-        cluster: Cluster | None = None,
-        speeds: Sequence[float] | None = None,
-        num_ranks: int = 1,
-        teacher: Callable[[int], ModelCosts] | None = None,
-    ) -> None:
-        super().__init__(device, memory_bytes, cluster, speeds, num_ranks)
-        self._costs_of, self._teacher = costs_of, teacher
-        inputs.check()
-        self.inputs = inputs
-        self.rows = inputs.mini_batch().rows
-        self.can_visit = self.can_deal = teacher is None
-        self.lighter: Mapping[str, Callable[[], Plan]] = {}
-        self.chunks = Chunks()
-        self.num_forwards = 0
-        self.of_tokens: Callable[[int, int], ModelCosts] | None = None
-        self._sums: dict[tuple[int, Chunks, int], tuple[LayerSums, Sequence[LayerSums]]] = {}
-        self._of_teacher: dict[int, LayerSums] = {}
-        self._of_libraries: dict[tuple[Placement, bool], Sequence[int]] = {}
-
-    def with_rows(self, rows: int) -> Planner:
-        """The same planner for a mini-batch of another number of rows; what it has computed is shared."""
-        other = copy.copy(self)
-        other.rows, other.inputs = rows, replace(self.inputs, example=replace(self.inputs.mini_batch(), rows=rows))
-        return other
-
-    def with_chunks(self, chunks: Chunks) -> Planner:
-        """The same planner for rows that are cut into so many chunks, at most one a token; costs are shared."""
-        other = copy.copy(self)
-        other.chunks = chunks.within(self.inputs.mini_batch().target_tokens)
-        return other
-
-    def taper(self, num_micro_batches: int) -> float:
-        """The taper with which the chunks of one of M micro-batches take as long."""
-        return taper_of(self.with_chunks(self.chunks._replace(taper=0.0))._all_sums(num_micro_batches)[1])
-
-    @property
-    def known_costs(self) -> ModelCosts:
-        """Costs of the layers for a micro-batch of any size, for what is the same for every one."""
-        # One row is the cheapest, unless it may be too few for a BatchNorm.
-        num_micro_batches = 1 if self.inputs.mini_batch().entries else self.rows
-        known = next(iter(self._sums.values()), None) or self._all_sums(num_micro_batches)
-        return known[0].costs
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return len(self.known_costs.layers)
-
-    def micro_batch_rows(self, num_micro_batches: int) -> int:
-        """Rows of the largest of M micro-batches."""
-        return largest_micro_batch(self.rows, num_micro_batches)
-
-    def micro_batches_of_step(self, num_micro_batches: int) -> int:
-        """Micro-batches in the table of a step, where a mini-batch is cut into M; each chunk of a row counts."""
-        return self.inputs.accumulation * min(num_micro_batches, self.rows) * self.chunks.most
-
-    def costs(self, num_micro_batches: int) -> ModelCosts:
-        """The costs of the layers for one of M micro-batches, or for the typical one of its chunks."""
-        return self._all_sums(num_micro_batches)[0].costs
-
-    def sums(self, settings: DecidedConfig) -> LayerSums:
-        """Bytes and seconds of runs of layers for a micro-batch of a configuration, or for the typical one of its
-        chunks. Its partition is not read."""
-        return self._sums_of(settings)[0]
-
-    def _sums_of(self, settings: DecidedConfig) -> tuple[LayerSums, Sequence[LayerSums]]:
-        given = self.inputs.tables.get(settings.schedule)
-        divides_head = settings.divides_head if given is None else given.divides_head
-        return self._all_sums(settings.num_micro_batches, settings.num_stages if divides_head else 0)
-
-    def _all_sums(self, num_micro_batches: int, num_parts: int = 0) -> tuple[LayerSums, Sequence[LayerSums]]:
-        """Those of the typical chunk, and those of each chunk; the head may be divided into parts."""
-        size = self.micro_batch_rows(num_micro_batches), self.chunks
-        key = *size, num_parts
-        if key not in self._sums:
-            of_chunks = self._costs_of(*size)
-            each = [LayerSums(costs, self.device, self.link, num_parts) for costs in of_chunks]
-            whole = each[0] if len(each) == 1 else LayerSums(typical(of_chunks), self.device, self.link, num_parts)
-            self._sums[key] = whole, each
-        return self._sums[key]
-
-    def besides(self, num_micro_batches: int, num_stages: int) -> Sequence[Beside]:
-        """For each of K stages what a teacher adds to one of M micro-batches."""
-        rows = self.micro_batch_rows(num_micro_batches)
-        if self._teacher is not None and rows not in self._of_teacher:
-            self._of_teacher[rows] = LayerSums(self._teacher(rows), self.device)
-        return besides(self._of_teacher.get(rows), num_stages)
-
-    def stage_layers(self, settings: DecidedConfig) -> list[StageLayers]:
-        """The layers of each stage, what its graphs keep, and a teacher's stage beside it."""
-        inner = inner_recompute(settings)
-        beside = self.besides(settings.num_micro_batches, settings.num_stages)
-        return [
-            StageLayers(start, stop, inner[stage], beside[stage])
-            for stage, start, stop in stages_of(settings.partition)
-        ]
-
-    def memory_bound(self, settings: DecidedConfig) -> MemoryBound:
-        """The bound on the memory of any stage. The partition of the settings is not read."""
-        sums = self.sums(settings)
-        table = self.table(settings)
-        return MemoryBound(sums, table, self._state_shares(settings, table), self._library_bytes(table))
-
-    def _library_bytes(self, table: Schedule) -> Sequence[int]:
-        """For each process the bytes that libraries take of its GPU."""
-        placement, divides_head = key = table.placement, table.divides_head
-        if key not in self._of_libraries:
-            self._of_libraries[key] = library_bytes(self, placement, divides_head=divides_head)
-        return self._of_libraries[key]
-
-    def _state_shares(self, settings: DecidedConfig, table: Schedule) -> list[float]:
-        """For each stage the bytes of the optimizer's state of a process per byte of the stage's trainable weights."""
-        share = self.inputs.state_share(self.costs(settings.num_micro_batches).dtype)
-        return [share / settings.update_shares(count) for count in table.placement.replicas]
-
-    def table(self, settings: DecidedConfig, sizes: Sequence[int] | None = None) -> Schedule:
-        """The table that a pipeline with these settings runs; arguments and errors are those of `tables.table_of`."""
-        num_micro_batches = self.micro_batches_of_step(settings.num_micro_batches)
-        table = table_of(settings, self.inputs, num_micro_batches, self.chunks.most, sizes)
-        self.check_processes(table.placement)
-        return table
-
-    def table_costs(self, settings: DecidedConfig, table: Schedule) -> Costs:
-        """The seconds of the actions and messages of a table that runs with these settings."""
-        return costs_of_table(*self._sums_of(settings), self.stage_layers(settings), table, self, self.inputs, settings)
+    lighter: Mapping[str, Callable[[], Plan]] = MappingProxyType({})
+    num_forwards: int = 0
+    of_tokens: Callable[[int, int], ModelCosts] | None = None
 
     def plan(self, settings: DecidedConfig) -> Plan:
         """Predict the memory and the time of one step of a pipeline with these settings.
@@ -349,71 +194,35 @@ class Planner(Processes):
             )
         if self.chunks != (other := self.with_chunks(settings.chunks)).chunks:
             return other.plan(settings)
-        costs, sums = self.costs(settings.num_micro_batches), self.sums(settings)
+        costs = self.costs(settings.num_micro_batches)
         cut(len(costs.layers), settings.num_stages, settings.partition)
-        stages = self.stage_layers(settings)
-        table = self.table(settings, [sums.owned(stage.start, stage.stop).count for stage in stages])
-        placement = table.placement
-        timeline = simulate(table, self.table_costs(settings, table))
-        state_shares = self._state_shares(settings, table)
-
-        def memory(process: int, own: Sequence[int]) -> MemoryEstimate:
-            libraries = self._library_bytes(table)[process]
-            visitors = settings.visitors
-            return estimate_memory(sums, stages, timeline, process, own, state_shares, visitors, libraries)
-
+        layout = self.layout(settings)
+        sums, placement = layout.sums, layout.table.placement
+        timeline = simulate(layout.table, costs_of_table(layout))
         processes = []
         for number in range(placement.num_processes):
-            own = placement.stages_of(number)
-            run = placement.stages_run_by(number)
-            processes.append(ProcessPlan(number, own, memory(number, run), time_of(timeline, number)))
+            memory = estimate_memory(layout, timeline, number, placement.stages_run_by(number))
+            processes.append(ProcessPlan(number, placement.stages_of(number), memory, time_of(timeline, number)))
         plans = []
         entries = Recompute.parse(settings.recompute, settings.num_stages).entries
-        for number, (stage, entry) in enumerate(zip(stages, entries, strict=True)):
+        for number, (stage, entry) in enumerate(zip(layout.stages, entries, strict=True)):
             # Of several replicas the first, which has most micro-batches.
             process = processes[placement.workers[number][0]]
             is_alone = len(process.stages) == 1
+            alone = process.memory if is_alone else estimate_memory(layout, timeline, process.number, (number,))
             plans.append(
                 StagePlan(
                     number=number,
                     process=process.number,
-                    layers=range(stage.start, stage.stop),
+                    layers=range(*stage.run),
                     first_layer=costs.layers[stage.start].name,
                     last_layer=costs.layers[stage.stop - 1].name,
-                    num_parameters=sums.held(stage.start, stage.stop).count,
-                    owned_parameters=sums.owned(stage.start, stage.stop).count,
+                    num_parameters=sums.held(*stage.run).count,
+                    owned_parameters=sums.owned(*stage.run).count,
                     recompute=str(entry),
-                    memory=process.memory if is_alone else memory(process.number, (number,)),
-                    busy_seconds=float(timeline.busy_seconds(number)) / table.num_steps,
+                    memory=alone,
+                    busy_seconds=float(timeline.busy_seconds(number)) / layout.table.num_steps,
                 )
             )
-        return Plan(settings, self, costs, tuple(plans), tuple(processes), timeline, self._before(settings, placement))
-
-    def _before(self, settings: DecidedConfig, placement: Placement) -> Before:
-        """The seconds of what runs before the table of a step."""
-        forwards = generation = 0.0
-        if self.num_forwards:
-            number = self.micro_batches_of_step(settings.num_micro_batches)
-            table = build("forward_only", settings.num_stages, number, placement, is_checked=False)
-            table = with_visits_of(table, settings, self.inputs)
-            own = float(simulate(table, self.table_costs(settings, table)).total_seconds)
-            forwards = self.num_forwards * own
-        if (of_tokens := self.of_tokens) is not None:
-            example, new_tokens = self.inputs.mini_batch(), self.inputs.new_tokens
-            generation = self.inputs.accumulation * generation_seconds(
-                lambda rows, tokens: LayerSums(of_tokens(rows, tokens), self.device),
-                -(-self.rows // min(placement.replicas)),
-                example.target_tokens - new_tokens,
-                new_tokens,
-                self.inputs.vocabulary,
-                self.stage_layers(settings),
-                self.speeds_of(placement),
-                self.network(placement),
-            )
-        return Before(forwards, generation)
-
-
-def inner_recompute(settings: DecidedConfig) -> list[InnerRecompute]:
-    """Which tensors the stored graphs of each stage keep."""
-    blocks = Recompute.parse(settings.recompute, settings.num_stages).block_stages
-    return ["block" if stage in blocks else "none" for stage in range(settings.num_stages)]
+        before = before_table(layout, self.num_forwards, self.of_tokens)
+        return Plan(layout, self, costs, tuple(plans), tuple(processes), timeline, before)

@@ -87,7 +87,7 @@ def report(plan: Plan) -> str:
     ]
     if costs.whole_logits:
         lines.append(("logits", f"made whole: {costs.whole_logits}"))
-    held = [round(beside.held_bytes) for beside in planner.besides(settings.num_micro_batches, settings.num_stages)]
+    held = [round(stage.beside.held_bytes) for stage in plan.layout.stages]
     if any(held):
         text = f"{size_text(sum(held))} of weights in the same stages, at most {size_text(max(held))} in one"
         lines.append(("teacher", f"{text}; it runs in F"))
@@ -165,8 +165,7 @@ def time_why(plan: Plan) -> str:
     """The slowest stage, and what makes it so."""
     slowest = plan.slowest_stage
     mean = sum(stage.busy_seconds for stage in plan.stages) / len(plan.stages)
-    sums = plan.planner.sums(plan.settings)
-    seconds = {index: sums.seconds(index, index + 1, "none").of_micro_batch() for index in slowest.layers}
+    seconds = {index: plan.layout.sums.seconds(index, index + 1, "none").of_micro_batch() for index in slowest.layers}
     dearest = max(seconds, key=lambda index: seconds[index])
     share = seconds[dearest] / (sum(seconds.values()) or 1)
     reason = f"{len(slowest.layers)} layers"

@@ -64,9 +64,8 @@ def offloaded_bytes(plan: Plan) -> list[int]:
 
 def _owned(plan: Plan) -> Iterator[tuple[StagePlan, Parameters]]:
     """Each stage with the parameters that it owns."""
-    sums = plan.planner.sums(plan.settings)
-    for stage in plan.stages:
-        yield stage, sums.owned(stage.layers.start, stage.layers.stop)
+    for stage, layers in zip(plan.stages, plan.layout.stages, strict=True):
+        yield stage, plan.layout.sums.owned(*layers.run)
 
 
 def saving_text(plan: Plan) -> str:

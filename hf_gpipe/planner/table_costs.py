@@ -7,41 +7,27 @@ from operator import attrgetter
 
 from hf_gpipe.planner.costs.beside import Beside
 from hf_gpipe.planner.costs.model_costs import Seconds
-from hf_gpipe.planner.costs.prefix_sums import LayerSums
-from hf_gpipe.planner.machines.processes import Processes
-from hf_gpipe.planner.memory import StageLayers, graph_bytes
-from hf_gpipe.planner.workload import PlanInputs, sent_share
-from hf_gpipe.recipe import DecidedConfig
-from hf_gpipe.schedule import Costs, Schedule
+from hf_gpipe.planner.layout import Layout, StageLayers
+from hf_gpipe.planner.memory import graph_bytes
+from hf_gpipe.planner.workload import sent_share
+from hf_gpipe.schedule import Costs
 from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT, OFFLOAD, PREFETCH
 
 
-def recompute_shares(table: Schedule) -> list[float]:
-    """For each stage the share of the micro-batches whose forward a table repeats."""
-    return [table.num_recomputations(stage) / table.num_micro_batches for stage in range(table.num_stages)]
-
-
-def costs_of_table(
-    sums: LayerSums,
-    of_chunks: Sequence[LayerSums],
-    stages: Sequence[StageLayers],
-    table: Schedule,
-    processes: Processes,
-    inputs: PlanInputs,
-    settings: DecidedConfig,
-) -> Costs:
-    """The costs for the simulation of a table; `sums` are of the typical chunk, `of_chunks` of each."""
-    visitors, placement = settings.visitors, table.placement
+def costs_of_table(layout: Layout) -> Costs:
+    """The costs for the simulation of a table."""
+    settings, inputs, sums, stages = layout.settings, layout.inputs, layout.sums, layout.stages
+    visitors, placement, processes = settings.visitors, layout.table.placement, layout.processes
     network, speeds = processes.network(placement), processes.speeds_of(placement)
     # So many copy and update at once.
     host_size = processes.num_copying(placement.num_processes)
 
     def update(number: int, stage: StageLayers, count: int) -> float:
-        seconds = sums.update_seconds(stage.start, stage.stop, inputs, visitors, host_size) / speeds[number]
+        seconds = sums.update_seconds(*stage.run, inputs, visitors, host_size) / speeds[number]
         if (shares := settings.update_shares(count)) == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
-        values = sums.owned(stage.start, stage.stop).trainable_bytes
+        values = sums.owned(*stage.run).trainable_bytes
         return seconds / shares + network.reduce_seconds(number, values) / 2
 
     def each(
@@ -50,16 +36,16 @@ def costs_of_table(
     ) -> list[float | Sequence[float]]:
         """For each stage the seconds of an action: of one chunk after the other, where rows are cut."""
         of_stages: list[float | Sequence[float]] = []
-        for stage, speed, share in zip(stages, speeds, recompute_shares(table), strict=True):
-            run, beside = (stage.start, stage.stop), of_teacher(stage.beside)
+        for stage, speed, share in zip(stages, speeds, layout.recompute_shares, strict=True):
+            run, beside = stage.run, of_teacher(stage.beside)
             values = []
-            for chunk in of_chunks:
+            for chunk in layout.of_chunks:
                 weights, hidden = chunk.weight_seconds(*run), chunk.hidden_seconds(*run)
                 values.append((seconds_of(chunk.seconds(*run, stage.inner), share, weights, hidden) + beside) / speed)
             of_stages.append(values if len(values) > 1 else values[0])
         return of_stages
 
-    hosted = [sums.hosted(stage.start, stage.stop, visitors, is_dealt=placement.is_dealt) for stage in stages]
+    hosted = [sums.hosted(*stage.run, visitors, is_dealt=placement.is_dealt) for stage in stages]
     share = sent_share(settings, sums.costs.dtype)
     graphs = [sums.copy_seconds(graph_bytes(sums, stage), host_size, ways=2) for stage in stages]
     boundaries = [
@@ -92,8 +78,7 @@ def costs_of_table(
         ],
         transfer_seconds=network.transfer_seconds(boundaries),
         reduce_seconds=[
-            network.reduce_seconds(number, sums.held(stage.start, stage.stop).trainable_bytes)
-            for number, stage in enumerate(stages)
+            network.reduce_seconds(number, sums.held(*stage.run).trainable_bytes) for number, stage in enumerate(stages)
         ],
         head_transfer_seconds=head_transfer,
         others=others,

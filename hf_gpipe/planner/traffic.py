@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.table_costs import recompute_shares
 from hf_gpipe.planner.workload import sent_share
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.text import bytes_text
@@ -36,12 +35,11 @@ class Traffic:
 
 def traffic(plan: Plan) -> Traffic:
     """The bytes of one step of a plan, divided by its rows."""
-    layers, table = plan.costs.layers, plan.timeline.schedule
-    sums, placement = plan.planner.sums(plan.settings), table.placement
+    layers, table, sums = plan.costs.layers, plan.timeline.schedule, plan.layout.sums
+    placement = table.placement
     gradients = boundaries = in_layers = 0.0
-    size, shares = plan.costs.num_ranks, recompute_shares(table)
+    size, shares = plan.costs.num_ranks, plan.layout.recompute_shares
     share = sent_share(plan.settings, plan.costs.dtype)
-    besides = plan.planner.besides(plan.settings.num_micro_batches, plan.settings.num_stages)
     messages = _messages(table)
     for stage in plan.stages:
         gradient_bytes = sums.held(stage.layers.start, stage.layers.stop).trainable_bytes
@@ -53,7 +51,8 @@ def traffic(plan: Plan) -> Traffic:
         if stage.number:
             down, up = messages[stage.number]
             first = layers[stage.layers.start]
-            sent = down * (first.input_bytes + besides[stage.number].input_bytes) + up * first.gradient_input_bytes
+            of_teacher = plan.layout.stages[stage.number].beside.input_bytes
+            sent = down * (first.input_bytes + of_teacher) + up * first.gradient_input_bytes
             boundaries += share * sent
     rows = plan.planner.rows * plan.planner.inputs.accumulation
     boundaries, in_layers = boundaries / table.num_steps, in_layers / table.num_steps

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from hf_gpipe.planner.memory import StageLayers
+from hf_gpipe.planner.layout import StageLayers
+from hf_gpipe.planner.memory import MemoryBound
 from hf_gpipe.planner.report import as_dict, report
 from hf_gpipe.planner.search.choose import AUTO_SCHEDULES
 from hf_gpipe.planner.traffic import traffic
@@ -30,7 +31,7 @@ def test_a_step_of_a_window_and_its_stashes() -> None:
         assert process.time.total == pytest.approx(stashing.step_seconds)
     assert stashing.stages[0].busy_seconds == pytest.approx(3, rel=1e-3)
     assert traffic(stashing) == traffic(flush)
-    bound = toy.memory_bound(stashing.settings)
+    bound = MemoryBound(toy.layout(stashing.settings))
     assert bound.stage_bytes(0, StageLayers(0, 1, "none")) == pytest.approx(stashing.stages[0].memory.total, rel=0.05)
 
 

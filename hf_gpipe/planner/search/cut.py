@@ -10,10 +10,9 @@ from operator import attrgetter
 from hf_gpipe.errors import PartitionError
 from hf_gpipe.partition import COST_STRATEGIES, by_cost, stages_of
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.memory import StageLayers
-from hf_gpipe.planner.plan import Plan, Planner, inner_recompute
+from hf_gpipe.planner.memory import MemoryBound
+from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.live_graphs import choose_recompute
-from hf_gpipe.planner.table_costs import recompute_shares
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import Placement
@@ -127,18 +126,17 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     num_micro_batches = settings.num_micro_batches
     costs = planner.costs(num_micro_batches)
     if strategy not in (*COST_STRATEGIES, AUTO):
-        stages = cut(len(costs.layers), settings.num_stages, strategy, divides_head=settings.divides_head)
-        return tuple(map(len, stages))
+        given = cut(len(costs.layers), settings.num_stages, strategy, divides_head=settings.divides_head)
+        return tuple(map(len, given))
     cut(len(costs.layers), settings.num_stages, divides_head=settings.divides_head)
-    sums = planner.sums(settings)
     if strategy == "profile" and not costs.is_measured:
         advice = "plan with --profile, or use flops"
         if planner.num_ranks > 1:
             advice = "a run measures divided layers; plan with flops or auto"
         raise PartitionError(f"partition 'profile' needs measured layers, and none were measured; {advice}.")
-    table, bound = planner.table(settings), planner.memory_bound(settings)
-    shares, inner = recompute_shares(table), inner_recompute(settings)
-    placement, besides = table.placement, planner.besides(num_micro_batches, settings.num_stages)
+    layout = planner.layout(settings, planner.table(settings))
+    bound, shares, stages = MemoryBound(layout), layout.recompute_shares, layout.stages
+    sums, table, placement = layout.sums, layout.table, layout.table.placement
     # Of r replicas the busiest runs M / r micro-batches, rounded up; the others wait for the slowest.
     of_replica = [
         -(-table.num_micro_batches // count) / table.num_micro_batches / speed
@@ -146,8 +144,9 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     ]
 
     def seconds(stage: int, start: int, stop: int) -> float:
-        own = sums.seconds(start, stop, inner[stage]).of_micro_batch(shares[stage])
-        return of_replica[stage] * (own + besides[stage].forward_seconds + besides[stage].backward_seconds)
+        beside, own = stages[stage].beside, sums.seconds(start, stop, stages[stage].inner)
+        own_seconds = own.of_micro_batch(shares[stage])
+        return of_replica[stage] * (own_seconds + beside.forward_seconds + beside.backward_seconds)
 
     def flops(stage: int, start: int, stop: int) -> float:
         forwards = (1 + shares[stage]) * sums.forward_flops(start, stop)
@@ -163,7 +162,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     def memory_bytes(stage: int, start: int, stop: int) -> float:
         # As if every stage had the largest limit of all.
         own = largest / caps[stage] if caps else 1.0
-        return own * bound.stage_bytes(stage, StageLayers(start, stop, inner[stage], besides[stage]))
+        return own * bound.stage_bytes(stage, stages[stage]._replace(start=start, stop=stop))
 
     cost = {"parameters": parameters, "flops": flops}.get(str(strategy), seconds)
     boundaries = [layer.input_bytes for layer in costs.layers]

@@ -13,9 +13,11 @@ from operator import attrgetter
 from typing import cast
 
 from hf_gpipe.errors import ScheduleError
+from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.memory import stage_amounts
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_table_file
+from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table
 from hf_gpipe.schedule.kinds import UPDATE, Held
@@ -52,11 +54,12 @@ def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
         return plan
     if asked.recompute == AUTO:
         settings = replace(settings, recompute="none")  # by the table alone
-    costs = plan.planner.table_costs(settings, table)
+    layout = plan.planner.layout(settings, table)
+    costs = costs_of_table(layout)
     if plan.step_seconds <= _ENOUGH * _bound(costs, table):
         return plan
     return min(
-        (plan, *_listed_plans(plan, settings, costs, recomputes=asked.recompute == AUTO)), key=attrgetter("sort_key")
+        (plan, *_listed_plans(plan, layout, costs, recomputes=asked.recompute == AUTO)), key=attrgetter("sort_key")
     )
 
 
@@ -72,14 +75,14 @@ def _bound(costs: Costs, table: Schedule) -> float:
     )
 
 
-def _listed_plans(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomputes: bool) -> Iterator[Plan]:
+def _listed_plans(plan: Plan, layout: Layout, costs: Costs, *, recomputes: bool) -> Iterator[Plan]:
     """The plan with tables for as much room as there is, or where no limit is known for several amounts of it."""
-    planner, table = plan.planner, plan.timeline.schedule
-    work = _work(plan, settings, costs, recomputes=recomputes)
+    settings, table = layout.settings, layout.table
+    work = _work(layout, costs, recomputes=recomputes)
     size, count = table.placement.num_processes, table.num_micro_batches
     effort = min(_EFFORT, _TABLES * 3 * table.num_stages * min(count, 2 * size))
     own = [sum(work.held[stage] for stage in table.placement.stages_of(process)) for process in range(size)]
-    if planner.memory_bytes is None:
+    if plan.planner.memory_bytes is None:
         for most in sorted({min(n, count) for n in (size, 2 * size - 1, count)}):
             rows = best_listed(table.placement, count, work, [most * held for held in own], effort=effort // 3).orders
             yield _planned(plan, settings, rows)
@@ -98,9 +101,8 @@ def _listed_plans(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomput
         rooms = [max(held, min(room + lack, _LESS * room)) for held, room, lack in zip(own, rooms, lacks, strict=True)]
 
 
-def _work(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomputes: bool) -> Work:
-    sums = plan.planner.sums(settings)
-    amounts = [stage_amounts(sums, stage, 0, 0) for stage in plan.planner.stage_layers(settings)]
+def _work(layout: Layout, costs: Costs, *, recomputes: bool) -> Work:
+    amounts = [stage_amounts(layout.sums, stage, 0, 0) for stage in layout.stages]
     received, graph, deferred = (
         [sum(own[held].values()) for own in amounts] for held in (Held.INPUT, Held.GRAPH, Held.DEFERRED)
     )
@@ -111,7 +113,7 @@ def _work(plan: Plan, settings: DecidedConfig, costs: Costs, *, recomputes: bool
         each_stage(costs.weight_seconds),
         held,
         [*map(min, deferred, held)],
-        _messages(costs, plan.timeline.schedule.placement),
+        _messages(costs, layout.table.placement),
         each_stage(costs.recompute_seconds) if recomputes else None,
         received,
     )

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_gpipe.planner.costs.model_costs import InnerRecompute
-from hf_gpipe.planner.memory import MemoryBound, StageLayers
-from hf_gpipe.planner.plan import Planner
+from hf_gpipe.planner.layout import Layouts, StageLayers
+from hf_gpipe.planner.memory import MemoryBound
 from hf_gpipe.recipe import DecidedConfig, RecomputeChoice
 from hf_gpipe.schedule.kinds import Held
 
 
-def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoice:
+def choose_recompute(planner: Layouts, settings: DecidedConfig) -> RecomputeChoice:
     """For each stage the largest number of stored graphs that fits the planner's limit.
 
     Each graph above the first spares the recomputation of a micro-batch. Where not even one whole graph fits, the stage
@@ -25,16 +25,15 @@ def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoi
     Returns:
         "none" where nothing need be recomputed, else an entry for each stage. It may not fit: then nothing does.
     """
-    settings = replace(settings, recompute="none")
-    bound, layers = planner.memory_bound(settings), planner.stage_layers(settings)
-    placement = planner.table(settings).placement
+    layout = planner.layout(replace(settings, recompute="none"))
+    bound, placement = MemoryBound(layout), layout.table.placement
     limits = planner.limits_of(placement)
     entries: list[str | int] = ["none"] * settings.num_stages
     for own in dict.fromkeys(map(placement.stages_of, range(placement.num_processes))):
         limit = min((own_limit for stage in own if (own_limit := limits[stage]) is not None), default=None)
         if limit is None:
             return "none"
-        for stage, entry in _Room(bound, layers, own).fill(limit).items():
+        for stage, entry in _Room(bound, layout.stages, own).fill(limit).items():
             entries[stage] = entry
     return "none" if set(entries) == {"none"} else tuple(entries)
 

@@ -9,6 +9,7 @@ from operator import attrgetter
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_table_file
+from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import with_updates_of_run
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.pipeline_keys import Visitors
@@ -132,7 +133,7 @@ def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
     settings, table = plan.settings, plan.timeline.schedule
     if asked.is_decided or table.name not in DEALT or len(table.placement.crew_of(0)) == 1:
         return plan
-    costs = plan.planner.table_costs(settings, table)
+    costs = costs_of_table(plan.layout)
     forward, again, backward = map(each_stage, (costs.forward_seconds, costs.recompute_seconds, costs.backward_seconds))
     best, tables = plan, set[Schedule]()
 
