@@ -101,136 +101,199 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     `best_plan`."""
     config = config.settled(can_plan=True)
     cuts = ways_to_cut(config, planner.inputs.mini_batch().target_tokens)
-    outcomes = [outcome for cut in cuts for way in _ways(planner, config, cut) for outcome in _outcomes(*way)]
+    outcomes = [outcome for cut in cuts for search in _searches(planner, config, cut) for outcome in search.outcomes()]
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     if not plans:
         raise min((outcome for outcome in outcomes if not isinstance(outcome, Plan)), key=_sort_key)
     return plans
 
 
-def _ways(planner: Planner, config: PipelineConfig, cut: Chunks) -> Iterator[tuple[Planner, PipelineConfig]]:
-    """The planner and the configuration of a way to cut rows, and of that with the taper of the costs if it is open."""
+def _searches(planner: Planner, config: PipelineConfig, cut: Chunks) -> Iterator[_Search]:
+    """The search for a way to cut rows, and for that with the taper of the costs if it is open."""
     own, tapers = planner.with_chunks(cut), {cut.taper}
     if config.chunk_taper == AUTO and cut.most > 1:
         # Of the longest rows, whatever M is.
         tapers.add(own.taper(planner.rows))
     for way in (cut._replace(taper=taper) for taper in sorted(tapers)):
-        yield own.with_chunks(way), config.cut_into(way)
+        yield _Search(own.with_chunks(way), config.cut_into(way))
 
 
-def _outcomes(planner: Planner, config: PipelineConfig) -> list[Outcome]:
-    """The outcomes that are worth a try of a configuration whose number of chunks is decided."""
-    if config.leaves_visits_open:
-        return _with_or_without_visits(planner, config)
-    if config.visitors and not config.is_decided:
-        counts = micro_batch_counts(planner.rows, config.num_micro_batches)
-        outcomes = [_outcome(planner, way) for way in visiting_ways(planner, config, counts)]
-        return [with_dealt_table(outcome, config) if isinstance(outcome, Plan) else outcome for outcome in outcomes]
-    if config.is_mesh_open:
-        return _searched(planner, config)
-    return [_outcome(planner, each) for each in _allowed(planner, config)]
+class _Search:
+    """The search for what a configuration leaves open, whose number of chunks is decided.
 
-
-def _with_or_without_visits(planner: Planner, config: PipelineConfig) -> list[Outcome]:
-    """The outcomes where all weights stay on their devices, and where some visit them.
-
-    Raises:
-        UserError: there is none.
+    Args:
+        planner: of the model and these chunks.
+        asked: the configuration.
     """
-    outcomes: list[Outcome] = []
-    errors = []
-    for way in with_visitors(planner, config):
+
+    def __init__(self, planner: Planner, asked: PipelineConfig) -> None:
+        self._planner, self._asked = planner, asked
+        self._counts = micro_batch_counts(planner.rows, asked.num_micro_batches)
+        self._schedules: Sequence[str] = (asked.schedule,)
+        if asked.schedule == AUTO:
+            self._schedules = [name for name in AUTO_SCHEDULES if name not in DIVIDED_HEAD or not asked.why_whole_head]
+
+    def outcomes(self) -> list[Outcome]:
+        """The outcomes that are worth a try. Raises UserError where there is none."""
+        planner, asked = self._planner, self._asked
+        if asked.leaves_visits_open:
+            return self._with_or_without_visits()
+        if asked.visitors and not asked.is_decided:
+            outcomes = map(self._outcome, visiting_ways(planner, asked, self._counts))
+            return [with_dealt_table(outcome, asked) if isinstance(outcome, Plan) else outcome for outcome in outcomes]
+        return self._of_meshes() if asked.is_mesh_open else [self._outcome(each) for each in self._allowed()]
+
+    def _outcome(self, config: PipelineConfig) -> Outcome:
+        """Of a configuration that leaves at most its partition and its recomputation open."""
         try:
-            outcomes += _outcomes(planner, way)
-        except UserError as error:
-            errors.append(error)
-    if not outcomes:
-        raise errors[0]
-    return outcomes
+            return cut_plan(self._planner, config)
+        except (PartitionError, ScheduleError, DataError) as error:
+            return error
 
+    def _with_or_without_visits(self) -> list[Outcome]:
+        """The outcomes where all weights stay on their devices, and where some visit them.
 
-def _searched(planner: Planner, config: PipelineConfig) -> list[Outcome]:
-    """The outcomes of the first meshes, and of what is a step beside the best plans, as long as these get better."""
-    meshes = Meshes(planner, config)
-    outcomes: dict[PipelineConfig, Outcome] = {}
-    waiting = _first(planner, config, meshes.first())
-    while ways := [*_affordable(planner, waiting, outcomes)]:
-        outcomes |= {way: _outcome(planner, way) for way in ways}
-        steps = dict.fromkeys(_steps(planner, config, outcomes, meshes))
-        new = [step for step in steps if step not in outcomes and _is_worth_a_try(planner, config, step)]
-        waiting = new[:_STEPS_AT_ONCE]
-    return list(outcomes.values())
+        Raises:
+            UserError: there is none.
+        """
+        outcomes: list[Outcome] = []
+        errors = []
+        for way in with_visitors(self._planner, self._asked):
+            try:
+                outcomes += _Search(self._planner, way).outcomes()
+            except UserError as error:
+                errors.append(error)
+        if not outcomes:
+            raise errors[0]
+        return outcomes
 
+    def _allowed(self) -> list[PipelineConfig]:
+        """The configuration with its schedule and M decided, in every way that is worth a try.
 
-def _first(planner: Planner, config: PipelineConfig, placements: Sequence[Placement]) -> list[PipelineConfig]:
-    """Where the search begins, what takes the least work first.
+        Raises:
+            UserError: M is "auto", and a step has too few rows for the replicas of a stage.
+        """
+        if self._asked.num_micro_batches == AUTO:
+            self._check_rows(max(replicas_of(*self._asked.mesh)))
+        ways = [
+            replace(self._asked, schedule=schedule, num_micro_batches=count)
+            for schedule in self._schedules
+            for count in self._counts
+        ]
+        return [*filter(self._is_worth_a_try, ways)]
 
-    Raises:
-        UserError: there is no mesh, or a mini-batch has too few rows for the replicas of any.
-    """
-    if not placements:
-        raise UserError(
-            f"no mesh of {config.processes} processes has num_stages={config.num_stages} and replicas="
-            f"{config.replicas} for a model of {planner.num_layers} layers; use another number of processes, or let "
-            "both be auto."
-        )
-    _check_rows(planner, config, min(max(placement.replicas) for placement in placements))
-    schedules = _FIRST_SCHEDULES if config.schedule == AUTO else (config.schedule,)
-    counts, first = first_micro_batches(planner, config), []
-    for placement in placements:
-        for count in counts if len(set(placement.replicas)) == 1 else counts[:1]:
-            mesh = replace(with_mesh(config, placement), num_micro_batches=count)
-            ways = (replace(mesh, schedule=schedule) for schedule in schedules)
-            first += [way for way in ways if _is_worth_a_try(planner, config, way)][:1]
-    return sorted(first, key=partial(work, planner))
+    def _of_meshes(self) -> list[Outcome]:
+        """The outcomes of the first meshes, and of steps from the best plans, as long as these get better."""
+        meshes = Meshes(self._planner, self._asked)
+        outcomes: dict[PipelineConfig, Outcome] = {}
+        waiting = self._first(meshes.first())
+        while ways := [*self._affordable(waiting, outcomes)]:
+            outcomes |= {way: self._outcome(way) for way in ways}
+            steps = dict.fromkeys(self._steps(outcomes, meshes))
+            new = [step for step in steps if step not in outcomes and self._is_worth_a_try(step)]
+            waiting = new[:_STEPS_AT_ONCE]
+        return list(outcomes.values())
 
+    def _first(self, placements: Sequence[Placement]) -> list[PipelineConfig]:
+        """Where the search begins, what takes the least work first.
 
-def _steps(
-    planner: Planner, asked: PipelineConfig, outcomes: Mapping[PipelineConfig, Outcome], meshes: Meshes
-) -> Iterator[PipelineConfig]:
-    """The configurations one step from the best ones: with another schedule, another M, or a mesh one step away."""
-    counts, schedules = micro_batch_counts(planner.rows, asked.num_micro_batches), _schedules(asked)
-    ranked = sorted(outcomes, key=lambda config: _sort_key(outcomes[config]))
-    of_meshes: dict[object, PipelineConfig] = {}
-    for config in ranked:
-        of_meshes.setdefault((config.mesh, config.placement), config)
-    configs = list(of_meshes.values())
-    outcome = outcomes[configs[0]]
-    if not isinstance(outcome, Plan) or not outcome.fits:
-        # More micro-batches, and the first schedule, need less memory.
-        larger = [count for count in counts if count > int(configs[0].num_micro_batches)]
-        if larger:
-            yield replace(configs[0], num_micro_batches=larger[0])
-            yield replace(configs[0], schedule=schedules[0])
-            return
-        # Of every mesh: one that lacks more under its first schedule may fit under this one.
-        yield from (replace(config, schedule=schedules[0]) for config in configs)
-        configs = configs[:1]
-    alone = [config for config in configs if config.places == config.processes]
-    several = [config for config in configs if config.places != config.processes]
-    best = [*alone[:_NUM_IMPROVED], *several[:1]]
-    for config in best:
-        place = counts.index(int(config.num_micro_batches))
-        yield from (replace(config, num_micro_batches=count) for count in counts[max(place - 1, 0) : place + 2])
-    for config in best:
-        yield from (replace(config, schedule=schedule) for schedule in schedules)
-        rest = replace(asked, schedule=config.schedule, num_micro_batches=config.num_micro_batches)
-        outcome = outcomes[config]
-        near = outcome.slowest_stage.number if isinstance(outcome, Plan) else 0
-        yield from (with_mesh(rest, placement) for placement in meshes.beside(config.placed("gpipe"), near))
-    for config in configs[:_NUM_RESCHEDULED]:
-        yield from (replace(config, schedule=schedule) for schedule in schedules)
+        Raises:
+            UserError: there is no mesh, or a mini-batch has too few rows for the replicas of any.
+        """
+        planner, asked = self._planner, self._asked
+        if not placements:
+            raise UserError(
+                f"no mesh of {asked.processes} processes has num_stages={asked.num_stages} and replicas="
+                f"{asked.replicas} for a model of {planner.num_layers} layers; use another number of processes, or let "
+                "both be auto."
+            )
+        self._check_rows(min(max(placement.replicas) for placement in placements))
+        schedules = _FIRST_SCHEDULES if asked.schedule == AUTO else self._schedules
+        counts, first = first_micro_batches(planner, asked), []
+        for placement in placements:
+            for count in counts if len(set(placement.replicas)) == 1 else counts[:1]:
+                mesh = replace(with_mesh(asked, placement), num_micro_batches=count)
+                ways = (replace(mesh, schedule=schedule) for schedule in schedules)
+                first += [*filter(self._is_worth_a_try, ways)][:1]
+        return sorted(first, key=partial(work, planner))
 
+    def _steps(self, outcomes: Mapping[PipelineConfig, Outcome], meshes: Meshes) -> Iterator[PipelineConfig]:
+        """The configurations one step from the best ones: with another schedule, another M, or a mesh one step away."""
+        counts, schedules = self._counts, self._schedules
+        ranked = sorted(outcomes, key=lambda config: _sort_key(outcomes[config]))
+        of_meshes: dict[object, PipelineConfig] = {}
+        for config in ranked:
+            of_meshes.setdefault((config.mesh, config.placement), config)
+        configs = list(of_meshes.values())
+        outcome = outcomes[configs[0]]
+        if not isinstance(outcome, Plan) or not outcome.fits:
+            # More micro-batches, and the first schedule, need less memory.
+            larger = [count for count in counts if count > int(configs[0].num_micro_batches)]
+            if larger:
+                yield replace(configs[0], num_micro_batches=larger[0])
+                yield replace(configs[0], schedule=schedules[0])
+                return
+            # Of every mesh: one that lacks more under its first schedule may fit under this one.
+            yield from (replace(config, schedule=schedules[0]) for config in configs)
+            configs = configs[:1]
+        alone = [config for config in configs if config.places == config.processes]
+        several = [config for config in configs if config.places != config.processes]
+        best = [*alone[:_NUM_IMPROVED], *several[:1]]
+        for config in best:
+            place = counts.index(int(config.num_micro_batches))
+            yield from (replace(config, num_micro_batches=count) for count in counts[max(place - 1, 0) : place + 2])
+        for config in best:
+            yield from (replace(config, schedule=schedule) for schedule in schedules)
+            rest = replace(self._asked, schedule=config.schedule, num_micro_batches=config.num_micro_batches)
+            outcome = outcomes[config]
+            near = outcome.slowest_stage.number if isinstance(outcome, Plan) else 0
+            yield from (with_mesh(rest, placement) for placement in meshes.beside(config.placed("gpipe"), near))
+        for config in configs[:_NUM_RESCHEDULED]:
+            yield from (replace(config, schedule=schedule) for schedule in schedules)
 
-def _affordable(
-    planner: Planner, configs: Sequence[PipelineConfig], done: Iterable[PipelineConfig]
-) -> Iterator[PipelineConfig]:
-    """The first configurations for which there is time after those that are done."""
-    spent = sum(work(planner, config) for config in done)
-    for config in configs:
-        if spent < MOST_WORK:
-            yield config
-        spent += work(planner, config)
+    def _affordable(
+        self, configs: Sequence[PipelineConfig], done: Iterable[PipelineConfig]
+    ) -> Iterator[PipelineConfig]:
+        """The first configurations for which there is time after those that are done."""
+        spent = sum(work(self._planner, config) for config in done)
+        for config in configs:
+            if spent < MOST_WORK:
+                yield config
+            spent += work(self._planner, config)
+
+    def _check_rows(self, replicas: int) -> None:
+        """Raise UserError where a step has too few micro-batches for so many replicas."""
+        most = max(map(self._planner.micro_batches_of_step, self._counts))
+        if most < replicas:
+            raise UserError(
+                f"a step has at most {most} micro-batches and a stage has {replicas} replicas, which take them in "
+                "turn: some would never get one; use more micro-batches, more rows in a mini-batch, or fewer replicas."
+            )
+
+    def _is_worth_a_try(self, config: PipelineConfig) -> bool:
+        """Whether a decided M and schedule are: every replica gets a micro-batch where M was open, and of open
+        schedules each can run on the processes and is not another one there."""
+        planner, asked = self._planner, self._asked
+        num_stages, replicas = config.mesh
+        counts, schedule = replicas_of(num_stages, replicas), config.schedule
+        is_open = asked.is_mesh_open or asked.num_micro_batches == AUTO
+        if is_open and planner.micro_batches_of_step(int(config.num_micro_batches)) < max(counts):
+            return False
+        if asked.schedule != AUTO:
+            return True
+        if schedule == "interleaved_1f1b":
+            return config.processes < config.places
+        if schedule in DIVIDED_HEAD:
+            is_one_each = config.places == config.processes and num_stages > 1
+            return is_one_each and planner.costs(int(config.num_micro_batches)).can_divide_head
+        if schedule not in SPLIT_SCHEDULES:
+            return True
+        # A compiled block has one backward, and in one process no other waits for I.
+        if config.torch_compile or config.places == num_stages * config.processes:
+            return False
+        if schedule in V_SHAPED:
+            return len(set(counts)) == 1 and config.places == 2 * config.processes and config.placement is None
+        return config.places == config.processes
 
 
 def work(planner: Planner, config: PipelineConfig) -> int:
@@ -238,72 +301,6 @@ def work(planner: Planner, config: PipelineConfig) -> int:
     num_stages, _ = config.mesh
     assert isinstance(config.num_micro_batches, int), "it is decided"
     return _WORK_OF_PLAN + 3 * num_stages * planner.micro_batches_of_step(config.num_micro_batches)
-
-
-def _outcome(planner: Planner, config: PipelineConfig) -> Outcome:
-    try:
-        return cut_plan(planner, config)
-    except (PartitionError, ScheduleError, DataError) as error:
-        return error
-
-
-def _allowed(planner: Planner, config: PipelineConfig) -> list[PipelineConfig]:
-    """The configuration with its schedule and M decided, in every way that is worth a try.
-
-    Raises:
-        UserError: M is "auto", and a step has too few rows for the replicas of a stage.
-    """
-    if config.num_micro_batches == AUTO:
-        num_stages, replicas = config.mesh
-        _check_rows(planner, config, max(replicas_of(num_stages, replicas)))
-    ways = [
-        replace(config, schedule=schedule, num_micro_batches=count)
-        for schedule in _schedules(config)
-        for count in micro_batch_counts(planner.rows, config.num_micro_batches)
-    ]
-    return [way for way in ways if _is_worth_a_try(planner, config, way)]
-
-
-def _check_rows(planner: Planner, config: PipelineConfig, replicas: int) -> None:
-    """Raise UserError where a step has too few micro-batches for so many replicas."""
-    most = max(map(planner.micro_batches_of_step, micro_batch_counts(planner.rows, config.num_micro_batches)))
-    if most < replicas:
-        raise UserError(
-            f"a step has at most {most} micro-batches and a stage has {replicas} replicas, which take them in turn: "
-            "some would never get one; use more micro-batches, more rows in a mini-batch, or fewer replicas."
-        )
-
-
-def _schedules(config: PipelineConfig) -> Sequence[str]:
-    """Those that a configuration allows."""
-    if config.schedule != AUTO:
-        return (config.schedule,)
-    return [name for name in AUTO_SCHEDULES if name not in DIVIDED_HEAD or not config.why_whole_head]
-
-
-def _is_worth_a_try(planner: Planner, asked: PipelineConfig, config: PipelineConfig) -> bool:
-    """Whether a decided M and schedule are: every replica gets a micro-batch where M was open, and of open schedules
-    each can run on the processes and is not another one there."""
-    num_stages, replicas = config.mesh
-    counts, schedule = replicas_of(num_stages, replicas), config.schedule
-    is_open = asked.is_mesh_open or asked.num_micro_batches == AUTO
-    if is_open and planner.micro_batches_of_step(int(config.num_micro_batches)) < max(counts):
-        return False
-    if asked.schedule != AUTO:
-        return True
-    if schedule == "interleaved_1f1b":
-        return config.processes < config.places
-    if schedule in DIVIDED_HEAD:
-        is_one_each = config.places == config.processes and num_stages > 1
-        return is_one_each and planner.costs(int(config.num_micro_batches)).can_divide_head
-    if schedule not in SPLIT_SCHEDULES:
-        return True
-    # A compiled block has one backward, and in one process no other waits for I.
-    if config.torch_compile or config.places == num_stages * config.processes:
-        return False
-    if schedule in V_SHAPED:
-        return len(set(counts)) == 1 and config.places == 2 * config.processes and config.placement is None
-    return config.places == config.processes
 
 
 def micro_batch_counts(rows: int, asked: int | str) -> list[int]:

@@ -49,9 +49,7 @@ def way_of(plan: Plan) -> str:
 
 
 def with_visitors(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfig]:
-    """The configuration with the weights that visit decided, in every way that is worth a try."""
-    if not config.leaves_visits_open:
-        return [config]
+    """The configuration, which leaves open what visits, with that decided, in every way that is worth a try."""
     # Of dealt stages all weights visit.
     ways = ("all",) if config.schedule in DEALT else (None, *open_visitors(planner))
     return [replace(config, offload_weights=visitors) for visitors in ways]
