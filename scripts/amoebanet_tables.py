@@ -131,7 +131,7 @@ def layer_seconds(layers: Sequence[LayerCost]) -> list[float]:
     """Of each layer's forward; a backward takes twice as long."""
     accelerator, forward_moves = device("tpu-v3"), 2
     return [
-        layer.forward_flops / accelerator.flops_for("float32")
+        layer.forward.flops / accelerator.flops_for("float32")
         + forward_moves * (layer.plain.saved_bytes + layer.plain.saved_input_bytes) / accelerator.bytes_per_second
         for layer in layers
     ]

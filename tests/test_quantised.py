@@ -237,12 +237,12 @@ def test_the_planner_runs_quantised_layers_like_those_that_are_not() -> None:
         tracer = LayerTracer(adapter, as_on_gpu=True)
         costs.append(tracer.costs(Workload(1, 4, 4)).layers[2])
     plain, four = costs
-    assert four.forward_flops == plain.forward_flops
-    assert four.backward_flops == plain.backward_flops
+    assert four.forward.flops == plain.forward.flops
+    assert four.backward.flops == plain.backward.flops
     # Each conversion reads half a byte of a weight, and writes four; norms are not quantised. peft copies each output.
     weights = plain.parameters.count - plain.parameters.trainable_count - 2 * 64
     copies = 2 * 4 * 4 * (64 + 32 + 32 + 64 + 128 + 128 + 64)
-    assert four.forward_moved - plain.forward_moved == 4.5 * weights + copies
+    assert four.forward.moved - plain.forward.moved == 4.5 * weights + copies
     assert four.plain.saved_bytes == pytest.approx(plain.plain.saved_bytes, rel=0.01)
     # To multiply, one weight at a time is converted back.
     largest = 64 * 128 * 4

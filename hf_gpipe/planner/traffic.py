@@ -45,7 +45,7 @@ def traffic(plan: Plan) -> Traffic:
         gradient_bytes = sums.held(stage.layers.start, stage.layers.stop).trainable_bytes
         for layer in layers[stage.layers.start : stage.layers.stop]:
             again = 1.0 if stage.recompute == "block" and layer.kind == "block" else float(shares[stage.number])
-            summed = (1 + again) * layer.forward_sums.num_bytes + layer.backward_sums.num_bytes
+            summed = (1 + again) * layer.forward.sums.num_bytes + layer.backward.sums.num_bytes
             in_layers += 2 * (size - 1) * table.num_micro_batches * summed
         gradients += 2 * (placement.replicas[stage.number] - 1) * gradient_bytes
         if stage.number:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_gpipe.planner.costs.model_costs import GraphCost, LayerCost, ModelCosts, Parameters, Seconds, SharedParameter
+from hf_gpipe.planner.costs.model_costs import (
+    GraphCost,
+    LayerCost,
+    ModelCosts,
+    Operations,
+    Parameters,
+    Seconds,
+    SharedParameter,
+)
 from hf_gpipe.planner.machines.devices import LINKS, Device
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.workload import PlanInputs, Workload
@@ -36,8 +44,8 @@ def layer(
         parameters=Parameters(weights // 4, weights, weights // 4, weights),
         shared=shared,
         buffer_bytes=0,
-        forward_flops=flops,
-        backward_flops=2 * flops,
+        forward=Operations(flops),
+        backward=Operations(2 * flops),
         input_bytes=boundary,
         gradient_input_bytes=boundary,
         forward_working_bytes=0,

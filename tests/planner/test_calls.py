@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_gpipe.planner.costs.model_costs import ModelCosts
+from hf_gpipe.planner.costs.model_costs import ModelCosts, Operations
 from hf_gpipe.planner.costs.prefix_sums import estimated_seconds
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.search.choose import best_plan
@@ -17,7 +17,7 @@ from tests.planner.models import DEVICE, layer, model, settings
 @pytest.mark.parametrize(("is_asynchronous", "forward", "backward"), [(True, 5.0, 8.0), (False, 8.0, 11.0)])
 def test_operations_take_time_however_small(is_asynchronous: bool, forward: float, backward: float) -> None:
     """A GPU computes and then moves bytes, while its host calls the next operation; a CPU does one after the other."""
-    one = replace(layer("h.0", flops=1), forward_moved=4, backward_moved=1, forward_calls=6, backward_calls=16)
+    one = replace(layer("h.0"), forward=Operations(1, 4, 6), backward=Operations(2, 1, 16))
     device = replace(DEVICE, bytes_per_second=2.0, memory_share=0.5, call_seconds=0.5, is_asynchronous=is_asynchronous)
     seconds = estimated_seconds(one, "float32", device)
     assert (seconds.forward, seconds.backward) == (forward, backward)
@@ -27,7 +27,14 @@ def test_many_tiny_micro_batches_are_chosen_only_where_operations_cost_nothing()
     rows = 8
 
     def costs_of(count: int, _: int) -> list[ModelCosts]:
-        one = [replace(layer(f"h.{i}", flops=count, boundary=0), forward_calls=1, backward_calls=2) for i in range(4)]
+        one = [
+            replace(
+                layer(f"h.{i}", boundary=0),
+                forward=Operations(count, calls=1),
+                backward=Operations(2 * count, calls=2),
+            )
+            for i in range(4)
+        ]
         return [model(*one)]
 
     chosen = {}

@@ -50,8 +50,8 @@ def test_the_arithmetic_of_whole_rows() -> None:
         if layer.kind == "block":
             own = [costs.layers[index] for costs in chunks]
             assert sum(one.weight_flops for one in own) == layer.weight_flops
-            assert sum(one.forward_flops for one in own) == layer.forward_flops
-            assert 2 * layer.forward_flops == padded.layers[index].forward_flops - attention
+            assert sum(one.forward.flops for one in own) == layer.forward.flops
+            assert 2 * layer.forward.flops == padded.layers[index].forward.flops - attention
 
 
 def test_chunks_between_those_that_were_traced() -> None:

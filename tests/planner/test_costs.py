@@ -183,9 +183,9 @@ def test_fake_tensors_keep_what_real_ones_do(family: str) -> None:
     for layers in ((1, 3), (num_layers - 2, num_layers)):
         fake, real = (trace(config, *layers, "none", is_real=is_real) for is_real in (False, True))
         assert fake.saved == pytest.approx(real.saved, rel=0.02)
-        assert fake.forward_flops == real.forward_flops
-        assert fake.backward_flops == real.backward_flops
-        assert (fake.forward_calls, fake.backward_calls) == (real.forward_calls, real.backward_calls)
+        assert fake.forward.flops == real.forward.flops
+        assert fake.backward.flops == real.backward.flops
+        assert (fake.forward.calls, fake.backward.calls) == (real.forward.calls, real.backward.calls)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -232,10 +232,10 @@ def test_calls_of_a_block_do_not_depend_on_its_rows() -> None:
     costs = costs_of_short("llama")
     block = costs.layers[1]
     seven_linears, attention = 7, 1
-    assert seven_linears + attention < block.forward_calls < 60
-    assert 2 * seven_linears + attention < block.backward_calls < 120
-    assert block.stage_calls > 0, "a stage makes its mask and its rotary tables"
-    assert costs.layers[2].forward_calls == block.forward_calls
+    assert seven_linears + attention < block.forward.calls < 60
+    assert 2 * seven_linears + attention < block.backward.calls < 120
+    assert block.outside.calls > 0, "a stage makes its mask and its rotary tables"
+    assert costs.layers[2].forward.calls == block.forward.calls
 
 
 def test_flops_of_a_block_and_of_the_head() -> None:
@@ -248,11 +248,11 @@ def test_flops_of_a_block_and_of_the_head() -> None:
     block, head = costs.layers[1], costs.layers[-1]
     attention = 2 * 2 * WORKLOAD.rows * length * length * width
     products = 2 * tokens * (4 * width * width + 3 * width * 64)
-    assert block.forward_flops == products + attention
+    assert block.forward.flops == products + attention
     assert block.weight_flops == products
     assert head.weight_flops == 0
-    assert block.backward_flops == 2 * products + 2.5 * attention  # flash attention makes the scores again
-    assert (head.forward_flops, head.backward_flops) == (0, 6 * tokens * width * 50), "all of it is in the backward"
+    assert block.backward.flops == 2 * products + 2.5 * attention  # flash attention makes the scores again
+    assert (head.forward.flops, head.backward.flops) == (0, 6 * tokens * width * 50), "all of it is in the backward"
 
 
 def test_boundaries_are_what_crosses() -> None:

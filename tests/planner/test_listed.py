@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import pytest
 
+from hf_gpipe.planner.costs.model_costs import Operations
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import allowed_plans, best_plan
 from hf_gpipe.planner.search.listed import TABLE_FILE
@@ -21,7 +22,7 @@ def limited(graphs: float, last: int = 1) -> Planner:
     """For four layers whose graphs are 15 MiB, in processes with room for so many; the last layer is slower."""
     layers = (layer(f"h.{i}", weights=4, saved=15 * MIB, block_saved=15 * MIB, flops=1) for i in range(4))
     split = [replace(one, weight_flops=1, deferred_bytes=10 * MIB) for one in layers]
-    split[-1] = replace(split[-1], backward_flops=1 + last)
+    split[-1] = replace(split[-1], backward=Operations(1 + last))
     return planner(model(*split), rows=8, memory_bytes=int((16 * graphs + 1.2) * MIB))
 
 

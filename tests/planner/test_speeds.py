@@ -109,7 +109,7 @@ def test_divided_layers_are_measured_with_the_sums_over_their_ranks() -> None:
         assert costs.is_measured
         assert costs.num_ranks == 2
         assert block > 0
-        assert costs.layers[1].forward_sums.num_bytes > 0
+        assert costs.layers[1].forward.sums.num_bytes > 0
         # A link that takes seconds for a byte changes nothing: its time is in what was measured.
         slow = LayerSums(costs, cpu(1), Level(2, 1.0, 1.0))
         assert slow.seconds(1, 2, "none") == LayerSums(costs, cpu(1)).seconds(1, 2, "none")

@@ -37,7 +37,7 @@ def test_a_rank_has_its_part_of_weights_operations_and_activations() -> None:
     norms = 2 * WIDTH
     assert own.parameters.count - norms == (block.parameters.count - norms) // 2
     assert own.parameters.trainable_count == own.parameters.count, "all of them are trained"
-    assert own.forward_flops == block.forward_flops // 2
+    assert own.forward.flops == block.forward.flops // 2
     assert own.plain.saved_bytes < 0.75 * block.plain.saved_bytes
     assert half.layers[-1].parameters.count == 51 * WIDTH, "the longest part of the vocabulary"
 
@@ -53,9 +53,9 @@ def test_a_plan_has_the_gradients_and_optimizer_state_of_a_rank() -> None:
 def test_a_block_has_two_sums_forward_and_two_backward() -> None:
     hidden = ROWS * TOKENS * WIDTH * 4
     layers = costs(2).layers
-    assert layers[1].forward_sums == layers[1].backward_sums == SumsOverRanks(2, 2 * hidden)
-    assert layers[0].forward_sums == SumsOverRanks(1, hidden)
-    assert all(layer.forward_sums == layer.backward_sums == SumsOverRanks() for layer in costs(1).layers)
+    assert layers[1].forward.sums == layers[1].backward.sums == SumsOverRanks(2, 2 * hidden)
+    assert layers[0].forward.sums == SumsOverRanks(1, hidden)
+    assert all(layer.forward.sums == layer.backward.sums == SumsOverRanks() for layer in costs(1).layers)
     # A ring of 4: 6 rounds, each with a quarter of the bytes.
     assert SumsOverRanks(2, 4000).seconds(4, Level(2, 1000.0, 0.5)) == pytest.approx(6 * (2 * 0.5 + 1.0))
 
@@ -89,8 +89,8 @@ def test_with_parts_of_the_positions_a_rank_keeps_its_share_of_everything() -> N
     assert whole.plain.saved_bytes > 0.65 * one.plain.saved_bytes
     assert parts.plain.saved_bytes < 0.54 * one.plain.saved_bytes
     hidden, norms = ROWS * TOKENS * WIDTH * 4, 2 * WIDTH * 4
-    assert parts.forward_sums == SumsOverRanks(5, 5 * hidden // 2)
-    assert parts.backward_sums == SumsOverRanks(7 + 2, 7 * hidden // 2 + norms)
+    assert parts.forward.sums == SumsOverRanks(5, 5 * hidden // 2)
+    assert parts.backward.sums == SumsOverRanks(7 + 2, 7 * hidden // 2 + norms)
 
 
 def test_workers_share_the_links_between_machines() -> None:

@@ -340,9 +340,9 @@ def test_the_planner_counts_a_chunk_and_not_the_logits() -> None:
         assert chunk == logits // 8
         assert found.saves_hidden
         assert found.saved < positions * 8 + 100, "the targets"
-        assert found.forward_flops == 0
+        assert found.forward.flops == 0
         assert found.forward_peak < chunk // 8
-        assert found.backward_flops == 3 * 2 * positions * 16 * vocabulary
+        assert found.backward.flops == 3 * 2 * positions * 16 * vocabulary
         assert chunk <= found.backward_peak <= most * chunk
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_seconds
+from hf_gpipe.planner.costs.model_costs import ModelCosts, Operations, mean_seconds
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Chunks, PipelineConfig
@@ -71,12 +71,17 @@ def typical(chunks: Sequence[ModelCosts]) -> ModelCosts:
     layers = [
         replace(
             layer,
-            forward_flops=round(fmean(own.forward_flops for own in same)),
-            backward_flops=round(fmean(own.backward_flops for own in same)),
-            forward_moved=round(fmean(own.forward_moved for own in same)),
-            backward_moved=round(fmean(own.backward_moved for own in same)),
+            forward=_mean(layer.forward, [own.forward for own in same]),
+            backward=_mean(layer.backward, [own.backward for own in same]),
             seconds=mean_seconds(own.seconds for own in same),
         )
         for layer, *same in zip(most.layers, *(chunk.layers for chunk in chunks), strict=True)
     ]
     return replace(most, layers=tuple(layers), stage_seconds=mean_seconds(chunk.stage_seconds for chunk in chunks))
+
+
+def _mean(most: Operations, operations: Sequence[Operations]) -> Operations:
+    """The mean of what they compute and move, with the calls and sums of one."""
+    return most._replace(
+        flops=round(fmean(own.flops for own in operations)), moved=round(fmean(own.moved for own in operations))
+    )

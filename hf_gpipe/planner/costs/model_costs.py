@@ -154,6 +154,26 @@ class SumBeside(NamedTuple):
 
 
 @sendable
+class Operations(NamedTuple):
+    """The operations of a pass of one micro-batch through a layer.
+
+    Attributes:
+        flops: multiplications and additions of the matrix products (2 for each pair).
+        moved: bytes that operations without a product read and write.
+        calls: number of operations, views apart. Each takes time however small it is.
+        sums: over the ranks of a worker, where layers are divided.
+    """
+
+    flops: int = 0
+    moved: int = 0
+    calls: int = 0
+    sums: SumsOverRanks = NO_SUMS
+
+
+NO_OPERATIONS = Operations()
+
+
+@sendable
 @dataclass(frozen=True)
 class LayerCost:
     """One layer's costs for one micro-batch.
@@ -164,10 +184,11 @@ class LayerCost:
         shared: those that other layers use too.
         buffer_bytes: tensors that are no parameters, such as position tables.
         converted_bytes: what autocast makes of the weights, once for all micro-batches of a step.
-        forward_flops: multiplications and additions of the forward's matrix products (2 for each pair), head's loss
-            included.
-        backward_flops: the same of the backward, for inputs and weights, without any recomputation.
-        weight_flops: the part of them that W can leave for later: of linear layers' weights, the head's apart.
+        forward: its operations, head's loss included.
+        backward: those for inputs and weights, without any recomputation.
+        outside: those of a stage before its layers, for masks and positions.
+        weight_flops: of the backward's the part that W can leave for later: of linear layers' weights, the head's
+            apart.
         input_bytes: what crosses the boundary before this layer; 0 for the first one.
         gradient_input_bytes: what comes back across it.
         forward_working_bytes: the peak of the forward above what was there before it, with a graph.
@@ -178,11 +199,7 @@ class LayerCost:
         seconds: measured; None where nothing was.
         deferred_bytes: what I keeps for W where the backward is split.
         row_bytes: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
-        forward_moved, backward_moved: bytes that operations without a product read and write.
-        forward_calls, backward_calls: operations, each of which takes time however small it is.
-        stage_moved, stage_calls: the same of a stage before its layers, for masks and positions.
-        forward_sums, backward_sums: over the ranks of a worker, where its layers are divided.
-        sums_beside: those of `backward_sums` that run beside products of weights, unless W computes these later.
+        sums_beside: of the backward's sums those that run beside products of weights, unless W computes these later.
     """
 
     name: str
@@ -191,27 +208,20 @@ class LayerCost:
     parameters: Parameters
     shared: tuple[SharedParameter, ...]
     buffer_bytes: int
-    forward_flops: int
-    backward_flops: int
+    forward: Operations
+    backward: Operations
     input_bytes: int
     gradient_input_bytes: int
     forward_working_bytes: int
     forward_only_working_bytes: int
     plain: GraphCost
     block: GraphCost
+    outside: Operations = NO_OPERATIONS
     weight_flops: int = 0
     seconds: Seconds | None = None
     deferred_bytes: int = 0
     row_bytes: int = 0
     converted_bytes: int = 0
-    forward_moved: int = 0
-    backward_moved: int = 0
-    stage_moved: int = 0
-    forward_calls: int = 0
-    backward_calls: int = 0
-    stage_calls: int = 0
-    forward_sums: SumsOverRanks = NO_SUMS
-    backward_sums: SumsOverRanks = NO_SUMS
     sums_beside: tuple[SumBeside, ...] = ()
 
     def graph(self, inner: InnerRecompute) -> GraphCost:
@@ -281,19 +291,13 @@ class ModelCosts:
             shared=(),
             buffer_bytes=0,
             converted_bytes=0,
-            forward_flops=0,
-            backward_flops=0,
+            forward=NO_OPERATIONS,
+            backward=NO_OPERATIONS,
             forward_working_bytes=0,
             forward_only_working_bytes=0,
             plain=nothing,
             block=nothing,
             seconds=None if self.layers[-1].seconds is None else Seconds(0.0, 0.0, 0.0),
-            forward_moved=0,
-            backward_moved=0,
-            forward_calls=0,
-            backward_calls=0,
-            forward_sums=NO_SUMS,
-            backward_sums=NO_SUMS,
             sums_beside=(),
         )
         return replace(self, layers=(*self.layers[:-1], head))

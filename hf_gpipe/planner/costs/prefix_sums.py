@@ -86,7 +86,7 @@ class LayerSums:
         seconds = [layer.seconds or estimated_seconds(layer, costs.compute_dtype, device) for layer in layers]
         # The ranks of a worker wait for their sums, but for what runs beside products. Measured seconds include both.
         size, link = 1 if costs.is_measured else costs.num_ranks, link or device.link
-        sums = [(layer.forward_sums.seconds(size, link), layer.backward_sums.seconds(size, link)) for layer in layers]
+        sums = [(layer.forward.sums.seconds(size, link), layer.backward.sums.seconds(size, link)) for layer in layers]
         self._stage_seconds = costs.stage_seconds or estimated_stage_seconds(layers, device)
         self._forward_only = RangeSum(own.forward_only + sent for own, (sent, _) in zip(seconds, sums, strict=True))
         self._forward = RangeSum(own.forward + sent for own, (sent, _) in zip(seconds, sums, strict=True))
@@ -100,15 +100,15 @@ class LayerSums:
         )
         # Of a measured backward too W is the share of its operations.
         self.weight_seconds = RangeSum(
-            own.backward * layer.weight_flops / layer.backward_flops if layer.backward_flops else 0.0
+            own.backward * layer.weight_flops / layer.backward.flops if layer.backward.flops else 0.0
             for layer, own in zip(layers, seconds, strict=True)
         )
         self._blocks_again = RangeSum(
             own.forward + sent if layer.kind == "block" else 0.0
             for layer, own, (sent, _) in zip(layers, seconds, sums, strict=True)
         )
-        self.forward_flops = RangeSum(layer.forward_flops for layer in layers)
-        self.backward_flops = RangeSum(layer.backward_flops for layer in layers)
+        self.forward_flops = RangeSum(layer.forward.flops for layer in layers)
+        self.backward_flops = RangeSum(layer.backward.flops for layer in layers)
         self.buffer_bytes = RangeSum(layer.buffer_bytes for layer in layers)
         self.converted_bytes = RangeSum(layer.converted_bytes for layer in layers)
         self.deferred_bytes = RangeSum(layer.deferred_bytes for layer in layers)
@@ -282,7 +282,7 @@ def _hidden_seconds(layer: LayerCost, own: Seconds, size: int, link: Level) -> f
     """Seconds of the backward's sums that its products hide: of each sum as many as its products take."""
     if not layer.sums_beside:
         return 0.0
-    per_operation = own.backward / layer.backward_flops
+    per_operation = own.backward / layer.backward.flops
     return sum(
         min(SumsOverRanks(1, beside.num_bytes).seconds(size, link), beside.flops * per_operation)
         for beside in layer.sums_beside
@@ -292,15 +292,16 @@ def _hidden_seconds(layer: LayerCost, own: Seconds, size: int, link: Level) -> f
 def estimated_seconds(layer: LayerCost, compute_dtype: str, device: Device) -> Seconds:
     """A layer's seconds by a device's rates: products take their arithmetic, and other operations what they move."""
     rate = device.product_rate(compute_dtype)
-    forward = device.seconds(layer.forward_flops / rate, layer.forward_moved, layer.forward_calls)
-    backward = device.seconds(layer.backward_flops / rate, layer.backward_moved, layer.backward_calls)
+    forward, backward = (
+        device.seconds(own.flops / rate, own.moved, own.calls) for own in (layer.forward, layer.backward)
+    )
     return Seconds(forward, forward, backward)
 
 
 def estimated_stage_seconds(layers: Sequence[LayerCost], device: Device) -> Seconds:
     """The seconds of a stage beyond its layers: its own operations, and the executor's time for an action."""
     action = device.seconds(0.0, 0, _CALLS_OF_ACTION)
-    moved, calls = max(layer.stage_moved for layer in layers), max(layer.stage_calls for layer in layers)
+    moved, calls = max(layer.outside.moved for layer in layers), max(layer.outside.calls for layer in layers)
     forward = action + device.seconds(0.0, moved, calls)
     return Seconds(forward, forward, action)
 

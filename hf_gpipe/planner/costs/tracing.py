@@ -29,7 +29,7 @@ from hf_gpipe.adapters.modules.dropout import default_generator
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner.costs.gpu_attention import AttentionOfAGpu
-from hf_gpipe.planner.costs.model_costs import NO_SUMS, SumBeside, SumsOverRanks
+from hf_gpipe.planner.costs.model_costs import NO_SUMS, Operations, SumBeside, SumsOverRanks
 from hf_gpipe.planner.costs.tracker import Phase, Tracker
 from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
@@ -54,13 +54,10 @@ class Trace(NamedTuple):
         backward_levels: of the backward, above `saved`, the gradient that comes in included.
         deferred: of blocks that are not recomputed, what I keeps for W where the backward is split.
         row: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
-        forward_flops, backward_flops: of matrix products, numbers.
+        outside, forward, backward: operations of the forward before the first own layer was called, without products;
+            of the forward; and of the backward.
         weight_flops: of the backward's matrix products those for the weights of linear layers.
-        stage_moved, forward_moved, backward_moved: bytes that all other operations read and write: of the forward
-            those before the first own layer was called, the others, and the backward's.
-        stage_calls, forward_calls, backward_calls: numbers of operations in these three parts. Views are not counted.
-        forward_sums, backward_sums: over the ranks of a worker.
-        sums_beside: of the backward those that run beside products.
+        sums_beside: of the backward's sums those that run beside products.
     """
 
     converted: int
@@ -72,17 +69,10 @@ class Trace(NamedTuple):
     backward_levels: tuple[int, ...]
     deferred: int
     row: int
-    forward_flops: int
-    backward_flops: int
+    outside: Operations
+    forward: Operations
+    backward: Operations
     weight_flops: int
-    stage_moved: int
-    forward_moved: int
-    backward_moved: int
-    stage_calls: int
-    forward_calls: int
-    backward_calls: int
-    forward_sums: SumsOverRanks = NO_SUMS
-    backward_sums: SumsOverRanks = NO_SUMS
     sums_beside: tuple[SumBeside, ...] = ()
 
     @property
@@ -282,6 +272,7 @@ def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks 
         stage.forward(context, keep_graph=False)
     sums = [NO_SUMS if ranks is None else ranks.take()]
     forward = _forward(stage, context, tracker, stage.model.start)
+    phase = forward.phase
     sums.append(NO_SUMS if ranks is None else ranks.take())
     with tracker.phase() as backward:
         if ranks is not None:
@@ -293,23 +284,16 @@ def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks 
         saved=forward.saved,
         saved_outside=forward.outside,
         saves_hidden=forward.saves_hidden,
-        forward_levels=tuple(forward.phase.levels),
+        forward_levels=tuple(phase.levels),
         forward_only_levels=tuple(forward_only.levels),
         backward_levels=tuple(level + forward.incoming for level in (0, *backward.levels)),
         deferred=_deferred_bytes(stage, context, forward.gradients),
         row=row,
-        forward_flops=forward.phase.flops,
-        backward_flops=backward.flops,
+        outside=Operations(moved=phase.moved_before, calls=phase.calls_before),
+        forward=Operations(phase.flops, phase.moved - phase.moved_before, phase.calls - phase.calls_before, sums[1]),
+        backward=Operations(backward.flops, backward.moved, backward.calls, sums[2]),
         # A linear layer's gradient of its input takes as many operations as its forward; the rest is for the weights.
-        weight_flops=max(backward.linear_flops - forward.phase.linear_flops, 0),
-        stage_moved=forward.phase.moved_before,
-        forward_moved=forward.phase.moved - forward.phase.moved_before,
-        backward_moved=backward.moved,
-        stage_calls=forward.phase.calls_before,
-        forward_calls=forward.phase.calls - forward.phase.calls_before,
-        backward_calls=backward.calls,
-        forward_sums=sums[1],
-        backward_sums=sums[2],
+        weight_flops=max(backward.linear_flops - phase.linear_flops, 0),
         sums_beside=() if ranks is None else tuple(ranks.beside),
     )
 
