@@ -36,13 +36,15 @@ the stages after it. Without replicas this number is K-s.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.basic import forwards_ahead, in_turn
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, REDUCE, UPDATE
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations
@@ -118,29 +120,23 @@ def asynchronous(name: str, steps: tuple[int, ...], placement: Placement, limits
     return replace(table, versions=frozenset(named))
 
 
-def _order(stage: int, process: int, placement: Placement, steps: tuple[int, ...], *, waits: bool) -> Iterator[Action]:
-    """1F1B over all steps on a worker of a stage: a forward comes after so many backwards that the number in flight is
-    as the module says.
+def _order(stage: int, process: int, placement: Placement, steps: tuple[int, ...], *, waits: bool) -> list[Action]:
+    """1F1B over all steps on a worker of a stage, with as many micro-batches in flight as the module says.
 
     Where it waits, a forward also comes after every backward of the step before the last one, whose update makes the
     version that it reads.
     """
     own = placement.micro_batches_of(stage, process, sum(steps))
-    in_flight = -(-sum(placement.replicas[stage:]) // placement.replicas[stage])
+    ahead = forwards_ahead(placement, stage)
+    needed = [index - ahead for index in range(len(own))]
     step_of = [step for step, size in enumerate(steps) for _ in range(size)]
     ends = list(accumulate(steps))
-    num_backwards = 0
     for index, micro_batch in enumerate(own):
-        needed = index - in_flight + 1
         if waits and step_of[micro_batch] > 1:
             of_steps_before = placement.micro_batches_of(stage, process, ends[step_of[micro_batch] - 2])
-            needed = max(needed, len(of_steps_before))
-        while num_backwards < needed:
-            yield Action(BACKWARD, stage, own[num_backwards])
-            num_backwards += 1
-        yield Action(FORWARD, stage, micro_batch)
-    for micro_batch in own[num_backwards:]:
-        yield Action(BACKWARD, stage, micro_batch)
+            needed[index] = max(needed[index], len(of_steps_before))
+    forwards, backwards = ([Action(kind, stage, m) for m in own] for kind in (FORWARD, BACKWARD))
+    return in_turn(forwards, backwards, partial(bisect_right, needed))
 
 
 def _with_updates(row: list[Action], process: int, placement: Placement, steps: tuple[int, ...]) -> Iterator[Action]:

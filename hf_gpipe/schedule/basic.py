@@ -7,13 +7,13 @@ idle where ".." stands.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, ActionKind
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.recompute import Limits, fused_last, merge_with_recomputations
-from hf_gpipe.schedule.zero_bubble import forwards_ahead
 
 _forward, _backward = partial(Action, FORWARD), partial(Action, BACKWARD)
 
@@ -114,20 +114,46 @@ def one_forward_one_backward(num_micro_batches: int, placement: Placement, limit
 
 
 def alternating(num_micro_batches: int, placement: Placement, more: int = 0) -> list[list[Action]]:
-    """The order of each stage in 1F1B: each replica runs some forwards first, so many `more` than it needs, and then
-    one with each backward."""
+    """The order of each stage in 1F1B, with so many forwards `more` than it needs before the first backward."""
     orders: list[list[Action]] = []
     for stage, workers in enumerate(placement.workers):
         ahead = forwards_ahead(placement, stage) + more
-        order: list[Action] = []
-        for process in workers:
-            own = placement.micro_batches_of(stage, process, num_micro_batches)
-            order += [_forward(stage, m) for m in own[:ahead]]
-            for index, m in enumerate(placement.backward_order(own)):
-                order += [_forward(stage, later) for later in own[index + ahead : index + ahead + 1]]
-                order.append(_backward(stage, m))
-        orders.append(order)
+        replicas = (placement.micro_batches_of(stage, process, num_micro_batches) for process in workers)
+        every = (one_with_each(stage, own, placement.backward_order(own), ahead) for own in replicas)
+        orders.append([action for order in every for action in order])
     return orders
+
+
+def one_with_each(
+    stage: int, forwards: Sequence[int], backwards: Sequence[int], ahead: int, kind: ActionKind = BACKWARD
+) -> list[Action]:
+    """The order of a stage that runs so many forwards `ahead`, and then one with each backward, which is of a kind."""
+    waiting = [_forward(stage, m) for m in forwards]
+    return in_turn(waiting, [Action(kind, stage, m) for m in backwards], lambda index: index + ahead + 1)
+
+
+def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], before: Callable[[int], int]) -> list[Action]:
+    """Forwards and backwards, each in their order: `before` says how many forwards come before a backward, by its
+    index."""
+    order: list[Action] = []
+    done = 0
+    for index, backward in enumerate(backwards):
+        until = max(done, before(index))
+        order += [*forwards[done:until], backward]
+        done = until
+    return order
+
+
+def forwards_ahead(placement: Placement, stage: int) -> int:
+    """The forwards that a replica of a stage runs in 1F1B before it runs each forward with one backward.
+
+    Of all replicas from this stage on it is the share of one replica of the stage, rounded up, less one. Without
+    replicas it is K-s-1. Of a row in c chunks the last one's backward is first, so it is c-1 more; where stages differ
+    in their replicas, a later stage takes whole rows from them in turn, so it is the share in rows.
+    """
+    in_flight = -(-sum(placement.replicas[stage:]) // len(placement.workers[stage]))
+    chunks = placement.chunks
+    return in_flight * chunks - 1 if len(set(placement.replicas)) > 1 else in_flight - 1 + chunks - 1
 
 
 def forward_only(num_micro_batches: int, placement: Placement, limits: Limits) -> list[list[Action]]:

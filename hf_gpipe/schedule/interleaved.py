@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.basic import naive, one_forward_one_backward
+from hf_gpipe.schedule.basic import in_turn, naive, one_forward_one_backward
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.recompute import Limits, fused_last, rows_with_recomputations
@@ -112,17 +112,12 @@ def _orders_of_pipeline(
     orders = []
     for process in range(num_processes):
         further = 2 * (num_processes - 1 - process) + chunks - 1
-        order: list[Action] = []
-        done = 0
-        for index, (turn, m) in enumerate(backwards):
-            until = max(done, index + 1 + ahead[index] + further)
-            order += [
-                Action(FORWARD, earlier * num_processes + process, micro_batch)
-                for earlier, micro_batch in forwards[done:until]
-            ]
-            order.append(Action(BACKWARD, turn * num_processes + process, m))
-            done = until
-        orders.append(order)
+        own_forwards, own_backwards = (
+            [Action(kind, turn * num_processes + process, m) for turn, m in of_kind]
+            for kind, of_kind in ((FORWARD, forwards), (BACKWARD, backwards))
+        )
+        before = [index + 1 + more + further for index, more in enumerate(ahead)]
+        orders.append(in_turn(own_forwards, own_backwards, before.__getitem__))
     return orders
 
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
+from hf_gpipe.schedule.basic import forwards_ahead, one_with_each
 from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, INPUT, WEIGHT
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
@@ -136,18 +138,6 @@ def whole_backwards(order: Sequence[Action], process: int, placement: Placement)
     return result
 
 
-def forwards_ahead(placement: Placement, stage: int) -> int:
-    """The forwards that a replica of a stage runs in 1F1B before it runs each forward with one backward.
-
-    Of all replicas from this stage on it is the share of one replica of the stage, rounded up, less one. Without
-    replicas it is K-s-1. Of a row in c chunks the last one's backward is first, so it is c-1 more; where stages differ
-    in their replicas, a later stage takes whole rows from them in turn, so it is the share in rows.
-    """
-    in_flight = -(-sum(placement.replicas[stage:]) // len(placement.workers[stage]))
-    chunks = placement.chunks
-    return in_flight * chunks - 1 if len(set(placement.replicas)) > 1 else in_flight - 1 + chunks - 1
-
-
 def _split_1f1b(num_micro_batches: int, placement: Placement, limits: Limits, *, doubled: bool) -> list[list[Action]]:
     """1F1B in which W follows some micro-batches after I."""
     orders: list[list[Action]] = []
@@ -155,20 +145,19 @@ def _split_1f1b(num_micro_batches: int, placement: Placement, limits: Limits, *,
         ahead = forwards_ahead(placement, stage)
         # With replicas: of all replicas before this stage the share of one replica.
         behind = -(-sum(placement.replicas[:stage]) // len(workers))
-        order: list[Action] = []
+        orders.append([])
         for process in workers:
             own = placement.micro_batches_of(stage, process, num_micro_batches)
             spare = max(0, len(own) - ahead - behind - 1) if doubled else 0
             first, late = ahead + min(ahead, spare), behind + min(behind, spare)
-            order += [Action(_F, stage, m) for m in own[:first]]
-            backwards = placement.backward_order(own)
-            for index, m in enumerate(backwards):
-                order += [Action(_F, stage, later) for later in own[index + first : index + first + 1]]
-                order.append(Action(_I, stage, m))
-                if index >= late:
-                    order.append(Action(_W, stage, backwards[index - late]))
-            order += [Action(_W, stage, m) for m in backwards[max(len(own) - late, 0) :]]
-        orders.append(order)
+            waiting: list[Action] = []
+            for action in one_with_each(stage, own, placement.backward_order(own), first, _I):
+                orders[-1].append(action)
+                if action.kind == _I:
+                    waiting.append(replace(action, kind=_W))
+                    if len(waiting) > late:
+                        orders[-1].append(waiting.pop(0))
+            orders[-1] += waiting
     return merge_with_recomputations(orders, placement, fused_last(limits))
 
 
