@@ -29,7 +29,7 @@ from hf_gpipe.adapters.modules.dropout import default_generator
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner.costs.gpu_attention import AttentionOfAGpu
-from hf_gpipe.planner.costs.model_costs import NO_SUMS, Operations, SumBeside, SumsOverRanks
+from hf_gpipe.planner.costs.model_costs import NO_OPERATIONS, NO_SUMS, Operations, SumBeside, SumsOverRanks
 from hf_gpipe.planner.costs.tracker import Phase, Tracker
 from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
@@ -54,9 +54,9 @@ class Trace(NamedTuple):
         backward_levels: of the backward, above `saved`, the gradient that comes in included.
         deferred: of blocks that are not recomputed, what I keeps for W where the backward is split.
         row: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
-        outside, forward, backward: operations of the forward before the first own layer was called, without products;
-            of the forward; and of the backward.
         weight_flops: of the backward's matrix products those for the weights of linear layers.
+        outside, forward, backward: operations of the forward before the first own layer was called, without products;
+            the forward's others; and the backward's.
         sums_beside: of the backward's sums those that run beside products.
     """
 
@@ -69,10 +69,10 @@ class Trace(NamedTuple):
     backward_levels: tuple[int, ...]
     deferred: int
     row: int
-    outside: Operations
-    forward: Operations
-    backward: Operations
     weight_flops: int
+    outside: Operations = NO_OPERATIONS
+    forward: Operations = NO_OPERATIONS
+    backward: Operations = NO_OPERATIONS
     sums_beside: tuple[SumBeside, ...] = ()
 
     @property
