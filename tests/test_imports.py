@@ -46,6 +46,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = ("errors", "text", "schedule", "partition", "recipe", "strict_json")
 HEAVY = {"torch", "transformers"}
+#: Folders inside of packages, with modules beside them. Each imports from the others in one direction alone.
+FOLDERS = ("planner.costs", "planner.machines", "planner.search")
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -109,6 +111,15 @@ def wrong_way(graph: dict[str, set[str]]) -> list[str]:
     return complaints
 
 
+def folded(graph: dict[str, set[str]], folders: tuple[str, ...]) -> dict[str, set[str]]:
+    """The same graph, in which the modules of a folder inside of a package are one."""
+    nodes = {module: next((f for f in folders if module.startswith(f"{f}.")), module) for module in graph}
+    result: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+        result.setdefault(nodes[module], set()).update({nodes.get(other, other) for other in imported} - {nodes[module]})
+    return result
+
+
 def cycle(graph: dict[str, set[str]]) -> list[str]:
     """The modules of one import cycle, or none."""
     sorter = TopologicalSorter({module: imported for module, imported in graph.items() if "." in module})
@@ -126,6 +137,12 @@ def test_every_module_has_its_place_and_imports_run_upwards_only() -> None:
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Inside a package neither, nor for the type checker alone."""
     assert cycle(of_the_package()) == []
+
+
+def test_no_folders_inside_of_a_package_import_each_other_in_a_circle() -> None:
+    """Nor a folder and the modules beside it. The adapters' folders are one, for they are about the same modules."""
+    folders = tuple(f"{PACKAGE}.{name}" for name in FOLDERS)
+    assert cycle(folded(of_the_package(), folders)) == []
 
 
 def test_the_upper_layers_name_neither_torch_nor_transformers() -> None:

@@ -136,7 +136,7 @@ class PlanRequest:
         from hf_gpipe.from_recipe.checks import loss_of, workload_of
         from hf_gpipe.from_recipe.model import teacher_of
         from hf_gpipe.model.tensor_parallel import check_division
-        from hf_gpipe.planner.machines.speeds import rated_speeds
+        from hf_gpipe.planner.costs.speeds import rated_speeds
         from hf_gpipe.planner.of_model import planner_of
         from hf_gpipe.planner.search.choose import micro_batch_counts
         from hf_gpipe.planner.workload import PlanInputs

@@ -24,8 +24,8 @@ from hf_gpipe.model.teacher import Teacher, check_given, open_teacher
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.decide import Planning, settled
-from hf_gpipe.planner.machines.preflight import compare_with_machines
 from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.pipeline_keys import OF_EACH_PROCESS

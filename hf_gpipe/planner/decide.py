@@ -15,10 +15,10 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.costs.chunks import each_chunk, ways_to_cut
 from hf_gpipe.planner.costs.measure import profile_layers, rated_machine, steady_memory, this_machine, tracer_of
 from hf_gpipe.planner.costs.model_costs import ModelCosts, mean_costs, times
+from hf_gpipe.planner.costs.speeds import measure_speeds
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.links import cluster_of, measure_machines, steady
 from hf_gpipe.planner.machines.processes import ALIKE, MemoryLimit
-from hf_gpipe.planner.machines.speeds import measure_speeds
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts

@@ -26,7 +26,7 @@ from hf_gpipe.partition.cluster import Level
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.planner.machines import links
 from hf_gpipe.planner.machines.links import cluster_of, pairs_to_measure
-from hf_gpipe.planner.machines.preflight import memory_problems
+from hf_gpipe.planner.preflight import memory_problems
 from hf_gpipe.recipe import AUTO, parse_recipe
 from hf_gpipe.schedule import Placement
 from tests.gloo import run_gloo
