@@ -113,10 +113,13 @@ def wrong_way(graph: dict[str, set[str]]) -> list[str]:
 
 def folded(graph: dict[str, set[str]], folders: tuple[str, ...]) -> dict[str, set[str]]:
     """The same graph, in which the modules of a folder inside of a package are one."""
-    nodes = {module: next((f for f in folders if module.startswith(f"{f}.")), module) for module in graph}
+    nodes = {
+        module: next((folder for folder in folders if module.startswith(f"{folder}.")), module) for module in graph
+    }
     result: dict[str, set[str]] = {}
     for module, imported in graph.items():
-        result.setdefault(nodes[module], set()).update({nodes.get(other, other) for other in imported} - {nodes[module]})
+        own = result.setdefault(nodes[module], set())
+        own |= {nodes.get(other, other) for other in imported} - {nodes[module]}
     return result
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.bound import limit_of_step
-from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.planner.saving import (
     copy_bytes,
@@ -155,7 +154,7 @@ def verdict(plan: Plan) -> str:
 def memory_why(plan: Plan) -> str:
     """The process with the highest peak memory, and its largest items."""
     process = plan.fullest_process
-    items = sorted(_items(process.memory).items(), key=lambda item: -item[1])
+    items = sorted(asdict(process.memory).items(), key=lambda item: -item[1])
     largest = ", ".join(f"{size_text(size)} {_ITEMS[name]}" for name, size in items[:3])
     stages = f"stage {process.stages[0]}" if len(process.stages) == 1 else f"stages {list(process.stages)}"
     return f"process {process.number} ({stages}) has the peak: {size_text(process.memory.total)}, of it {largest}"
@@ -286,7 +285,7 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
                 "num_parameters": stage.num_parameters,
                 "recompute": stage.recompute,
                 "busy_seconds": stage.busy_seconds,
-                "memory_bytes": {**_items(stage.memory), "total": stage.memory.total},
+                "memory_bytes": {**asdict(stage.memory), "total": stage.memory.total},
             }
             for stage in plan.stages
         ],
@@ -296,7 +295,7 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
                 "stages": list(process.stages),
                 # Of NCCL, between stages.
                 "communicators": num_communicators(plan.timeline.schedule.placement, process.number),
-                "memory_bytes": {**_items(process.memory), "total": process.memory.total},
+                "memory_bytes": {**asdict(process.memory), "total": process.memory.total},
                 # In the memory of its host, while a checkpoint is saved in the background.
                 "copy_bytes": copied,
                 "offloaded_bytes": offloaded,
@@ -370,10 +369,6 @@ def _search_row(plan: Plan) -> tuple[str, ...]:
         _recompute(plan),
         f"{runs_text(settings.partition)}{order}",
     )
-
-
-def _items(memory: MemoryEstimate) -> dict[str, int]:
-    return {name: int(size) for name, size in asdict(memory).items()}
 
 
 def _types(plan: Plan) -> str:

@@ -23,8 +23,8 @@ def kept_bytes(plan: Plan) -> list[int]:
     A machine has the files of its own processes, and of several machines those of the one before it. In a cluster of
     one level all processes are on one machine.
     """
-    cluster, saved = plan.planner.cluster, _saved_bytes(plan)
-    size = len(saved) if cluster is None or len(cluster.levels) == 1 else cluster.devices_in(1)
+    saved = _saved_bytes(plan)
+    size = plan.planner.host_size(len(saved))
     own = [sum(saved[start : start + size]) for start in range(0, len(saved), size)]
     if not plan.planner.inputs.keeps_in_memory:
         return [0] * len(own)

@@ -104,8 +104,8 @@ def breakdown(timeline: Timeline) -> Breakdown:
     stages_of: list[dict[int, Parts]] = []
     for process in range(placement.num_processes):
         of_devices: dict[tuple[int, str | None], list[Span]] = {}
-        for span in timeline.spans:
-            if span.process == process and span.action.kind.resource is Resource.COMPUTE:
+        for span in timeline.by_process.get(process, ()):
+            if span.action.kind.resource is Resource.COMPUTE:
                 of_devices.setdefault(placement.place_of(process, span.action.stage), []).append(span)
         parts = [] if of_devices else [Parts(wait=total)]
         waited: list[tuple[Span, Seconds]] = []

@@ -122,10 +122,7 @@ def draw_png(path: str | Path, *timelines: Timeline, titles: Sequence[str] | Non
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise ScheduleError(f"cannot draw {path}: the suffix {path.suffix!r} is not one of {', '.join(_SUFFIXES)}.")
-    titles = [title_of(timeline) for timeline in timelines] if titles is None else titles
-    if not timelines or len(titles) != len(timelines):
-        raise ScheduleError(f"cannot draw {path}: {len(timelines)} timelines with {len(titles)} titles; give each one.")
-    figure(timelines, titles).savefig(path)
+    figure(timelines, checked_titles(path, timelines, titles)).savefig(path)
 
 
 def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
@@ -265,6 +262,16 @@ def _number(placement: Placement, span: Span) -> str:
     if placement.is_dealt:
         return str(span.action.stage)
     return span.action.label if span.action.micro_batch is None else str(span.action.micro_batch)
+
+
+def checked_titles(path: str | Path, timelines: Sequence[Timeline], titles: Sequence[str] | None) -> Sequence[str]:
+    """The titles of timelines for a file. Raises ScheduleError: no timeline, or not one title for each."""
+    titles = [title_of(timeline) for timeline in timelines] if titles is None else titles
+    if not timelines or len(titles) != len(timelines):
+        raise ScheduleError(
+            f"cannot write {path}: {len(timelines)} timelines with {len(titles)} titles; give each one."
+        )
+    return titles
 
 
 def title_of(timeline: Timeline) -> str:

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule.draw import name_in_text, row_name, title_of
+from hf_gpipe.schedule.draw import checked_titles, name_in_text, row_name
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import occupancy
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
@@ -35,11 +34,7 @@ def write_trace(path: str | Path, *timelines: Timeline, titles: Sequence[str] | 
     Raises:
         ScheduleError: no timeline, or not one title for each.
     """
-    titles = [title_of(timeline) for timeline in timelines] if titles is None else titles
-    if not timelines or len(titles) != len(timelines):
-        raise ScheduleError(
-            f"cannot write {path}: {len(timelines)} timelines with {len(titles)} titles; give each one."
-        )
+    titles = checked_titles(path, timelines, titles)
     events: list[Event] = []
     for number, (timeline, title) in enumerate(zip(timelines, titles, strict=True)):
         events += [{**event, "pid": number} for event in _events(timeline, title)]

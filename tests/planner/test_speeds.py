@@ -17,12 +17,11 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.job.facts import DeviceFacts
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner import decide
-from hf_gpipe.planner.costs import measure
+from hf_gpipe.planner.costs import measure, speeds
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.measure import block_seconds
 from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds, times
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
-from hf_gpipe.planner.machines import speeds
 from hf_gpipe.planner.machines.devices import DEVICES, cpu
 from hf_gpipe.planner.workload import Workload
 from tests.gloo import run_gloo
