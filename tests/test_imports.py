@@ -46,8 +46,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = ("errors", "text", "schedule", "partition", "recipe", "strict_json")
 HEAVY = {"torch", "transformers"}
-#: Folders inside of packages, with modules beside them. Each imports from the others in one direction alone.
-FOLDERS = ("planner.costs", "planner.machines", "planner.search")
+#: It has what modules of divided layers need, and what divides them.
+NOT_FOLDED = ("adapters.tensor_parallel",)
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -111,16 +111,19 @@ def wrong_way(graph: dict[str, set[str]]) -> list[str]:
     return complaints
 
 
-def folded(graph: dict[str, set[str]], folders: tuple[str, ...]) -> dict[str, set[str]]:
+def folded(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     """The same graph, in which the modules of a folder inside of a package are one."""
-    nodes = {
-        module: next((folder for folder in folders if module.startswith(f"{folder}.")), module) for module in graph
-    }
+    parts = (module.split(".") for module in graph if module.count(".") > 2)
+    folders = {".".join(names[:3]) for names in parts} - {f"{PACKAGE}.{name}" for name in NOT_FOLDED}
+
+    def node(module: str) -> str:
+        folder = ".".join(module.split(".")[:3])
+        return folder if folder in folders else module
+
     result: dict[str, set[str]] = {}
     for module, imported in graph.items():
-        own = result.setdefault(nodes[module], set())
-        own |= {nodes.get(other, other) for other in imported} - {nodes[module]}
-    return result
+        result.setdefault(node(module), set()).update(map(node, imported))
+    return {module: imported - {module} for module, imported in result.items()}
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -143,9 +146,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_no_folders_inside_of_a_package_import_each_other_in_a_circle() -> None:
-    """Nor a folder and the modules beside it. The adapters' folders are one, for they are about the same modules."""
-    folders = tuple(f"{PACKAGE}.{name}" for name in FOLDERS)
-    assert cycle(folded(of_the_package(), folders)) == []
+    """Nor a folder and the modules beside it."""
+    assert cycle(folded(of_the_package())) == []
 
 
 def test_the_upper_layers_name_neither_torch_nor_transformers() -> None:
@@ -234,6 +236,16 @@ def test_a_cycle_for_types_inside_a_package_is_found(tmp_path: Path) -> None:
     assert cycle(own_imports(root)) == []
     (root / "schedule" / "validate.py").write_text("if TYPE_CHECKING:\n    from pack.schedule.table import Schedule")
     assert set(cycle(own_imports(root))) == {"pack.schedule.table", "pack.schedule.validate"}
+
+
+def test_a_cycle_of_a_folder_is_found() -> None:
+    graph = {"p.a.costs.sums": {"p.a.machines.links"}, "p.a.machines.links": set(), "p.a.plan": {"p.a.costs.sums"}}
+    assert cycle(folded(graph)) == []
+    assert set(cycle(folded(graph | {"p.a.machines.speeds": {"p.a.plan"}}))) == {
+        "p.a.costs",
+        "p.a.machines",
+        "p.a.plan",
+    }
 
 
 def test_a_cycle_is_found() -> None:

@@ -26,8 +26,8 @@ from hf_gpipe.adapters.modules.dropout import masks_of
 from hf_gpipe.adapters.modules.head import FoundProjection
 from hf_gpipe.adapters.modules.patches import Patch
 from hf_gpipe.adapters.modules.quantised import Quantisation
-from hf_gpipe.adapters.modules.routers import Router, RouterPort
 from hf_gpipe.adapters.peft import PeftAdapter
+from hf_gpipe.adapters.routers import Router, RouterPort
 from hf_gpipe.adapters.stubs import Port
 from hf_gpipe.errors import DataError
 

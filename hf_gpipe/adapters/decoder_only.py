@@ -12,8 +12,8 @@ from hf_gpipe.adapters.attention.documents import Documents, is_flash
 from hf_gpipe.adapters.attention.known_mask import KnownMask
 from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Stage, Tensors
 from hf_gpipe.adapters.layers import Layer
-from hf_gpipe.adapters.modules.routers import Router
 from hf_gpipe.adapters.packing import used_columns
+from hf_gpipe.adapters.routers import Router
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import DataError
 

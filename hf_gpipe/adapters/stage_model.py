@@ -24,8 +24,8 @@ from hf_gpipe.adapters.modules.dropout import DropoutSeeds, NoisyRows, default_g
 from hf_gpipe.adapters.modules.head import DeferredLogits, Projection
 from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.modules.linear import hand_over
-from hf_gpipe.adapters.modules.routers import ChunkRouters, RouterPort, complete
 from hf_gpipe.adapters.modules.weight_gradients import WeightGradients
+from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
 from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, replace_tensor

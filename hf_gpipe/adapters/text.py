@@ -19,9 +19,9 @@ from hf_gpipe.adapters.batch_keys import OF_LOSSES, check_keys
 from hf_gpipe.adapters.layers import Layer, StackName
 from hf_gpipe.adapters.modules.autocast import Autocast
 from hf_gpipe.adapters.modules.quantised import Quantisation
-from hf_gpipe.adapters.modules.routers import find_routers
 from hf_gpipe.adapters.observation.probe import observe_family
 from hf_gpipe.adapters.observation.skeleton import Blueprint, build_skeleton, copy_with_stubs, has_closures
+from hf_gpipe.adapters.routers import find_routers
 from hf_gpipe.adapters.stubs import EmbeddingStub, PassThrough, Port
 from hf_gpipe.errors import DataError, UserError
 

@@ -30,8 +30,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils import logging as transformers_logging
 
 from hf_gpipe import strict_json
+from hf_gpipe.adapters.feed_forward import divide_by_depth
 from hf_gpipe.adapters.modules.dropout import default_generator, key, mix
-from hf_gpipe.adapters.modules.feed_forward import divide_by_depth
 from hf_gpipe.adapters.modules.quantised import BySlices, quantised_layers, restore
 from hf_gpipe.adapters.peft import PeftAdapter, planting_before_layers
 from hf_gpipe.adapters.stage_model import StageModel

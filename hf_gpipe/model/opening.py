@@ -21,9 +21,9 @@ from hf_gpipe.adapters.auto_classes import (
     TOKEN_CLASSIFICATION,
 )
 from hf_gpipe.adapters.chain import Chain, is_chain
+from hf_gpipe.adapters.feed_forward import feed_forward_outputs
 from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model, check_sizes
 from hf_gpipe.adapters.modules.batch_norm import batch_norms_of
-from hf_gpipe.adapters.modules.feed_forward import feed_forward_outputs
 from hf_gpipe.adapters.modules.head import FoundProjection
 from hf_gpipe.adapters.modules.patches import find_patches
 from hf_gpipe.adapters.observation.observations import Shapes

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel
-from hf_gpipe.adapters.modules.routers import auxiliary_loss
+from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.errors import UnsupportedModelError
 from hf_gpipe.losses.loss import PLAIN, Loss, LossInputs, Reads

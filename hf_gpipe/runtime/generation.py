@@ -21,8 +21,8 @@ from transformers.utils import ModelOutput
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.base import Inputs
+from hf_gpipe.adapters.cache import PipelineCache
 from hf_gpipe.adapters.layers import StackName
-from hf_gpipe.adapters.modules.cache import PipelineCache
 from hf_gpipe.adapters.modules.dropout import default_generator
 from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.text import check_reads_text

@@ -15,10 +15,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.base import Inputs
-from hf_gpipe.adapters.modules.chunk_cache import RowCache
+from hf_gpipe.adapters.chunk_cache import RowCache
 from hf_gpipe.adapters.modules.head import DeferredLogits
-from hf_gpipe.adapters.modules.routers import ChunkRouters
 from hf_gpipe.adapters.modules.weight_gradients import Product, kept_bytes
+from hf_gpipe.adapters.routers import ChunkRouters
 from hf_gpipe.losses.cached_teacher import TopK
 from hf_gpipe.losses.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.channel import Shapes

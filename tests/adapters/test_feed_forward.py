@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe import Pipeline, transformer_config
 from hf_gpipe.adapters import adapter_for
-from hf_gpipe.adapters.modules.feed_forward import OUTPUT_OF, feed_forward_outputs
+from hf_gpipe.adapters.feed_forward import OUTPUT_OF, feed_forward_outputs
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model.clone import exact_clone
 from scripts.families import default_config

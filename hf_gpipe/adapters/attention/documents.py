@@ -5,7 +5,7 @@ windows and chunks start anew with each document. A mask over the whole row take
 square of the row. Where the model attends by transformers' `sdpa` function, none is made: the function is called once
 for each document, most often without any mask. Flash attention gets the borders of the documents in its own form.
 
-Where the row is cut into chunks (`adapters/modules/chunk_cache.py`), the tokens of a chunk attend to those of their own
+Where the row is cut into chunks (`adapters/chunk_cache.py`), the tokens of a chunk attend to those of their own
 documents in the row so far: a chunk may begin and end inside of documents.
 """
 

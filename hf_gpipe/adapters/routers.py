@@ -8,7 +8,7 @@ the logits are sent back in the same way.
 This loss is not a sum over tokens: that of a mini-batch is the mean of its micro-batches' auxiliary losses. It is added
 to the mean loss of the tokens. With one micro-batch it is the plain model's.
 
-Nor is it a sum over the chunks of rows that are cut (`adapters/modules/chunk_cache.py`). Each chunk leaves its logits
+Nor is it a sum over the chunks of rows that are cut (`adapters/chunk_cache.py`). Each chunk leaves its logits
 on the last stage, where the last chunk computes the loss of whole rows. Its backward, which comes first, leaves the
 gradients of the other chunks' logits to theirs.
 """

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_gpipe.adapters.modules.cache import CountingSlot, StageCache
+from hf_gpipe.adapters.cache import CountingSlot, StageCache
 from hf_gpipe.adapters.modules.chunk_states import States, append
-from hf_gpipe.adapters.modules.routers import ChunkRouters
+from hf_gpipe.adapters.routers import ChunkRouters
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import UnsupportedModelError
 
