@@ -80,7 +80,7 @@ Amounts = Mapping[Held, Mapping[str, float]]
 
 
 def occupancy(
-    timeline: Timeline, amounts: Mapping[int, Amounts], process: int | None = None
+    timeline: Timeline, amounts: Mapping[int, Amounts], process: int
 ) -> Iterator[tuple[Seconds, dict[str, float]]]:
     """How much some stages hold over time in a worker, as steps: (from this time on, so much of each item).
 
@@ -89,15 +89,11 @@ def occupancy(
     Args:
         timeline: simulated or measured.
         amounts: of each stage that counts.
-        process: the worker; None: of each stage its only one.
-
-    Raises:
-        ScheduleError: no worker is given, and a stage has several.
+        process: the worker.
     """
     changes: defaultdict[Seconds, list[tuple[str, float]]] = defaultdict(list)
     for stage, of_stage in amounts.items():
-        worker = timeline.schedule.placement.processes[stage] if process is None else process
-        for held, start, end in holdings(timeline, stage, worker):
+        for held, start, end in holdings(timeline, stage, process):
             if end <= start:
                 continue
             for item, amount in of_stage.get(held, {}).items():

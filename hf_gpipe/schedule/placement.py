@@ -253,17 +253,6 @@ class Placement:
         return tuple((stage, process) for stage, own in enumerate(self.workers) for process in own)
 
     @property
-    def processes(self) -> tuple[int, ...]:
-        """The process of each stage, in a placement without replicas.
-
-        Raises:
-            ScheduleError: a stage has several.
-        """
-        if self.has_replicas:
-            raise ScheduleError(f"placement {self}: a stage has several processes; ask for `workers`.")
-        return tuple(own[0] for own in self.workers)
-
-    @property
     def rows(self) -> tuple[tuple[int | None, int], ...]:
         """The rows of pictures: the places, or where stages are dealt (None, worker)."""
         return tuple((None, worker) for worker in range(self.num_processes)) if self.is_dealt else self.places

@@ -127,7 +127,7 @@ def micro_batches(count: int) -> list[MicroBatch]:
 def run_processes(table: Schedule) -> tuple[list[float], list[Line]]:
     """Run a table with one thread per process and one blocking line per pair of processes and direction; the losses,
     and the lines."""
-    num_stages, home = table.num_stages, table.placement.processes
+    num_stages, home = table.num_stages, [own[0] for own in table.placement.workers]
     ranks = range(table.placement.num_processes)
     lines = {(a, b): Line() for a in ranks for b in ranks}
     outcomes: dict[int, Any] = {}

@@ -53,7 +53,7 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = OWN) -> tuple[Schedule, 
 
 def stage_order(schedule: Schedule, stage: int) -> list[Action]:
     """A stage's actions in the order in which its process runs them, the update left out."""
-    actions = schedule.actions[schedule.placement.processes[stage]]
+    actions = schedule.actions[schedule.placement.workers[stage][0]]
     return [action for action in actions if action.stage == stage and action.kind != UPDATE]
 
 

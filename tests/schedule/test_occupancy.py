@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_gpipe.schedule import Action, Costs, Span, Timeline, build, simulate
+from hf_gpipe.schedule import Action, Costs, Placement, Span, Timeline, build, simulate
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_held, occupancy
 from tests.schedule.cases import peak
@@ -19,7 +19,9 @@ INPUTS_GRAPHS_AND_GRADIENTS = {
 
 
 def levels(timeline: Timeline, stage: int) -> list[tuple[float, float]]:
-    return [(float(time), level["bytes"]) for time, level in occupancy(timeline, {stage: INPUTS_GRAPHS_AND_GRADIENTS})]
+    (process,) = timeline.schedule.placement.workers[stage]
+    steps = occupancy(timeline, {stage: INPUTS_GRAPHS_AND_GRADIENTS}, process)
+    return [(float(time), level["bytes"]) for time, level in steps]
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
@@ -62,14 +64,14 @@ def test_gradients_that_come_early_wait() -> None:
     assert most_held(simulate(table, Costs([3, 1], 1)), 0)[Held.GRADIENT] == 3
     # The last stage sends a gradient at 3, 5, 7 and 9; stage 0 begins to use them at 4, 5, 7 and 9.
     waiting = [(3, 1), (4, 0)]
-    steps = occupancy(simulate(table, Costs(1, 1)), {0: {Held.GRADIENT: {"waiting": 1}}})
+    steps = occupancy(simulate(table, Costs(1, 1)), {0: {Held.GRADIENT: {"waiting": 1}}}, 0)
     assert [(time, level["waiting"]) for time, level in steps] == waiting
 
 
 def test_several_stages_and_items_add_up() -> None:
-    timeline = simulate(build("gpipe", 2, 1, recompute="none"), Costs(1, 2))
+    timeline = simulate(build("gpipe", 2, 1, Placement((0, 0)), recompute="none"), Costs(1, 2))
     amounts = {0: {Held.GRAPH: {"activations": 3}}, 1: {Held.GRAPH: {"activations": 5, "logits": 7}}}
-    assert list(occupancy(timeline, amounts)) == [
+    assert list(occupancy(timeline, amounts, 0)) == [
         (1, {"activations": 3}),
         (2, {"activations": 8, "logits": 7}),
         (4, {"activations": 3, "logits": 0}),
@@ -79,7 +81,7 @@ def test_several_stages_and_items_add_up() -> None:
 
 def test_the_gradients_of_weights_stay_from_the_first_backward_on() -> None:
     timeline = simulate(build("1f1b", 1, 2, recompute="none"), Costs(1, 2))
-    steps = occupancy(timeline, {0: {Held.FIRST_BACKWARD: {"first": 1}, Held.WEIGHT_GRADIENTS: {"gradients": 4}}})
+    steps = occupancy(timeline, {0: {Held.FIRST_BACKWARD: {"first": 1}, Held.WEIGHT_GRADIENTS: {"gradients": 4}}}, 0)
     assert list(steps)[:2] == [(1, {"first": 1}), (3, {"first": 0, "gradients": 4})]
 
 
@@ -88,7 +90,7 @@ def test_a_measured_action_works_after_its_wait() -> None:
     actions = [Action.parse(text) for text in ("0F0", "0F1", "0B1", "0B0")]
     measured = [Span(0, action, 10.0 * i, 10.0 * i + 10, waiting=4.0) for i, action in enumerate(actions)]
     timeline = Timeline.from_spans(schedule, measured)
-    steps = occupancy(timeline, {0: {Held.MICRO_BATCH: {"micro-batches": 1}}})
+    steps = occupancy(timeline, {0: {Held.MICRO_BATCH: {"micro-batches": 1}}}, 0)
     expected = [(4.0, 1), (14.0, 2), (30.0, 1), (40.0, 0)]
     assert [(time, level["micro-batches"]) for time, level in steps] == expected
     assert levels(timeline, 0) == [(10.0, 100), (20.0, 200), (30.0, 100), (40.0, 0)]

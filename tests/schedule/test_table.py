@@ -98,7 +98,7 @@ def test_placements() -> None:
 def test_spread_is_contiguous_and_even(num_stages: int, data: st.DataObject) -> None:
     num_processes = data.draw(st.integers(1, num_stages))
     placement = Placement.spread(num_stages, num_processes)
-    assert list(placement.processes) == sorted(placement.processes)
+    assert list(placement.workers) == sorted(placement.workers)
     sizes = [len(placement.stages_of(process)) for process in range(num_processes)]
     assert sum(sizes) == num_stages
     assert max(sizes) - min(sizes) <= 1
