@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters.feed_forward import divide_by_depth
-from hf_gpipe.adapters.modules.dropout import default_generator, key, mix
+from hf_gpipe.adapters.modules.dropout import default_generator, keeping_random_numbers, key, mix
 from hf_gpipe.adapters.modules.quantised import BySlices, quantised_layers, restore
 from hf_gpipe.adapters.peft import PeftAdapter, planting_before_layers
 from hf_gpipe.adapters.stage_model import StageModel
@@ -237,19 +237,17 @@ def add_peft(stage: StageModel, peft: PeftAdapter, device: torch.device, seed: i
     Their values depend on the weights of the layers they belong to, on (seed, parameter's name), and nothing else.
     """
     # PEFT draws the values of some methods while it makes their layers, on the CPU.
-    generators = {default_generator(torch.device("cpu")), default_generator(device)}
-    states = [(generator, generator.get_state()) for generator in generators]
+    devices = {torch.device("cpu"), device}
 
     def plant(name: str) -> None:
-        for generator in generators:
-            generator.manual_seed(mix(seed, key(name)))
+        for own in devices:
+            default_generator(own).manual_seed(mix(seed, key(name)))
 
-    with planting_before_layers(peft, plant):
-        peft.inject(stage.model)
-    with _SeededByName(stage.model, seed):
-        peft.reset(stage.model, plant)
-    for generator, state in states:
-        generator.set_state(state)
+    with keeping_random_numbers(devices):
+        with planting_before_layers(peft, plant):
+            peft.inject(stage.model)
+        with _SeededByName(stage.model, seed):
+            peft.reset(stage.model, plant)
 
 
 def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hf_gpipe.adapters.modules.dropout import default_generator
+from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
 from hf_gpipe.adapters.peft import without_adapters
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import Loss
@@ -235,13 +235,6 @@ class Forwards:
         outputs = self.executor.run(table, micro_batches, options).outputs
         return {index: output["rows"] for index, output in outputs.items()}
 
-    @contextmanager
-    def keeping_random_state(self) -> Iterator[None]:
+    def keeping_random_state(self) -> AbstractContextManager[None]:
         """Context manager after which the devices' generators are as before: dropout seeds them."""
-        generators = [default_generator(device) for device in set(self.world.stage_devices.values())]
-        states = [generator.get_state() for generator in generators]
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+        return keeping_random_numbers(self.world.stage_devices.values())

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +44,18 @@ def default_generator(device: torch.device) -> torch.Generator:
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
+
+
+@contextmanager
+def keeping_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Context manager after which the devices' generators are as before."""
+    generators = {default_generator(device) for device in devices}
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 class NoisyRows(NamedTuple):

@@ -9,9 +9,8 @@ in about a second.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from statistics import median
@@ -23,7 +22,7 @@ from torch import nn
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.modules.autocast import keeping_weights
-from hf_gpipe.adapters.modules.dropout import default_generator
+from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.job.facts import DeviceFacts
 from hf_gpipe.losses.loss import PLAIN, Loss
@@ -93,7 +92,7 @@ def profile_layers(
     costs = tracer.costs(workload) if costs is None else costs
     micro_batch = on_devices([workload.micro_batch(tracer.run.adapter)], [device])[device][0]
     clock = _Clock(tracer.run, micro_batch, device, loss, repeats, budget_seconds, barrier or _alone, ranks)
-    with _random_numbers_kept(device):
+    with keeping_random_numbers([device]):
         measured, beyond_layers = _of_classes(dict.fromkeys(tracer.representative_layer), clock)
         update = None if make_optimizer is None else clock.update_seconds(make_optimizer)
     return replace(
@@ -122,7 +121,7 @@ def block_seconds(
     kinds = [layer.kind for layer in run.adapter.layers]
     block = kinds.index("block") if "block" in kinds else len(kinds) // 2
     micro_batch = on_devices([workload.within(adapter).micro_batch(run.adapter)], [device])[device][0]
-    with _random_numbers_kept(device):
+    with keeping_random_numbers([device]):
         budget = _BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS
         clock = _Clock(run, micro_batch, device, loss, *budget, barrier or _alone, ranks)
         return clock.measure(block, block + 1).of_micro_batch()
@@ -133,17 +132,6 @@ def tracer_of(adapter: Adapter, loss: Loss, device: torch.device, ranks: Ranks |
     division = Division() if ranks is None else Division(ranks.size, ranks.divides_rows)
     as_on_gpu = device.type == "cuda"
     return LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=division)
-
-
-@contextmanager
-def _random_numbers_kept(device: torch.device) -> Iterator[None]:
-    """Take no random numbers of the device: those after the block are as without it."""
-    generator = default_generator(device)
-    state = generator.get_state()
-    try:
-        yield
-    finally:
-        generator.set_state(state)
 
 
 def _of_classes(numbers: Collection[int], clock: _Clock) -> tuple[Mapping[int, Seconds], Seconds]:

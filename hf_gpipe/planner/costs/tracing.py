@@ -25,7 +25,7 @@ from transformers import masking_utils
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.attention.known_mask import KnownMask
 from hf_gpipe.adapters.modules.autocast import keeping_weights
-from hf_gpipe.adapters.modules.dropout import default_generator
+from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner.costs.gpu_attention import AttentionOfAGpu
@@ -206,17 +206,13 @@ class StageTracer:
         return self._is_real
 
     def _run(self, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
-        generator = default_generator(CPU)
-        state = generator.get_state()
-        try:
+        with keeping_random_numbers([CPU]):
             if not self._is_real:
                 try:
                     return self._run_fake(micro_batch, run)
                 except _DEPENDS_ON_VALUES:
                     self._is_real, self._stage = True, None
             return self._tracked(self._made(None), micro_batch, run)
-        finally:
-            generator.set_state(state)
 
     def _run_fake(self, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
         if self._stage is None:
@@ -249,7 +245,7 @@ class StageTracer:
         context, tracker = context_of(stage.model, micro_batch), Tracker(as_on_gpu=self._as_on_gpu)
         _ignore(tracker, stage, context)
         autocast = stage.model.adapter.autocast
-        with _kernels(self._as_on_gpu), keeping_weights(autocast), tracker:
+        with AttentionOfAGpu() if self._as_on_gpu else nullcontext(), keeping_weights(autocast), tracker:
             if autocast is not None:
                 stage.forward(context, keep_graph=True)
                 stage.give(0)
@@ -399,15 +395,6 @@ def _texts() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = search
-
-
-@contextmanager
-def _kernels(as_on_gpu: bool) -> Iterator[None]:
-    if not as_on_gpu:
-        yield
-        return
-    with AttentionOfAGpu():
-        yield
 
 
 def context_of(stage_model: StageModel, micro_batch: MicroBatch) -> Context:
