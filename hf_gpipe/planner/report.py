@@ -24,8 +24,8 @@ from hf_gpipe.planner.saving import (
 )
 from hf_gpipe.planner.search.advice import smallest_fix
 from hf_gpipe.planner.search.bubble import smaller_bubble
-from hf_gpipe.planner.search.listed import TABLE_FILE
 from hf_gpipe.planner.search.search_all import SearchResult
+from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried, way_of
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.recipe import AUTO, PipelineConfig, keys_of
