@@ -6,29 +6,29 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from hf_gpipe.planner.costs.beside import Beside
-from hf_gpipe.planner.costs.model_costs import Seconds
+from hf_gpipe.planner.costs.model_costs import Parameters, Seconds
 from hf_gpipe.planner.layout import Layout, StageLayers
 from hf_gpipe.planner.memory import graph_bytes
-from hf_gpipe.planner.workload import sent_share
+from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, sent_share
 from hf_gpipe.schedule import Costs
 from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT, OFFLOAD, PREFETCH
 
 
 def costs_of_table(layout: Layout) -> Costs:
     """The costs for the simulation of a table."""
-    settings, inputs, sums, stages = layout.settings, layout.inputs, layout.sums, layout.stages
+    settings, sums, stages = layout.settings, layout.sums, layout.stages
     visitors, placement, processes = settings.visitors, layout.table.placement, layout.processes
     network, speeds = processes.network(placement), processes.speeds_of(placement)
     # So many copy and update at once.
     host_size = processes.num_copying(placement.num_processes)
 
     def update(number: int, stage: StageLayers, count: int) -> float:
-        seconds = sums.update_seconds(*stage.run, inputs, visitors, host_size) / speeds[number]
+        owned = sums.owned(*stage.run)
+        seconds = _update_seconds(layout, owned, host_size) / speeds[number]
         if (shares := settings.update_shares(count)) == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
-        values = sums.owned(*stage.run).trainable_bytes
-        return seconds / shares + network.reduce_seconds(number, values) / 2
+        return seconds / shares + network.reduce_seconds(number, owned.trainable_bytes) / 2
 
     def each(
         seconds_of: Callable[[Seconds, float, float, float], float],
@@ -83,3 +83,20 @@ def costs_of_table(layout: Layout) -> Costs:
         head_transfer_seconds=head_transfer,
         others=others,
     )
+
+
+def _update_seconds(layout: Layout, owned: Parameters, num_processes: int) -> float:
+    """Seconds of the optimizer's update of these parameters; of trained weights that visit, and of offloaded state, it
+    is the host's, where so many processes update at once."""
+    inputs, visitors, costs = layout.inputs, layout.settings.visitors, layout.sums.costs
+    device = layout.processes.device
+    if inputs.is_on_host(visitors):
+        moved = inputs.moved_share(costs.dtype, visitors) * owned.trainable_bytes
+        # Gradients and weights travel; those that visit do so by themselves.
+        travels = 0.0 if visitors == "all" else 2 * owned.trainable_bytes / device.host.copy_rate(num_processes)
+        return travels + moved / device.host.process_rate(num_processes)
+    if costs.update_seconds_per_parameter is not None:
+        return costs.update_seconds_per_parameter * owned.trainable_count
+    # Gradients are read for their norm and for the update; weights and state are read and written.
+    passes = 4 + 2 * OPTIMIZER_SLOTS[inputs.optim]
+    return passes * owned.trainable_bytes / device.memory_rate

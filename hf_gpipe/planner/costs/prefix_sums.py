@@ -27,7 +27,6 @@ from hf_gpipe.planner.costs.model_costs import (
     SumsOverRanks,
 )
 from hf_gpipe.planner.machines.devices import Device
-from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, PlanInputs
 from hf_gpipe.recipe.pipeline_keys import Visitors
 
 #: The executor's time for an action, in operations: 64 to 81 microseconds on a host that takes 7 for an operation.
@@ -189,23 +188,6 @@ class LayerSums:
             forward=self._forward(start, stop) + beyond.forward,
             backward=self._backward(start, stop) + beyond.backward + blocks_again,
         )
-
-    def update_seconds(
-        self, start: int, stop: int, inputs: PlanInputs, visitors: Visitors | None = None, num_processes: int = 1
-    ) -> float:
-        """Seconds of the optimizer's update of a stage; of trained weights that visit, and of offloaded state, it is
-        the host's, where so many processes update at once."""
-        owned, host = self.owned(start, stop), self.device.host
-        if inputs.is_on_host(visitors):
-            moved = inputs.moved_share(self.costs.dtype, visitors) * owned.trainable_bytes
-            # Gradients and weights travel; those that visit do so by themselves.
-            travels = 0.0 if visitors == "all" else 2 * owned.trainable_bytes / host.copy_rate(num_processes)
-            return travels + moved / host.process_rate(num_processes)
-        # Gradients are read for their norm and for the update; weights and state are read and written.
-        passes = 4 + 2 * OPTIMIZER_SLOTS[inputs.optim]
-        if self.costs.update_seconds_per_parameter is not None:
-            return self.costs.update_seconds_per_parameter * owned.trainable_count
-        return passes * owned.trainable_bytes / self.device.memory_rate
 
 
 class GraphSums:
