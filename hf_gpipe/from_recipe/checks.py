@@ -106,7 +106,7 @@ def _workload_with_images(recipe: Recipe, config: PreTrainedConfig) -> Workload:
             f"data.max_length is {data.max_length}, and data.images_per_row {data.images_per_row} take {most} tokens; "
             "raise max_length"
         )
-    return replace(Workload.of_recipe(recipe, 1, is_encoder_decoder=False), row_images=images)
+    return replace(Workload.of_recipe(recipe, is_encoder_decoder=False), row_images=images)
 
 
 def workload_of(recipe: Recipe, config: PreTrainedConfig) -> Workload:
@@ -114,7 +114,7 @@ def workload_of(recipe: Recipe, config: PreTrainedConfig) -> Workload:
     if recipe.data.kind == "image_text":
         return _workload_with_images(recipe, config)
     if recipe.data.kind != "images":
-        return Workload.of_recipe(recipe, 1, is_encoder_decoder=bool(config.is_encoder_decoder))
+        return Workload.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder))
     pixels = shape_read(image_processor_of(recipe))
     entries = {"pixel_values": pixels[None], "labels": torch.zeros(1, dtype=torch.long)}
     return Workload.of_entries(entries).of_rows(recipe.training.batch_size)

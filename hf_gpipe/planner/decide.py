@@ -161,7 +161,7 @@ class Planning:
             return config.given_speeds
         mini_batch = self.world.from_reader(lambda: self.inputs.mini_batch(self.adapter))
         count = config.num_micro_batches if isinstance(config.num_micro_batches, int) else 4 * config.processes
-        workload = mini_batch.of_rows(largest_micro_batch(mini_batch.rows, min(count, mini_batch.rows)))
+        workload = mini_batch.of_rows(largest_micro_batch(mini_batch.rows, count))
         ranks = self.world.ranks_of_workers(config.division)
         speeds = measure_speeds(self.adapter, workload, self.world, self.loss, ranks)
         if self.world.is_reporter:

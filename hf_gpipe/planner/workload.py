@@ -103,8 +103,8 @@ class Workload:
                 raise UserError(f"workload: {name}={getattr(self, name)}; expected at least 1")
 
     @classmethod
-    def of_recipe(cls, recipe: Recipe, num_micro_batches: int, *, is_encoder_decoder: bool) -> Workload:
-        """The largest micro-batch of a recipe's rows: its longest source and target in every row.
+    def of_recipe(cls, recipe: Recipe, *, is_encoder_decoder: bool) -> Workload:
+        """A whole mini-batch of a recipe: its longest source and target in every row.
 
         Of a mini-batch of `batch_tokens` all targets are the longest here. Where they are shorter there are more rows,
         which need more only if their sources are long all the same, or if they are padded to a long one, as without
@@ -115,7 +115,6 @@ class Workload:
 
         Args:
             recipe: its batch size, in rows or target tokens, and its longest texts are read.
-            num_micro_batches: M, since a recipe may leave it open.
             is_encoder_decoder: of the model's configuration.
         """
         data = recipe.data
@@ -129,7 +128,6 @@ class Workload:
         if not is_encoder_decoder:
             # Text comes in blocks of the longest target, and conversations are targets as a whole.
             source = target = target if data.kind in SEQUENCE_KINDS else source + target
-        rows = largest_micro_batch(rows, num_micro_batches)
         if recipe.training.packing:
             return cls.packed(rows, (source, source), (target, target))
         several = {"embeddings": recipe.embeddings.num_texts, "prompts": recipe.grpo.num_generations}
@@ -145,35 +143,27 @@ class Workload:
         return cls(rows, source[0], target[0], False, True, longest_source=source[1], longest_target=target[1])
 
     @classmethod
-    def of_batch(
-        cls,
-        batch: Tensors,
-        num_micro_batches: int = 1,
-        *,
-        packing: bool = False,
-        adapter: Adapter | None = None,
-    ) -> Workload:
-        """The largest micro-batch of a mini-batch. Of tokens it has input_ids (N, T), labels (N, T'), perhaps a mask.
+    def of_batch(cls, batch: Tensors, *, packing: bool = False, adapter: Adapter | None = None) -> Workload:
+        """A whole mini-batch. Of tokens it has input_ids (N, T), labels (N, T'), perhaps a mask.
 
         Args:
             batch: the mini-batch; a flattened one is always packed.
-            num_micro_batches: M.
             packing: whether its rows are packed.
             adapter: the model's; None: it is decoder-only.
         """
         on_cpu = {name: tensor.cpu() for name, tensor in tensors_of(batch).items()}
         if adapter is not None and not isinstance(adapter, TextAdapter):
-            return cls.of_entries(on_cpu).of_rows(largest_micro_batch(len(on_cpu["labels"]), num_micro_batches))
+            return cls.of_entries(on_cpu).of_rows(len(on_cpu["labels"]))
         target_keys = () if adapter is None else adapter.target_keys
         if packing or is_flattened(on_cpu):
-            documents = packed_parts(on_cpu, num_micro_batches, target_keys)[0]
+            documents = packed_parts(on_cpu, 1, target_keys)[0]
             sources = [len(document["input_ids"]) for document in documents]
             targets = [len(document["labels"]) for document in documents] if target_keys else sources
             return cls.packed(len(documents), _mean_and_most(sources), _mean_and_most(targets))
         images = None if adapter is None else adapter.row_images(on_cpu)
-        num_rows, source = batch["input_ids"].shape
+        rows, source = batch["input_ids"].shape
         mask = batch.get("attention_mask")
-        rows, has_padding = largest_micro_batch(num_rows, num_micro_batches), mask is not None and not bool(mask.all())
+        has_padding = mask is not None and not bool(mask.all())
         return cls(rows, source, on_cpu["labels"].shape[-1], has_padding, row_images=images)
 
     @classmethod

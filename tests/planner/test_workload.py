@@ -19,18 +19,18 @@ training: {output_dir: out, batch_size: 10}
 """
 
 
-def test_of_a_recipe_the_longest_rows_of_the_largest_micro_batch() -> None:
+def test_of_a_recipe_rows_are_the_longest() -> None:
     recipe = parse_recipe(RECIPE)
-    assert Workload.of_recipe(recipe, 4, is_encoder_decoder=True) == Workload(3, 30, 20)
-    assert Workload.of_recipe(recipe, 4, is_encoder_decoder=False) == Workload(3, 50, 50)
+    assert Workload.of_recipe(recipe, is_encoder_decoder=True) == Workload(10, 30, 20)
+    assert Workload.of_recipe(recipe, is_encoder_decoder=False) == Workload(10, 50, 50)
 
 
 def test_of_a_recipe_by_tokens_all_rows_are_of_the_longest() -> None:
     recipe = parse_recipe(RECIPE.replace("batch_size: 10", "batch_tokens: 201"))
-    assert Workload.of_recipe(recipe, 1, is_encoder_decoder=True) == Workload(11, 30, 20)
-    assert Workload.of_recipe(recipe, 4, is_encoder_decoder=False) == Workload(3, 50, 50)
+    assert Workload.of_recipe(recipe, is_encoder_decoder=True) == Workload(11, 30, 20)
+    assert Workload.of_recipe(recipe, is_encoder_decoder=False) == Workload(11, 50, 50)
     recipe = parse_recipe(RECIPE.replace("batch_size: 10", "batch_tokens: 3"))
-    assert Workload.of_recipe(recipe, 4, is_encoder_decoder=True) == Workload(1, 30, 20)
+    assert Workload.of_recipe(recipe, is_encoder_decoder=True) == Workload(1, 30, 20)
 
 
 @pytest.mark.parametrize("family", ["llama", "marian"])
@@ -49,16 +49,15 @@ def test_inputs_have_the_shape(family: str, has_padding: bool) -> None:
 
 def test_of_a_batch() -> None:
     batch = {"input_ids": torch.ones(5, 8), "labels": torch.ones(5, 6), "attention_mask": torch.ones(5, 8)}
-    assert Workload.of_batch(batch, 2) == Workload(3, 8, 6, has_padding=False)
+    assert Workload.of_batch(batch) == Workload(5, 8, 6, has_padding=False)
     batch["attention_mask"][0, 7] = 0
-    assert Workload.of_batch(batch, 99) == Workload(1, 8, 6)
+    assert Workload.of_batch(batch) == Workload(5, 8, 6)
 
 
 def test_packed_rows_count_by_their_tokens() -> None:
     mask = (torch.arange(8) < torch.tensor([[8], [2], [3], [2]])).long()
     batch = {"input_ids": torch.ones(4, 8, dtype=torch.long), "attention_mask": mask}
     assert Workload.of_batch(batch, packing=True) == Workload.packed(4, (4, 8), (4, 8))
-    assert Workload.of_batch(batch, 2, packing=True) == Workload.packed(1, (8, 8), (8, 8))
     pairs = batch | {"labels": torch.tensor([[5, -100, -100], [5, 5, 5], [5, 5, -100], [5, 5, -100]])}
     found = Workload.of_batch(pairs, packing=True, adapter=adapter_for(tiny_config("marian")))
     assert found == Workload.packed(4, (4, 8), (2, 3))
@@ -67,7 +66,7 @@ def test_packed_rows_count_by_their_tokens() -> None:
     assert found.of_rows(3) == Workload.packed(3, (4, 8), (2, 3))
     assert found.of_rows(1) == Workload.packed(1, (8, 8), (3, 3))
     recipe = parse_recipe(RECIPE.replace("batch_size: 10", "batch_size: 10, packing: true"))
-    assert Workload.of_recipe(recipe, 4, is_encoder_decoder=False) == Workload.packed(3, (50, 50), (50, 50))
+    assert Workload.of_recipe(recipe, is_encoder_decoder=False) == Workload.packed(10, (50, 50), (50, 50))
 
 
 @pytest.mark.parametrize(("attention", "shape"), [("sdpa", (3, 5)), ("eager", (1, 15))])
