@@ -30,9 +30,6 @@ class Before(NamedTuple):
     generation: float = 0.0
 
 
-NOTHING_BEFORE = Before()
-
-
 def before_table(layout: Layout, num_forwards: int, of_tokens: Callable[[int, int], ModelCosts] | None) -> Before:
     """The seconds of what runs before the table of a step.
 

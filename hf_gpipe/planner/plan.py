@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from types import MappingProxyType
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.before import NOTHING_BEFORE, Before, before_table
+from hf_gpipe.planner.before import Before, before_table
 from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.layout import Layout, Layouts
 from hf_gpipe.planner.memory import MemoryEstimate, estimate_memory, hosted_bytes
@@ -76,7 +77,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     processes: tuple[ProcessPlan, ...]
     timeline: Timeline
-    before: Before = NOTHING_BEFORE
+    before: Before
 
     def __repr__(self) -> str:
         is_known = self.planner.memory_bytes is not None
@@ -166,6 +167,11 @@ class Plan:
             return (1.0, self.fullness)
         # A gain below the model's own error is none: then the fewer messages and the less memory.
         return (0.0, float(f"{self.step_seconds:.3g}"), self.settings.num_micro_batches, self.peak_bytes)
+
+
+def best_of(*plans: Plan) -> Plan:
+    """The best of some plans; of equally good ones the first."""
+    return min(plans, key=attrgetter("sort_key"))
 
 
 class Planner(Layouts):

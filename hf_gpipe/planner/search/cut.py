@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError
 from hf_gpipe.partition import COST_STRATEGIES, by_cost, stages_of
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.memory import MemoryBound
-from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.plan import Plan, Planner, best_of
 from hf_gpipe.planner.search.live_graphs import choose_recompute
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.recompute import Recompute
@@ -39,7 +38,7 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
             if lean == plan.settings.partition:
                 return plan
             other = planner.plan(replace(settings, partition=lean))
-            return _better(other, plan, *([] if other.fits else _on_host(planner, settings, config.partition)))
+            return best_of(other, plan, *([] if other.fits else _on_host(planner, settings, config.partition)))
     except PartitionError:
         pass
     plans = []
@@ -53,7 +52,7 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
                 settings = replace(settings, partition=choose_partition(planner, settings, config.partition))
             except PartitionError:
                 break
-    return _better(*plans, *_on_host(planner, settings, config.partition))
+    return best_of(*plans, *_on_host(planner, settings, config.partition))
 
 
 def _leanest(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> DecidedConfig:
@@ -105,10 +104,6 @@ def _carries(planner: Planner, settings: DecidedConfig, start: int, stop: int) -
     seconds, num_bytes = sums.seconds(start, stop, "none"), sums.graphs["none"].kept_bytes(start, stop)
     travels = sums.copy_seconds(num_bytes, planner.num_copying(settings.num_processes), ways=2)
     return travels < seconds.forward + seconds.backward
-
-
-def _better(*plans: Plan) -> Plan:
-    return min(plans, key=attrgetter("sort_key"))
 
 
 def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> tuple[int, ...]:

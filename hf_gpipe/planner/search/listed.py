@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import cast
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.layout import Layout
 from hf_gpipe.planner.memory import stage_amounts
-from hf_gpipe.planner.plan import Plan
+from hf_gpipe.planner.plan import Plan, best_of
 from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
@@ -58,9 +57,7 @@ def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
     costs = costs_of_table(layout)
     if plan.step_seconds <= _ENOUGH * _bound(costs, table):
         return plan
-    return min(
-        (plan, *_listed_plans(plan, layout, costs, recomputes=asked.recompute == AUTO)), key=attrgetter("sort_key")
-    )
+    return best_of(plan, *_listed_plans(plan, layout, costs, recomputes=asked.recompute == AUTO))
 
 
 def _bound(costs: Costs, table: Schedule) -> float:

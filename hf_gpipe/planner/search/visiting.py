@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from operator import attrgetter
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.plan import Plan, Planner
+from hf_gpipe.planner.plan import Plan, Planner, best_of
 from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import with_updates_of_run
@@ -146,7 +145,7 @@ def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
         for made in sorted(every - tables, key=seconds)[:_TRIES]:
             tables.add(made)
             check_table(made)
-            best = min(best, with_table_file(plan, settings, made), key=attrgetter("sort_key"))
+            best = best_of(best, with_table_file(plan, settings, made))
             if best.fits:
                 return best
     return best
