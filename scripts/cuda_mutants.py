@@ -450,8 +450,8 @@ MUTANTS = (
     Mutant(
         "random state of one device is kept",
         "pipeline/forwards.py",
-        "for device in set(self.world.stage_devices.values())]",
-        "for device in {self.world.device}]",
+        "keeping_random_numbers(self.world.stage_devices.values())",
+        "keeping_random_numbers([self.world.device])",
         "a step changes the random numbers of the script around it",
     ),
 )
