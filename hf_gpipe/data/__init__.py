@@ -24,10 +24,10 @@ from hf_gpipe.data.examples.preferences import PreferenceCollator as PreferenceC
 from hf_gpipe.data.examples.preferences import PreferenceExamples as PreferenceExamples
 from hf_gpipe.data.examples.sft import SFTCollator as SFTCollator
 from hf_gpipe.data.examples.sft import SFTExamples as SFTExamples
-from hf_gpipe.data.pairs import Pair as Pair
 from hf_gpipe.data.splits import Corpus as Corpus
 from hf_gpipe.data.tokenizer import train_tokenizer as train_tokenizer
 from hf_gpipe.data.translation.corpus import build_corpus as build_corpus
+from hf_gpipe.data.translation.pairs import Pair as Pair
 from hf_gpipe.data.translation.stream import PairStream as PairStream
 from hf_gpipe.data.translation.stream import StreamedCorpus as StreamedCorpus
 from hf_gpipe.data.translation.tokenized import StreamedExamples as StreamedExamples

@@ -11,8 +11,8 @@ import datasets
 
 from hf_gpipe.data.deterministic import SPLITS, stable_random
 from hf_gpipe.data.formats import Row
-from hf_gpipe.data.sources import Part, Rows, check_count, languages_of_parts
 from hf_gpipe.data.translation.fields import PLACEHOLDER, PairFields
+from hf_gpipe.data.translation.sources import Part, Rows, check_count, languages_of_parts
 from hf_gpipe.errors import DataError, listed, nearest, one_line
 from hf_gpipe.recipe import DataSection
 

@@ -20,7 +20,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_gpipe import strict_json
-from hf_gpipe.data.pairs import MAX_TOKENIZER_EXAMPLES
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.splits import MAX_TOKENIZER_EXAMPLES, Corpus
 from hf_gpipe.data.store import cached, fingerprint

@@ -16,8 +16,8 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.collate import PairCollator
-from hf_gpipe.data.pairs import ENGLISH, Pair, language_tag
 from hf_gpipe.data.translation.buckets import BUCKETS, resource_buckets
+from hf_gpipe.data.translation.pairs import ENGLISH, Pair, language_tag
 from hf_gpipe.data.translation.tokenized import TokenizedPairs
 from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.held_out import HeldOut

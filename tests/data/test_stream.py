@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hf_gpipe.data import PairStream
 from hf_gpipe.data.formats import read_jsonl
 from hf_gpipe.data.hub import HubRows
-from hf_gpipe.data.sources import FileRows, Part
 from hf_gpipe.data.translation.fields import PairFields
 from hf_gpipe.data.translation.reader import PairReader
+from hf_gpipe.data.translation.sources import FileRows, Part
 from hf_gpipe.data.translation.stream import BlockReader
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.recipe import DataSection

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
-from hf_gpipe.data.pairs import Pair
 from hf_gpipe.data.tokenizer import train_tokenizer
+from hf_gpipe.data.translation.pairs import Pair
 from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.evaluate_translation import TranslationReport, evaluate_translation
 from hf_gpipe.pipeline import Evaluation

@@ -17,7 +17,6 @@ from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.deterministic import SPLITS
 from hf_gpipe.data.hub import without_media
 from hf_gpipe.data.image_files import StoredRows, as_stored, divided, splits_with_images
-from hf_gpipe.data.pairs import SPLITS
 from hf_gpipe.data.splits import Corpus
 from hf_gpipe.errors import DataError, UserError, listed, one_line
 from hf_gpipe.recipe import DataSection

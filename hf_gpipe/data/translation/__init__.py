@@ -1,1 +1,1 @@
-"""Parallel text: corpora without leaks between splits, streams, and pairs as token ids."""
+"""Parallel text: its parts by language, pairs without leaks between splits, streams, and pairs as token ids."""

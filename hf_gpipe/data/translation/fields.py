@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_gpipe.data.fields import text_in
 from hf_gpipe.data.formats import SOURCE, TARGET
-from hf_gpipe.data.pairs import ENGLISH, Pair, tagged
+from hf_gpipe.data.translation.pairs import ENGLISH, Pair, tagged
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hf_gpipe.data.formats import Row
-from hf_gpipe.data.pairs import Pair
-from hf_gpipe.data.sources import Part
 from hf_gpipe.data.translation.fields import ONE_LANGUAGE, PairFields
+from hf_gpipe.data.translation.pairs import Pair
+from hf_gpipe.data.translation.sources import Part
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
 

@@ -17,11 +17,11 @@ import pyarrow.compute  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.data.pairs import Pair, languages_of, texts_in_blocks
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import cached, fingerprint, read_counts, read_table, write_table
 from hf_gpipe.data.threads import in_turn
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
+from hf_gpipe.data.translation.pairs import Pair, languages_of, texts_in_blocks
 from hf_gpipe.errors import DataError
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
-from hf_gpipe.data.pairs import Pair, language_tag, tagged, texts_of
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.splits import Corpus, split
 from hf_gpipe.data.translation.cldr.coverage import cldr_languages, own_words
 from hf_gpipe.data.translation.cldr.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
 from hf_gpipe.data.translation.cldr.templates import TEMPLATES, Phrase
+from hf_gpipe.data.translation.pairs import Pair, language_tag, tagged, texts_of
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
 
