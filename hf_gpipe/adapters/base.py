@@ -107,6 +107,8 @@ class Adapter(ABC):
     #: Names of parameters that never get a gradient.
     _constants: frozenset[str] = frozenset()
 
+    #: Of a model that reads text, by stack the names of the token ids that it reads, and of their mask.
+    text_keys: Mapping[StackName, tuple[str, str]] = {}
     #: Keys of a mini-batch that only the loss reads.
     loss_keys: tuple[str, ...] = ("labels",)
     #: Keys of a mini-batch that have a value for each token of the target, where that is another text.

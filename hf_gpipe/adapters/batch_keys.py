@@ -6,6 +6,7 @@ A key that would be ignored, or cut into micro-batches in a wrong way, is an err
 from __future__ import annotations
 
 import inspect
+from itertools import chain
 
 from hf_gpipe.adapters.base import Adapter, Tensors
 from hf_gpipe.adapters.families import UNREAD
@@ -46,7 +47,7 @@ def check_keys(batch: Tensors, adapter: Adapter) -> None:
     model = adapter.reference
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    known = {"input_ids", "attention_mask", *_OWN, *target_keys, *image_keys}
+    known = {*chain(*adapter.text_keys.values()), *_OWN, *target_keys, *image_keys}
     for name in batch:
         if name.startswith(_NOT_TEXT) and name not in image_keys:
             takes = f"takes token ids and {', '.join(image_keys)}" if image_keys else "takes token ids only"
@@ -68,7 +69,7 @@ def check_keys(batch: Tensors, adapter: Adapter) -> None:
             raise DataError(f"the batch has {name!r}, which {type(model).__name__}.forward does not take; leave it out")
     if "attention_mask" in batch and (borders := sorted(batch.keys() & {"cu_seq_lens_q", "cu_seq_lens_k"})):
         raise DataError(f"the batch has both {borders[0]!r} and attention_mask; leave the mask out")
-    for name, ids in (("attention_mask", "input_ids"), ("decoder_attention_mask", "decoder_input_ids")):
+    for ids, name in adapter.text_keys.values():
         mask, like = batch.get(name), batch.get(ids, batch.get("labels"))
         if mask is None or like is None:
             continue

@@ -23,9 +23,10 @@ class DecoderOnly(TextAdapter):
 
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         inputs = dict(micro_batch)
-        if "labels" in inputs and inputs["labels"].shape != inputs["input_ids"].shape:
-            shapes = tuple(inputs["labels"].shape), tuple(inputs["input_ids"].shape)
-            raise DataError(f"labels have the shape {shapes[0]} and input_ids {shapes[1]}; a decoder's are the same")
+        ids = self.main_input(inputs)
+        if "labels" in inputs and inputs["labels"].shape != ids.shape:
+            shapes = tuple(inputs["labels"].shape), tuple(ids.shape)
+            raise DataError(f"labels have the shape {shapes[0]} and token ids {shapes[1]}; a decoder's are the same")
         if (mask := inputs.get("attention_mask")) is None or mask.dim() != 2:
             return inputs
         if not bool(mask[:, 0].all()):
@@ -38,26 +39,25 @@ class DecoderOnly(TextAdapter):
         # Without a mask transformers looks at positions, and asks the device whether texts are packed into one row.
         # Positions that the model makes itself never say so.
         if not inputs.keys() & {"attention_mask", "position_ids"}:
-            inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+            inputs = {**inputs, "attention_mask": torch.ones_like(self.main_input(inputs))}
         return super().with_known_masks(inputs)
 
     def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
         model = self.reference
         row = {name: torch.cat([document[name] for document in documents])[None] for name in documents[0]}
-        lengths = [len(document["input_ids"]) for document in documents]
+        lengths = [len(self.main_input(document)) for document in documents]
         borders = [0, *accumulate(lengths)]
         if "labels" in row:
             # The last token of a document does not predict the first one of the next.
             row["labels"][:, borders[:-1]] = IGNORED_LABEL
         packed = Documents.of(lengths, model, is_compiled=is_compiled)
-        row["attention_mask"] = KnownMask.of(torch.ones_like(row["input_ids"]), packed)
+        row["attention_mask"] = KnownMask.of(torch.ones_like(self.main_input(row)), packed)
         if is_flash(model.config._attn_implementation):
             row["cu_seq_lens_q"] = row["cu_seq_lens_k"] = torch.tensor(borders, dtype=torch.int32)
         return row
 
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
-        mask = batch.get("attention_mask")
-        ids = batch["input_ids"]
+        mask, ids = batch.get("attention_mask"), self.main_input(batch)
         if mask is None or mask.dim() != 2:
             return torch.full(ids.shape[:1], ids.shape[1])
         return used_columns(self._is_used(batch))
@@ -77,10 +77,11 @@ class DecoderOnly(TextAdapter):
         return F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
 
     def carry_shapes(self, boundary: int, inputs: Inputs) -> dict[str, tuple[int, ...]]:
-        shapes = {"hidden": self.hidden_shape(boundary, inputs["input_ids"])}
+        ids = self.main_input(inputs)
+        shapes = {"hidden": self.hidden_shape(boundary, ids)}
         if self._has_auxiliary_loss(inputs):
             sent = self._routers_before(boundary)
-            shapes |= {router.name: (inputs["input_ids"].numel(), router.num_experts) for router in sent}
+            shapes |= {router.name: (ids.numel(), router.num_experts) for router in sent}
         return shapes
 
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:

@@ -22,6 +22,7 @@ from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.image_entries import ImageEntries, ImagesInOrder, ImagesOfGrids, ImagesOfRows
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.observation.skeleton import Blueprint
+from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import DataError, UnsupportedModelError
 
 #: By model_type the form of the images, of the families whose features are those of one forward of the tower.
@@ -74,9 +75,9 @@ class ImageText(DecoderOnly):
         return images_of_row(self.config, batch) if self.reads(batch) else None
 
     def with_row_images(self, inputs: Tensors, images: RowImages) -> Tensors:
-        ids = inputs["input_ids"].clone()
+        ids = self.main_input(inputs).clone()
         ids[:, images.places] = self.config.image_token_id
-        with_images = {**inputs, "input_ids": ids}
+        with_images = {**inputs, **text_entries(ids)}
         for name, shape, named, values in images.entries:
             dtype = getattr(torch, named)
             share = torch.ones(shape, dtype=dtype) if values is None else torch.tensor(values, dtype=dtype).view(shape)
@@ -89,7 +90,7 @@ class ImageText(DecoderOnly):
         inputs = super().prepare(micro_batch)
         if not self.reads(inputs):
             return inputs
-        if not bool((inputs["input_ids"] == self.config.image_token_id).any()):
+        if not bool((self.main_input(inputs) == self.config.image_token_id).any()):
             return {name: tensor for name, tensor in inputs.items() if name not in self.images.names}
         model = self.reference.model
         if hasattr(model, "get_rope_index") and "position_ids" not in inputs:
@@ -98,13 +99,13 @@ class ImageText(DecoderOnly):
             if "mm_token_type_ids" not in inputs:
                 raise DataError("a mini-batch with images needs mm_token_type_ids, which the model's processor makes")
             given = {name: inputs[name] for name in names if name in inputs}
-            inputs["position_ids"] = model.get_rope_index(inputs["input_ids"], **given)[0]
+            inputs["position_ids"] = model.get_rope_index(self.main_input(inputs), **given)[0]
         return inputs
 
     def check_ids(self, inputs: Inputs) -> None:
         if self.config.model_type in _OUTSIDE:
-            ids = inputs["input_ids"]
-            inputs = {**inputs, "input_ids": ids.masked_fill(ids == self.config.image_token_id, 0)}
+            ids = self.main_input(inputs)
+            inputs = {**inputs, **text_entries(ids.masked_fill(ids == self.config.image_token_id, 0))}
         super().check_ids(inputs)
 
     # ------------------------------------------------------------------ the chain
@@ -115,7 +116,7 @@ class ImageText(DecoderOnly):
         if not self.reads(inputs):
             return {}
         # On the CPU, where the micro-batches are made.
-        num_tokens = int((inputs["input_ids"] == self.config.image_token_id).sum())
+        num_tokens = int((self.main_input(inputs) == self.config.image_token_id).sum())
         return {"images": (num_tokens, self.stack_widths["decoder"])}
 
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
@@ -182,12 +183,12 @@ class ImageText(DecoderOnly):
 
 def _lengths(config: PreTrainedConfig, batch: Tensors) -> dict[str, torch.Tensor]:
     """As of `Adapter.lengths_in_rows`, for a mini-batch with images."""
-    return FORMS[config.model_type].lengths(batch, (batch["input_ids"] == config.image_token_id).sum(dim=1))
+    return FORMS[config.model_type].lengths(batch, (token_ids(batch) == config.image_token_id).sum(dim=1))
 
 
 def images_of_row(config: PreTrainedConfig, batch: Tensors) -> RowImages:
     """As of `Adapter.row_images`, for a mini-batch with images and a model of this configuration."""
-    is_image, lengths = batch["input_ids"] == config.image_token_id, _lengths(config, batch)
+    is_image, lengths = token_ids(batch) == config.image_token_id, _lengths(config, batch)
     row = int(is_image.sum(dim=1).argmax())
     shares = {
         name: batch[name].split(lengths[name].tolist())[row] if name in lengths else batch[name][row : row + 1]
@@ -234,8 +235,7 @@ def example_batch(model: PreTrainedModel, num_images: Sequence[int]) -> dict[str
         rows[row] = torch.cat([tokens, torch.randint(3, vocabulary, (more,))])
     ids = torch.stack([F.pad(row, (0, most - len(row))) for row in rows])
     mask = torch.stack([torch.arange(most) < len(row) for row in rows]).long()
-    batch = {"input_ids": ids, "attention_mask": mask}
-    batch["labels"] = ids.masked_fill((mask == 0) | (ids == token), IGNORED_LABEL)
+    batch = text_entries(ids, mask, ids.masked_fill((mask == 0) | (ids == token), IGNORED_LABEL))
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in signature(model.forward).parameters:
             batch[name] = (ids == token).long()

@@ -23,6 +23,7 @@ from hf_gpipe.adapters.observation.probe import observe_family
 from hf_gpipe.adapters.observation.skeleton import Blueprint, build_skeleton, copy_with_stubs, has_closures
 from hf_gpipe.adapters.routers import find_routers
 from hf_gpipe.adapters.stubs import EmbeddingStub, PassThrough, Port
+from hf_gpipe.adapters.text_entries import IDS, MASK, token_ids
 from hf_gpipe.errors import DataError, UserError
 
 
@@ -35,8 +36,7 @@ class TextAdapter(Adapter):
         quantisation: of linear layers; the configuration then has no `quantization_config`.
     """
 
-    #: By stack the names of the token ids that it reads, and of their mask.
-    text_keys: Mapping[StackName, tuple[str, str]] = {"decoder": ("input_ids", "attention_mask")}
+    text_keys: Mapping[StackName, tuple[str, str]] = {"decoder": (IDS, MASK)}
     #: Entries that losses alone read.
     loss_keys = (*OF_LOSSES, "row_gradients", "unit_losses")
 
@@ -152,8 +152,8 @@ class TextAdapter(Adapter):
         return numbers
 
     def check_keys(self, batch: Tensors) -> None:
-        if missing := [name for name in ("input_ids", "labels") if name not in batch]:
-            raise DataError(f"a mini-batch needs input_ids and labels; {missing[0]!r} is missing, found {list(batch)}")
+        if missing := [name for name in (IDS, "labels") if name not in batch]:
+            raise DataError(f"a mini-batch needs {IDS} and labels; {missing[0]!r} is missing, found {list(batch)}")
         check_keys(batch, self)
         if (shifted := batch.get("shift_labels")) is None:
             return
@@ -161,8 +161,12 @@ class TextAdapter(Adapter):
             raise DataError(
                 f"the batch has 'shift_labels', which {type(self.reference).__name__} does not read; give labels"
             )
-        if shifted.shape != (shape := batch["input_ids"].shape):
-            raise DataError(f"shift_labels have the shape {tuple(shifted.shape)} and input_ids {tuple(shape)}")
+        if shifted.shape != (shape := token_ids(batch).shape):
+            raise DataError(f"shift_labels have the shape {tuple(shifted.shape)} and {IDS} {tuple(shape)}")
+
+    def main_input(self, batch: Tensors) -> torch.Tensor:
+        """The token ids; of a model with an encoder those of the sources."""
+        return token_ids(batch)
 
     def size_of(self, batch: Tensors) -> int:
         """Tokens without padding: of the sources and the targets, which in a decoder-only model are one."""
@@ -208,13 +212,13 @@ class TextAdapter(Adapter):
 
     def check_ids(self, inputs: Inputs) -> None:
         """Raise DataError where an input id or a label is not in the model's vocabulary; a GPU fails late."""
-        tables = {"input_ids": self.reference.get_input_embeddings(), "labels": self.reference.get_output_embeddings()}
+        tables = {IDS: self.reference.get_input_embeddings(), "labels": self.reference.get_output_embeddings()}
         tables["shift_labels"] = tables["labels"]
         for name, table in tables.items():
             if not isinstance(weight := getattr(table, "weight", None), torch.Tensor) or name not in inputs:
                 continue
             ids, size = inputs[name], weight.shape[0]
-            wrong = ids[((ids < 0) & (ids != IGNORED_LABEL) if name != "input_ids" else ids < 0) | (ids >= size)]
+            wrong = ids[((ids < 0) & (ids != IGNORED_LABEL) if name != IDS else ids < 0) | (ids >= size)]
             if wrong.numel():
                 raise DataError(
                     f"{name} has {int(wrong[0])}, and the model's vocabulary has {size} tokens; use the model's own "
@@ -226,7 +230,7 @@ def num_tokens(batch: Tensors, decoder_only: bool) -> int:
     """Tokens of a mini-batch without padding: of the sources and, unless these are the same, of the targets."""
     mask = batch.get("attention_mask")
     # A mask of four dimensions says for each position which others it sees, not which are padding.
-    sources = int(mask.bool().sum()) if mask is not None and mask.dim() == 2 else batch["input_ids"].numel()
+    sources = int(mask.bool().sum()) if mask is not None and mask.dim() == 2 else token_ids(batch).numel()
     return sources if decoder_only else sources + int((batch["labels"] != IGNORED_LABEL).sum())
 
 

@@ -52,6 +52,7 @@ def _generate(args: argparse.Namespace) -> int:
     with loading():
         import torch
 
+        from hf_gpipe.adapters.text_entries import token_ids
         from hf_gpipe.data.tokenizer import read_tokenizer
         from hf_gpipe.job.agreement import compare
         from hf_gpipe.job.joining import join_job
@@ -77,7 +78,7 @@ def _generate(args: argparse.Namespace) -> int:
     while texts := pipe.world.from_reader(lambda: next(lines, []), takes_long=True):
         inputs = _encoded(tokenizer, texts, args, is_decoder_only=is_decoder_only)
         ids = pipe.generate(**inputs, **options)
-        added = ids[:, inputs["input_ids"].shape[1] :] if is_decoder_only else ids
+        added = ids[:, token_ids(inputs).shape[1] :] if is_decoder_only else ids
         if pipe.world.is_reporter:
             for text in tokenizer.batch_decode(added, skip_special_tokens=True):
                 print(text, flush=True)
@@ -99,6 +100,8 @@ def _encoded(
     tokenizer: Any, texts: Sequence[str], args: argparse.Namespace, *, is_decoder_only: bool
 ) -> dict[str, Any]:
     """The `input_ids` and `attention_mask` of texts or chat turns, (B, T)."""
+    from hf_gpipe.adapters.text_entries import text_entries, token_ids
+
     is_chat = bool(tokenizer.chat_template) and not args.plain
     if is_chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
@@ -111,9 +114,9 @@ def _encoded(
         if tokenizer.pad_token is None:  # the mask leaves it out
             tokenizer.pad_token = tokenizer.eos_token
     # The template has written the special tokens.
-    rows = tokenizer(list(texts), add_special_tokens=not is_chat)["input_ids"]
+    rows = token_ids(tokenizer(list(texts), add_special_tokens=not is_chat))
     if is_decoder_only:  # a text that goes on does not end with the token of the end
         rows = [row[:-1] if row[-1:] == [tokenizer.eos_token_id] else row for row in rows]
     if not all(rows):
         raise UserError("a text has no tokens; give some")
-    return dict(tokenizer.pad({"input_ids": rows}, padding=len(rows) > 1, return_tensors="pt"))
+    return dict(tokenizer.pad(text_entries(rows), padding=len(rows) > 1, return_tensors="pt"))

@@ -79,7 +79,7 @@ class PlanRequest:
         if num_devices is not None:
             num_devices = recipe.pipeline.workers_among(num_devices)
         if others:
-            device, *others = _weakest_of_workers([device, *others], recipe.pipeline.tensor_parallel)
+            device, *others = _weakest_of_workers([device, *others], recipe.pipeline.ranks_of(1))
         recipe = replace(recipe, pipeline=recipe.pipeline.settled(can_plan=True))
         if options.search and num_devices is not None:
             recipe = replace(recipe, pipeline=recipe.pipeline.with_auto(num_devices))
@@ -145,6 +145,11 @@ class PlanRequest:
         if config.cuts_rows:
             _check_chunks(recipe, config, adapter)
         check_division(adapter, config.division, is_compiled=config.torch_compile)
+        if self.is_profiled and config.tensor_parallel > 1:
+            raise UserError(
+                f"tensor_parallel is {config.tensor_parallel}, and the seconds of divided layers cannot be measured in "
+                "one process; leave --profile out, and plan with partition flops or auto"
+            )
         teacher, spec = None, teacher_of(recipe)
         if spec is not None:
             from hf_gpipe.model.teacher import open_teacher

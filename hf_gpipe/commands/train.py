@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             return _work(recipe)
         _check(recipe)
-        num_processes = _num_workers(recipe) * recipe.pipeline.tensor_parallel
+        num_processes = recipe.pipeline.ranks_of(_num_workers(recipe))
         if "RANK" in os.environ or num_processes == 1:
             return _work(recipe)
         if num_processes > _FEW_PROCESSES:
@@ -195,19 +195,13 @@ def _num_workers(recipe: Recipe) -> int:
                 f"{_MOST_PROCESSES} are started on one machine; give fewer, or fewer pipeline.num_stages"
             )
         return pipeline.processes
-    size, num_gpus = pipeline.tensor_parallel, torch.cuda.device_count()
-    if num_gpus < size:
+    most = pipeline.workers_on(torch.cuda.device_count())
+    if asked is not None and asked > most:
         raise RecipeError(
-            f"pipeline.tensor_parallel is {size} and this machine has {num_gpus} GPUs; use at most as many, a launcher "
-            "on several machines, or pipeline.device=cpu"
+            f"pipeline.num_processes is {asked} and this machine has {torch.cuda.device_count()} GPUs; each takes "
+            f"{pipeline.ranks_of(1)}: use {most} or fewer (several stages share a process), or pipeline.device=cpu"
         )
-    num_gpus //= size
-    if asked is not None and asked > num_gpus:
-        raise RecipeError(
-            f"pipeline.num_processes is {asked} and this machine has {num_gpus * size} GPUs; each takes {size}: "
-            f"use {num_gpus} or fewer (several stages share a process), or pipeline.device=cpu"
-        )
-    return asked or (num_gpus if pipeline.is_mesh_open else min(pipeline.processes, num_gpus))
+    return asked or (most if pipeline.is_mesh_open else min(pipeline.processes, most))
 
 
 def _fail(error: UserError) -> int:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.adapters.text_entries import text_entries, token_ids
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class PairCollator:
         return cls(next(token for token in tokens if token is not None))
 
     def __call__(self, rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
-        batch = self.of_ids([row["input_ids"] for row in rows])
+        batch = self.of_ids([token_ids(row) for row in rows])
         if "labels" in rows[0]:
             batch["labels"] = self._pad([row["labels"] for row in rows], IGNORED_LABEL)
         return batch
@@ -36,7 +37,7 @@ class PairCollator:
     def of_ids(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
         """A mini-batch of ids alone."""
         mask = self._pad([[1] * len(row) for row in rows], 0)
-        return {"input_ids": self._pad(rows, self.pad_token_id), "attention_mask": mask}
+        return text_entries(self._pad(rows, self.pad_token_id), mask)
 
     def _pad(self, rows: list[list[int]], filler: int) -> torch.Tensor:
         longest = max(map(len, rows))
@@ -45,5 +46,5 @@ class PairCollator:
 
 def tokens_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
     """The tokens of each row of a mini-batch, without padding."""
-    rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    rows = zip(token_ids(batch), batch["attention_mask"], strict=True)
     return [ids[mask.bool()].tolist() for ids, mask in rows]

@@ -15,6 +15,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.adapters.text_entries import token_ids
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.translation.buckets import BUCKETS, resource_buckets
 from hf_gpipe.data.translation.pairs import ENGLISH, Pair, language_tag
@@ -243,7 +244,7 @@ def evaluate_translation(
         )
         num_characters.extend(rows.num_characters)
         # Little of a mini-batch is padding where its rows are about equally long.
-        order.extend(sorted(range(len(rows)), key=lambda i: (len(rows[i]["input_ids"]), rows.lengths[i])))
+        order.extend(sorted(range(len(rows)), key=lambda i: (len(token_ids(rows[i])), rows.lengths[i])))
         return [rows[index] for index in order]
 
     def collate(rows: list[Any]) -> Batch:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hf_gpipe.adapters.text_entries import token_ids
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.job.device_choice import world_for
 from hf_gpipe.model.spec import ModelSpec
@@ -43,5 +44,5 @@ def top_k_of(
     batches = (PairCollator(0)([rows[number] for number in part]) for part in parts)
     for part, predicted in zip(parts, predict(pipe, batches, with_logits=True, preprocess=most_likely), strict=True):
         for number, tokens, log_probs in zip(part, *map(torch.from_numpy, predicted.logits), strict=True):
-            ids = rows[number]["input_ids"]
+            ids = token_ids(rows[number])
             yield ids, tokens[: len(ids)], log_probs[: len(ids)]

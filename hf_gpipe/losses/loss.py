@@ -258,6 +258,8 @@ class TokenLoss(TokenOptions, Loss):
         return replace(self, metrics=None)
 
     def of_mini_batch(self, name: tuple[int, int], *, is_training: bool) -> TokenLoss:
+        if self.metrics is None and (is_training or self.logit_clipping is None):
+            return self
         # The saved model does not clip its logits.
         bound = self.logit_clipping if is_training else None
         metrics = None if self.metrics is None else self.metrics.of(name, is_training=is_training)

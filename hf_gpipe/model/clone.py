@@ -13,6 +13,7 @@ from hf_gpipe.adapters.image_text import FORMS, example_batch
 from hf_gpipe.adapters.observation.skeleton import Blueprint, build
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.adapters.text_entries import text_entries
 
 ROWS, SOURCE_LENGTH, TARGET_LENGTH = 4, 9, 7
 
@@ -90,7 +91,7 @@ def padded_batch(model: PreTrainedModel, *, with_images: bool = True) -> Batch:
     ids = ids.masked_fill(mask == 0, config.pad_token_id if isinstance(config.pad_token_id, int) else 0)
     if not model.config.is_encoder_decoder:
         labels = ids.masked_fill(mask == 0, IGNORED_LABEL)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return text_entries(ids, mask, labels)
 
 
 def turn_randomness_off(config: Any) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.attention.document_positions import is_position_table
 from hf_gpipe.adapters.text import check_reads_text
+from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import UnsupportedModelError, one_line
 from hf_gpipe.model.clone import Batch, clone_of, padded_batch
 from hf_gpipe.model.steps import stage_models
@@ -33,7 +34,7 @@ def verify_packing(adapter: Adapter) -> None:
     """
     adapter = check_reads_text(adapter, "packing=True")
     token = torch.zeros(1, dtype=torch.long)
-    adapter.packed([{"input_ids": token, "labels": token}])
+    adapter.packed([text_entries(token, labels=token)])
     family = adapter.given_config.model_type
     try:
         model, clone = clone_of(adapter, torch.float32)
@@ -44,7 +45,7 @@ def verify_packing(adapter: Adapter) -> None:
         with torch.no_grad():
             packed = stage(clone.packed(documents), {})["logits"]
             # Without position ids: where a model's own do not begin at 0, those of packed rows are not the rows' own.
-            rows = [{name: document[name][None] for name in ("input_ids", "labels")} for document in documents]
+            rows = [text_entries(token_ids(own)[None], labels=own["labels"][None]) for own in documents]
             alone = [stage(clone.with_known_masks(clone.prepare(row)), {})["logits"] for row in rows]
         depends = _depends_on_others(stage, clone.packed(documents), documents)
     except Exception as error:
@@ -85,17 +86,15 @@ def _depends_on_others(stage: StageModel, packed: Batch, documents: Sequence[Bat
     finally:
         for handle in handles:
             handle.remove()
-    last = [len(documents[-1][name]) for name in ("input_ids", "labels")]
+    last = [len(values) for values in (token_ids(documents[-1]), documents[-1]["labels"])]
     logits[:, -last[1] :].square().sum().backward()
     return any(tensor.grad is not None and bool(tensor.grad[:, : -max(last)].any()) for tensor in embedded)
 
 
 def _documents(model: PreTrainedModel, adapter: Adapter) -> list[Batch]:
     """Documents of unlike lengths, as of `Adapter.packed`."""
-    ids = padded_batch(model, with_images=False)["input_ids"].flatten().repeat(PACKED_LENGTHS[0])
+    ids = token_ids(padded_batch(model, with_images=False)).flatten().repeat(PACKED_LENGTHS[0])
     sources = [ids[size : 2 * size] for size in PACKED_LENGTHS]
     if not adapter.target_keys:
-        return [
-            {"input_ids": source, "position_ids": torch.arange(len(source)), "labels": source} for source in sources
-        ]
-    return [{"input_ids": source, "labels": other} for source, other in zip(sources, reversed(sources), strict=True)]
+        return [{"position_ids": torch.arange(len(ids)), **text_entries(ids, labels=ids)} for ids in sources]
+    return [text_entries(source, labels=other) for source, other in zip(sources, reversed(sources), strict=True)]

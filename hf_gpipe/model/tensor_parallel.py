@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import reduce
 
 import torch
@@ -15,6 +17,7 @@ from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError, one_line
 from hf_gpipe.job.emulated_ranks import emulate
+from hf_gpipe.losses.loss import PLAIN, Loss, Reads
 from hf_gpipe.model.clone import attention_of, exact_clone, padded_batch
 from hf_gpipe.model.exactness import compared_once
 from hf_gpipe.model.steps import Step, split_step
@@ -26,13 +29,14 @@ _STAGES = 3
 _TOLERANCE = 1e-6
 
 
-def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = False) -> None:
+def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = False, loss: Loss = PLAIN) -> None:
     """Raise UserError where the layers of a model, whose blocks may be compiled, cannot be divided so."""
     if (size := division.num_ranks) == 1:
         return
     others = {
         "the model is no Hugging Face model that reads text": not isinstance(adapter, TextAdapter),
         "functions of its modules were replaced": bool(adapter.patches),
+        "the loss reads a teacher's tokens from rows": Reads.TEACHER in loss.reads and not loss.needs_teacher,
     }
     for what, is_so in others.items():
         if is_so:
@@ -51,9 +55,19 @@ def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = 
         )
 
 
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Context manager in which reasons why layers cannot be divided become errors that name the key."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{key} {error}, or leave tensor_parallel out") from None
+
+
 def _check_rows(adapter: TextAdapter, size: int, *, is_compiled: bool) -> None:
     """Raise UserError where ranks cannot have parts of the positions between divided layers."""
-    has_experts = "experts" in plan_of(adapter, size).modules.values() or bool(adapter.routers)
+    with _naming(f"tensor_parallel is {size} and"):
+        has_experts = "experts" in plan_of(adapter, size).modules.values() or bool(adapter.routers)
     others = {
         "torch_compile is true": is_compiled,
         "peft_config adds adapters, whose first factors read whole rows": adapter.peft is not None,
@@ -80,7 +94,8 @@ def verify_division(adapter: TextAdapter, size: int, *, divides_rows: bool = Fal
         UnsupportedModelError: loss or gradients differ, or no rule divides a layer of the family.
         UserError: the model has fewer heads or columns than ranks.
     """
-    plan = plan_of(adapter, size)
+    with _naming(f"tensor_parallel is {size} and"):
+        plan = plan_of(adapter, size)
     is_shared = any(cut.is_shared for cut in plan.cuts.values())
     of_clone = 3 if not plan.is_even else 4 if is_shared else 2
     what = f"divided {of_clone} {divides_rows} {attention_of(adapter)} {masks_of(adapter.config)}"
@@ -105,7 +120,8 @@ def _difference(adapter: TextAdapter, size: int, *, divides_rows: bool) -> float
         difference = float("inf")  # of a weight that ranks have alike
     except Exception as error:
         if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from None
+            with _naming(f"{key}:"):
+                raise error.__cause__ from None
         reason = one_line(str(error), 300)
         raise UnsupportedModelError(f"{family}: {key} fails on a tiny clone: {reason}") from error
     if not difference <= _TOLERANCE:

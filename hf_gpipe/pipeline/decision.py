@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from hf_gpipe.adapters import Adapter, is_known_exact
@@ -13,7 +14,7 @@ from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.job.agreement import compare
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.custom import loss_of
-from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss, Reads
+from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss
 from hf_gpipe.model.chunks import verify_chunks
 from hf_gpipe.model.divided_head import check_divides_head, check_stages
 from hf_gpipe.model.exactness import verify
@@ -38,6 +39,7 @@ from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
 from hf_gpipe.schedule.offload import with_offloads
 from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
 from hf_gpipe.schedule.visits import check_visits, with_visits
 
 
@@ -142,14 +144,8 @@ class Decision:
         if request.teacher is not None:
             of_teacher = open_teacher(request.teacher, adapter, world.device)
             _compare_commit(request.teacher, of_teacher)
-        if given.tensor_parallel > 1:
-            if Reads.TEACHER in loss.reads and not loss.needs_teacher:
-                raise UserError(
-                    f"tensor_parallel is {given.tensor_parallel}, and the loss reads a teacher's tokens from rows, "
-                    "which do not go together; leave one of them out"
-                )
-            # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
-            world.from_reader(lambda: check_division(adapter, given.division, is_compiled=given.torch_compile))
+        # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
+        world.from_reader(lambda: check_division(adapter, given.division, is_compiled=given.torch_compile, loss=loss))
 
         # What the planner decides, and whether the machines can do it.
         planning = Planning(inputs, adapter, loss.planned, world, of_teacher)
@@ -158,10 +154,9 @@ class Decision:
             planning = replace(planning, inputs=replace(inputs, tables={config.schedule: table}))
         config.check_micro_batches(inputs.accumulation)
         partition = cut(len(adapter.layers), config.num_stages, config.partition)
-        placement = config.placed(config.schedule) if table is None else table.placement
+        placement = config.placed(config.schedule, table)
         if table is None and config.placement is None and all(len(rank.devices) <= 1 for rank in world.ranks):
             placement = placement.balanced(adapter.parameters_of(partition))
-        placement = replace(placement, ranks_per_worker=config.tensor_parallel)
         if table is not None and placement.is_dealt and any(len(rank.devices) > 1 for rank in world.ranks):
             raise UserError(
                 f"the table {table.name!r} deals its stages, and a process has several devices; start a process for "
@@ -196,7 +191,7 @@ class Decision:
         """Whether each stage updates its weights by itself, so that steps run in windows."""
         return self.config.schedule in ASYNCHRONOUS_SCHEDULES
 
-    @property
+    @cached_property
     def recompute(self) -> Recompute:
         """The recomputation by the table, and inside of stages."""
         return Recompute.parse(self.config.recompute, self.config.num_stages)
@@ -233,6 +228,18 @@ class Decision:
             table = build(name, num_stages, total, self.world.placement, limits, steps=steps, chunks=chunks)
             table = with_offloads(table, self.recompute.host_stages)
         return with_visits(table) if self.config.visitors else table
+
+    @cached_property
+    def table_of_step(self) -> Callable[[int, int, bool], Schedule]:
+        """(micro-batches, chunks of each row, whether stages are updated beside backwards) -> the table of a step of a
+        synchronous schedule. Each is made once."""
+
+        @lru_cache(maxsize=64)
+        def table(num_micro_batches: int, chunks: int, is_beside: bool) -> Schedule:
+            made = self.schedule(num_micro_batches, chunks=chunks)
+            return with_updates_beside(made) if is_beside else with_updates_last(made)
+
+        return table
 
     def plan(self, batch: Batch | None = None) -> Plan:
         """Return the planner's prediction of a step of this pipeline, on the device of this process.

@@ -32,7 +32,7 @@ from hf_gpipe.runtime.step import StepResult
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.table import Schedule
-from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside, with_updates_last
+from hf_gpipe.schedule.updates import can_update_beside
 
 logger = logging.getLogger(__name__)
 
@@ -217,8 +217,7 @@ class Steps:
         micro_batches = self.forwards.compared(self._micro_batches(batches, self.step))
         numbers: list[LossAndNorm] = []
         squares: list[torch.Tensor] = []
-        table = self.decision.schedule(len(micro_batches), chunks=chunks_of(micro_batches))
-        table = with_updates_last(table) if update_stage is None else with_updates_beside(table)
+        table = self.decision.table_of_step(len(micro_batches), chunks_of(micro_batches), update_stage is not None)
 
         def update_beside(stage: int, _: int) -> None:
             assert update_stage is not None, "the table has no H"

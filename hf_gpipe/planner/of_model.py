@@ -9,7 +9,6 @@ from functools import cache, partial
 import torch
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.costs.chunks import each_chunk
@@ -46,21 +45,15 @@ def planner_of(
         loss: of the micro-batch.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
         measured: costs with seconds, by the rows of the micro-batch and how they are cut.
-        profile_on: where to measure the other layers' seconds; None: they are estimated.
+        profile_on: where to measure the other layers' seconds, which are whole; None: they are estimated.
         cluster: the links between the processes.
         teacher: the adapter of a teacher, whose seconds are estimated; None: there is none.
 
     Raises:
-        UserError: there is no mini-batch, or the optimizer's state has no known size; layers cannot be divided so,
-            or are to be measured in this process alone and divided.
+        UserError: there is no mini-batch, or the optimizer's state has no known size; layers cannot be divided so.
     """
     config = config or PipelineConfig(1)
-    size = config.tensor_parallel
-    if size > 1 and profile_on is not None:
-        raise UserError(
-            f"tensor_parallel is {size}, and the seconds of divided layers cannot be measured in one process; leave "
-            "--profile out, and plan with partition flops or auto"
-        )
+    size = config.division.num_ranks
     mini_batch = inputs.mini_batch(adapter)
     tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=config.division))
 

@@ -195,8 +195,8 @@ class Planner(Layouts):
         """
         if settings.division.num_ranks != self.num_ranks:
             raise UserError(
-                f"tensor_parallel is {settings.division.num_ranks}, and the planner has the costs of layers for "
-                f"{self.num_ranks}; make another planner"
+                f"the settings divide layers among {settings.division.num_ranks} ranks, and the planner has the costs "
+                f"of layers for {self.num_ranks}; make another planner"
             )
         if self.chunks != (other := self.with_chunks(settings.chunks)).chunks:
             return other.plan(settings)

@@ -15,6 +15,7 @@ from hf_gpipe.adapters.layers import StackName
 from hf_gpipe.adapters.observation.observations import Shapes
 from hf_gpipe.adapters.packing import is_flattened, packed_parts
 from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.job.wire import sendable
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Chunks, PipelineConfig, Recipe, TrainingSection
@@ -157,11 +158,11 @@ class Workload:
         target_keys = () if adapter is None else adapter.target_keys
         if packing or is_flattened(on_cpu):
             documents = packed_parts(on_cpu, 1, target_keys)[0]
-            sources = [len(document["input_ids"]) for document in documents]
+            sources = [len(token_ids(document)) for document in documents]
             targets = [len(document["labels"]) for document in documents] if target_keys else sources
             return cls.packed(len(documents), _mean_and_most(sources), _mean_and_most(targets))
         images = None if adapter is None else adapter.row_images(on_cpu)
-        rows, source = batch["input_ids"].shape
+        rows, source = token_ids(batch).shape
         mask = batch.get("attention_mask")
         has_padding = mask is not None and not bool(mask.all())
         return cls(rows, source, on_cpu["labels"].shape[-1], has_padding, row_images=images)
@@ -222,10 +223,10 @@ class Workload:
         labels = torch.full((self.rows, self.target_tokens), _TOKEN)
         if adapter.labels_rows:
             labels = torch.zeros(self.rows, dtype=torch.long)
-        inputs = {"input_ids": ids, "labels": labels}
+        inputs = text_entries(ids, labels=labels)
         if self.is_packed and not attends_by_document(adapter.reference):
             if adapter.config.is_encoder_decoder:
-                return adapter.packed([{"input_ids": ids[row], "labels": labels[row]} for row in range(self.rows)])
+                return adapter.packed([text_entries(ids[row], labels=labels[row]) for row in range(self.rows)])
             inputs["position_ids"] = torch.arange(length).expand(ids.shape)
             inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
         if self.has_padding:

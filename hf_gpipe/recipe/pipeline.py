@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, Self
@@ -45,19 +44,9 @@ class PipelineConfig(PipelineValues):
 
     def __post_init__(self) -> None:
         if vars(self)["num_stages"] is None:
-            object.__setattr__(self, "num_stages", self._stages_of_processes())
+            object.__setattr__(self, "num_stages", self.stages_of_processes())
         check(self)
         self.memory_bytes  # noqa: B018  # raises for a text that is no size
-
-    def _stages_of_processes(self) -> int:
-        """`num_stages` where it is not given: by the lists that have an entry per stage, or by the processes."""
-        for of_stages in (self.partition, self.recompute, self.replicas):
-            if isinstance(of_stages, tuple) and of_stages:
-                return len(of_stages)
-        if self.replicas == AUTO:
-            return 1
-        num_processes = self.num_processes or int(os.environ.get("WORLD_SIZE", "1")) // self.tensor_parallel
-        return max(1, num_processes // self.replicas) if isinstance(self.replicas, int) else 1
 
     @classmethod
     def of(cls, config: PipelineConfig | None, **given: Any) -> PipelineConfig:

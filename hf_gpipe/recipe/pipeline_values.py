@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import cast
 
@@ -9,7 +10,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.partition import COST_STRATEGIES
 from hf_gpipe.recipe.pipeline_keys import AUTO, CHUNK_UNIT, Chunks, Division, PipelineKeys, Visitors
 from hf_gpipe.recipe.sizes import read_bytes
-from hf_gpipe.schedule import DEALT, DIVIDED_HEAD, Placement, placement_for, replicas_of
+from hf_gpipe.schedule import DEALT, DIVIDED_HEAD, Placement, Schedule, placement_for, replicas_of
 from hf_gpipe.schedule.actions import parse_number
 
 
@@ -132,6 +133,29 @@ class PipelineValues(PipelineKeys):
             )
         return num_processes // self.tensor_parallel
 
+    def workers_on(self, num_gpus: int) -> int:
+        """How many workers so many GPUs are enough for. Raises UserError where it is none."""
+        if num_gpus < self.tensor_parallel:
+            raise UserError(
+                f"pipeline.tensor_parallel is {self.tensor_parallel} and this machine has {num_gpus} GPUs; use at most "
+                "as many, a launcher on several machines, or pipeline.device=cpu"
+            )
+        return num_gpus // self.tensor_parallel
+
+    def ranks_of(self, num_workers: int) -> int:
+        """How many processes form so many workers."""
+        return num_workers * self.tensor_parallel
+
+    def stages_of_processes(self) -> int:
+        """`num_stages` where it is not given: by the lists that have an entry per stage, or by the processes."""
+        for of_stages in (self.partition, self.recompute, self.replicas):
+            if isinstance(of_stages, tuple) and of_stages:
+                return len(of_stages)
+        if self.replicas == AUTO:
+            return 1
+        num_processes = self.num_processes or int(os.environ.get("WORLD_SIZE", "1")) // self.tensor_parallel
+        return max(1, num_processes // self.replicas) if isinstance(self.replicas, int) else 1
+
     @property
     def places(self) -> int:
         """How many replicas all stages have together. Raises UserError where this is left to the planner."""
@@ -150,12 +174,14 @@ class PipelineValues(PipelineKeys):
         """`speeds`, where it has numbers."""
         return self.speeds if isinstance(self.speeds, tuple) else None
 
-    def placed(self, schedule: str) -> Placement:
-        """The placement of the stages under a builder's schedule.
+    def placed(self, schedule: str, table: Schedule | None = None) -> Placement:
+        """The placement of the stages under a builder's schedule, or that of a table.
 
         Raises:
             UserError: a text that is no placement, or numbers of stages, replicas and processes that do not fit.
         """
+        if table is not None:
+            return replace(table.placement, ranks_per_worker=self.tensor_parallel)
         num_stages, replicas = self.mesh
         if self.placement is None:
             placement = placement_for(schedule, num_stages, self.processes, replicas)

@@ -65,6 +65,8 @@ class Executor:
         self._wiring = Wiring(rows, edges, head_edges, relays, self._copies)
         self._table: Schedule | None = None
         self._planned: list[Planned] = []
+        #: The micro-batches of these actions.
+        self._indices: list[int] = []
         #: Of each stage, while the table is asynchronous.
         self._versions: dict[int, Versions] = {}
         self._beside = Beside(min(rows))
@@ -107,11 +109,10 @@ class Executor:
         for stage in self._stages:
             if stage.head is not None:
                 stage.head.begin(options)
-        # Those of other replicas stay on the host.
-        indices = {index for worker in self._rows for index in schedule.micro_batches_of(worker)}
-        shares = on_devices([micro_batches[index] for index in sorted(indices)], self._devices)
         self.prepare(schedule)
-        if self._replicas is not None and any(kind.takes_gradient for kind in schedule.kinds):
+        # Those of other replicas stay on the host.
+        shares = on_devices([micro_batches[index] for index in self._indices], self._devices)
+        if self._replicas is not None and schedule.is_training:
             self._replicas.check(schedule, len(micro_batches))
         for versions in self._versions.values():
             versions.begin()
@@ -185,6 +186,7 @@ class Executor:
             for number in split & row.stages.keys():
                 row.stages[number].model.defer_weight_gradients()
         self._planned = self._wiring.planned(schedule)
+        self._indices = sorted({planned.index for planned in self._planned} - {-1})
         self._versions = {}
         if schedule.is_asynchronous:
             of_rows = (row.stages.items() for row in self._rows.values())

@@ -130,7 +130,7 @@ class GenerateArguments:
         for name in arguments:
             if name not in known:
                 raise UserError(f"generate() has no argument {name!r}{nearest(name, known)}")
-        return number_of_parts(arguments, lambda name: self.setting(arguments, name), self.num_pipelines)
+        return number_of_parts(arguments, self.adapter, lambda name: self.setting(arguments, name), self.num_pipelines)
 
     def setting(self, arguments: Mapping[str, Any], name: str) -> Any:
         """The value that `generate` would use: the argument's, the given configuration's or the model's own."""

@@ -266,24 +266,18 @@ def make_micro_batches(
     """
     if not batches:
         raise DataError("there is no mini-batch to run on")
-    count, packing, chunks = cutting.num_micro_batches, cutting.packing, cutting.chunks
-    for batch in batches:
-        adapter.check_keys(batch)
-        if "shift_labels" in batch and not loss.is_of_tokens:
-            raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
-        _check_whole(adapter, batch, packing=packing or adapter.is_flattened(batch), is_cut=chunks.most > 1)
-    # On the CPU, where reading a value makes nobody wait.
-    on_cpu = [{name: tensor.cpu() for name, tensor in batch.items()} for batch in batches]
+    count, chunks = cutting.num_micro_batches, cutting.chunks
     inputs: list[Mapping[str, torch.Tensor]] = []
     owners: list[int] = []
     noisy: list[NoisyRows] = []
     num_rows = 0
-    for number, batch in enumerate(on_cpu):
-        if packing or adapter.is_flattened(batch):
-            if not loss.is_of_tokens:
-                raise UserError(NOT_PACKED.format(type(loss).__name__))
-            if chunks.most > 1:
-                check_chunks(adapter, is_loss_of_tokens=True, packing=True)
+    for number, given in enumerate(batches):
+        # On the CPU, where reading a value makes nobody wait.
+        batch = {name: tensor.cpu() for name, tensor in given.items()}
+        adapter.check_keys(batch)
+        is_packed = cutting.packing or adapter.is_flattened(batch)
+        _check(adapter, batch, loss, packing=is_packed, is_cut=chunks.most > 1)
+        if is_packed:
             parts = packed_parts(batch, count, adapter.target_keys)
             packed = [adapter.packed(documents, is_compiled=cutting.is_compiled) for documents in parts]
             widths = [adapter.main_input(one).shape[1] for one in packed]
@@ -327,8 +321,14 @@ def make_micro_batches(
     return [replace(chunk, index=first + number) for number, chunk in enumerate(of_chunks)]
 
 
-def _check_whole(adapter: Adapter, batch: Batch, *, packing: bool, is_cut: bool) -> None:
-    """Raise UserError where rows with images would be packed, or cut into chunks."""
+def _check(adapter: Adapter, batch: Batch, loss: Loss, *, packing: bool, is_cut: bool) -> None:
+    """Raise UserError for entries that the loss does not read, and rows that cannot be packed or cut into chunks."""
+    if "shift_labels" in batch and not loss.is_of_tokens:
+        raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
+    if packing and not loss.is_of_tokens:
+        raise UserError(NOT_PACKED.format(type(loss).__name__))
+    if packing and is_cut:
+        check_chunks(adapter, is_loss_of_tokens=True, packing=True)
     if (packing or is_cut) and (images := sorted(batch.keys() & set(adapter.image_keys))):
         option = "packing" if packing else "sequence_chunks"
         raise UserError(

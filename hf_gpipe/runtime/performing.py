@@ -28,9 +28,7 @@ class Performed(NamedTuple):
 def _forward(step: Step, planned: Planned, received: Tensors) -> Tensors:
     context = step.context(planned, received)
     if step.schedule.is_training:
-        where = planned.action.stage, planned.index
-        keep_graph, is_offloaded = step.schedule.keeps_graph(*where), step.schedule.is_offloaded(*where)
-        message = planned.stage.forward(context, keep_graph=keep_graph, is_offloaded=is_offloaded)
+        message = planned.stage.forward(context, keep_graph=planned.keeps_graph, is_offloaded=planned.is_offloaded)
         if planned.is_moving:
             planned.stage.give(planned.index)
         return message

@@ -7,14 +7,14 @@ of the others wait. A pipeline in which a process of another one has a part is l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.schedule.placement import Placement
 
-#: The arguments of `generate` that have a row for each text.
-_OF_ROWS = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "token_type_ids")
 #: Arguments and settings whose effect on a row may depend on the other rows, or whose results have other dimensions.
 _OF_ALL_ROWS = (
     *("do_sample", "return_dict_in_generate", "streamer"),
@@ -29,18 +29,19 @@ def pipelines(placement: Placement) -> tuple[tuple[int, ...], ...]:
     return tuple(every if are_apart else every[:1])
 
 
-def number_of_parts(arguments: Mapping[str, Any], setting: Callable[[str], Any], most: int) -> int:
+def number_of_parts(arguments: Mapping[str, Any], adapter: Adapter, setting: Callable[[str], Any], most: int) -> int:
     """How many parts the rows of a call of `generate` are cut into; 1 where a row's tokens may depend on other rows.
 
     Args:
         setting: the value in effect of an argument or a setting, by its name.
         most: the number of pipelines.
     """
-    has_others = any(isinstance(value, torch.Tensor) and name not in _OF_ROWS for name, value in arguments.items())
+    of_rows = {"token_type_ids", *chain(*adapter.text_keys.values())}
+    has_others = any(isinstance(value, torch.Tensor) and name not in of_rows for name, value in arguments.items())
     starts_alike = isinstance(setting("decoder_start_token_id"), int | None)
     if has_others or not starts_alike or any(setting(name) for name in _OF_ALL_ROWS):
         return 1
-    return min(most, len(arguments["input_ids"]))
+    return min(most, len(adapter.main_input(arguments)))
 
 
 def part_of(arguments: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.offload import SavedTensors
-from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
+from hf_gpipe.runtime.teacher import PREFIX, StageTeacher, TeacherLogits
 
 Tensors = dict[str, torch.Tensor]
 
@@ -368,13 +368,16 @@ class Stage:
         if not loss.adds_auxiliary:
             outputs.pop("auxiliary_loss", None)
         logits = outputs.pop("logits", None)
+        teacher: TeacherLogits | TopK | None = context.teacher
+        if teacher is None and Reads.TEACHER in loss.reads:
+            teacher = TopK.of_inputs(micro_batch.inputs)
         read = LossInputs(
             micro_batch.inputs,
             micro_batch.num_units,
             micro_batch.num_tokens,
             hidden=head_inputs.get("hidden") if self.model.adapter.ends_with_head else logits,
             logits=logits,
-            teacher=TopK.of_inputs(micro_batch.inputs) if context.teacher is None else context.teacher,
+            teacher=teacher,
         )
         return outputs, deferred, read
 

@@ -114,6 +114,10 @@ class Planned:
     """The version of the weights that it reads or replaces; None of a reduction, and in a synchronous table."""
     is_last: bool
     """Of U or H: whether it is the process's last one. Of a B or W: whether its stage's G can begin in it."""
+    keeps_graph: bool
+    """Of F: whether a backward follows without a recomputation."""
+    is_offloaded: bool
+    """Of F: whether what its graph saves then goes to the host."""
     is_moving: bool
     """Whether forward and backward of its micro-batch are on different workers, where the stage is dealt."""
 

@@ -92,6 +92,8 @@ class Wiring:
                 ),
                 use=use,
                 is_last=action in last,
+                keeps_graph=schedule.keeps_graph(action.stage, _index(action)),
+                is_offloaded=schedule.is_offloaded(action.stage, _index(action)),
                 is_moving=schedule.is_moving(action),
             )
             result.append(planned)

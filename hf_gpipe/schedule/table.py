@@ -340,17 +340,16 @@ class Schedule:
         forward, recompute = replace(action, kind=FORWARD), replace(action, kind=RECOMPUTE)
         return self._worker_of[forward] != self._worker_of.get(recompute, self._worker_of[forward])
 
-    def micro_batches_of(self, process: int, stage: int | None = None) -> tuple[int, ...]:
-        """The micro-batches that a worker runs on a stage, or on any of its stages, ascending."""
+    def micro_batches_of(self, process: int, stage: int) -> tuple[int, ...]:
+        """The micro-batches that a worker runs on a stage, ascending."""
         return self._micro_batches_of.get((process, stage), ())
 
     @cached_property
-    def _micro_batches_of(self) -> Mapping[tuple[int, int | None], tuple[int, ...]]:
-        micro_batches: dict[tuple[int, int | None], set[int]] = {}
+    def _micro_batches_of(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
+        micro_batches: dict[tuple[int, int], set[int]] = {}
         for action, worker in self._worker_of.items():
             if action.micro_batch is not None:
-                for stage in (action.stage, None):
-                    micro_batches.setdefault((worker, stage), set()).add(action.micro_batch)
+                micro_batches.setdefault((worker, action.stage), set()).add(action.micro_batch)
         return {where: tuple(sorted(own)) for where, own in micro_batches.items()}
 
     def of_first(self, num_micro_batches: int) -> Schedule:

@@ -21,6 +21,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from hf_gpipe.adapters.text_entries import has_ids
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.data.examples.image_text import ImageTextCollator, ImageTextExamples
 from hf_gpipe.data.examples.sft import SFTCollator, SFTExamples
@@ -189,7 +190,7 @@ class PipelineSFTTrainer(ExamplesTrainer):
         )
 
     def _formatted(self, row: Any) -> Any:
-        return row if self._formatting is None or "input_ids" in row else {"text": self._formatting(row)}
+        return row if self._formatting is None or has_ids(row) else {"text": self._formatting(row)}
 
     # ------------------------------------------------------------------ metrics
 

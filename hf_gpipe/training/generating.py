@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.modules.dropout import default_generator, mix
+from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.generation import check_generates
@@ -55,14 +56,14 @@ class Generation:
             inputs = {name: tensor for name, tensor in batch.items() if name not in _TARGET_SIDE}
             return self._generated(inputs)
         inputs = left_padded_prompts(batch, max(self.pad_token_id, 0))
-        return self._generated(inputs)[:, inputs["input_ids"].shape[1] :]
+        return self._generated(inputs)[:, token_ids(inputs).shape[1] :]
 
     def _generated(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         seed = mix(self._pipe.seed, self._pipe.step, self._num_batches)
         self._num_batches += 1
         default_generator(self._pipe.world.device).manual_seed(seed)
         ids = self._pipe.generate(**inputs, **self._options)
-        if len(ids) != len(inputs["input_ids"]):
+        if len(ids) != len(token_ids(inputs)):
             raise UserError(
                 "num_return_sequences: an evaluation compares one generated row with each row of targets; set it to 1"
             )
@@ -81,8 +82,8 @@ def completions_of(pipe: Pipeline, prompts: Batch, end: int | None, max_tokens: 
         options: other keyword arguments of `generate`; the model's own generation_config does not count.
     """
     options |= {"max_new_tokens": max_tokens, "eos_token_id": end, "pad_token_id": end or 0}
-    inputs = {name: prompts[name] for name in ("input_ids", "attention_mask")}
-    return pipe.generate(**_NEUTRAL | options | inputs)[:, inputs["input_ids"].shape[1] :]
+    inputs = text_entries(token_ids(prompts), prompts["attention_mask"])
+    return pipe.generate(**_NEUTRAL | options | inputs)[:, token_ids(inputs).shape[1] :]
 
 
 def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -95,13 +96,13 @@ def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tens
     Raises:
         DataError: a row without a prompt or without a target.
     """
-    ids, is_target = batch["input_ids"], batch["labels"] != IGNORED_LABEL
+    ids, is_target = token_ids(batch), batch["labels"] != IGNORED_LABEL
     mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
     if mask.shape != ids.shape:
         shapes = tuple(mask.shape), tuple(ids.shape)
         raise DataError(
-            f"predict_with_generate: attention_mask has the shape {shapes[0]} and input_ids {shapes[1]}; give "
-            "both one shape"
+            f"predict_with_generate: attention_mask has the shape {shapes[0]} and token ids {shapes[1]}; give both one "
+            "shape"
         )
     positions = torch.arange(ids.shape[1])
     first = torch.where(is_target, positions, ids.shape[1]).amin(dim=1)
@@ -116,7 +117,7 @@ def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tens
     prompts = torch.full((len(ids), width), pad_token_id, dtype=ids.dtype)
     prompt_mask = torch.arange(width) >= width - lengths[:, None]
     prompts[prompt_mask] = ids[in_prompt]
-    return {"input_ids": prompts, "attention_mask": prompt_mask.long()}
+    return text_entries(prompts, prompt_mask.long())
 
 
 def generation_options(args: PipelineTrainingArguments, options: Mapping[str, Any]) -> dict[str, Any]:

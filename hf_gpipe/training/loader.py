@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hf_gpipe.adapters.modules.dropout import mix
+from hf_gpipe.adapters.text_entries import IDS, token_ids
 from hf_gpipe.data.batches import length_bucketed_batches, num_token_batches, shuffled_batches, token_batches
 from hf_gpipe.data.translation.sampling import epoch_rows
 from hf_gpipe.errors import DataError, UserError, listed
@@ -179,10 +180,10 @@ class MiniBatches:
         if self.length_column in getattr(self.dataset, "column_names", ()):
             return list(self.dataset[self.length_column])
         try:
-            return [len(self.dataset[index]["input_ids"]) for index in range(len(self.dataset))]
+            return [len(token_ids(self.dataset[index])) for index in range(len(self.dataset))]
         except (KeyError, TypeError) as error:
             raise DataError(
-                "train_sampling_strategy='group_by_length' needs the length of each row: a row with 'input_ids', a "
+                "train_sampling_strategy='group_by_length' needs the length of each row: a row with token ids, a "
                 f"column {self.length_column!r}, or a dataset with an attribute `lengths`"
             ) from error
 
@@ -229,7 +230,7 @@ class MiniBatches:
             if "chosen" in row:
                 advice = "they are not tokenised: give the dataset to PipelineDPOTrainer with a PipelineDPOConfig"
         else:
-            advice = "name them as the arguments of its forward ('input_ids' and 'labels' of text)"
+            advice = f"name them as the arguments of its forward ({IDS!r} and 'labels' of text)"
         raise DataError(
             f"the rows have the columns {columns}, and none that the model takes; {advice}, or set "
             "remove_unused_columns=False where the data_collator reads them"

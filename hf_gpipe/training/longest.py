@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from statistics import mean, pstdev
 from typing import Any
 
+from hf_gpipe.adapters.text_entries import has_ids, token_ids
 from hf_gpipe.planner.workload import Workload, rows_of_tokens
 from hf_gpipe.training.pools import has_index, target_tokens
 
@@ -39,11 +39,11 @@ def longest_mini_batch(
         return None
     else:
         rows = [dataset[index] for index in range(0, len(dataset), -(-len(dataset) // _SAMPLE))]
-        if not all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
+        if not all(map(has_ids, rows)):
             return None
-        sources = [len(row["input_ids"]) for row in rows]
+        sources = [len(token_ids(row)) for row in rows]
         # A collator of language modelling makes the labels from the ids.
-        targets = [len(row["labels" if hasattr(row.get("labels"), "__len__") else "input_ids"]) for row in rows]
+        targets = [len(row["labels"] if hasattr(row.get("labels"), "__len__") else token_ids(row)) for row in rows]
     if batch_tokens is not None:
         counts = [target_tokens(row) for row in rows] or targets
         # Unsorted, a mini-batch has as many rows as of the mean length fill it, and pads them to its longest.

@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.adapters.text_entries import IDS, has_ids, token_ids
 from hf_gpipe.data.batches import POOL_BATCHES, cut_evenly, num_token_batches
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.errors import DataError
@@ -169,13 +170,13 @@ def row_length(row: Any) -> int:
 
 
 def _ids(row: Any) -> Any:
-    if not isinstance(row, Mapping) or "input_ids" not in row:
+    if not has_ids(row):
         kind = f"the entries {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise DataError(
             f"a training row is {kind}; batch_tokens and train_sampling_strategy='group_by_length' need rows with "
-            "'input_ids' and 'labels'"
+            f"{IDS!r} and 'labels'"
         )
-    return row["input_ids"]
+    return token_ids(row)
 
 
 def _values(labels: Iterable[Any]) -> list[Any]:

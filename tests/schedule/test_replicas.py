@@ -222,7 +222,8 @@ def test_every_message_has_an_edge(case: tuple[Schedule, Recompute]) -> None:
 
 def test_who_needs_which_micro_batches_and_who_reduces_together() -> None:
     table = build("1f1b", 3, 5, replicas=[2, 1, 2])
-    assert [table.micro_batches_of(process) for process in range(5)] == [
+    stages = (0, 0, 1, 2, 2)
+    assert [table.micro_batches_of(process, stage) for process, stage in enumerate(stages)] == [
         (0, 2, 4),
         (1, 3),
         (0, 1, 2, 3, 4),
@@ -232,7 +233,7 @@ def test_who_needs_which_micro_batches_and_who_reduces_together() -> None:
     assert table.placement.groups == ((0, 1), (3, 4))
     assert placement_for("gpipe", 4, 4, 2).groups == ((0, 2), (1, 3))
     assert Placement.one_stage_each(3).groups == ()
-    assert build("gpipe", 2, 1, replicas=2).micro_batches_of(2) == ()
+    assert build("gpipe", 2, 1, replicas=2).micro_batches_of(2, 0) == ()
 
 
 def test_where_replicas_are() -> None:

@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_gpipe.adapters.attention.lower_right import taking_lower_right
+from hf_gpipe.adapters.attention.lower_right import LowerRightMask, taking_lower_right
 from hf_gpipe.errors import UserError
 
 MakeMask = Callable[..., Any]
@@ -153,7 +153,9 @@ def mask_of_documents(documents: Documents, make_mask: MakeMask, options: Mappin
 
 
 def _by_document(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an attention function of transformers run once for each document of a packed row."""
+    """Let an attention function of transformers run once for each document of a packed row, of which a chunk may have a
+    `LowerRightMask`."""
+    with_lower_right = taking_lower_right(attend)
 
     @wraps(attend)
     def forward(
@@ -166,13 +168,14 @@ def _by_document(attend: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         if not isinstance(attention_mask, MaskOfDocuments):
-            return attend(module, query, key, value, attention_mask, *args, **options)
+            run = with_lower_right if isinstance(attention_mask, LowerRightMask) else attend
+            return run(module, query, key, value, attention_mask, *args, **options)
         # (B, heads, T, width); `split` has one backward for all documents.
         queries = query.split(attention_mask.query_lengths, dim=2)
         sizes = [attention_mask.skipped, *attention_mask.lengths]
         keys, values = (tensor.split(sizes, dim=2)[1:] for tensor in (key, value))
         alone = [
-            attend(module, *tensors, mask, *args, **options)[0]
+            with_lower_right(module, *tensors, mask, *args, **options)[0]
             for *tensors, mask in zip(queries, keys, values, attention_mask.masks, strict=True)
         ]
         return torch.cat(alone, dim=1), None
@@ -180,5 +183,4 @@ def _by_document(attend: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-# A document of a chunk may have a `LowerRightMask`.
-ALL_ATTENTION_FUNCTIONS["sdpa"] = _by_document(taking_lower_right(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+ALL_ATTENTION_FUNCTIONS["sdpa"] = _by_document(ALL_ATTENTION_FUNCTIONS["sdpa"])

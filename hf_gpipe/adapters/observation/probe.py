@@ -20,6 +20,7 @@ from hf_gpipe.adapters.modules.head import FoundProjection, find_projection
 from hf_gpipe.adapters.modules.intercept import hidden_of
 from hf_gpipe.adapters.observation.skeleton import Blueprint, build
 from hf_gpipe.adapters.observation.tiny import tiny_config
+from hf_gpipe.adapters.text_entries import text_entries
 from hf_gpipe.errors import UnsupportedModelError
 
 BATCH, SOURCE_LENGTH, TARGET_LENGTH = 2, 6, 5
@@ -190,7 +191,7 @@ def tiny_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     config = model.config.get_text_config()
     vocabulary = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
     ids = torch.randint(3, vocabulary, (BATCH, SOURCE_LENGTH), generator=generator)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = text_entries(ids, torch.ones_like(ids))
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = torch.randint(3, vocabulary, (BATCH, TARGET_LENGTH), generator=generator)
     return batch

@@ -52,8 +52,7 @@ def _check_quantised(plan: SplitPlan, model: PreTrainedModel) -> None:
             continue
         if not hasattr(module.weight, "blocksize"):
             raise UserError(
-                f"tensor_parallel is {plan.size} and quantization_config has 8 bits, whose layers quantise the inputs "
-                "of whole rows; use 4 bits, or leave tensor_parallel out"
+                "quantization_config has 8 bits, whose layers quantise the inputs of whole rows; use 4 bits"
             )
         runs = [(0, module.in_features)]
         if part == "row":
@@ -61,9 +60,8 @@ def _check_quantised(plan: SplitPlan, model: PreTrainedModel) -> None:
         size = module.weight.blocksize
         if any(end % size for run in runs for end in run):
             raise UserError(
-                f"tensor_parallel is {plan.size} and {name!r} has {module.in_features} inputs, whose weights of 4 bits "
-                f"are quantised {size} at a time; each rank needs whole blocks, so use a smaller tensor_parallel, or "
-                "leave quantization_config out"
+                f"{name!r} has {module.in_features} inputs, whose weights of 4 bits are quantised {size} at a time; "
+                "each rank needs whole blocks, so use fewer ranks, leave quantization_config out"
             )
 
 
@@ -139,6 +137,5 @@ class _Adapted:
 
     def _error(self, what: str) -> UserError:
         return UserError(
-            f"tensor_parallel is {self._plain.size} and peft_config has {what}, which no rule divides; use plain LoRA "
-            "on linear layers and embeddings, or leave tensor_parallel out"
+            f"peft_config has {what}, which no rule divides; use plain LoRA on linear layers and embeddings"
         )

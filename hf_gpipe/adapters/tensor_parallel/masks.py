@@ -27,8 +27,8 @@ class WholeMasks(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             raise UserError(
-                "tensor_parallel: the dropout of attention probabilities is drawn inside of sdpa, where its mask "
-                "cannot be divided; use attn_implementation eager, or set that dropout to 0"
+                "the dropout of attention probabilities is drawn inside of sdpa, where its mask cannot be divided; use "
+                "attn_implementation eager, set that dropout to 0"
             )
         if func is not F.dropout or not (self._region.is_inside or self._region.rows):
             return func(*args, **kwargs)

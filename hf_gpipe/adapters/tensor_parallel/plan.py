@@ -166,10 +166,7 @@ class SplitPlan:
             length = getattr(module, own).shape[dim] // count
             self.cuts[f"{name}.{own}"] = Cut.of_packs(dim, [self._dealt(name, length)] * count)
             if getattr(module, f"{own}_bias", None) is not None:
-                raise UserError(
-                    f"tensor_parallel is {self.size} and the experts {name!r} have biases, which no rule divides; "
-                    "leave tensor_parallel out"
-                )
+                raise UserError(f"the experts {name!r} have biases, which no rule divides; use experts without them")
 
     def _packs(self, model: Any, name: str, kind: Kind, length: int) -> list[Runs]:
         """The packs of a layer of an attention."""
@@ -225,10 +222,7 @@ class SplitPlan:
         return dealt(count, self.size)
 
     def _too_few(self, name: str, count: int, what: str) -> UserError:
-        return UserError(
-            f"tensor_parallel is {self.size} and {name!r} has {count} {what}, and each rank needs one; use at most "
-            f"{count}, or leave tensor_parallel out"
-        )
+        return UserError(f"{name!r} has {count} {what}, and each rank needs one; use at most {count}")
 
     def _check_covered(self, model: Any, blocks: tuple[str, ...]) -> None:
         """Raise UnsupportedModelError for other matrices in blocks, and for undivided blocks."""
@@ -291,6 +285,4 @@ def _first(module: Any, names: tuple[str, ...]) -> int | None:
 
 def _not_covered(model: Any, reason: str) -> UnsupportedModelError:
     family = model.config.model_type
-    return UnsupportedModelError(
-        f"tensor_parallel: the layers of the family {family!r} cannot be divided: {reason}; leave tensor_parallel out"
-    )
+    return UnsupportedModelError(f"the layers of the family {family!r} cannot be divided: {reason}; use another family")

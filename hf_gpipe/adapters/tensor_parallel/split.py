@@ -68,7 +68,7 @@ class Division:
             is_same = not cut.is_shared or _digest(cut.part(whole, ranks.place)) == _digest(part)
         if not is_same:
             raise CheckpointError(
-                f"tensor_parallel: rank {ranks.place} of the {ranks.size} that share a stage has another {name} than "
+                f"rank {ranks.place} of the {ranks.size} that share a stage has another {name} than "
                 "the first rank, and both were computed alike; begin again from an older checkpoint, and on other "
                 "devices if it happens again"
             )

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hf_gpipe.adapters.text_entries import token_ids
 from hf_gpipe.data.examples.chats import num_common, text_of_message
 from hf_gpipe.errors import DataError
 
@@ -84,14 +85,14 @@ class ChatEncoder:
                     f"{where}: the chat template's {{% generation %}} markers are around none of its text; correct the "
                     "template, or remove the markers from it"
                 )
-            return marked["input_ids"], [bool(bit) for bit in marked["assistant_masks"]]
+            return token_ids(marked), [bool(bit) for bit in marked["assistant_masks"]]
         text = self._render(where, row, messages)
         spans = self._assistant_spans(where, row, messages, text)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         is_learnt = [
             any(first < end and start < last for start, end in spans) for first, last in encoded["offset_mapping"]
         ]
-        return encoded["input_ids"], is_learnt
+        return token_ids(encoded), is_learnt
 
     def _assistant_spans(
         self, where: str, row: Mapping[str, Any], messages: Messages, text: str

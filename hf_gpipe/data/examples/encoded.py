@@ -15,6 +15,7 @@ import pyarrow  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
+from hf_gpipe.adapters.text_entries import IDS, token_ids
 from hf_gpipe.data.examples.rows import Read, ReadRow
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, in_blocks, read_counts, read_table, write_table
@@ -46,7 +47,7 @@ class EncodedRows(ABC):
     #: The rows, and why some are dropped, in messages; empty: none is.
     _what, _dropped = "conversations", "they then had no target"
     #: The entries of an example. Rows of ids that come from elsewhere are known by the first one.
-    columns: tuple[str, ...] = ("input_ids", "labels")
+    columns: tuple[str, ...] = (IDS, "labels")
     #: Of the columns, those of numbers that are no ids.
     _numbers: tuple[str, ...] = ()
     #: What is kept of a plain row.
@@ -98,11 +99,11 @@ class EncodedRows(ABC):
 
     def _cut(self, where: str, texts: list[str]) -> list[list[int]]:
         """The ids of the texts of a row, cut by the tokenizer itself, which knows where special tokens stand."""
-        rows = [list(self._tokenizer(text, verbose=False)["input_ids"]) for text in texts]
+        rows = [list(token_ids(self._tokenizer(text, verbose=False))) for text in texts]
         if self._max_length is not None and max(map(len, rows)) > self._max_length:
             self.num_truncated += 1
             cut = self._tokenizer(texts, truncation=True, max_length=self._max_length)
-            rows = [list(ids) for ids in cut["input_ids"]]
+            rows = [list(ids) for ids in token_ids(cut)]
         if not all(rows):
             raise DataError(f"{where}: the tokenizer leaves no tokens of a text; leave the row out")
         return rows

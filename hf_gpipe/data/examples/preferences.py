@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.adapters.text_entries import text_entries
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.examples.chat_labels import ids_of
 from hf_gpipe.data.examples.chats import num_common, preference_of
@@ -81,7 +82,7 @@ def answered(
 ) -> dict[str, torch.Tensor]:
     """A mini-batch (N, T) of prompts with an answer each, cut to `max_length` tokens; labels are -100 in prompts."""
     kept = slice(max_length)
-    rows = [{"input_ids": (p + a)[kept], "labels": ([IGNORED_LABEL] * len(p) + a)[kept]} for p, a in pairs]
+    rows = [text_entries((p + a)[kept], labels=([IGNORED_LABEL] * len(p) + a)[kept]) for p, a in pairs]
     return PairCollator(pad_token_id)(rows)
 
 

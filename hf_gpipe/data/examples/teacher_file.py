@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.data import Dataset
 
+from hf_gpipe.adapters.text_entries import token_ids
 from hf_gpipe.errors import DataError
 from hf_gpipe.losses.cached_teacher import TEACHER_LOG_PROBS, TEACHER_TOKENS
 
@@ -146,7 +147,7 @@ class WithTeacher(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = dict(self._dataset[index])
-        return row | self._file.of(row["input_ids"])
+        return row | self._file.of(token_ids(row))
 
     @property
     def lengths(self) -> list[int]:
@@ -166,7 +167,7 @@ class TeacherCollator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         names = (TEACHER_TOKENS, TEACHER_LOG_PROBS)
         batch = dict(self.collator([{n: v for n, v in row.items() if n not in names} for row in rows]))
-        shape = (*batch["input_ids"].shape, rows[0][TEACHER_TOKENS].shape[1])
+        shape = (*token_ids(batch).shape, rows[0][TEACHER_TOKENS].shape[1])
         batch[TEACHER_TOKENS] = torch.arange(shape[2], dtype=torch.int32).expand(shape).clone()
         batch[TEACHER_LOG_PROBS] = torch.full(shape, math.log(0.5 / shape[2]))
         for number, row in enumerate(rows):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.data.fields import text_in
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.splits import Corpus, read_splits
@@ -61,7 +62,7 @@ class TokenBlocks:
         self._tokens = array("i")
         with progress(None, "tokenising", "documents", len(documents)) as shown:
             for some in in_blocks(documents):
-                for ids in tokenizer(list(some), add_special_tokens=False, verbose=False)["input_ids"]:
+                for ids in token_ids(tokenizer(list(some), add_special_tokens=False, verbose=False)):
                     self._tokens.extend(ids)
                     self._tokens.append(end)
                 shown.update(len(some))
@@ -79,7 +80,7 @@ class TokenBlocks:
             raise IndexError(index)
         start = index * self._block_tokens
         block = self._tokens[start : min(start + self._block_tokens, self._num_tokens)].tolist()
-        return {"input_ids": block, "labels": list(block)}
+        return text_entries(block, labels=list(block))
 
     @property
     def lengths(self) -> list[int]:

@@ -17,6 +17,7 @@ import pyarrow.compute  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
+from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import cached, fingerprint, read_counts, read_table, write_table
 from hf_gpipe.data.threads import in_turn
@@ -91,8 +92,8 @@ class TokenizedPairs:
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         source, target = (column[index].as_py() for column in self._table.columns)
         if self._decoder_only:
-            return {"input_ids": source + target, "labels": [IGNORED_LABEL] * len(source) + target}
-        return {"input_ids": source, "labels": target}
+            return text_entries(source + target, labels=[IGNORED_LABEL] * len(source) + target)
+        return text_entries(source, labels=target)
 
     @cached_property
     def languages(self) -> list[str]:
@@ -136,7 +137,7 @@ class _Tokenize:
         end = _end_of_sequence(tokenizer) if decoder_only else []
         if decoder_only:
             # Some tokenizers end a text with </s> on their own; the others need it to part source and target.
-            suffix = [] if tokenizer("").input_ids[-1:] == end else end
+            suffix = [] if token_ids(tokenizer(""))[-1:] == end else end
             of_target = {"add_special_tokens": False}
         #: Sources and targets.
         self.num_truncated = [0, 0]
@@ -214,7 +215,7 @@ class _Side:
     def _ids(self, texts: list[str], truncation: bool) -> list[list[int]]:
         if not texts:
             return []
-        ids: list[list[int]] = self._tokenizer(
+        encoded = self._tokenizer(
             **{self._argument: texts},
             add_special_tokens=self._add_special_tokens,
             # Half of the time goes into what is returned.
@@ -223,7 +224,8 @@ class _Side:
             truncation=truncation,
             max_length=self._limit if truncation else None,
             verbose=False,
-        )["input_ids"]
+        )
+        ids: list[list[int]] = token_ids(encoded)
         return ids
 
 

@@ -59,7 +59,7 @@ def untried(num_ranks: int) -> str:
     if num_ranks == 1:
         return ""
     return (
-        "with tensor_parallel above 1, weights that visit are not tried, for a stage has the memory of several devices "
+        "where layers are divided, weights that visit are not tried, for a stage has the memory of several devices "
         "already; set pipeline.offload_weights to plan them"
     )
 
