@@ -186,7 +186,7 @@ def test_refusals() -> None:
         with pytest.raises(DataError, match=message):
             pipe.train_step(batch_of(labels))
     model.config.problem_type = MULTI
-    with pytest.raises(UserError, match="label_smoothing and logit_clipping are of the cross-entropy"):
+    with pytest.raises(UserError, match="label_smoothing of the cross-entropy cannot go with the model's problem_type"):
         Pipeline(model, 2, 2, label_smoothing=0.1)
     with pytest.raises(DataError, match="for multi_label_classification they are floats, 2 for each row"):
         Pipeline(model, 2, 2).train_step(batch_of(torch.tensor([0, 1])))

@@ -109,7 +109,7 @@ class RowCache:
             else:
                 raise UnsupportedModelError(
                     f"{self._stage.adapter.config.model_type}: block {index} keeps a {type(slot).__name__}, which "
-                    "cannot be cut into chunks of tokens; leave pipeline.sequence_chunks at 1"
+                    "cannot be cut into chunks of tokens"
                 )
         return cache
 

@@ -135,11 +135,10 @@ def loss_of(recipe: Recipe) -> Loss:
     if (own := _LOSSES.get(recipe.data.kind)) is not None:
         return own.of(recipe.of_loss)
     distilled, training = recipe.distillation, recipe.training
-    of_tokens = training.label_smoothing_factor, training.logit_clipping
     if distilled.teacher is None and distilled.top_k_file is None:
-        return TokenLoss(*of_tokens)
+        return TokenLoss.of_settings(training)
     values = {name: getattr(distilled, name) for name in ("beta", "temperature", "cross_entropy_share")}
-    return DistillationLoss(*of_tokens, **values, from_rows=distilled.top_k_file is not None)
+    return DistillationLoss.of_settings(training, **values, from_rows=distilled.top_k_file is not None)
 
 
 def sorts_rows(recipe: Recipe) -> bool:

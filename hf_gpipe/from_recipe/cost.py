@@ -87,11 +87,8 @@ class CostMeter:
             "wall_seconds": time.perf_counter() - self._start,
             "peak_bytes": list(self._peaks),
             "num_parameters": pipe.adapter.num_parameters(),
-            "num_stages": pipe.num_stages,
+            **pipe.config.in_short,
             "num_processes": pipe.world.num_processes,
-            "num_micro_batches": pipe.num_micro_batches,
-            "schedule": pipe.schedule_name,
-            "recompute": pipe.recompute,
             "device": pipe.world.device.type,
             "predicted": _predicted(pipe, batches),
         }

@@ -98,8 +98,8 @@ def asked_loss(given: Loss | None, of_tokens: TokenLoss) -> Loss:
         return of_tokens
     if not isinstance(given, Loss):
         raise UserError(f"loss is a {type(given).__name__}; give a LogitsLoss or a RowLoss with your function")
-    for option in ("label_smoothing", "logit_clipping"):
-        if (value := getattr(of_tokens, option)) and value != getattr(given.of_tokens, option):
+    for option, value in of_tokens.given.items():
+        if value != getattr(given.of_tokens, option):
             raise UserError(
                 f"{option}={value!r} is of the cross-entropy, and the loss is another one; leave one of them out"
             )
@@ -129,8 +129,8 @@ def loss_of(adapter: Adapter, asked: Loss) -> Loss:
         return asked
     if asked != PLAIN:
         raise UserError(
-            f"label_smoothing and logit_clipping are of the cross-entropy, and the model's problem_type is {problem}; "
-            "leave them out"
+            f"{' and '.join(asked.of_tokens.given)} of the cross-entropy cannot go with the model's problem_type "
+            f"{problem}; leave it out"
         )
     function = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 
@@ -52,6 +53,17 @@ class TokenOptions:
             )
         if self.logit_clipping is not None:
             check_number("logit_clipping", self.logit_clipping, is_above=True)
+
+    @classmethod
+    def of_settings(cls, given: Any, **values: Any) -> Self:
+        """The loss with the options that settings of a training have, and other values."""
+        return cls(given.label_smoothing_factor, given.logit_clipping, **values)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options of the cross-entropy that are not those of the plain one."""
+        values = {name: getattr(self, name) for name in ("label_smoothing", "logit_clipping", "is_dynamic")}
+        return {name: value for name, value in values.items() if value}
 
     @staticmethod
     def units(targets: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,8 @@ from hf_gpipe.text import size_text
 def text_of(decision: Decision, models: Mapping[int, StageModel]) -> str:
     """The model and the schedule on one line, and a line for each stage; of this process's own stages also the size."""
     adapter, config, world = decision.adapter, decision.config, decision.world
-    lines = [
-        f"Pipeline({type(adapter.reference).__name__}, num_stages={config.num_stages}, "
-        f"num_micro_batches={config.num_micro_batches}, schedule={config.schedule!r}, recompute={config.recompute!r})"
-    ]
+    values = ", ".join(f"{name}={value!r}" for name, value in config.in_short.items())
+    lines = [f"Pipeline({type(adapter.reference).__name__}, {values})"]
     for stage, layers in enumerate(decision.partition):
         workers = world.placement.workers[stage]
         where = f"process{'es' * (len(workers) > 1)} {', '.join(map(str, workers))}"

@@ -200,6 +200,12 @@ class DecidedConfig(PipelineConfig):
     offload_weights: Visitors | None = None
     speeds: Annotated[tuple[Positive, ...] | None, Listed] = None
 
+    @property
+    def in_short(self) -> dict[str, Any]:
+        """The values of the keys that say how the pipeline is cut and run."""
+        names = ("num_stages", "num_micro_batches", "schedule", "recompute")
+        return {name: getattr(self, name) for name in names}
+
     def replaced(self, **values: Any) -> PipelineConfig:
         """A copy with `values`, which may leave something to the planner again."""
         return PipelineConfig(**{**vars(self), **values})

@@ -101,6 +101,13 @@ class PipelineValues(PipelineKeys):
             )
         return tokens
 
+    def num_chunks(self, tokens: int) -> int | None:
+        """Into how many chunks rows of so many tokens are cut; None: the planner chooses."""
+        if isinstance(self.sequence_chunks, int):
+            return self.sequence_chunks
+        most = self.most_chunk_tokens
+        return None if most is None else -(-tokens // most)
+
     @property
     def is_mesh_open(self) -> bool:
         """Whether the planner chooses the number of stages or of their replicas."""

@@ -19,6 +19,7 @@ from hf_gpipe.adapters.attention.documents import is_flash
 from hf_gpipe.adapters.attention.known_mask import KnownMask
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.losses.loss import NOT_PACKED, Loss
 from hf_gpipe.recipe import Chunks
 
 Inputs = Mapping[str, torch.Tensor]
@@ -56,6 +57,22 @@ def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) ->
         reason = f"attn_implementation {attention!r} takes the borders of documents of whole rows; use sdpa or eager"
     if reason is not None:
         raise UserError(f"sequence_chunks cannot be more than 1: {reason}; leave it out")
+
+
+def check_batch(adapter: Adapter, batch: Inputs, loss: Loss, *, packing: bool, is_cut: bool) -> None:
+    """Raise UserError for entries that the loss does not read, and rows that cannot be packed or cut into chunks."""
+    if "shift_labels" in batch and not loss.is_of_tokens:
+        raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
+    if packing and not loss.is_of_tokens:
+        raise UserError(NOT_PACKED.format(type(loss).__name__))
+    if packing and is_cut:
+        check_chunks(adapter, is_loss_of_tokens=True, packing=True)
+    if (packing or is_cut) and (images := sorted(batch.keys() & set(adapter.image_keys))):
+        option = "packing" if packing else "sequence_chunks"
+        raise UserError(
+            f"the batch has {images[0]!r}, and {option} is for rows of text alone, whose tokens can be moved apart "
+            f"from their images; leave {option} out"
+        )
 
 
 def borders_of(length: int, count: int, taper: float) -> list[int]:

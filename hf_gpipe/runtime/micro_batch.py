@@ -10,10 +10,10 @@ import torch
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.modules.dropout import NoisyRows, key, mix
 from hf_gpipe.adapters.packing import packed_parts
-from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss
+from hf_gpipe.errors import DataError
+from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.recipe import Chunks
-from hf_gpipe.runtime.chunks import Chunk, check_chunks, cut
+from hf_gpipe.runtime.chunks import Chunk, check_batch, cut
 from hf_gpipe.runtime.teacher import TeacherLogits
 
 Batch = Mapping[str, torch.Tensor]
@@ -276,7 +276,7 @@ def make_micro_batches(
         batch = {name: tensor.cpu() for name, tensor in given.items()}
         adapter.check_keys(batch)
         is_packed = cutting.packing or adapter.is_flattened(batch)
-        _check(adapter, batch, loss, packing=is_packed, is_cut=chunks.most > 1)
+        check_batch(adapter, batch, loss, packing=is_packed, is_cut=chunks.most > 1)
         if is_packed:
             parts = packed_parts(batch, count, adapter.target_keys)
             packed = [adapter.packed(documents, is_compiled=cutting.is_compiled) for documents in parts]
@@ -319,22 +319,6 @@ def make_micro_batches(
         return whole
     of_chunks = (chunk for micro_batch in whole for chunk in in_chunks(micro_batch, chunks, adapter))
     return [replace(chunk, index=first + number) for number, chunk in enumerate(of_chunks)]
-
-
-def _check(adapter: Adapter, batch: Batch, loss: Loss, *, packing: bool, is_cut: bool) -> None:
-    """Raise UserError for entries that the loss does not read, and rows that cannot be packed or cut into chunks."""
-    if "shift_labels" in batch and not loss.is_of_tokens:
-        raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
-    if packing and not loss.is_of_tokens:
-        raise UserError(NOT_PACKED.format(type(loss).__name__))
-    if packing and is_cut:
-        check_chunks(adapter, is_loss_of_tokens=True, packing=True)
-    if (packing or is_cut) and (images := sorted(batch.keys() & set(adapter.image_keys))):
-        option = "packing" if packing else "sequence_chunks"
-        raise UserError(
-            f"the batch has {images[0]!r}, and {option} is for rows of text alone, whose tokens can be moved apart "
-            f"from their images; leave {option} out"
-        )
 
 
 def in_chunks(whole: MicroBatch, chunks: Chunks, adapter: Adapter) -> list[MicroBatch]:

@@ -261,7 +261,7 @@ class PipelineTrainingArguments(TrainingArguments):
     @property
     def of_tokens(self) -> TokenLoss:
         """The cross-entropy, with the options that these arguments have."""
-        return TokenLoss(self.label_smoothing_factor, self.logit_clipping)
+        return TokenLoss.of_settings(self)
 
     def make_loss(self) -> Loss | None:
         """The loss that these arguments ask for; None: the cross-entropy."""

@@ -30,8 +30,7 @@ def write_model_card(trainer: Any, path: Path, **entries: Any) -> None:
         hyperparameters.pop(name, None)
     if args.gradient_accumulation_steps > 1 and args.rows_of_update is not None:
         hyperparameters["total_train_batch_size"] = args.rows_of_update
-    hyperparameters |= {"num_stages": pipe.num_stages, "num_micro_batches": pipe.num_micro_batches}
-    hyperparameters["schedule"] = pipe.schedule_name
+    hyperparameters |= pipe.config.in_short
     path.write_text(summary.to_model_card(), encoding="utf-8")
     if pipe.adapter.peft is not None:
         card = ModelCard.load(path)

@@ -18,10 +18,8 @@ MOST_CHUNKS, SHORTEST_CHUNK = 64, 256
 
 def chunk_counts(config: PipelineConfig, tokens: int) -> list[int]:
     """The numbers of chunks that a configuration allows for rows of so many tokens; of "auto" powers of two."""
-    if isinstance(config.sequence_chunks, int):
-        return [config.sequence_chunks]
-    if (most := config.most_chunk_tokens) is not None:
-        return [-(-tokens // most)]
+    if (count := config.num_chunks(tokens)) is not None:
+        return [count]
     limit = min(MOST_CHUNKS, max(tokens // SHORTEST_CHUNK, 1))
     return [2**power for power in range(limit.bit_length())]
 
