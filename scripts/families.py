@@ -42,6 +42,7 @@ from hf_gpipe.model.clone import turn_randomness_off
 from hf_gpipe.model.exactness import CloneError, compare
 from hf_gpipe.model.tensor_parallel import verify_division
 from hf_gpipe.planner.costs.layers import ModelLayers
+from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.chunks import check_chunks
 
 REPORT = Path(__file__).parents[1] / "docs" / "families.md"
@@ -144,7 +145,7 @@ def _verified(check: Callable[[TextAdapter], str | None], config: PreTrainedConf
 
 def _divided(adapter: TextAdapter) -> str:
     """The share of the parameters that each of two ranks has."""
-    verify_division(adapter, 2)
+    verify_division(adapter, Division(2))
     whole, part = (sum(parameters.count for parameters in ModelLayers(adapter, size).sizes.values()) for size in (1, 2))
     return f"{part / whole:.2f}"
 

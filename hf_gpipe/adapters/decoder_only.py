@@ -15,6 +15,7 @@ from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.packing import used_columns
 from hf_gpipe.adapters.routers import Router
 from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.adapters.text_entries import IDS
 from hf_gpipe.errors import DataError
 
 
@@ -26,7 +27,7 @@ class DecoderOnly(TextAdapter):
         ids = self.main_input(inputs)
         if "labels" in inputs and inputs["labels"].shape != ids.shape:
             shapes = tuple(inputs["labels"].shape), tuple(ids.shape)
-            raise DataError(f"labels have the shape {shapes[0]} and token ids {shapes[1]}; a decoder's are the same")
+            raise DataError(f"labels have the shape {shapes[0]} and {IDS} {shapes[1]}; a decoder's are the same")
         if (mask := inputs.get("attention_mask")) is None or mask.dim() != 2:
             return inputs
         if not bool(mask[:, 0].all()):

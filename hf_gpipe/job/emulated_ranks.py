@@ -11,6 +11,9 @@ from typing import TypeVar
 
 import torch
 
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+from hf_gpipe.recipe import Division
+
 Result = TypeVar("Result")
 
 
@@ -22,11 +25,11 @@ class _Meeting:
         self.sent: dict[tuple[int, int], torch.Tensor] = {}
 
 
-class EmulatedRanks:
-    """One of the ranks; see `adapters.tensor_parallel.ranks.Ranks`."""
+class EmulatedRanks(Ranks):
+    """One of the ranks."""
 
-    def __init__(self, meeting: _Meeting, place: int, *, divides_rows: bool = False) -> None:
-        self.size, self.place, self.divides_rows = meeting.barrier.parties, place, divides_rows
+    def __init__(self, meeting: _Meeting, division: Division, place: int) -> None:
+        self.division, self.place = division, place
         self._meeting, self._num_sent = meeting, 0
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -68,14 +71,15 @@ class EmulatedRanks:
             self._meeting.turn.acquire()
 
 
-def emulate(size: int, function: Callable[[EmulatedRanks], Result], *, divides_rows: bool = False) -> list[Result]:
+def emulate(division: Division, function: Callable[[EmulatedRanks], Result]) -> list[Result]:
     """The results of a function of each of several ranks. Raises what one of them raises."""
+    size = division.num_ranks
     meeting, results, errors = _Meeting(size), {}, []
     state = torch.get_rng_state()
     states = [state] * size
 
     def run(place: int) -> None:
-        ranks = EmulatedRanks(meeting, place, divides_rows=divides_rows)
+        ranks = EmulatedRanks(meeting, division, place)
         with meeting.turn:
             try:
                 torch.set_rng_state(state)

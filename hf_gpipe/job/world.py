@@ -409,19 +409,18 @@ class World:
         if (size := division.num_ranks) == 1:
             return None
         count = self.num_processes // size
-        ranks = self.placed(replace(Placement.spread(count, count), ranks_per_worker=size)).worker_ranks()
-        return ranks and replace(ranks, divides_rows=division.divides_rows)
+        return self.placed(replace(Placement.spread(count, count), ranks_per_worker=size)).worker_ranks(division)
 
-    def worker_ranks(self) -> ProcessRanks | None:
-        """The ranks of this process's worker; None: it is the only one. Every process must call it."""
-        size = self.placement.ranks_per_worker
-        if size == 1:
+    def worker_ranks(self, division: Division) -> ProcessRanks | None:
+        """The ranks of this process's worker, whose layers are divided so; None: it is the only one. Every process must
+        call it."""
+        if self.placement.ranks_per_worker == 1:
             return None
         groups = [
             Job.current().new_group(self.placement.ranks_of(worker), _backend(self.device))
             for worker in range(self.placement.num_processes)
         ]
-        return ProcessRanks(size, self.place, groups[self.worker], self.device)
+        return ProcessRanks(division, self.place, groups[self.worker], self.device)
 
 
 def _backend(device: torch.device) -> str:

@@ -15,6 +15,7 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss, Reads, whole_logits
+from hf_gpipe.recipe import Division
 from hf_gpipe.schedule.placement import Placement
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def head_ranks(world: World) -> tuple[list[tuple[int, ...]], ProcessRanks | None
         return stages_of, None
     group = world.new_group([world.peer(worker) for worker in leaders], world.device)
     place = stages_of.index(tuple(world.local_stages))
-    return stages_of, ProcessRanks(len(leaders), place, group, world.device)
+    return stages_of, ProcessRanks(Division(len(leaders)), place, group, world.device)
 
 
 def divide_head(heads: Mapping[int, StageModel], models: Mapping[int, StageModel], world: World) -> dict[int, HeadRows]:

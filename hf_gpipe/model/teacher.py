@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.decoder_only import DecoderOnly
-from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.model.assembly import assemble
@@ -42,16 +42,17 @@ class Teacher:
     def of(cls, spec: ModelSpec, adapter: Adapter, config: DecidedConfig) -> Teacher:
         """Cut a teacher that `open_teacher` has opened. Raises UserError where the pipeline can have none."""
         check_beside_teacher(config)
-        check_division(adapter, config.division._replace(divides_rows=False))
+        check_division(adapter, config.division.of_whole_rows)
         return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
 
-    def stages(self, devices: Mapping[int, torch.device], ranks: Ranks | None) -> dict[int, StageTeacher]:
+    def stages(self, devices: Mapping[int, torch.device], ranks: ProcessRanks | None) -> dict[int, StageTeacher]:
         """The stages that a process holds, with their weights, by number.
 
         Args:
             devices: of each of them.
-            ranks: among which the layers are divided; None: they are whole.
+            ranks: among which the student's layers are divided; None: they are whole.
         """
+        ranks = ranks and replace(ranks, division=ranks.division.of_whole_rows)
         stages = {}
         for number, device in devices.items():
             assert not isinstance(self.spec.model, PreTrainedConfig)

@@ -46,7 +46,7 @@ def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = 
     assert isinstance(adapter, TextAdapter)
     if division.divides_rows:
         _check_rows(adapter, size, is_compiled=is_compiled)
-    verify_division(adapter, size, divides_rows=division.divides_rows)
+    verify_division(adapter, division)
     for name, probability in adapter.dropout.items() if is_compiled else ():
         # What draws the masks (masks.py) breaks compiled code into pieces, and with some backends draws them twice.
         raise UserError(
@@ -80,31 +80,30 @@ def _check_rows(adapter: TextAdapter, size: int, *, is_compiled: bool) -> None:
             )
 
 
-def verify_division(adapter: TextAdapter, size: int, *, divides_rows: bool = False) -> None:
+def verify_division(adapter: TextAdapter, division: Division) -> None:
     """Compare a tiny clone whose layers are divided with one whose layers are whole, once for equal clones.
 
     Args:
         adapter: the model's.
-        size: T; the model needs as many heads. The clone, which has four, has two ranks; four where ranks share
-            key-value heads, and three where the model's parts are not even. It has the model's probabilities of
-            dropout, so that masks are compared too.
-        divides_rows: whether each rank has a part of the positions between divided layers.
+        division: of the model, which needs as many heads as there are ranks. The clone, which has four, has two ranks;
+            four where ranks share key-value heads, and three where the model's parts are not even. It has the model's
+            probabilities of dropout, so that masks are compared too.
 
     Raises:
         UnsupportedModelError: loss or gradients differ, or no rule divides a layer of the family.
         UserError: the model has fewer heads or columns than ranks.
     """
-    with _naming(f"tensor_parallel is {size} and"):
-        plan = plan_of(adapter, size)
+    with _naming(f"tensor_parallel is {division.num_ranks} and"):
+        plan = plan_of(adapter, division.num_ranks)
     is_shared = any(cut.is_shared for cut in plan.cuts.values())
-    of_clone = 3 if not plan.is_even else 4 if is_shared else 2
-    what = f"divided {of_clone} {divides_rows} {attention_of(adapter)} {masks_of(adapter.config)}"
-    compared_once(adapter, what, lambda: _difference(adapter, of_clone, divides_rows=divides_rows))
+    of_clone = division._replace(num_ranks=3 if not plan.is_even else 4 if is_shared else 2)
+    what = f"divided {of_clone} {attention_of(adapter)} {masks_of(adapter.config)}"
+    compared_once(adapter, what, lambda: _difference(adapter, of_clone))
 
 
-def _difference(adapter: TextAdapter, size: int, *, divides_rows: bool) -> float:
+def _difference(adapter: TextAdapter, division: Division) -> float:
     """How far the step of a divided clone is from that of the clone. Raises UnsupportedModelError if too far."""
-    family, key = adapter.given_config.model_type, "sequence_parallel" if divides_rows else "tensor_parallel"
+    family, key = adapter.given_config.model_type, "sequence_parallel" if division.divides_rows else "tensor_parallel"
     try:
         given, dtype = adapter.blueprint, torch.float64
         model = exact_clone(given.config, dtype, adapter.compared_class, trust_remote_code=given.trust_remote_code)
@@ -113,8 +112,8 @@ def _difference(adapter: TextAdapter, size: int, *, divides_rows: bool) -> float
             *configs, name = path.split(".")
             setattr(reduce(getattr, configs, model.config), name, probability)
         clone = build_adapter(Blueprint(model.config, dtype, attention_of(adapter), type(model)))
-        (expected,) = divided_steps(model, clone, 1)
-        steps = divided_steps(model, clone, size, divides_rows=divides_rows)
+        (expected,) = divided_steps(model, clone, Division())
+        steps = divided_steps(model, clone, division)
         difference = max(step.difference(expected) for step in steps)
     except CheckpointError:
         difference = float("inf")  # of a weight that ranks have alike
@@ -131,11 +130,11 @@ def _difference(adapter: TextAdapter, size: int, *, divides_rows: bool) -> float
     return difference
 
 
-def divided_steps(model: PreTrainedModel, adapter: TextAdapter, size: int, *, divides_rows: bool = False) -> list[Step]:
+def divided_steps(model: PreTrainedModel, adapter: TextAdapter, division: Division) -> list[Step]:
     """A step of a clone in stages whose layers are divided among ranks, as each rank has it, with whole gradients."""
     batch, num_stages = padded_batch(model), min(_STAGES, len(adapter.layers))
 
     def run(ranks: Ranks | None = None) -> Step:
         return split_step(copy.deepcopy(model), adapter, batch, num_stages, ranks=ranks)
 
-    return [run()] if size == 1 else emulate(size, run, divides_rows=divides_rows)
+    return [run()] if division.num_ranks == 1 else emulate(division, run)

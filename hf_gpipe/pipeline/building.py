@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import torch
 from transformers import PreTrainedConfig
@@ -41,8 +40,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     sent = _boundary_dtype(config.boundary_dtype, adapter)
     seed = TrainingSection.seed if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
-    whole_rows, divides_head = world.worker_ranks(), decision.full_table.divides_head
-    ranks = None if whole_rows is None else replace(whole_rows, divides_rows=config.division.divides_rows)
+    ranks, divides_head = world.worker_ranks(config.division), decision.full_table.divides_head
     num_layers, visitors = len(adapter.layers), config.visitors
     homes = Homes(world) if world.placement.is_dealt else None
     #: Of each of this process's workers the stages that it runs.
@@ -80,7 +78,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     visits = visits_of(run_by, visitors, homes, world)
     parameters.ties.leave_out({p for own in visits.values() for p in own.parameters if not p.requires_grad})
     teacher = decision.teacher
-    teachers = {} if teacher is None else teacher.stages(world.stage_devices, whole_rows)
+    teachers = {} if teacher is None else teacher.stages(world.stage_devices, ranks)
     of_workers = {
         worker: Row(parameters.trainable.stages(own, decision.loss, teachers), visits[worker])
         for worker, own in run_by.items()

@@ -86,8 +86,8 @@ def difference(
         patch.setattr(clone, "tiny_config", with_sizes)
         model = exact_clone(config, torch.float64)
     adapter = build_adapter(Blueprint(model.config, torch.float64, "eager", type(model)))
-    (expected,) = divided_steps(model, adapter, 1)
-    steps = divided_steps(model, adapter, size, divides_rows=divides_rows)
+    (expected,) = divided_steps(model, adapter, Division())
+    steps = divided_steps(model, adapter, Division(size, divides_rows))
     return max(step.difference(expected) for step in steps)
 
 
@@ -159,10 +159,10 @@ def test_a_given_model_stays_as_it_is_and_ranks_that_differ_are_found() -> None:
         stage.parameters[name].data[3] += ranks.place * differs * 1e-15
         stage.whole(name, stage.parameters[name])
 
-    emulate(2, partial(of_rank, differs=False))
+    emulate(Division(2), partial(of_rank, differs=False))
     assert not any(parameter._backward_hooks for parameter in model.parameters())
     with pytest.raises(CheckpointError, match=r"rank 1 of the 2 that share a stage has another model.norm.weight"):
-        emulate(2, partial(of_rank, differs=True))
+        emulate(Division(2), partial(of_rank, differs=True))
 
 
 def adapted(config: PreTrainedConfig, lora: Any) -> tuple[Any, TextAdapter]:
@@ -196,10 +196,10 @@ def test_adapters_of_a_divided_clone_have_every_gradient(family: str, options: d
     peft = pytest.importorskip("peft")
     shared = {"num_key_value_heads": 1} if family == "llama" else {}
     model, adapter = adapted(CONFIG_MAPPING[family](**shared), peft.LoraConfig(r=4, **options))
-    (expected,) = divided_steps(model, adapter, 1)
+    (expected,) = divided_steps(model, adapter, Division())
     assert any("lora_" in name for name in expected.gradients)
     assert "head" in plan_of(adapter, 2).modules.values() or "lm_head" in options["target_modules"], "it is divided"
-    assert max(step.difference(expected) for step in divided_steps(model, adapter, 2)) < 1e-10
+    assert max(step.difference(expected) for step in divided_steps(model, adapter, Division(2))) < 1e-10
 
 
 def test_adapters_and_quantised_weights_that_cannot_be_divided_are_errors() -> None:
@@ -238,7 +238,7 @@ def test_parts_of_weights_of_4_bits_have_their_values(kind: str, shared: int) ->
         def of_rank(ranks: EmulatedRanks) -> StageModel:
             return assemble(adapter, layers, None, cpu, ranks=ranks)
 
-        stage = emulate(2, of_rank)[place]
+        stage = emulate(Division(2), of_rank)[place]
         for name, part in stage.parameters.items():
             assert place == 0 or size_of_quantised(part) == (expected[name].count, expected[name].num_bytes)
             if not is_4bit(part):
@@ -257,11 +257,11 @@ def test_what_cannot_be_divided_is_an_error_with_the_name() -> None:
     sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
     with pytest.raises(UserError, match=r"tensor_parallel is 4 and 'model.layers.0.self_attn' has 3 heads.* at most 3"):
-        verify_division(adapter_of(LlamaConfig(**sizes, **heads)), 4)
+        verify_division(adapter_of(LlamaConfig(**sizes, **heads)), Division(4))
     with pytest.raises(UserError, match=r"tensor_parallel is 4 and .*gate_proj' has 3 columns.* at most 3"):
-        verify_division(adapter_of(LlamaConfig(**sizes | {"intermediate_size": 3}, num_attention_heads=4)), 4)
+        verify_division(adapter_of(LlamaConfig(**sizes | {"intermediate_size": 3}, num_attention_heads=4)), Division(4))
     with pytest.raises(UnsupportedModelError, match=r"'deepseek_v3' cannot be divided: no rule divides its layer"):
-        verify_division(adapter_of(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=2)), 2)
+        verify_division(adapter_of(CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=2)), Division(2))
 
 
 def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
     config = Qwen3Config(hidden_size=32, intermediate_size=32, num_hidden_layers=2, **heads)
     monkeypatch.setattr(tensor_parallel, "compared_once", lambda adapter, what, compare: compare())
-    verify_division(adapter_of(config), 2)
+    verify_division(adapter_of(config), Division(2))
     of = plans.SplitPlan.of.__func__  # type: ignore[attr-defined]
 
     def without_shared(cls: Any, *args: Any) -> Any:
@@ -278,7 +278,7 @@ def test_a_wrong_division_is_found_before_use(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(plans.SplitPlan, "of", classmethod(without_shared))
     with pytest.raises(UnsupportedModelError, match="qwen3: with tensor_parallel a tiny clone has other gradients"):
-        verify_division(adapter_of(config), 2)
+        verify_division(adapter_of(config), Division(2))
 
 
 def test_masks_are_compared_and_the_dropout_of_sdpa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,12 +287,12 @@ def test_masks_are_compared_and_the_dropout_of_sdpa_is_refused(monkeypatch: pyte
     monkeypatch.setattr(tensor_parallel, "compared_once", lambda adapter, what, compare: compared.append(what))
     for probability in (0.1, 0.2):
         config.attention_dropout = probability
-        verify_division(adapter_for(config, torch.float32, "eager"), 2)
+        verify_division(adapter_for(config, torch.float32, "eager"), Division(2))
     assert len(set(compared)) == 2, "another probability is another comparison"
     monkeypatch.undo()
-    verify_division(adapter_for(config, torch.float32, "eager"), 2)
+    verify_division(adapter_for(config, torch.float32, "eager"), Division(2))
     with pytest.raises(UserError, match="use attn_implementation eager"):
-        verify_division(adapter_for(config, torch.float32, "sdpa"), 2)
+        verify_division(adapter_for(config, torch.float32, "sdpa"), Division(2))
 
 
 def test_compiled_blocks_with_dropout_are_refused() -> None:
@@ -327,7 +327,7 @@ def test_a_whole_tensor_comes_back_bit_for_bit(cut: Cut) -> None:
     def back(ranks: EmulatedRanks) -> torch.Tensor:
         return cut.gathered(cut.part(whole, ranks.place).contiguous(), ranks)
 
-    for found in emulate(len(cut.parts), back):
+    for found in emulate(Division(len(cut.parts)), back):
         assert torch.equal(found.view(torch.int32), whole.view(torch.int32))
     parts = [cut.part(whole, place) for place in range(len(cut.parts))]
     counted = [one for place, part in enumerate(parts) for one in cut.counted(part, place)]
@@ -356,7 +356,7 @@ def test_the_loss_of_parts_of_the_vocabulary_is_that_of_the_whole(options: dict[
         first = cut.parts[ranks.place][0][0]
         return one(VocabularyPart(first, tokens, ranks), cut.part(logits, ranks.place))
 
-    for place, (found, own, noted) in enumerate(emulate(size, of_rank)):
+    for place, (found, own, noted) in enumerate(emulate(Division(size), of_rank)):
         torch.testing.assert_close(found, losses, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(own[targets != -100], cut.part(gradient, place)[targets != -100])
         assert noted == pytest.approx(metrics)

@@ -24,6 +24,7 @@ from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds, times
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.devices import DEVICES, cpu
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe import Division
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
 
@@ -97,7 +98,7 @@ def _of_blocks(size: int) -> tuple[ModelCosts, float]:
     """The measurements of this process, of layers that are divided among all processes."""
     group = torch.distributed.group.WORLD
     assert group is not None
-    ranks = ProcessRanks(size, torch.distributed.get_rank(), group, CPU, divides_rows=True)
+    ranks = ProcessRanks(Division(size, divides_rows=True), torch.distributed.get_rank(), group, CPU)
     adapter, workload = adapter_for(CONFIG), Workload(2, 12, 12)
     costs = measure.profile_layers(adapter, workload, CPU, repeats=2, ranks=ranks)
     return costs, block_seconds(adapter, workload, CPU, ranks=ranks)

@@ -7,61 +7,66 @@ arXiv 1909.08053, section 3).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+
+from hf_gpipe.recipe import Division
 
 Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """A tensor -> another one."""
 
 
-class Ranks(Protocol):
+class Ranks(ABC):
     """The ranks of a worker, as one of them sees them. All of them call the methods in the same order.
 
     Attributes:
-        size: T, their number.
+        division: how layers are divided among them.
         place: of this one among them.
-        divides_rows: whether each has a part of the positions between divided layers (rows.py).
     """
 
-    @property
-    def size(self) -> int: ...
+    division: Division
+    place: int
 
     @property
-    def place(self) -> int: ...
+    def size(self) -> int:
+        """T, their number."""
+        return self.division.num_ranks
 
-    @property
-    def divides_rows(self) -> bool: ...
-
+    @abstractmethod
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, bit for bit the same on each; a new tensor."""
 
+    @abstractmethod
     def begin_total(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin `total`, whose result the function that is returned waits for. On CUDA the host does not wait."""
 
+    @abstractmethod
     def begin_total_part(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
         """As `begin_total`, of which each rank gets a part alone: the parts have these lengths along `dim`."""
 
+    @abstractmethod
     def gathered(self, part: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
         """The parts of all ranks, of these lengths along `dim`, one after the other."""
 
+    @abstractmethod
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest over the ranks, element by element; a new tensor."""
 
 
-@dataclass(frozen=True)
-class ProcessRanks:
+@dataclass(eq=False)
+class ProcessRanks(Ranks):
     """Ranks that are processes."""
 
-    size: int
+    division: Division
     place: int
     group: dist.ProcessGroup
     #: Where the group's tensors are. Those of another device travel there and back.
     device: torch.device
-    divides_rows: bool = False
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.begin_total(tensor)()

@@ -120,7 +120,7 @@ class Division:
                 # Quantised ones are no plain parameters.
                 parts[parameter] = part if is_4bit(part) else nn.Parameter(part, parameter.requires_grad)
             # Of what is whole in a block, a rank has the gradient of its own positions.
-            is_of_rows = self.ranks.divides_rows and own not in self.plan.cuts and name.startswith(in_blocks)
+            is_of_rows = self.ranks.division.divides_rows and own not in self.plan.cuts and name.startswith(in_blocks)
             if (own in self.plan.shared or is_of_rows) and not is_4bit(parts[parameter]) and parameter not in summed:
                 summed.add(parameter)
                 self._sum_gradient(own, parts[parameter])
@@ -134,7 +134,7 @@ class Division:
         with_weights = {name: module for name, module in named if any(True for _ in module.parameters())}
         for name, module in with_weights.items():
             self._extend(name, module, blocks)
-        if self.ranks.divides_rows:
+        if self.ranks.division.divides_rows:
             columns = [name for name, part in self.plan.modules.items() if part == "column"]
             for parent in {name.rpartition(".")[0] for name in columns} - blocks:
                 if parent in with_weights:
@@ -351,7 +351,7 @@ class _Block(_Divided):
         region, run = self._region, super().forward  # type: ignore[misc]
         region.reset()
         # The gradients of norms are summed whenever there are any.
-        if not (region.ranks.divides_rows and (self.training or torch.is_grad_enabled())):
+        if not (region.ranks.division.divides_rows and (self.training or torch.is_grad_enabled())):
             return run(*args, **kwargs)
         with region.dividing(hidden_of(args, kwargs)) as part:
             args, kwargs = with_hidden(part, args, kwargs)

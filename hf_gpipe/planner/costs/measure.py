@@ -129,7 +129,7 @@ def block_seconds(
 
 def tracer_of(adapter: Adapter, loss: Loss, device: torch.device, ranks: Ranks | None) -> LayerTracer:
     """Traces the layers as they run on a device, divided among ranks if there are any."""
-    division = Division() if ranks is None else Division(ranks.size, ranks.divides_rows)
+    division = Division() if ranks is None else ranks.division
     as_on_gpu = device.type == "cuda"
     return LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=division)
 

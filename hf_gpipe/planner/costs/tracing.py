@@ -26,6 +26,7 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.attention.known_mask import KnownMask
 from hf_gpipe.adapters.modules.autocast import keeping_weights
 from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
+from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner.costs.gpu_attention import AttentionOfAGpu
@@ -91,8 +92,8 @@ class Trace(NamedTuple):
         return max(self.backward_levels)
 
 
-class TracedRanks:
-    """The first rank of a worker, which counts the sums over all and makes none; see `adapters.tensor_parallel`.
+class TracedRanks(Ranks):
+    """The first rank of a worker, which counts the sums over all and makes none.
 
     Attributes:
         phase: what runs now, whose products are counted between the beginning and the end of a sum.
@@ -100,7 +101,7 @@ class TracedRanks:
     """
 
     def __init__(self, division: Division) -> None:
-        self.size, self.place, self.divides_rows = division.num_ranks, 0, division.divides_rows
+        self.division, self.place = division, 0
         self._sums = NO_SUMS
         self.phase: Phase | None = None
         self.beside: list[SumBeside] = []
