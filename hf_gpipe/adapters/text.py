@@ -23,7 +23,7 @@ from hf_gpipe.adapters.observation.probe import observe_family
 from hf_gpipe.adapters.observation.skeleton import Blueprint, build_skeleton, copy_with_stubs, has_closures
 from hf_gpipe.adapters.routers import find_routers
 from hf_gpipe.adapters.stubs import EmbeddingStub, PassThrough, Port
-from hf_gpipe.adapters.text_entries import IDS, MASK, token_ids
+from hf_gpipe.adapters.text_entries import IDS, MASK
 from hf_gpipe.errors import DataError, UserError
 
 
@@ -161,12 +161,12 @@ class TextAdapter(Adapter):
             raise DataError(
                 f"the batch has 'shift_labels', which {type(self.reference).__name__} does not read; give labels"
             )
-        if shifted.shape != (shape := token_ids(batch).shape):
+        if shifted.shape != (shape := batch[IDS].shape):
             raise DataError(f"shift_labels have the shape {tuple(shifted.shape)} and {IDS} {tuple(shape)}")
 
     def main_input(self, batch: Tensors) -> torch.Tensor:
         """The token ids; of a model with an encoder those of the sources."""
-        return token_ids(batch)
+        return batch[IDS]
 
     def size_of(self, batch: Tensors) -> int:
         """Tokens without padding: of the sources and the targets, which in a decoder-only model are one."""
@@ -230,7 +230,7 @@ def num_tokens(batch: Tensors, decoder_only: bool) -> int:
     """Tokens of a mini-batch without padding: of the sources and, unless these are the same, of the targets."""
     mask = batch.get("attention_mask")
     # A mask of four dimensions says for each position which others it sees, not which are padding.
-    sources = int(mask.bool().sum()) if mask is not None and mask.dim() == 2 else token_ids(batch).numel()
+    sources = int(mask.bool().sum()) if mask is not None and mask.dim() == 2 else batch[IDS].numel()
     return sources if decoder_only else sources + int((batch["labels"] != IGNORED_LABEL).sum())
 
 

@@ -78,7 +78,8 @@ class Forwards:
             on_logits: called in the process that has the micro-batch on the last stage, in order, with its logits
                 (B, T, V) and its inputs; columns of padding are cut off from both.
         """
-        return self._evaluate(self.with_passes(self.adapter.as_rows(rows)), StepOptions(on_logits=on_logits))
+        rows = self.decision.loss.with_passes(self.adapter.as_rows(rows), self.log_probs, self.reference_log_probs)
+        return self._evaluate(rows, StepOptions(on_logits=on_logits))
 
     def log_probs(self, rows: Batch, *, with_adapters: bool = True) -> torch.Tensor:
         """Compute the log-probability of each row of a mini-batch: the sum over its targets, without dropout.
@@ -145,11 +146,8 @@ class Forwards:
                     disabled.enter_context(without_adapters(stage.model))
             yield
 
-    def with_passes(self, batch: Batch) -> Batch:
-        """The mini-batch with what the loss reads of forwards before the step."""
-        return self.decision.loss.with_passes(batch, self.log_probs, self._reference_log_probs)
-
-    def _reference_log_probs(self, rows: Batch) -> torch.Tensor:
+    def reference_log_probs(self, rows: Batch) -> torch.Tensor:
+        """`log_probs` by the model before its training. Raises UserError where that model is gone."""
         if not self.has_new_adapters:
             raise UserError(
                 "the loss needs the log-probabilities of the model before its training, and without new PEFT adapters, "
@@ -169,7 +167,7 @@ class Forwards:
     def _evaluate(self, rows: Batch, options: StepOptions) -> Evaluation:
         micro_batches = self._in_micro_batches(rows)
         with self._in_evaluation():
-            if not options.is_likelihood_only:
+            if self.decision.loss.compares_units and not options.is_likelihood_only:
                 with torch.no_grad():
                     micro_batches = self.compared(micro_batches)
             name = "vocab_forward_only" if self.decision.full_table.divides_head else "forward_only"
@@ -217,10 +215,8 @@ class Forwards:
                 stage.model.model.train()
 
     def compared(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches with what a first pass finds, if the loss needs one."""
+        """The micro-batches with what a first pass finds, for a loss that compares units."""
         loss, last = self.decision.loss, self.decision.config.num_stages - 1
-        if not loss.compares_units:
-            return micro_batches
         with self.keeping_random_state():
             own = self._rows(micro_batches, StepOptions(is_first_pass=True))
         if last not in self.stages:

@@ -214,7 +214,9 @@ class Steps:
             )
         self.parameters.replicas.begin()
         self.parameters.ties.begin()
-        micro_batches = self.forwards.compared(self._micro_batches(batches, self.step))
+        micro_batches = self._micro_batches(batches, self.step)
+        if self.decision.loss.compares_units:
+            micro_batches = self.forwards.compared(micro_batches)
         numbers: list[LossAndNorm] = []
         squares: list[torch.Tensor] = []
         table = self.decision.table_of_step(len(micro_batches), chunks_of(micro_batches), update_stage is not None)
@@ -256,9 +258,10 @@ class Steps:
         """The micro-batches of a training step, whose indices begin with `first`."""
         self.parameters.trainable.check(self.parameters.models)
         self.parameters.ties.refresh_copies()
-        how = self.cutting, self.parameters.seed, step
-        batches = [self.forwards.with_passes(batch) for batch in batches]
-        micro_batches = make_micro_batches(self.adapter, batches, *how, first=first, loss=self.decision.loss)
+        how, loss = (self.cutting, self.parameters.seed, step), self.decision.loss
+        passes = self.forwards.log_probs, self.forwards.reference_log_probs
+        batches = [loss.with_passes(batch, *passes) for batch in batches]
+        micro_batches = make_micro_batches(self.adapter, batches, *how, first=first, loss=loss)
         if self._may_lack_overlap:
             self._may_lack_overlap = False
             if len(micro_batches) == 1:

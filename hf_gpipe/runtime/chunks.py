@@ -60,14 +60,12 @@ def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) ->
 
 
 def check_batch(adapter: Adapter, batch: Inputs, loss: Loss, *, packing: bool, is_cut: bool) -> None:
-    """Raise UserError for entries that the loss does not read, and rows that cannot be packed or cut into chunks."""
-    if "shift_labels" in batch and not loss.is_of_tokens:
-        raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
+    """Raise UserError for a mini-batch whose rows cannot be packed, or cut into chunks, or both, as they would be."""
     if packing and not loss.is_of_tokens:
         raise UserError(NOT_PACKED.format(type(loss).__name__))
     if packing and is_cut:
         check_chunks(adapter, is_loss_of_tokens=True, packing=True)
-    if (packing or is_cut) and (images := sorted(batch.keys() & set(adapter.image_keys))):
+    if images := sorted(batch.keys() & set(adapter.image_keys)):
         option = "packing" if packing else "sequence_chunks"
         raise UserError(
             f"the batch has {images[0]!r}, and {option} is for rows of text alone, whose tokens can be moved apart "

@@ -10,7 +10,7 @@ import torch
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.modules.dropout import NoisyRows, key, mix
 from hf_gpipe.adapters.packing import packed_parts
-from hf_gpipe.errors import DataError
+from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.recipe import Chunks
 from hf_gpipe.runtime.chunks import Chunk, check_batch, cut
@@ -275,8 +275,11 @@ def make_micro_batches(
         # On the CPU, where reading a value makes nobody wait.
         batch = {name: tensor.cpu() for name, tensor in given.items()}
         adapter.check_keys(batch)
+        if "shift_labels" in batch and not loss.is_of_tokens:
+            raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
         is_packed = cutting.packing or adapter.is_flattened(batch)
-        check_batch(adapter, batch, loss, packing=is_packed, is_cut=chunks.most > 1)
+        if is_packed or chunks.most > 1:
+            check_batch(adapter, batch, loss, packing=is_packed, is_cut=chunks.most > 1)
         if is_packed:
             parts = packed_parts(batch, count, adapter.target_keys)
             packed = [adapter.packed(documents, is_compiled=cutting.is_compiled) for documents in parts]
