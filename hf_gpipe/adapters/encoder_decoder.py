@@ -14,6 +14,7 @@ from hf_gpipe.adapters.base import IGNORED_LABEL, Inputs, Stage, Tensors
 from hf_gpipe.adapters.layers import Layer, StackName
 from hf_gpipe.adapters.packing import used_columns
 from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.adapters.text_entries import IDS, MASK, text_entries
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
 #: The mask of a packed row for the decoder, which attends to the source of each document from its target.
@@ -25,15 +26,14 @@ class EncoderDecoder(TextAdapter):
 
     target_keys = ("labels", "decoder_input_ids", "decoder_attention_mask")
     text_keys: Mapping[StackName, tuple[str, str]] = {
-        "encoder": ("input_ids", "attention_mask"),
+        "encoder": (IDS, MASK),
         "decoder": ("decoder_input_ids", "decoder_attention_mask"),
     }
 
     def prepare(self, micro_batch: Tensors) -> dict[str, torch.Tensor]:
         inputs = dict(micro_batch)
         if (mask := inputs.get("attention_mask")) is not None and mask.dim() == 2:
-            source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-            inputs |= self._trimmed(source, mask.bool())
+            inputs |= self._trimmed({name: inputs[name] for name in (IDS, MASK)}, mask.bool())
         # Another mask has columns of the targets in other dimensions, and is taken as it is.
         are_plain = all(
             inputs[name].dim() == 2 for name in ("attention_mask", "decoder_attention_mask") if name in inputs
@@ -58,10 +58,8 @@ class EncoderDecoder(TextAdapter):
                 for document in documents
             ]
         row = {name: torch.cat([document[name] for document in documents])[None] for name in documents[0]}
-        source, target = (
-            [len(document[name]) for document in documents] for name in ("input_ids", "decoder_input_ids")
-        )
-        of_source, of_target = torch.ones_like(row["input_ids"]), torch.ones_like(row["decoder_input_ids"])
+        source, target = ([len(document[name]) for document in documents] for name in (IDS, "decoder_input_ids"))
+        of_source, of_target = torch.ones_like(row[IDS]), torch.ones_like(row["decoder_input_ids"])
         masks = {
             "attention_mask": (of_source, Documents.of(source, model, is_compiled=is_compiled)),
             "decoder_attention_mask": (of_target, Documents.of(target, model, is_compiled=is_compiled)),
@@ -70,7 +68,7 @@ class EncoderDecoder(TextAdapter):
         return row | {name: KnownMask.of(*values) for name, values in masks.items()}
 
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
-        mask, ids = batch.get("attention_mask"), batch["input_ids"]
+        mask, ids = batch.get("attention_mask"), batch[IDS]
         is_read = mask.bool() if mask is not None and mask.dim() == 2 else torch.ones_like(ids, dtype=torch.bool)
         return used_columns(is_read) + used_columns(batch["labels"] != IGNORED_LABEL)
 
@@ -101,7 +99,7 @@ class EncoderDecoder(TextAdapter):
         if "hidden" in carried:
             shapes["hidden"] = self.hidden_shape(boundary, inputs[self.text_keys[self.layers[boundary].stack][0]])
         if "encoder_hidden" in carried:
-            shapes["encoder_hidden"] = (*inputs["input_ids"].shape, self.stack_widths["encoder"])
+            shapes["encoder_hidden"] = (*inputs[IDS].shape, self.stack_widths["encoder"])
         return shapes
 
     def _carried(self, boundary: int, inputs: Container[str] = ()) -> tuple[str, ...]:
@@ -134,9 +132,7 @@ class EncoderDecoder(TextAdapter):
         if "encoder_outputs" in inputs:
             encoder_hidden = inputs["encoder_outputs"].last_hidden_state.to(stage.device)
         elif stage.runs("encoder"):
-            output = stage.model.get_encoder()(
-                input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask")
-            )
+            output = stage.model.get_encoder()(**text_entries(inputs[IDS], inputs.get(MASK)))
             if not stage.is_last and self.layers[stage.stop].stack == "encoder":
                 return {"hidden": stage.captured()}
             encoder_hidden = output.last_hidden_state
@@ -144,11 +140,11 @@ class EncoderDecoder(TextAdapter):
             encoder_hidden = carry["encoder_hidden"]
         else:
             # This stage has only the norm or the head: the stack's forward asks for the tensor, no layer reads it.
-            shape = (*inputs["input_ids"].shape, self.stack_widths["encoder"])
+            shape = (*inputs[IDS].shape, self.stack_widths["encoder"])
             encoder_hidden = torch.zeros((), dtype=self.dtype, device=stage.device).expand(shape)
         if not stage.runs("decoder") or "decoder_input_ids" not in inputs:
             return {"encoder_hidden": encoder_hidden}
-        skip = ("input_ids", _CROSS_MASK, *self.loss_keys)
+        skip = (IDS, _CROSS_MASK, *self.loss_keys)
         forward = {name: value for name, value in inputs.items() if name not in skip}
         if _CROSS_MASK in inputs:
             forward["attention_mask"] = inputs[_CROSS_MASK]

@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_gpipe.adapters.base import IGNORED_LABEL, Tensors
+from hf_gpipe.adapters.text_entries import IDS, MASK
 from hf_gpipe.errors import DataError
 
 Document = dict[str, torch.Tensor]
@@ -53,11 +54,11 @@ def documents_of(batch: Tensors, target_keys: Collection[str] = ()) -> list[Docu
         raise DataError("the batch has 'shift_labels', which packing does not support; give labels, or leave it out")
     if target_keys:
         return _pairs_of(batch, target_keys)
-    entries = _entries(batch, "input_ids", "attention_mask")
+    entries = _entries(batch, IDS, MASK)
     pieces = _flattened_pieces(batch) if is_flattened(batch) else _row_pieces(batch)
     documents = [{name: tensor[row, start:stop] for name, tensor in entries.items()} for row, start, stop in pieces]
     for document in documents:
-        document.setdefault("position_ids", torch.arange(len(document["input_ids"])))
+        document.setdefault("position_ids", torch.arange(len(document[IDS])))
     return documents
 
 
@@ -70,7 +71,7 @@ def _pairs_of(batch: Tensors, target_keys: Collection[str]) -> list[Document]:
         )
     source = {name: tensor for name, tensor in batch.items() if name not in target_keys}
     target = {name: tensor for name, tensor in batch.items() if name in target_keys}
-    sources = _entries(source, "input_ids", "attention_mask")
+    sources = _entries(source, IDS, MASK)
     targets = _entries(target, "labels", "decoder_attention_mask")
     used = used_columns(batch["labels"] != IGNORED_LABEL).clamp(min=1).tolist()
     if (mask := batch.get("decoder_attention_mask")) is not None:
@@ -117,8 +118,8 @@ def as_rows(batch: Tensors) -> Tensors:
         name: pad_sequence([document[name] for document in documents], True, IGNORED_LABEL if name == "labels" else 0)
         for name in documents[0]
     }
-    lengths = torch.tensor([len(document["input_ids"]) for document in documents])
-    return rows | {"attention_mask": (torch.arange(rows["input_ids"].shape[1]) < lengths[:, None]).long()}
+    lengths = torch.tensor([len(document[IDS]) for document in documents])
+    return rows | {MASK: (torch.arange(rows[IDS].shape[1]) < lengths[:, None]).long()}
 
 
 def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
@@ -156,7 +157,7 @@ def packed_parts(batch: Tensors, num_micro_batches: int, target_keys: Collection
         DataError: the mini-batch has no documents, or cannot be packed.
     """
     documents = documents_of(batch, target_keys)
-    lengths = [len(document["input_ids"]) + (len(document["labels"]) if target_keys else 0) for document in documents]
+    lengths = [len(document[IDS]) + (len(document["labels"]) if target_keys else 0) for document in documents]
     if not sum(lengths):
         raise DataError("a mini-batch needs at least one token; found none")
     return [[documents[index] for index in part] for part in balanced(lengths, num_micro_batches)]
@@ -164,7 +165,7 @@ def packed_parts(batch: Tensors, num_micro_batches: int, target_keys: Collection
 
 def _flattened_pieces(batch: Tensors) -> list[tuple[int, int, int]]:
     """(row, start, stop) of each document of a flattened mini-batch."""
-    ids = batch["input_ids"]
+    ids = batch[IDS]
     is_start = torch.zeros(ids.shape, dtype=torch.bool)
     is_start[:, 0] = True
     if "position_ids" in batch:
@@ -181,14 +182,12 @@ def _flattened_pieces(batch: Tensors) -> list[tuple[int, int, int]]:
 
 def _row_pieces(batch: Tensors) -> list[tuple[int, int, int]]:
     """(row, start, stop) of the tokens of each row that are not padding."""
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    ids, mask = batch[IDS], batch.get("attention_mask")
     if mask is None:
         return [(row, 0, ids.shape[1]) for row in range(ids.shape[0])]
     if mask.shape != ids.shape:
         shapes = tuple(mask.shape), tuple(ids.shape)
-        raise DataError(
-            f"attention_mask has the shape {shapes[0]} and input_ids {shapes[1]}; to pack rows, give both one"
-        )
+        raise DataError(f"{MASK} has the shape {shapes[0]} and {IDS} {shapes[1]}; to pack rows, give both one")
     used = mask.bool() | (batch["labels"] != IGNORED_LABEL) if "labels" in batch else mask.bool()
     columns = torch.arange(ids.shape[1])
     first, stop = used.int().argmax(dim=1, keepdim=True), used_columns(used).clamp(min=1)[:, None]
