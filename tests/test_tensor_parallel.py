@@ -342,7 +342,7 @@ def test_the_planner_counts_what_a_rank_has() -> None:
 
 
 def test_what_does_not_go_together_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"^tensor_parallel is 2 and schedule is pipedream"):
+    with pytest.raises(UserError, match=r"^schedule is pipedream and tensor_parallel is 2"):
         PipelineConfig(2, tensor_parallel=2, schedule="pipedream")
     with pytest.raises(UserError, match="tensor_parallel is 2 and there are 1 processes; start a multiple of 2"):
         Pipeline(config_of("llama"), 1, 1, tensor_parallel=2)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_gpipe.adapters import packing
 from hf_gpipe.adapters.attention.document_positions import is_position_table
 from hf_gpipe.adapters.attention.known_mask import with_known_masks
 from hf_gpipe.adapters.attention.position_tables import shared_tables
@@ -21,6 +20,7 @@ from hf_gpipe.adapters.modules.autocast import Autocast
 from hf_gpipe.adapters.modules.quantised import Quantisation
 from hf_gpipe.adapters.observation.probe import observe_family
 from hf_gpipe.adapters.observation.skeleton import Blueprint, build_skeleton, copy_with_stubs, has_closures
+from hf_gpipe.adapters.packing import as_rows, is_flattened
 from hf_gpipe.adapters.routers import find_routers
 from hf_gpipe.adapters.stubs import EmbeddingStub, PassThrough, Port
 from hf_gpipe.adapters.text_entries import IDS, MASK
@@ -172,14 +172,9 @@ class TextAdapter(Adapter):
         """Tokens without padding: of the sources and the targets, which in a decoder-only model are one."""
         return num_tokens(batch, decoder_only=not self.config.is_encoder_decoder)
 
-    def with_known_masks(self, inputs: Tensors) -> dict[str, torch.Tensor]:
-        return with_known_masks(inputs)
-
-    def is_flattened(self, batch: Tensors) -> bool:
-        return packing.is_flattened(batch)
-
-    def as_rows(self, batch: Tensors) -> Tensors:
-        return packing.as_rows(batch)
+    with_known_masks = staticmethod(with_known_masks)
+    is_flattened = staticmethod(is_flattened)
+    as_rows = staticmethod(as_rows)
 
     def document_lengths(self, inputs: Inputs) -> dict[StackName, tuple[int, ...]]:
         masks = {stack.name: inputs.get(self.text_keys[stack.name][1]) for stack in self.stacks}

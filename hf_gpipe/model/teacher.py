@@ -19,7 +19,7 @@ from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.recipe import DecidedConfig, Division
 from hf_gpipe.recipe.pipeline_rules import check_beside_teacher
 from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
 
@@ -42,7 +42,7 @@ class Teacher:
     def of(cls, spec: ModelSpec, adapter: Adapter, config: DecidedConfig) -> Teacher:
         """Cut a teacher that `open_teacher` has opened. Raises UserError where the pipeline can have none."""
         check_beside_teacher(config)
-        check_division(adapter, config.division.of_whole_rows)
+        check_division(adapter, Division(config.division.num_ranks))
         return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
 
     def stages(self, devices: Mapping[int, torch.device], ranks: ProcessRanks | None) -> dict[int, StageTeacher]:
@@ -52,7 +52,7 @@ class Teacher:
             devices: of each of them.
             ranks: among which the student's layers are divided; None: they are whole.
         """
-        ranks = ranks and replace(ranks, division=ranks.division.of_whole_rows)
+        ranks = ranks and replace(ranks, division=Division(ranks.size))
         stages = {}
         for number, device in devices.items():
             assert not isinstance(self.spec.model, PreTrainedConfig)

@@ -112,10 +112,7 @@ class Forwards:
                 f"embed: the loss is a {type(self.decision.loss).__name__}, which reads no embeddings; give the "
                 "Pipeline loss=EmbeddingLoss() of hf_gpipe.losses.embedding"
             )
-        micro_batches = self._in_micro_batches(rows)
-        with self._in_evaluation():
-            own = self._rows(micro_batches, StepOptions(is_first_pass=True))
-        return gathered_rows(own if self.world.place == 0 else {}, micro_batches, self.world.all_reduce)
+        return self._gathered(rows, StepOptions(is_first_pass=True))
 
     def token_log_probs(self, rows: Batch, *, with_adapters: bool = True) -> torch.Tensor:
         """Compute the log-probability of the target after each position of a mini-batch, without dropout.
@@ -130,11 +127,15 @@ class Forwards:
             (N, T) in float64, on the CPU, 0 where there is no target. The logits are those that the loss reads, which
             may be clipped or divided by a temperature.
         """
+        with self._adapters_off(not with_adapters):
+            return self._gathered(rows, StepOptions(is_of_tokens=True), rows["labels"].shape[1])
+
+    def _gathered(self, rows: Batch, options: StepOptions, length: int = 0) -> torch.Tensor:
+        """What the loss reads of each row in evaluation, (N, E), filled up with 0 to a length, on every process."""
         micro_batches = self._in_micro_batches(rows)
-        with self._adapters_off(not with_adapters), self._in_evaluation():
-            own = self._rows(micro_batches, StepOptions(is_of_tokens=True))
-        length = rows["labels"].shape[1]
-        own = {index: F.pad(log_probs, (0, length - log_probs.shape[1])) for index, log_probs in own.items()}
+        with self._in_evaluation():
+            own = self._rows(micro_batches, options)
+        own = {index: F.pad(values, (0, max(0, length - values.shape[1]))) for index, values in own.items()}
         return gathered_rows(own if self.world.place == 0 else {}, micro_batches, self.world.all_reduce)
 
     @contextmanager

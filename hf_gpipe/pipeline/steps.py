@@ -103,9 +103,7 @@ class Steps:
     ) -> torch.Tensor:
         """`train_step` for mini-batches that every process already has; `update_stage` is that of `train_ahead`."""
         waiting: Callable[[LossAndNorm], None] | None = None if update is None else lambda numbers: update(*numbers())
-        numbers = self._train(batches, times, waiting, waits=True, update_stage=update_stage)
-        self.step += 1
-        return numbers()[0]
+        return self._train(batches, times, waiting, waits=True, update_stage=update_stage)()[0]
 
     def train_window(
         self,
@@ -189,9 +187,7 @@ class Steps:
             A function, to be called before or soon after the end of the next step. It waits until every process has
             updated, and returns the loss and the norm of the gradient, (2,).
         """
-        numbers = self._train(batches, times, lambda _: update(), waits=False, update_stage=update_stage)
-        self.step += 1
-        return numbers
+        return self._train(batches, times, lambda _: update(), waits=False, update_stage=update_stage)
 
     @property
     def can_update_beside(self) -> bool:
@@ -252,6 +248,7 @@ class Steps:
             )
         if times is not None:
             times.extend(result.times)
+        self.step += 1
         return numbers[0]
 
     def _micro_batches(self, batches: Sequence[Batch], step: int, first: int = 0) -> list[MicroBatch]:

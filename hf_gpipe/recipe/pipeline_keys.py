@@ -42,11 +42,6 @@ class Division(NamedTuple):
     num_ranks: int = 1
     divides_rows: bool = False
 
-    @property
-    def of_whole_rows(self) -> Division:
-        """The same for a model whose rows are whole on each rank."""
-        return Division(self.num_ranks)
-
 
 class Chunks(NamedTuple):
     """How rows are cut: into at most so many chunks of tokens, and how much shorter later ones are."""

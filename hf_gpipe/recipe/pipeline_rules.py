@@ -125,21 +125,17 @@ def _check_asynchronous(config: PipelineValues) -> None:
             f"schedule is {config.schedule} and {name} is auto; give {name}, for with it the numbers of an "
             "asynchronous schedule change."
         )
-    if config.zero:
-        raise UserError(
-            f"schedule is {config.schedule} and zero is {config.zero}: replicas share the whole step of an optimizer, "
-            "and here each stage updates by itself; use zero 0, or a synchronous schedule, such as 1f1b."
-        )
-    if config.torch_compile:
-        raise UserError(
-            f"schedule is {config.schedule} and torch_compile is true: compiled blocks would not see the versions of "
-            "the weights that the schedule keeps; leave torch_compile out, or use a synchronous schedule."
-        )
-    if config.tensor_parallel > 1:
-        raise UserError(
-            f"tensor_parallel is {config.tensor_parallel} and schedule is {config.schedule}, which do not go together; "
-            "leave one of them out."
-        )
+    reasons = {
+        "zero": ": replicas share the whole step of an optimizer, and here each stage updates by itself",
+        "torch_compile": ": compiled blocks would not see the versions of the weights that the schedule keeps",
+        "tensor_parallel": "",
+    }
+    for name, why in reasons.items():
+        if (value := getattr(config, name)) != getattr(PipelineValues, name):
+            raise UserError(
+                f"schedule is {config.schedule} and {name} is {str(value).lower()}, which do not go together{why}; "
+                f"leave {name} out, or use a synchronous schedule, such as 1f1b."
+            )
 
 
 def _check_mesh(config: PipelineValues) -> None:
