@@ -131,7 +131,7 @@ class Forwards:
             return self._gathered(rows, StepOptions(is_of_tokens=True), rows["labels"].shape[1])
 
     def _gathered(self, rows: Batch, options: StepOptions, length: int = 0) -> torch.Tensor:
-        """What the loss reads of each row in evaluation, (N, E), filled up with 0 to a length, on every process."""
+        """The tensor (N, E) that the loss reads of each row in evaluation, filled up with 0, on every process."""
         micro_batches = self._in_micro_batches(rows)
         with self._in_evaluation():
             own = self._rows(micro_batches, options)
