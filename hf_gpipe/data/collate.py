@@ -39,6 +39,10 @@ class PairCollator:
         mask = self._pad([[1] * len(row) for row in rows], 0)
         return text_entries(self._pad(rows, self.pad_token_id), mask)
 
+    def of_ids_on_the_left(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        """The same, padded on the left."""
+        return {name: tensor.flip(1) for name, tensor in self.of_ids([row[::-1] for row in rows]).items()}
+
     def _pad(self, rows: list[list[int]], filler: int) -> torch.Tensor:
         longest = max(map(len, rows))
         return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.modules.dropout import default_generator, mix
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
+from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.generation import check_generates
@@ -107,17 +108,13 @@ def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tens
     positions = torch.arange(ids.shape[1])
     first = torch.where(is_target, positions, ids.shape[1]).amin(dim=1)
     in_prompt = mask & (positions < first[:, None])
-    lengths = in_prompt.sum(dim=1)
-    if int(lengths.min()) == 0 or not bool(is_target.any(dim=1).all()):
+    if not bool(in_prompt.any(dim=1).all()) or not bool(is_target.any(dim=1).all()):
         raise DataError(
             "predict_with_generate: a row of a decoder-only model needs a prompt, whose labels are -100, and targets "
             "after it; a row lacks a prompt or targets"
         )
-    width = int(lengths.max())
-    prompts = torch.full((len(ids), width), pad_token_id, dtype=ids.dtype)
-    prompt_mask = torch.arange(width) >= width - lengths[:, None]
-    prompts[prompt_mask] = ids[in_prompt]
-    return text_entries(prompts, prompt_mask.long())
+    prompts = [row[is_own].tolist() for row, is_own in zip(ids, in_prompt, strict=True)]
+    return PairCollator(pad_token_id).of_ids_on_the_left(prompts)
 
 
 def generation_options(args: PipelineTrainingArguments, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,6 +85,5 @@ class PromptCollator(PairCollator):
     """Mini-batches of {"prompt_ids", "row"}: input_ids and attention_mask (N, T), padded on the left, and row (N,)."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        flipped = self.of_ids([row["prompt_ids"][::-1] for row in rows])
-        batch = {name: tensor.flip(1) for name, tensor in flipped.items()}
-        return batch | {"row": torch.tensor([row["row"] for row in rows])}
+        prompts = self.of_ids_on_the_left([row["prompt_ids"] for row in rows])
+        return prompts | {"row": torch.tensor([row["row"] for row in rows])}
