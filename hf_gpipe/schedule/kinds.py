@@ -18,7 +18,8 @@ For stage s and micro-batch m:
        the host, and H begins when the last D of the stage, and of the stages after it, has left the gradients there. So
        H needs no norm of the whole gradient. A table has U or H
     L  loads the stage's weights from the host to the device, for a visit: a run of the stage's actions, up to D
-    D  drops them again, where they have not changed. A stage has L and D only where its weights visit
+    D  drops them again, where they have not changed, and copies the gradients that the visit has made to the host. A
+       stage has L and D only where its weights visit
     O  offloads what the graph of F saves to the host, beside the actions that follow (PipeOffload, arXiv 2503.01328)
     P  prefetches it again, for B or I, which waits for P
     S  makes the logits of the stage's part of the vocabulary, where the head is divided over the stages (vocabulary
