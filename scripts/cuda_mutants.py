@@ -351,8 +351,8 @@ MUTANTS = (
     Mutant(
         "rows on a device are read early",
         MICRO_BATCH,
-        "on_cpu = [{name: tensor.cpu() for name",
-        'on_cpu = [{name: tensor.to("cpu", non_blocking=True) for name',
+        "batch = {name: tensor.cpu() for name",
+        'batch = {name: tensor.to("cpu", non_blocking=True) for name',
         STALE_COPY,
     ),
     Mutant(

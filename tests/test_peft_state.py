@@ -39,7 +39,7 @@ def scale(model: Any) -> None:
     [
         (lambda model: model.merge_adapter(), r"q_proj are merged into its weights.*call unmerge_adapter\(\)"),
         (lambda model: model.base_model.disable_adapter_layers(), r"are turned off.*call enable_adapter_layers\(\)"),
-        (scale, r"has scaling=\{'default': 10.0\} and its config"),
+        (scale, r"has scaling=\{'default': 10.0\} and stages made by its config"),
     ],
 )
 def test_a_state_that_stages_would_not_have(change: Callable[[Any], Any], message: str) -> None:
