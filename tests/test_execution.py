@@ -355,7 +355,7 @@ def decisions() -> list[object]:
 
 
 def test_the_planner_needs_an_example() -> None:
-    with pytest.raises(UserError, match="give values .* example="):
+    with pytest.raises(UserError, match=r"give values .* example="):
         Pipeline(tiny_config("llama"), 2, recompute="auto")
 
 

@@ -88,7 +88,7 @@ def test_a_pipeline_plans_by_its_example_and_is_plain_without() -> None:
     planned = Pipeline(config, 2, 5, example=padded_batch(config))
     assert planned.planned is not None
     assert (planned.num_micro_batches, planned.recompute) == (5, "none")
-    with pytest.raises(UserError, match="give values .* example="):
+    with pytest.raises(UserError, match=r"give values .* example="):
         Pipeline(config, 2, "auto")
 
 

@@ -63,7 +63,7 @@ def test_what_is_auto_is_settled(tmp_path: Path) -> None:
     trainer = PipelineTrainer(tiny_config("marian"), args, train_dataset=Rows())
     assert isinstance(trainer.pipe.num_micro_batches, int)
     assert trainer.pipe.recompute == "none", "1 GiB is more than enough"
-    with pytest.raises(UserError, match="give values .* example="):
+    with pytest.raises(UserError, match=r"give values .* example="):
         PipelineTrainer(tiny_config("marian"), args, train_dataset=Stream())
 
 
