@@ -291,10 +291,10 @@ class _Clock:
             if _is_update_of_all(kind):
                 # Gradients of visits are on their way to the host.
                 start = max(start, free_at.get((*placement.place_of(process, action.stage), Resource.COPY_OUT), 0))
-            if _is_update_of_all(kind) and placement.is_dealt:
-                # Other workers have added to the gradients of its stage.
-                all_end = all_end or max(span.end for span in spans)
-                start = max(start, all_end)
+                if placement.is_dealt:
+                    # Other workers have added to the gradients of its stage.
+                    all_end = all_end or max(span.end for span in spans)
+                    start = max(start, all_end)
             if kind.resource is not Resource.COMPUTE and any(
                 need.resource is Resource.COMPUTE for need in needs_of(kind)
             ):

@@ -83,14 +83,11 @@ def _runs(schedule: Schedule, worker: int) -> list[list[tuple[int, int, int]]]:
 def most_loaded(schedule: Schedule) -> tuple[int, ...]:
     """For each worker the most stages whose weights are on one of its devices at once."""
     most = []
-    for worker, row in enumerate(schedule.actions):
-        loaded: dict[str | None, int] = defaultdict(int)
-        highest = 0
-        for action in row:
-            if action.kind.is_of_visit:
-                loaded[schedule.placement.device_of(action.stage, worker)] += 1 if action.kind == LOAD else -1
-                highest = max(highest, *loaded.values())
-        most.append(highest)
+    for worker in range(len(schedule.actions)):
+        # Each buffer has a first visit.
+        firsts = (visit.load.stage for visit in schedule.visits(worker) if visit.after is None)
+        buffers = Counter(schedule.placement.device_of(stage, worker) for stage in firsts)
+        most.append(max(buffers.values(), default=0))
     return tuple(most)
 
 
@@ -115,9 +112,7 @@ def check_visits(schedule: Schedule, *, are_trained: bool = False) -> None:
         )
     for worker in range(len(schedule.actions)) if are_trained else ():
         visits = schedule.visits(worker)
-        backwards = Counter(
-            v.load.stage for v in visits if any(action.kind.completes_micro_batch for action in v.actions)
-        )
+        backwards = Counter(visit.load.stage for visit in visits if visit.makes_gradients)
         if again := [stage for stage, count in backwards.items() if count > 1]:
             raise ScheduleError(
                 f"offload_weights all with schedule {schedule.name!r}: the backwards of stage {again[0]} are in "
