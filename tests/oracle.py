@@ -102,8 +102,17 @@ def padded_batch(config: PreTrainedConfig, rows: int = 6, seed: int = 1) -> Batc
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def run_plain(model: PreTrainedModel, batch: Batch, num_micro_batches: int) -> Result:
-    """Loss summed over target tokens, divided by the mini-batch's count, micro-batch after micro-batch."""
+def run_plain(
+    model: PreTrainedModel,
+    batch: Batch,
+    num_micro_batches: int,
+    autocast: torch.dtype | None = None,
+    scale: float = 1.0,
+) -> Result:
+    """Loss summed over target tokens, divided by the mini-batch's count, micro-batch after micro-batch.
+
+    Under autocast the forward is in that type, and the loss in float32; its gradients are those of `scale` times it.
+    """
     model.zero_grad()
     causal = not model.config.is_encoder_decoder
     shifted = batch["labels"][:, 1:] if causal else batch["labels"]
@@ -112,8 +121,9 @@ def run_plain(model: PreTrainedModel, batch: Batch, num_micro_batches: int) -> R
     total = 0.0
     for i in range(parts):
         rows = {name: torch.tensor_split(tensor, parts)[i] for name, tensor in batch.items()}
-        output, labels = model(**rows, use_cache=False), rows["labels"]
-        logits = output.logits
+        with torch.autocast(model.device.type, autocast, enabled=autocast is not None):
+            output = model(**rows, use_cache=False)
+        logits, labels = output.logits if autocast is None else output.logits.float(), rows["labels"]
         if causal:
             logits, labels = logits[:, :-1], labels[:, 1:]
         flat = logits.reshape(-1, logits.shape[-1])
@@ -121,9 +131,16 @@ def run_plain(model: PreTrainedModel, batch: Batch, num_micro_batches: int) -> R
         if (auxiliary := getattr(output, "aux_loss", None)) is not None:
             # Of a mixture of experts: the mean over the micro-batches.
             loss = loss + model.config.router_aux_loss_coef * auxiliary / parts
-        loss.backward()
+        (loss * scale).backward()
         total += loss.item()
-    return Result(total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    return Result(total, {n: p.grad / scale for n, p in model.named_parameters() if p.grad is not None})
+
+
+def run_scaled(pipe: Pipeline, batch: Batch, scale: float) -> Result:
+    """One training step with a scaled loss, and its gradients divided by the scale."""
+    pipe.loss_scale = scale
+    found = run_pipeline(pipe, batch)
+    return Result(found.loss, {name: gradient / scale for name, gradient in found.gradients.items()})
 
 
 def run_pipeline(pipe: Pipeline, batch: Batch | None) -> Result:

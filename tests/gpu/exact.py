@@ -116,17 +116,22 @@ class Comparison:
         pipe = Pipeline(self.model(family), num_micro_batches=NUM_MICRO_BATCHES, device=device, **values)
         batch = padded_batch(pipe.adapter.config)
         loss = float(pipe.train_step(batch if pipe.world.rank == 0 else None))
-        mine = {name: p.grad.cpu().double() for name, p in pipe.named_parameters() if p.grad is not None}
+        mine = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
         # Replicas of a stage have the same parameters, and each has the whole gradient.
-        found = [one for part in pipe.world.gather_objects(mine) for one in part.items()]
+        parts = pipe.world.gather_objects({name: gradient.cpu() for name, gradient in mine.items()})
+        self.judge(what, [Result(loss, part) for part in parts], expected)
+
+    def judge(self, what: str, parts: Sequence[Result], expected: Result) -> None:
+        """Compare a step, of which each process has the gradients of its stages, with the plain model's."""
         self.num_steps += 1
-        if {name for name, _ in found} != expected.gradients.keys():
+        if {name for part in parts for name in part.gradients} != expected.gradients.keys():
             self.problems.append(f"{what}: gradients of other parameters")
             return
         norm = expected.norm
-        errors = {"the loss": abs(loss - expected.loss) / abs(expected.loss)}
-        for name, gradient in found:
-            error = float((gradient - expected.gradients[name].cpu().double()).norm()) / norm
+        errors = {"the loss": abs(parts[0].loss - expected.loss) / abs(expected.loss)}
+        for name, gradient in (one for part in parts for one in part.gradients.items()):
+            difference = gradient.cpu().double() - expected.gradients[name].cpu().double()
+            error = float(difference.norm()) / norm
             errors[name] = max(error, errors.get(name, 0.0), key=lambda one: math.inf if math.isnan(one) else one)
         name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
         self.worst = max(self.worst, errors[name])

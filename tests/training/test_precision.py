@@ -12,7 +12,17 @@ from transformers import MixtralConfig, OPTConfig, PreTrainedConfig, PreTrainedM
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import UserError
 from tests.gloo import run_gloo
-from tests.oracle import VOCABULARY, Batch, Result, assert_same, padded_batch, plain_model, run_pipeline, tiny_config
+from tests.oracle import (
+    VOCABULARY,
+    Result,
+    assert_same,
+    padded_batch,
+    plain_model,
+    run_pipeline,
+    run_plain,
+    run_scaled,
+    tiny_config,
+)
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Of the global gradient norm; one rounding to half precision more or less would be 1e-4 and more.
@@ -40,47 +50,20 @@ def model_of(family: str) -> PreTrainedModel:
     return plain_model(config_of(family), dtype=torch.float32)
 
 
-def run_plain_in(
-    dtype: torch.dtype, model: PreTrainedModel, batch: Batch, num_micro_batches: int, scale: float
-) -> Result:
-    """The oracle under autocast: forward in half precision, loss in float32, gradients of `scale` times the loss."""
-    prepare = Pipeline(model, 1).adapter.prepare
-    causal = not model.config.is_encoder_decoder
-    num_tokens = ((batch["labels"][:, 1:] if causal else batch["labels"]) != -100).sum()
-    total = 0.0
-    for i in range(num_micro_batches):
-        rows = prepare({name: torch.tensor_split(t, num_micro_batches)[i] for name, t in batch.items()})
-        labels = F.pad(rows["labels"][:, 1:], (0, 1), value=-100) if causal else rows["labels"]
-        with torch.autocast("cpu", dtype):
-            output = model(**{name: t for name, t in rows.items() if name != "labels"}, use_cache=False)
-        loss = F.cross_entropy(output.logits.float().flatten(0, 1), labels.flatten(), reduction="sum") / num_tokens
-        if (auxiliary := getattr(output, "aux_loss", None)) is not None:
-            loss = loss + model.config.router_aux_loss_coef * auxiliary / num_micro_batches
-        (loss * scale).backward()
-        total += loss.item()
-    return Result(total, {n: p.grad / scale for n, p in model.named_parameters() if p.grad is not None})
-
-
-def run_stages_in(pipe: Pipeline, batch: Batch, scale: float) -> Result:
-    pipe.loss_scale = scale
-    found = run_pipeline(pipe, batch)
-    return Result(found.loss, {name: gradient / scale for name, gradient in found.gradients.items()})
-
-
 @pytest.mark.parametrize("precision", HALF)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_the_plain_model_under_autocast(family: str, precision: str) -> None:
     dtype, scale = HALF[precision], 1024.0 if precision == "fp16" else 1.0
     model = model_of(family)
     batch = padded_batch(model.config)
-    expected = run_plain_in(dtype, model, batch, 3, scale)
+    expected = run_plain(model, batch, 3, dtype, scale)
     with pytest.raises(AssertionError):
         assert_same(run_pipeline(Pipeline(model, 1, 3), batch), expected, TOLERANCE)
     # Each family has every number of stages and every recomputation, and both types and all families every pair.
     for number, num_stages in enumerate((1, 3, len(Pipeline(model, 1).adapter.layers))):
         recompute = ("none", "stage", "block")[(number + FAMILIES.index(family) + (precision == "fp16")) % 3]
         pipe = Pipeline(model, num_stages, 3, recompute=recompute, autocast=dtype)
-        assert_same(run_stages_in(pipe, batch, scale), expected, TOLERANCE)
+        assert_same(run_scaled(pipe, batch, scale), expected, TOLERANCE)
 
 
 #: The head alone is on the second stage: in OPT a linear layer comes right before it.
@@ -96,7 +79,7 @@ def _steps_in_processes() -> list[tuple[Result, torch.Tensor]]:
         batch = padded_batch(model.config)
         prompts = {name: batch[name] for name in ("input_ids", "attention_mask")}
         tokens = pipe.generate(**prompts, max_new_tokens=4, pad_token_id=0)
-        results.append((run_stages_in(pipe, batch, 1024.0), tokens))
+        results.append((run_scaled(pipe, batch, 1024.0), tokens))
     return results
 
 
