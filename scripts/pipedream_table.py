@@ -2,7 +2,7 @@
 
 For the models of PipeDream's evaluation, built from their public shapes (pipedream/models.py), the partitioner is run
 on the paper's clusters A and B, as levels and as one flat level, with the published formula and with rings
-(pipedream/pricing.py). The column "paper" is Table 1 of SOSP 2019 as we know it; it was not checked against
+(pipedream/partitioner.py). The column "paper" is Table 1 of SOSP 2019 as we know it; it was not checked against
 the text. 15-1 for VGG-16, the straight pipelines of GNMT-16 and GNMT-8 on 4 GPUs and data parallelism for ResNet-50
 are also in the authors' public code. For GNMT-16 on 16 GPUs it has 14 stages.
 
@@ -16,14 +16,14 @@ from __future__ import annotations
 import sys
 import time
 from itertools import groupby, takewhile
+from typing import Any
 
-from pipedream.hierarchical import ClusterPlan, communicated_bytes, data_parallel, flat, partition_cluster, plan_of
+from bench.report import table
 from pipedream.models import UTILISATION, Model, awd_lm, gnmt, resnet50, vgg16
-from pipedream.pricing import Objective
+from pipedream.partitioner import ClusterPlan, communicated_bytes, data_parallel, flat, partition_cluster, plan_of
 
 from hf_gpipe.partition.cluster import Cluster, parse_cluster
 
-PUBLISHED, RING = Objective(published=True), Objective()
 LOWER, HIGHER = (0.5, 0.4, 0.3, 0.2), (0.8, 1.0, 1.3, 1.6, 2.0)
 
 
@@ -46,8 +46,8 @@ def cluster_of(text: str, is_flat: bool) -> Cluster:
     return flat(cluster) if is_flat else cluster
 
 
-def plan(model: Model, cluster: Cluster, objective: Objective, utilisation: float = UTILISATION) -> ClusterPlan:
-    return partition_cluster(model.costs(utilisation), cluster, objective)
+def plan(model: Model, cluster: Cluster, *, published: bool = False, utilisation: float = UTILISATION) -> ClusterPlan:
+    return partition_cluster(model.costs(utilisation), cluster, published=published)
 
 
 def kind(cluster_plan: ClusterPlan) -> str:
@@ -62,23 +62,23 @@ def kind(cluster_plan: ClusterPlan) -> str:
     return "two stages" if len(replicas) == 2 else "hybrid"
 
 
-def holds(model: Model, cluster: Cluster, objective: Objective) -> str:
-    """The utilisations, from a coarse grid, between which the kind stays."""
-    own = kind(plan(model, cluster, objective))
+def holds(model: Model, cluster: Cluster) -> str:
+    """The utilisations, from a coarse grid, between which the kind stays with rings."""
+    own = kind(plan(model, cluster))
     ends = []
     for grid in (LOWER, HIGHER):
-        same = takewhile(lambda utilisation: kind(plan(model, cluster, objective, utilisation)) == own, grid)
+        same = takewhile(lambda utilisation: kind(plan(model, cluster, utilisation=utilisation)) == own, grid)
         ends.append([UTILISATION, *same][-1])
     return f"{ends[0]:g} to {ends[1]:g}"
 
 
 def megabytes_per_sample(cluster_plan: ClusterPlan, model: Model) -> float:
-    return sum(communicated_bytes(cluster_plan.stages, model.costs())) / model.batch / 1e6
+    return communicated_bytes(cluster_plan.stages, model.costs()) / model.batch / 1e6
 
 
-def alone(model: Model, cluster: Cluster, objective: Objective) -> ClusterPlan:
+def alone(model: Model, cluster: Cluster) -> ClusterPlan:
     """Data parallelism."""
-    return plan_of(data_parallel(len(model.layers), cluster), model.costs(), cluster, objective)
+    return plan_of(data_parallel(len(model.layers), cluster), model.costs(), cluster)
 
 
 def short(replication: str) -> str:
@@ -87,47 +87,51 @@ def short(replication: str) -> str:
     return "-".join(f"{times}x{count}" if times > 2 else "-".join([count] * times) for count, times in groups)
 
 
-def configurations() -> list[str]:
-    """The table of configurations: published formula and rings, on levels and flat."""
-    header = ("model", "cluster", "paper, not checked", "speed-up", "formula on levels", "formula, flat")
-    lines = markdown([*header, "rings on levels", "rings, flat", "speed-up, rings flat", "holds"])
+CONFIGURATIONS = (
+    *("model", "cluster", "paper, not checked", "speed-up", "formula on levels", "formula, flat", "rings on levels"),
+    *("rings, flat", "speed-up, rings flat", "holds"),
+)
+
+
+def configurations() -> list[list[str]]:
+    """The rows of the table of configurations: published formula and rings, on levels and flat."""
+    rows = []
     for model, cluster, paper, speedup in CASES:
         one_level = cluster_of(cluster, is_flat=True)
         plans = [
-            plan(model, cluster_of(cluster, is_flat), objective)
-            for objective in (PUBLISHED, RING)
+            plan(model, cluster_of(cluster, is_flat), published=published)
+            for published in (True, False)
             for is_flat in (False, True)
         ]
-        cells = [model.name, cluster.replace("@pipedream-", " ").upper().replace("X", "x"), paper, f"{speedup:g}"]
-        cells += [short(cluster_plan.replication) for cluster_plan in plans]
-        ratio = alone(model, one_level, RING).seconds / plans[-1].seconds
-        lines.append(f"| {' | '.join([*cells, f'{ratio:.2f}', holds(model, one_level, RING)])} |")
-    return lines
+        ratio = alone(model, one_level).seconds / plans[-1].seconds
+        name = cluster.replace("@pipedream-", " ").upper().replace("X", "x")
+        found = [short(cluster_plan.replication) for cluster_plan in plans]
+        rows.append([model.name, name, paper, f"{speedup:g}", *found, f"{ratio:.2f}", holds(model, one_level)])
+    return rows
 
 
-def traffic() -> list[str]:
-    """Bytes per sample on 4 GPUs of cluster A and on 16 GPUs taken as one level."""
-    header = ("model", "GPUs", "data parallel, MB/sample", "best other configuration", "MB/sample", "less by")
-    lines = markdown([*header, "the paper, not checked"])
+TRAFFIC = (
+    *("model", "GPUs", "data parallel, MB/sample", "best other configuration", "MB/sample", "less by"),
+    "the paper, not checked",
+)
+
+
+def traffic() -> list[list[Any]]:
+    """Rows of bytes per sample on 4 GPUs of cluster A and on 16 GPUs taken as one level."""
+    rows: list[list[Any]] = []
     said = {"ResNet-50": "more (figure 17)", "AWD LM": "88% less"}
     for model in (vgg16(), resnet50(), gnmt(8), gnmt(16), awd_lm()):
         for cluster in (cluster_of("1x4@pipedream-a", is_flat=False), cluster_of("4x4@pipedream-a", is_flat=True)):
-            best = partition_cluster(model.costs(), cluster, PUBLISHED, one_stage=False)
-            before = megabytes_per_sample(alone(model, cluster, PUBLISHED), model)
+            best = partition_cluster(model.costs(), cluster, published=True, one_stage=False)
+            before = megabytes_per_sample(alone(model, cluster), model)
             after = megabytes_per_sample(best, model)
             paper = said.get(model.name, "far less (figure 17)") if cluster.num_devices == 4 else ""
-            lines.append(
-                f"| {model.name} | {cluster.num_devices} | {before:.2f} | {short(best.replication)} | {after:.2f} | "
-                f"{1 - after / before:.0%} | {paper} |"
-            )
-    return lines
-
-
-def markdown(header: list[str]) -> list[str]:
-    return [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+            cells = f"{before:.2f}", short(best.replication), f"{after:.2f}", f"{1 - after / before:.0%}"
+            rows.append([model.name, cluster.num_devices, *cells, paper])
+    return rows
 
 
 if __name__ == "__main__":
     began = time.perf_counter()
-    print(*configurations(), "", *traffic(), sep="\n")
+    print(table(CONFIGURATIONS, configurations()), "", table(TRAFFIC, traffic()), sep="\n")
     print(f"\n{time.perf_counter() - began:.1f} s", file=sys.stderr)

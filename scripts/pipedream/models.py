@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipedream.pricing import LayerCosts
+from pipedream.partitioner import LayerCosts
 
 FLOAT = 4
 #: Of a V100: operations a second in float32 and bytes a second of its memory, from the data sheet.
