@@ -1,4 +1,4 @@
-"""Tries every causal and sequence-to-sequence architecture of transformers in stages and writes docs/families.md.
+"""Tries every causal and sequence-to-sequence architecture of transformers in stages; the tables of docs/families.md.
 
     python scripts/families.py                  all of them, docs/families.md is written
     python scripts/families.py llama t5         these only, nothing is written
@@ -169,62 +169,37 @@ def _one_line(error: Exception, name: str) -> str:
 
 
 def write_report(rows: Sequence[Row]) -> None:
-    """Write docs/families.md."""
-    groups = {verdict: [row for row in rows if row.verdict == verdict] for verdict in _TITLES}
-    counts = ", ".join(f"{len(groups[verdict])} {verdict}" for verdict in _TITLES)
+    """Write the tables of docs/families.md."""
+    from pages import block, write
+
+    groups = {verdict: [row for row in rows if row.verdict == verdict] for verdict in _COLUMNS}
+    counts = ", ".join(f"{len(own)} {verdict}" for verdict, own in groups.items())
     yes = [sum(bool(row.options[number]) for row in groups["exact"]) for number in range(len(_OPTIONS))]
     counts += "; of the exact ones " + ", ".join(
         f"{count} {option!r}" for count, option in zip(yes, _OPTIONS, strict=True)
     )
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    summary = fill(f"{versions}: {len(rows)} architectures, {counts}.", 100)
-    lines = ["# Families", "", summary, "", _EXPLANATION]
-    for verdict, (title, column) in _TITLES.items():
-        of_text = [row for row in groups[verdict] if verdict != "exact" or row.name not in FORMS]
-        lines += _table(title, column, of_text, has_options=verdict == "exact")
-        if verdict == "exact":
-            of_images = [row for row in groups[verdict] if row.name in FORMS]
-            lines += _table("Images and text", column, of_images, has_options=True, text=_OF_IMAGES)
-            lines += ["", "| images are not read | reason |", "|---|---|"]
-            lines += [f"| {name} | {reason} |" for name, reason in sorted(UNREAD.items())]
-    REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    # Those that read images have a table of their own.
+    groups["images and text"] = [row for row in groups["exact"] if row.name in FORMS]
+    groups["exact"] = [row for row in groups["exact"] if row.name not in FORMS]
+    parts = {name: _table(name, own) for name, own in groups.items()}
+    parts["summary"] = fill(f"{versions}: {len(rows)} architectures, {counts}.", 100)
+    unread = [f"| {name} | {reason} |" for name, reason in sorted(UNREAD.items())]
+    parts["images are not read"] = "\n".join(["| images are not read | reason |", "|---|---|", *unread])
+    write(REPORT, {name: block(text) for name, text in parts.items()})
 
 
-def _table(title: str, column: str, rows: Sequence[Row], *, has_options: bool, text: str = "") -> list[str]:
-    """Lines of a section of the report."""
-    columns = ["architecture", "class", column, *(_OPTIONS if has_options else ())]
-    lines = ["", f"## {title}", "", *([text, ""] if text else [])]
-    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    return lines + [
-        f"| {' | '.join([row.name, row.model_class, row.detail.replace('|', '/'), *row.options])} |" for row in rows
-    ]
+def _table(name: str, rows: Sequence[Row]) -> str:
+    columns = ["architecture", "class", _COLUMNS.get(name, _COLUMNS["exact"])]
+    columns += [] if name in ("not supported", "not built") else _OPTIONS
+    cells = [[row.name, row.model_class, row.detail.replace("|", "/"), *row.options] for row in rows]
+    lines = (" | ".join(own) for own in (columns, *cells))
+    head, *others = (f"| {line} |" for line in lines)
+    return "\n".join([head, "|---" * len(columns) + "|", *others])
 
 
-_OF_IMAGES = """\
-Rows with and without images are in one mini-batch, several images in one row, and no image in one micro-batch
-([images and text](image_text.md)). Rows in chunks and packed rows have no images. Divided layers read them too:
-vision tower and projector are whole on each rank. Other families of `AutoModelForImageTextToText` train on text
-alone, where they are exact."""
-_EXPLANATION = """\
-Written by `python scripts/families.py`. A tiny model of each architecture's default configuration runs in
-3 stages and in one stage a layer, with 2 micro-batches. Its loss (relative) and every gradient (relative to
-the global gradient norm) are compared with the plain model's, in float64 with a tolerance of 1e-10. Some
-models convert their logits to float32 whatever the type of their weights is, so that the loss is computed in
-float32. There the stages' loss, which is computed in place to save memory, rounds in another way than
-torch's, and the tolerance is 1e-6; with the same code for the loss they agree within 1e-16.
-A family that is not listed as exact is compared in the same way before a pipeline of it is made, and an error
-gives the reason if it is not exact. `python -m hf_gpipe check` does this for a configuration of your own.
-"in chunks" says that rows can be cut into chunks of tokens ([long rows](long_rows.md)), and "packed, in chunks"
-that packed rows can: loss and gradients of the tiny model with 3 chunks are within 1e-5 of those of whole rows,
-since parts that the library computes in float32 round in another way when shapes change. "divided" says that
-the layers can be divided among 2 ranks ([tensor parallelism](tensor_parallel.md)), and which share of the tiny
-model's parameters each of them has; parts that read images or sounds are whole. Each is compared again for your
-own configuration before it is used."""
-_TITLES = {
-    "exact": ("Exact", "largest difference"),
-    "not supported": ("Not supported", "reason"),
-    "not built": ("No tiny model could be built", "reason"),
-}
+#: The verdicts, in the order of the page, and what the table of each tells.
+_COLUMNS = {"exact": "largest difference", "not supported": "reason", "not built": "reason"}
 
 
 def disagreements(rows: Sequence[Row]) -> list[str]:

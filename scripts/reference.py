@@ -1,7 +1,7 @@
-"""Writes the pages of docs/reference from the code: commands, recipe keys, training arguments, Trainer's methods and
-attributes, and the planner's devices.
+"""Writes the lists in the pages of docs/reference from the code: commands, recipe keys, training arguments, Trainer's
+methods and attributes, and the planner's devices.
 
-python scripts/reference.py            the pages are written
+python scripts/reference.py            the lists are written
 python scripts/reference.py --check    exit code 1 where a page says something else, with its name
 """
 
@@ -10,15 +10,16 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+from pages import block, write
 from trainer_tables import ATTRIBUTES, IRRELEVANT, LIMITS, METHODS, SUPPORTED
 from transformers import TrainingArguments
 
 from hf_gpipe.commands import check, generate, launch, merge, plan
 from hf_gpipe.commands.train import USAGE
-from hf_gpipe.errors import EXIT_USER_ERROR
 from hf_gpipe.planner.machines.devices import DEVICES, LINKS
 from hf_gpipe.recipe.fields import SECTIONS
 from hf_gpipe.recipe.help import default_text, kinds_text, recipe_help
@@ -38,125 +39,21 @@ SURFACE = {
     "not supported": {name: note for name, note in SURFACE_REFUSED.items() if not name.startswith("_")},
 }
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
-NOTE = "Written by `python scripts/reference.py`."
-ARGUMENTS = """\
-# Training arguments
 
-{note} An argument that is "not supported" raises an error that names it, when the arguments are made
-or when a trainer gets them.
-
-## The pipeline's own
-
-{own}
-
-## Those of transformers
-
-{library}
-
-## Those of PipelineSFTConfig
-
-{fine_tuning}
-"""
-METHODS_PAGE = """\
-# Trainer's methods and attributes
-
-{note} They are those of `Trainer` and `Seq2SeqTrainer`. What is "not supported" raises an error, which
-is a `UserError` and an `AttributeError`, so `hasattr` returns False. Private methods are not supported
-either.
-
-{table}
-"""
-RECIPES = """\
-# Recipe keys
-
-{note} `python -m hf_gpipe.train --help SECTION` prints the same. [Recipes](../recipes.md) explains how
-a recipe is read.
-"""
-DEVICES_PAGE = """\
-# Devices and links
-
-{note} These are the names that `--device` and `--link` of `hf-gpipe plan` know. Rates are the makers'
-dense peaks; memory is what a process can have of a card, in GiB.
-
-| device | memory | float32 TFLOP/s | bfloat16 TFLOP/s | memory TB/s | link |
-|---|--:|--:|--:|--:|---|
-{devices}
-
-| link | GB/s in one direction | latency in µs |
-|---|--:|--:|
-{links}
-"""
-COMMANDS = """\
-# Commands and exit codes
-
-{note} `hf-gpipe NAME` and `python -m hf_gpipe NAME` are the same. Under torchrun the training is the
-module `hf_gpipe.train`.
-
-## Exit codes
-
-| code | meaning |
-|---|---|
-| 0 | success; of `plan`: it fits; of `check`: exact |
-| 1 | a fault; of `plan`: it does not fit; of `check`: not exact |
-| {user} | an error that you can correct, in one line on stderr |
-| 75 | the training was stopped by a signal and has saved: start it again to resume |
-| 128 + n | the training was ended by signal n without saving |
-
-## train
-
-```text
-{train}
-```
-
-## plan
-
-```text
-{plan}
-```
-
-## generate
-
-```text
-{generate}
-```
-
-## merge
-
-```text
-{merge}
-```
-
-## launch
-
-```text
-{launch}
-```
-
-## check
-
-```text
-{check}
-```
-"""
+LIBRARY = [argument.name for argument in fields(TrainingArguments)]
 
 
-def arguments_page() -> str:
-    """The pipeline's own arguments, transformers' in their order, and those of supervised fine-tuning."""
-    library = [argument.name for argument in fields(TrainingArguments)]
-    own = [argument for argument in fields(PipelineTrainingArguments) if argument.name not in library]
+def own_arguments() -> str:
+    """The pipeline's own."""
+    own = [argument for argument in fields(PipelineTrainingArguments) if argument.name not in LIBRARY]
     rows = [f"| `{argument.name}` | {argument.metadata['help']} |" for argument in own]
-    return ARGUMENTS.format(
-        note=NOTE,
-        own="\n".join(["| argument | |", "|---|---|", *rows]),
-        library="\n".join(
-            [
-                "| argument | | why, and what to do instead |",
-                "|---|---|---|",
-                *(f"| `{name}` | {_verdict(name)} |" for name in library),
-            ]
-        ),
-        fine_tuning=fine_tuning(),
-    )
+    return "\n".join(["| argument | |", "|---|---|", *rows])
+
+
+def library_arguments() -> str:
+    """Those of transformers, in their order."""
+    rows = [f"| `{name}` | {_verdict(name)} |" for name in LIBRARY]
+    return "\n".join(["| argument | | why, and what to do instead |", "|---|---|---|", *rows])
 
 
 def _verdict(name: str) -> str:
@@ -169,13 +66,11 @@ def _verdict(name: str) -> str:
     return f"no effect | {IRRELEVANT[name]}"
 
 
-def methods_page() -> str:
+def methods() -> str:
     """Every public method and attribute of Trainer and Seq2SeqTrainer, by name."""
     rows = {name: f"{verdict} | {note}" for verdict, notes in SURFACE.items() for name, note in notes.items()}
     lines = ["| method or attribute | | note, and what to use instead |", "|---|---|---|"]
-    return METHODS_PAGE.format(
-        note=NOTE, table="\n".join([*lines, *(f"| `{name}` | {rows[name]} |" for name in sorted(rows))])
-    )
+    return "\n".join([*lines, *(f"| `{name}` | {rows[name]} |" for name in sorted(rows))])
 
 
 def fine_tuning() -> str:
@@ -188,9 +83,9 @@ def fine_tuning() -> str:
     return "\n".join(lines)
 
 
-def recipes_page() -> str:
+def recipe_keys() -> str:
     """Every key of every section, from the fields."""
-    lines = [RECIPES.format(note=NOTE)]
+    lines = []
     for name, cls in SECTIONS.items():
         lines += [f"## {name}", "", inspect.cleandoc(cls.__doc__ or ""), ""]
         for key in keys_of(cls).values():
@@ -199,54 +94,61 @@ def recipes_page() -> str:
                 "  " + key.text.replace("<", "\\<"),  # Markdown would take <2de> for a tag
             ]
         lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines).rstrip()
 
 
-def devices_page() -> str:
-    """The planner's table of devices and links."""
+def devices() -> str:
+    """The planner's devices."""
     names = {link: name for name, link in LINKS.items()}
-    devices = [
+    head = "| device | memory | float32 TFLOP/s | bfloat16 TFLOP/s | memory TB/s | link |\n|---|--:|--:|--:|--:|---|"
+    rows = [
         f"| `{device.name}` | {(device.memory_bytes or 0) / 2**30:.1f} | {device.flops_for('float32') / 1e12:g} | "
         f"{device.flops_for('bfloat16') / 1e12:g} | {device.bytes_per_second / 1e12:g} | `{names[device.link]}` |"
         for device in DEVICES.values()
     ]
-    links = [
+    return "\n".join([head, *rows])
+
+
+def links() -> str:
+    """The planner's links."""
+    rows = [
         f"| `{name}` | {link.bytes_per_second / 1e9:g} | {link.latency_seconds * 1e6:g} |"
         for name, link in LINKS.items()
     ]
-    return DEVICES_PAGE.format(note=NOTE, devices="\n".join(devices), links="\n".join(links))
+    return "\n".join(["| link | GB/s in one direction | latency in µs |\n|---|--:|--:|", *rows])
 
 
-def commands_page() -> str:
-    """The help of each command."""
-    os.environ["COLUMNS"] = "100"
-    helps = {
-        module.__name__.rpartition(".")[2]: module._parser().format_help().strip()
-        for module in (check, generate, launch, merge, plan)
-    }
-    train = USAGE.format(recipe=recipe_help()).strip()
-    return COMMANDS.format(note=NOTE, user=EXIT_USER_ERROR, train=train, **helps)
+def command_help(text: str) -> str:
+    return f"```text\n{text.strip()}\n```"
 
 
-PAGES = {
-    "arguments.md": arguments_page,
-    "trainer.md": methods_page,
-    "recipes.md": recipes_page,
-    "devices.md": devices_page,
-    "commands.md": commands_page,
+#: The parts of each page, by their names in it.
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "arguments.md": {"own": own_arguments, "library": library_arguments, "fine-tuning": fine_tuning},
+    "trainer.md": {"methods": methods},
+    "recipes.md": {"keys": recipe_keys},
+    "devices.md": {"devices": devices, "links": links},
+    "commands.md": {
+        "train": lambda: command_help(USAGE.format(recipe=recipe_help())),
+        **{
+            module.__name__.rpartition(".")[2]: lambda module=module: command_help(module._parser().format_help())
+            for module in (plan, generate, merge, launch, check)
+        },
+    },
 }
 
 
 def main() -> int:
-    texts = {FOLDER / name: page() for name, page in PAGES.items()}
-    if "--check" in sys.argv[1:]:
-        stale = [path.name for path, text in texts.items() if not path.is_file() or path.read_text("utf-8") != text]
+    os.environ["COLUMNS"] = "100"
+    only_check = "--check" in sys.argv[1:]
+    stale = [
+        name
+        for name, parts in PAGES.items()
+        if not write(FOLDER / name, {part: block(text()) for part, text in parts.items()}, only_check=only_check)
+    ]
+    if only_check:
         print(*(f"{name} is not as the code is: python scripts/reference.py" for name in stale), sep="\n", end="")
-        return int(bool(stale))
-    FOLDER.mkdir(exist_ok=True)
-    for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
-    return 0
+    return int(only_check and bool(stale))
 
 
 if __name__ == "__main__":

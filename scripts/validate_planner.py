@@ -40,6 +40,8 @@ from bench import machine
 from bench.models import llama
 from bench.planned import CPU, Case, planned, profile, tiny, train_pipeline
 from bench.processes import run_job
+from bench.report import table
+from pages import block, write
 from transformers import AutoModelForCausalLM, BartConfig, GPT2Config, MarianConfig, MT5Config, T5Config
 
 from hf_gpipe.adapters.modules.quantised import size_of_quantised
@@ -48,7 +50,10 @@ from hf_gpipe.planner.plan import Plan, ProcessPlan
 from hf_gpipe.schedule import replicas_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
-BEGIN, END = "<!-- validation: written by scripts/validate_planner.py -->", "<!-- end of validation -->"
+HEADER = [
+    *("case", "model", "K / processes", "replicas", "M", "chunks", "training", "schedule", "recompute", "model state"),
+    *("parameters a process", "peak a process: predicted / measured", "step: predicted / measured"),
+]
 VOCABULARY = 32000
 TOLERANCE = 0.1
 #: Of glibc's allocator: the bytes of a tensor from which on it is returned when it is freed.
@@ -195,14 +200,7 @@ def validate(case: Case, num_steps: int) -> Result:
 
 def report(results: Sequence[Result]) -> str:
     """The section of the page."""
-    lines = [
-        BEGIN,
-        "",
-        "| case | model | K / processes | replicas | M | chunks | training | schedule | recompute | model state | "
-        "parameters a process | "
-        "peak a process: predicted / measured | step: predicted / measured |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for result in results:
         case = result.case
         held = [measured.parameter_bytes for measured in result.measured]
@@ -213,32 +211,29 @@ def report(results: Sequence[Result]) -> str:
         )
         if case.weights_visit:
             exact = peaks = "-"
-        lines.append(
-            f"| {case.name} | {case.config.model_type}, {result.plan.costs.total.count / 1e6:.1f}M | "
-            f"{case.num_stages} / {case.num_processes} | {_replicas(case)} | {case.num_micro_batches} | "
-            f"{case.sequence_chunks} | {case.training} | {case.schedule} | {case.recompute} | "
-            f"{result.state_bytes / 1e9:.2f} GB | "
-            f"{exact} | {peaks} | "
-            f"{result.plan.step_seconds:.2f} s / {result.step_seconds:.2f} s = {result.step_ratio:.2f} |"
+        rows.append(
+            [
+                *(case.name, f"{case.config.model_type}, {result.plan.costs.total.count / 1e6:.1f}M"),
+                *(f"{case.num_stages} / {case.num_processes}", _replicas(case), case.num_micro_batches),
+                *(case.sequence_chunks, case.training, case.schedule, case.recompute),
+                *(f"{result.state_bytes / 1e9:.2f} GB", exact, peaks),
+                f"{result.plan.step_seconds:.2f} s / {result.step_seconds:.2f} s = {result.step_ratio:.2f}",
+            ]
         )
     on_device = [result for result in results if not result.case.weights_visit]
     peaks_within = sum(all(_is_near(ratio) for ratio in result.peak_ratios) for result in on_device)
     exact_count = sum(result.has_exact_parameters for result in on_device)
     times_within = sum(_is_near(result.step_ratio) for result in results)
-    load = os.getloadavg()[2]
-    lines += [
-        "",
+    return (
+        f"{table(HEADER, rows)}\n\n"
         f"Of {len(on_device)} cases the parameters' bytes are exact in {exact_count} and the peak of each process is "
         f"within {TOLERANCE:.0%} in {peaks_within}. Of {len(results)} the step's time is within {TOLERANCE:.0%} in "
-        f"{times_within} (median ratio {median(result.step_ratio for result in results):.2f}).",
-        "",
-        f"Measured on {platform.machine()} with {os.cpu_count()} cores, one thread a process, load {load:.1f} over the "
-        f"last 15 minutes; Python {platform.python_version()}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}. Weights in float32, and but for bf16 arithmetic too; AdamW.",
-        "",
-        END,
-    ]
-    return "\n".join(lines)
+        f"{times_within} (median ratio {median(result.step_ratio for result in results):.2f}).\n\n"
+        f"Measured on {platform.machine()} with {os.cpu_count()} cores, one thread a process, load "
+        f"{os.getloadavg()[2]:.1f} over the last 15 minutes; Python {platform.python_version()}, torch "
+        f"{torch.__version__}, transformers {transformers.__version__}. Weights in float32, and but for bf16 "
+        "arithmetic too; AdamW."
+    )
 
 
 def _replicas(case: Case) -> str:
@@ -252,12 +247,6 @@ def _is_near(ratio: float) -> bool:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
-
-
-def write(section: str) -> None:
-    """Put the section in its place on the page."""
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(head + section + rest.partition(END)[2], encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -274,11 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = []
     for case in chosen:
         results.append(validate(tiny(case) if options.tiny else case, options.steps))
-        print(report(results[-1:]).splitlines()[4], flush=True)
+        print(report(results[-1:]).splitlines()[2], flush=True)
     section = report(results)
     print(section)
     if not options.cases and not options.tiny:
-        write(section)
+        write(PAGE, {"validation": block(section)})
     return 0
 
 

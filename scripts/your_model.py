@@ -1,6 +1,6 @@
 """Plans models of 1.5 to 70 billion parameters on 1 to 8 cards of 12 to 80 GB, and writes docs/your_model.md.
 
-python scripts/your_model.py            plans every cell into docs/your_model/cells.csv, and writes the page
+python scripts/your_model.py            plans every cell into docs/your_model/cells.csv, and writes the tables
 python scripts/your_model.py --longest  finds the longest rows, into docs/your_model/longest.csv, and writes the page
 python scripts/your_model.py --draw     writes the page from both files, and plans nothing
 python scripts/your_model.py --check    exit code 1 where the page is not that of the files
@@ -16,6 +16,8 @@ from itertools import chain, product, starmap
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+from pages import block, write
 
 from hf_gpipe.commands.plan import read_request
 from hf_gpipe.errors import UserError
@@ -47,15 +49,6 @@ BASE = (
     f"pipeline.num_micro_batches={MICRO_BATCHES}",
     "pipeline.schedule=1f1b",
 )
-#: Of the published models: the configuration is in docs/your_model, under the size.
-PUBLISHED = {
-    "1.5b": "Qwen2.5-1.5B",
-    "3b": "Qwen2.5-3B",
-    "7b": "Qwen2.5-7B",
-    "14b": "Qwen2.5-14B",
-    "32b": "Qwen2.5-32B",
-    "70b": "Llama-3-70B",
-}
 WORDS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 #: The driver reports less than a card's name says, and a CUDA context takes a part (planner/machines/devices.py).
 USABLE_SHARE, CONTEXT_GIB = 0.98, 0.5
@@ -191,38 +184,34 @@ def read_lines(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def page(cells: list[dict[str, str]], longest: list[dict[str, str]]) -> str:
-    """The page of these cells and longest rows."""
+def parts(cells: list[dict[str, str]], longest: list[dict[str, str]]) -> dict[str, str]:
+    """The parts of the page that these cells and longest rows give, by their names in it."""
     cells_by_key = {(cell["size"], cell["method"], int(cell["cards"]), int(cell["gb"])): cell for cell in cells}
-    sections = []
+    texts = {}
     for size in SIZES:
-        lines = [
-            f"## {size.upper().replace('B', ' billion')}",
-            "",
-            f"[{PUBLISHED[size]}](your_model/{size}/config.json).",
-            "",
-        ]
-        lines += [f"| | cards | {' | '.join(f'{gb} GB' for gb in CARDS_GB)} |", "|---|--:|" + "---|" * len(CARDS_GB)]
+        lines = [f"| | cards | {' | '.join(f'{gb} GB' for gb in CARDS_GB)} |", "|---|--:|" + "---|" * len(CARDS_GB)]
         for method in METHODS:
             for count in COUNTS:
-                texts = [_text(cells_by_key[size, method, count, gb]) for gb in CARDS_GB]
-                lines.append(f"| {WORDS[method] if count == 1 else ''} | {count} | {' | '.join(texts)} |")
-        sections.append("\n".join(lines))
-    example = cells_by_key["7b", "lora", 4, 24]
-    return PAGE_TEXT.format(
-        batch=MICRO_BATCHES,
-        memory="\n".join(f"| {gb} GB | {memory_gib(gb)} GiB | `{device(gb)}` |" for gb in CARDS_GB),
-        base=" \\\n    ".join(BASE),
-        methods="\n".join(f"| {WORDS[name]} | `{' '.join(keys)}` |" for name, keys in METHODS.items()),
-        limit=memory_gib(24),
-        sections="\n\n".join(sections),
-        longest=_longest_rows(longest),
-        two_cards=_text(cells_by_key["7b", "lora", 2, 24]),
-        sizes=", ".join(f"[{size[:-1]}](#{size[:-1].replace('.', '')}-billion)" for size in SIZES) + " billion",
-        chunk=f"{CHUNK_TOKENS:,}",
-        long_rows=LONG_ROWS,
-        **example,
-    )
+                own = [_text(cells_by_key[size, method, count, gb]) for gb in CARDS_GB]
+                lines.append(f"| {WORDS[method] if count == 1 else ''} | {count} | {' | '.join(own)} |")
+        texts[size] = block("\n".join(lines))
+    example, limit = cells_by_key["7b", "lora", 4, 24], memory_gib(24)
+    mesh = "pipeline.num_stages={stages} pipeline.replicas={replicas} pipeline.recompute={recompute}".format(**example)
+    by_hand = [
+        *("hf-gpipe plan recipes/causal/chat.yaml model.path=docs/your_model/7b lora.r=16", *BASE),
+        *(f"{mesh} pipeline.partition=auto", f"--devices 4 --device {device(24)} --memory {limit}GiB"),
+    ]
+    cards = [f"| {gb} GB | {memory_gib(gb)} GiB | `{device(gb)}` |" for gb in CARDS_GB]
+    methods = [f"| {WORDS[name]} | `{' '.join(keys)}` |" for name, keys in METHODS.items()]
+    return texts | {
+        "cards": block("\n".join(["| card | limit of memory | computes and sends like |", "|---|--:|---|", *cards])),
+        "methods": block("\n".join(["| method | keys |", "|---|---|", *methods])),
+        "longest": block(_longest_rows(longest)),
+        "by hand": block("```bash\n" + " \\\n    ".join(by_hand) + "\n```"),
+        "two cards": f"`{_text(cells_by_key['7b', 'lora', 2, 24])}`",
+        "highest peak": f"{example['peak_gib']} of {limit} GiB",
+        "step seconds": f"{example['step_seconds']} s",
+    }
 
 
 def _longest_rows(lines: list[dict[str, str]]) -> str:
@@ -254,124 +243,18 @@ def _text(cell: dict[str, str]) -> str:
     return f"{cell['stages']}x{cell['replicas']}{recompute}, {float(cell['step_seconds']):.3g} s"
 
 
-PAGE_TEXT = """\
-# Your model on your cards
-
-Does a model of your size fit your cards, and how long is a step? Look up your row in these tables,
-and then make the plan of your own model and data with `hf-gpipe plan`. **The tables are
-predictions; no GPU has run them.**
-
-For example, LoRA on 7 billion parameters and two cards of 24 GB: the [table](#7-billion) says
-`{two_cards}`. The model is cut into 2 stages with 1 replica each, each stage recomputes as much as
-its memory demands, and `s` are the seconds of a step with {batch} rows of 2,048 tokens. This
-command plans your own model on two cards:
-
-```bash
-hf-gpipe plan recipes/causal/lora.yaml model.path=YOUR/MODEL --devices 2 --device rtx3090
-```
-
-Sizes in parameters: {sizes}.
-[The longest rows](#the-longest-rows) says how many tokens a row may have.
-
-## How to read a cell
-
-| in a cell | meaning |
-|---|---|
-| `2x4` | 2 stages with 4 replicas each, on 8 cards |
-| no word | nothing is recomputed |
-| `stage`, `block` | stages, or single blocks, are recomputed in the backward |
-| `mixed` | each stage recomputes as much as its memory demands |
-| `host` | [activations wait in CPU memory](memory.md#activations-in-cpu-memory) |
-| `4.9 s` | seconds of a step |
-| `no` | no plan of those tried fits |
-
-Every step has {batch} rows of 2,048 tokens in {batch} micro-batches, under the schedule `1f1b`.
-Weights are bfloat16 in all three methods:
-
-| method | keys |
-|---|---|
-{methods}
-
-Full fine-tuning with float32 master weights takes 20 bytes for each parameter. Without this key it
-takes 8, but then AdamW's state is bfloat16 too, which rounds small updates away.
-
-| card | limit of memory | computes and sends like |
-|---|--:|---|
-{memory}
-
-The limit is 98 % of the card's nominal memory, less half a GiB for CUDA and its kernels. Up to 48
-GB the columns differ only in memory; the 80 GB column is of an A100 with NVLink. With a faster or
-slower card the seconds change, and hardly what fits.
-
-{sections}
-
-## The longest rows
-
-`4k, 32k` means that rows of 4,096 tokens fit if they are whole, and rows of 32,768 tokens if they
-are cut into chunks of {chunk} tokens ([long rows](long_rows.md)). The script tried the powers of
-two from 2k to 128k tokens, with {long_rows} rows a step and the plans of the tables above. `128k+`
-fits, and longer rows were not tried. `no` means that rows of 2k tokens do not fit. `python
-scripts/your_model.py --longest` writes this table from [longest.csv](your_model/longest.csv);
-`hf-gpipe plan --longest` finds the longest rows of your own model and data.
-
-{longest}
-
-## One row by hand
-
-This command makes the plan of one cell: LoRA on 7 billion parameters and 4 cards of 24 GB.
-
-```bash
-hf-gpipe plan recipes/causal/chat.yaml model.path=docs/your_model/7b lora.r=16 \\
-    {base} \\
-    pipeline.num_stages={stages} pipeline.replicas={replicas} pipeline.recompute={recompute} pipeline.partition=auto \\
-    --devices 4 --device rtx3090 --memory {limit}GiB
-```
-
-![Memory of the four processes, and the predicted step](images/plan.png)
-
-`python scripts/pictures.py plan` draws this picture; `--picture plan.png` draws that of your plan.
-
-* **Weights.** 7.6 billion parameters of 2 bytes are 14.2 GiB, and each of the four stages has 3.5
-  to 3.7 GiB of them.
-* **Trained numbers.** LoRA of rank 16 trains 40 million float32 numbers. With gradients and AdamW's
-  state they take 0.15 GiB on a stage.
-* **Stored activations.** Under `1f1b` stage s of K keeps K - s micro-batches: four on the first
-  stage, one on the last. So the planner gives the first stage a layer less. Then process 1 has the
-  highest peak, {peak_gib} of {limit} GiB.
-* **Time.** Each of the 16 micro-batches passes 4 stages, so the bubble is 3 / (16 + 3) = 16 % for
-  equal stages. The planner's stages are not quite equal, and its bubble is 20.5 %: {step_seconds} s
-  in all.
-* **Less memory?** With blocks recomputed the same training fits cards of 12 GB.
-
-## What was left out
-
-* **Other schedules and meshes.** The script tries only `1f1b`, with the same number of replicas for
-  each stage. `--search` also tries other schedules, other numbers of micro-batches and uneven
-  replicas, and is often faster, in particular for few cards.
-* **ZeRO-1 and offloaded optimizer state** would make full fine-tuning fit more cards ([less
-  memory](memory.md)).
-* **Weights in CPU memory.** Where a cell says `no`, weights may still [visit the
-  cards](visiting_weights.md). With `--search` the command prints the best plan of each way: weights
-  that stay, weights that visit, LoRA and QLoRA; and for each what limits its step.
-
-`python scripts/your_model.py` writes this page, from [cells.csv](your_model/cells.csv).
-"""
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--longest", action="store_true", help="find the longest rows")
     parser.add_argument("--draw", action="store_true", help="write the page from the files")
     parser.add_argument("--check", action="store_true", help="compare the page with the files")
     options = parser.parse_args()
-    if options.check:
-        return int(PAGE.read_text(encoding="utf-8") != page(read_lines(CELLS), read_lines(LONGEST)))
-    if options.longest:
+    if options.longest and not options.check:
         write_lines(LONGEST, Longest, chain.from_iterable(starmap(longest_of, product(SIZES, METHODS))))
-    elif not options.draw:
+    elif not (options.draw or options.check):
         write_lines(CELLS, Cell, chain.from_iterable(starmap(cells_of, product(SIZES, METHODS))))
-    PAGE.write_text(page(read_lines(CELLS), read_lines(LONGEST)), encoding="utf-8")
-    return 0
+    is_right = write(PAGE, parts(read_lines(CELLS), read_lines(LONGEST)), only_check=options.check)
+    return int(options.check and not is_right)
 
 
 if __name__ == "__main__":

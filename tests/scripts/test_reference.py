@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import reference
 import transformers
+from pages import filled
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
@@ -22,7 +23,14 @@ def test_the_pages_say_what_the_code_does(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_every_key_and_device_is_on_its_page() -> None:
-    recipes, devices = reference.recipes_page(), reference.devices_page()
+    recipes = reference.recipe_keys()
     assert "**`pipeline.num_stages`**" in recipes
     assert "**`data.kind`**" in recipes
-    assert all(f"| `{name}` |" in devices for name in (*reference.DEVICES, *reference.LINKS))
+    lists = reference.devices() + reference.links()
+    assert all(f"| `{name}` |" in lists for name in (*reference.DEVICES, *reference.LINKS))
+
+
+def test_a_page_without_a_place_for_a_part_is_an_error() -> None:
+    assert filled("a <!-- x -->b<!-- end of x --> c", {"x": "d"}) == "a <!-- x -->d<!-- end of x --> c"
+    with pytest.raises(ValueError, match="no place for x"):
+        filled("a <!-- x --> c", {"x": "d"})
