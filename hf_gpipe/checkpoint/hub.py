@@ -44,8 +44,9 @@ class _SeededByName(TorchDispatchMode):
     """Draws random fills on the CPU, whose generator it seeds before each of a parameter from (seed, its name).
 
     So a parameter gets the same values in any order of initialisation, on any stage and on any device: on CUDA the same
-    seed gives other values, and large tensors of GPUs of different models differ too. A random fill of a tensor that is
-    not a parameter continues from the previous seed. The state of the generator is restored at the end.
+    seed gives other values, and large tensors of GPUs of different models differ too. In half precision it gets the
+    rounded values of float32, which torch 2.11 draws six times as fast. A random fill of a tensor that is not a
+    parameter continues from the previous seed. The state of the generator is restored at the end.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
@@ -76,10 +77,12 @@ class _SeededByName(TorchDispatchMode):
         name = self._names.get(tensor.untyped_storage().data_ptr())
         if name is not None:
             torch.default_generator.manual_seed(mix(self._seed, key(name), int(tensor.storage_offset())))
-        if tensor.device.type == "cpu":
+        if not func._schema.is_mutable:
+            return func(tensor.cpu(), *others, **kwargs).to(tensor.device)
+        is_half = tensor.is_floating_point() and tensor.itemsize == 2
+        if tensor.device.type == "cpu" and not is_half:
             return func(tensor, *others, **kwargs)
-        drawn = func(tensor.cpu(), *others, **kwargs)
-        return tensor.copy_(drawn) if func._schema.is_mutable else drawn.to(tensor.device)
+        return tensor.copy_(func(tensor.to("cpu", torch.float32 if is_half else tensor.dtype), *others, **kwargs))
 
 
 def initialise(stage: StageModel, device: torch.device, seed: int) -> None:

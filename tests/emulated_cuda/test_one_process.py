@@ -67,15 +67,16 @@ class RandomOnDevice(TorchDispatchMode):
 
 @on_emulated_cuda()
 def test_initial_weights_are_those_of_a_cpu() -> None:
-    """A real GPU gives other values for the same seed, so they are drawn on the CPU."""
+    """A real GPU gives other values for the same seed, so they are drawn on the CPU, and in float32 for all types."""
     lora = LoraConfig(r=4, target_modules="all-linear")
     for config, peft in ((config_of("marian"), None), (config_of("t5"), None), (config_of("llama"), lora)):
-        with RandomOnDevice() as drawn:
-            found = Pipeline(config, 2, peft_config=peft, seed=3, device="cuda:1")
-        assert not drawn.found
         expected = dict(Pipeline(config, 2, peft_config=peft, seed=3, device="cpu").named_parameters())
-        assert expected.keys() == dict(found.named_parameters()).keys()
-        assert all(torch.equal(p.cpu(), expected[name]) for name, p in found.named_parameters())
+        for dtype in (torch.float32, torch.bfloat16):
+            with RandomOnDevice() as drawn:
+                found = Pipeline(config, 2, peft_config=peft, seed=3, device="cuda:1", dtype=dtype)
+            assert not drawn.found
+            assert expected.keys() == dict(found.named_parameters()).keys()
+            assert all(torch.equal(p.cpu(), expected[name].to(p.dtype)) for name, p in found.named_parameters())
 
 
 #: Asynchronous schedules, and where their stages are: arguments of a pipeline.

@@ -77,7 +77,10 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(psutil.cpu_count(logical=False) or 1)
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-gpu-") as folder:
         if case.reads_files:
-            AutoModelForCausalLM.from_config(case.config, dtype=getattr(torch, case.dtype)).save_pretrained(folder)
+            with device:  # where random numbers take no time
+                model = AutoModelForCausalLM.from_config(case.config, dtype=getattr(torch, case.dtype))
+            model.save_pretrained(folder)
+            del model
             case = replace(case, folder=folder)
         machine = measure.this_machine(device)
         plan = planned([profile(case)], case, machine)
