@@ -1,13 +1,10 @@
 """Builds a corpus of English and many languages from message catalogues: messages of free programs, translated.
 
     python scripts/message_catalogues.py --output data/l10n.jsonl.gz
-    python scripts/message_catalogues.py --from catalogues/ --system --output data/l10n.jsonl.gz
 
-Without --packages, --from and --system it downloads the packages below, by `apt-get download` or from a Debian archive
-whose address --mirror gives. --from reads directories: of catalogues (.mo, .po), of packages (.deb), or of unpacked
-packages. --system reads the catalogues of the programs that are installed here.
+It reads Debian packages, and downloads those that are not there by `apt-get download`.
 
-Left out are plural forms, fuzzy, missing and identical translations, placeholders, names of files and options, texts
+Left out are plural forms, missing and identical translations, placeholders, names of files and options, texts
 of unusual length or with few letters, and translations with other numbers. Markup and the marks of menu keys are
 removed. Of pairs with the same language and English text the first is kept.
 
@@ -24,7 +21,6 @@ The texts have the licences of their programs. docs/data.md has more.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import json
@@ -39,7 +35,7 @@ from typing import Any
 
 from catalogues.languages import language_of
 from catalogues.messages import CatalogueError, pair_of, read_catalogue
-from catalogues.sources import Found, downloaded, files_of_deb, files_of_directory, files_of_system
+from catalogues.sources import Found, downloaded, files_of_deb
 
 from hf_gpipe.commands.base import Parser, run_command
 from hf_gpipe.errors import DataError, UserError
@@ -70,16 +66,16 @@ class Gathered:
 
     def add(self, file: Found) -> None:
         """Add the pairs of one file."""
-        if not file.suffix:
+        if file.code is None:
             self.notices[file.package] = file.content.decode("utf-8", "replace")
             return
         page = f"{file.package}/{file.name}"
         try:
-            header, messages = read_catalogue(file.content, file.suffix)
+            messages = read_catalogue(file.content)
         except CatalogueError as error:
             self.bad[f"{page} ({file.code})"] = str(error)
             return
-        language = language_of(file.code or "") if _is_in_locale(file) else language_of(header or file.code or "")
+        language = language_of(file.code)
         if language is None:
             self.dropped["English, regional variant or unknown language"] += len(messages)
             return
@@ -130,11 +126,6 @@ def _most_first(counts: Counter[str]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
-def _is_in_locale(file: Found) -> bool:
-    """Whether a catalogue's place names its language; po/de.po may be of any program's own naming."""
-    return file.code is not None and (file.suffix == ".mo" or language_of(file.code) is not None)
-
-
 def licences_of(notice: str) -> list[str]:
     """The licences that a copyright file names: in its fields "License:", or else as common licences of Debian."""
     return sorted(set(_LICENCE.findall(notice)) or set(_COMMON_LICENCE.findall(notice)))
@@ -183,7 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         output = options.output
         if not output.name.endswith(SUFFIX):
             raise UserError(f"--output {output}: the name must end in {SUFFIX}")
-        summary = build(_files(options), output, options.min_pairs)
+        packages = downloaded(sorted(set(options.packages)), options.downloads or output.parent / "packages")
+        summary = build(chain(*map(files_of_deb, packages)), output, options.min_pairs)
         sizes = list(summary["pairs"].items())
         (most, first), (fewest, last) = sizes[0], sizes[-1]
         print(
@@ -200,27 +192,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(work)
 
 
-def _files(options: argparse.Namespace) -> Iterator[Found]:
-    """All files of what was asked for, packages first."""
-    names = options.packages
-    if names is None:
-        names = () if options.directories or options.system else PACKAGES
-    folder = options.downloads or options.output.parent / "packages"
-    packages = downloaded(sorted(set(names)), folder, options.mirror, options.suite) if names else []
-    system = files_of_system() if options.system else ()
-    return chain(*map(files_of_deb, packages), *map(files_of_directory, options.directories), system)
-
-
 def _parser() -> Parser:
     parser = Parser(__doc__)
     add, packages = parser.add_argument, f"Debian packages; default: {', '.join(PACKAGES)}"
     add("--output", type=Path, default=Path("data/l10n.jsonl.gz"), help="default: data/l10n.jsonl.gz")
-    add("--packages", nargs="+", metavar="NAME", help=packages)
-    add("--mirror", metavar="URL", help="a Debian archive to download from, instead of apt-get")
-    add("--suite", default="stable", help="of that archive; default: stable")
+    add("--packages", nargs="+", default=PACKAGES, metavar="NAME", help=packages)
     add("--downloads", type=Path, help="folder of the packages; default: packages beside the output")
-    add("--from", dest="directories", type=Path, nargs="+", default=[], metavar="DIR", help="directories to read")
-    add("--system", action="store_true", help="read the catalogues of installed programs")
     add("--min-pairs", type=int, default=150, help="languages with fewer pairs are left out; default: 150")
     return parser
 

@@ -1,1 +1,1 @@
-"""Pairs of sentences from message catalogues (.mo and .po), for scripts/message_catalogues.py."""
+"""Pairs of sentences from message catalogues (.mo), for scripts/message_catalogues.py."""

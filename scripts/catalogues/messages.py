@@ -9,8 +9,6 @@ import re
 import struct
 from typing import NamedTuple
 
-from babel.messages.pofile import PoFileError, read_po
-
 #: Characters of an English message, and of a translation.
 ENGLISH_LENGTHS, TRANSLATION_LENGTHS = (8, 200), (2, 260)
 #: A translation is at most so many times as long as the message, and so many characters longer.
@@ -56,28 +54,14 @@ class CatalogueError(Exception):
     """A file that cannot be read as a catalogue; the message says why."""
 
 
-def read_catalogue(content: bytes, suffix: str) -> tuple[str | None, list[Message]]:
-    """The language that a catalogue's header names, if any, and its messages in order.
-
-    Args:
-        content: of the file.
-        suffix: ".mo" or ".po".
-
-    Raises:
-        CatalogueError: the file is no catalogue, or is damaged.
-    """
-    try:
-        return _read_mo(content) if suffix == ".mo" else _read_po(content)
-    except (OSError, ValueError, LookupError, AssertionError, AttributeError, TypeError, struct.error) as error:
-        raise CatalogueError(f"{type(error).__name__}: {error}") from error
-    except PoFileError as error:
-        raise CatalogueError(f"line {error.lineno}: {error}") from error
-
-
-def _read_mo(content: bytes) -> tuple[str | None, list[Message]]:
+def read_catalogue(content: bytes) -> list[Message]:
+    """The messages of a compiled catalogue (.mo) in order. Raises CatalogueError: it is none, or is damaged."""
     # Babel's reader refuses a whole catalogue if a date in its header is not in the usual form. The standard library's
     # has no public way to list the messages.
-    catalogue = gettext.GNUTranslations(io.BytesIO(content))
+    try:
+        catalogue = gettext.GNUTranslations(io.BytesIO(content))
+    except (OSError, ValueError, LookupError, AttributeError, struct.error) as error:
+        raise CatalogueError(f"{type(error).__name__}: {error}") from error
     entries: dict[str | tuple[str, int], str] = catalogue._catalog  # type: ignore[attr-defined]
     messages = []
     for key, translation in entries.items():
@@ -87,21 +71,7 @@ def _read_mo(content: bytes) -> tuple[str | None, list[Message]]:
         elif key:  # without one it is the header
             # The context of a message is before the sign 4.
             messages.append(Message(key.rpartition("\4")[2], translation, None if translation else "not translated"))
-    return catalogue.info().get("language") or None, messages
-
-
-def _read_po(content: bytes) -> tuple[str | None, list[Message]]:
-    catalogue = read_po(io.BytesIO(content), ignore_obsolete=True, abort_invalid=True)
-    messages = []
-    for message in catalogue:
-        if not message.id:
-            continue  # the header
-        if isinstance(message.id, tuple | list) or isinstance(message.string, tuple | list):
-            messages.append(Message("", "", "plural forms"))
-        else:
-            dropped = "fuzzy" if message.fuzzy else None if message.string else "not translated"
-            messages.append(Message(message.id, message.string or "", dropped))
-    return dict(catalogue.mime_headers).get("Language") or None, messages
+    return messages
 
 
 def pair_of(message: Message) -> tuple[str, str] | str:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import json
-import lzma
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ import message_catalogues
 import pytest
 from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
-from babel.messages.pofile import write_po
 from catalogues import sources
 from catalogues.languages import language_of
 from catalogues.messages import Message, pair_of
@@ -27,12 +23,16 @@ SAVE = ("Save all changes", "Alle Änderungen sichern")
 NOTICE = "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\nFiles: *\nLicense: GPL-2+\n"
 
 
-def catalogue(language: str, *pairs: tuple[str, str], suffix: str = ".mo", **options: Any) -> bytes:
+def catalogue(language: str, *pairs: tuple[str, str]) -> bytes:
     made = Catalog(locale=language)
     for english, translation in pairs:
-        made.add(english, translation, **options)
+        made.add(english, translation)
+    return compiled(made)
+
+
+def compiled(made: Catalog) -> bytes:
     file = io.BytesIO()
-    (write_mo if suffix == ".mo" else write_po)(file, made)
+    write_mo(file, made)
     return file.getvalue()
 
 
@@ -56,7 +56,7 @@ def packed(root: Path, folder: Path) -> Path:
     if shutil.which("dpkg-deb") is None:
         pytest.skip("dpkg-deb is not installed")
     control = root / "DEBIAN" / "control"
-    control.parent.mkdir()
+    control.parent.mkdir(parents=True, exist_ok=True)
     control.write_text("Package: program\nVersion: 1\nArchitecture: all\nMaintainer: x <x@y>\nDescription: x\n")
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["dpkg-deb", "--build", "--root-owner-group", root, folder], check=True, capture_output=True)
@@ -68,9 +68,12 @@ def rows_of(output: Path) -> list[dict[str, str]]:
         return [json.loads(line) for line in lines]
 
 
-def build(tmp_path: Path, *words: object) -> tuple[list[dict[str, str]], dict[str, Any]]:
+def build(tmp_path: Path, root: Path, *words: object) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """The corpus of a package, and its summary."""
     output = tmp_path / "out" / "l10n.jsonl.gz"
-    assert message_catalogues.main(["--output", str(output), "--min-pairs", "1", *map(str, words)]) == 0
+    packed(root, output.parent / "packages")
+    options = ["--output", str(output), "--packages", "program", "--min-pairs", "1", *map(str, words)]
+    assert message_catalogues.main(options) == 0
     return rows_of(output), json.loads((tmp_path / "out" / "l10n.json").read_text())
 
 
@@ -121,30 +124,14 @@ def test_a_message_is_a_clean_pair_or_has_a_reason(english: str, translation: st
     assert pair_of(Message(english, translation, None)) == expected
 
 
-@pytest.mark.parametrize("suffix", [".mo", ".po"])
-def test_context_is_left_out_and_plurals_are_no_pairs(tmp_path: Path, suffix: str) -> None:
+def test_context_is_left_out_and_plurals_are_no_pairs(tmp_path: Path) -> None:
     made = Catalog(locale="de")
     made.add(OPEN[0], OPEN[1], context="menu")
     made.add(("%(num)s file", "%(num)s files"), ("%(num)s Datei", "%(num)s Dateien"))
-    made.add(SAVE[0], SAVE[1], flags=["fuzzy"])
-    made.add("Never translated", "")
-    file = io.BytesIO()
-    write_mo(file, made) if suffix == ".mo" else write_po(file, made)
-    put(tmp_path / "in", "de", file.getvalue(), f"program{suffix}")
-    rows, summary = build(tmp_path, "--from", tmp_path / "in")
+    put(tmp_path / "in", "de", compiled(made))
+    rows, summary = build(tmp_path, tmp_path / "in")
     assert [(row["src"], row["tgt"], row["tgt_lang"]) for row in rows] == [(*OPEN, "de")]
     assert summary["left_out"]["plural forms"] == 1
-    if suffix == ".po":  # a compiled catalogue has neither
-        assert summary["left_out"] | {"fuzzy": 1, "not translated": 1} == summary["left_out"]
-
-
-def test_sources_name_their_language_in_the_header_or_by_the_file(tmp_path: Path) -> None:
-    folder = tmp_path / "in" / "po"
-    folder.mkdir(parents=True)
-    (folder / "de.po").write_bytes(catalogue("de", OPEN, suffix=".po"))
-    (folder / "manual.po").write_bytes(catalogue("sv", (OPEN[0], "Öppna dokumentet"), suffix=".po"))
-    rows, _ = build(tmp_path, "--from", tmp_path / "in")
-    assert {row["tgt_lang"] for row in rows} == {"de", "sv"}
 
 
 def test_damaged_catalogues_are_named_and_do_no_harm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,59 +142,34 @@ def test_damaged_catalogues_are_named_and_do_no_harm(tmp_path: Path, capsys: pyt
         "short.mo": good[: len(good) // 2],
         "text.mo": b"this is no catalogue",
         "charset.mo": catalogue("sv", OPEN).replace(b"charset=utf-8", b"charset=utf-0"),
-        "bad.po": b'msgid "one"\nmsgstr "eins"\nno part of an entry\n',
     }.items():
         put(root, "sv", content, name)
-    rows, summary = build(tmp_path, "--from", root)
+    rows, summary = build(tmp_path, root)
     assert {row["tgt_lang"] for row in rows} == {"de", "fr"}
     assert sorted(name.partition("/")[2] for name in summary["unreadable"]) == [
-        *("bad (sv)", "charset (sv)", "empty (sv)", "short (sv)", "text (sv)")
+        *("charset (sv)", "empty (sv)", "short (sv)", "text (sv)")
     ]
-    assert "not read: in/empty (sv)" in capsys.readouterr().err
+    assert "not read: program/empty (sv)" in capsys.readouterr().err
 
 
-def test_a_package_gives_the_same_as_its_files_with_its_licence(tmp_path: Path) -> None:
-    folder = tmp_path / "packages"
-    root = unpacked(tmp_path / "unpacked" / "program")
-    from_files, _ = build(tmp_path, "--from", root.parent)
-    packed(root, folder)
-    rows, summary = build(tmp_path, "--from", folder)
-    assert rows == from_files
+def test_a_package_gives_its_pairs_and_its_licence(tmp_path: Path) -> None:
+    root = unpacked(tmp_path / "in")
+    rows, summary = build(tmp_path, root)
+    assert {(row["src"], row["tgt_lang"]) for row in rows} == {(OPEN[0], "de"), (SAVE[0], "de"), (OPEN[0], "fr")}
     assert summary["packages"] == {"program": {"catalogues": 2, "pairs": 3, "licences": ["GPL-2+"]}}
     assert (summary["num_languages"], summary["num_pairs"], summary["num_english"]) == (2, 3, 2)
     assert (tmp_path / "out" / "l10n.licences" / "program").read_text() == NOTICE
     first = (tmp_path / "out" / "l10n.jsonl.gz").read_bytes()
-    build(tmp_path, "--from", folder)
+    build(tmp_path, root)
     assert (tmp_path / "out" / "l10n.jsonl.gz").read_bytes() == first
-
-
-def archive(tmp_path: Path, sha256: str | None = None) -> str:
-    """A Debian archive in a directory; returns its address."""
-    deb = packed(unpacked(tmp_path / "program"), tmp_path / "archive" / "pool")
-    digest = sha256 or hashlib.sha256(deb.read_bytes()).hexdigest()
-    index = tmp_path / "archive" / "dists" / "stable" / "main" / "binary-amd64" / "Packages.xz"
-    index.parent.mkdir(parents=True)
-    stanza = f"Package: program\nVersion: 1\nFilename: pool/{deb.name}\nSHA256: {digest}\n"
-    index.write_bytes(lzma.compress(f"Package: other\nFilename: x\nSHA256: y\n\n{stanza}".encode()))
-    return (tmp_path / "archive").as_uri()
-
-
-def test_packages_of_an_archive_are_downloaded_once(tmp_path: Path) -> None:
-    address = archive(tmp_path)
-    rows, _ = build(tmp_path, "--packages", "program", "--mirror", address)
-    assert len(rows) == 3
-    shutil.rmtree(tmp_path / "archive")
-    assert build(tmp_path, "--packages", "program", "--mirror", address)[0] == rows
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--from", "missing"], "there is no directory missing"),
-        (["--packages", "absent"], "has no package absent in stable"),
-        (["--packages", "program", "--suite", "old"], "cannot be read"),
-        (["--packages", "program"], "its SHA-256 is another"),
-        (["--from", "empty"], "there is no pair in 0 catalogues"),
+        (["--packages", "no-package-of-this-name"], "no-package-of-this-name"),
+        (["--packages", "program", "--downloads", "."], "cannot be read as a Debian package"),
+        (["--packages", "program", "--downloads", "empty"], "there is no pair in 0 catalogues"),
         (["--output", "x.txt"], "must end in .jsonl.gz"),
         (["--unknown"], "--help lists the options"),
     ],
@@ -216,9 +178,9 @@ def test_errors_are_one_line_with_the_next_step(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    mirror = ["--mirror", archive(tmp_path, sha256="0" * 64)] if "--packages" in words else []
-    assert message_catalogues.main([*words, *mirror]) == 2
+    packed(tmp_path / "in", tmp_path / "empty")
+    (tmp_path / "program_1_all.deb").write_bytes(b"no package")
+    assert message_catalogues.main(words) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert message in error
@@ -226,8 +188,8 @@ def test_errors_are_one_line_with_the_next_step(
 
 def test_programs_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources.shutil, "which", lambda name: None)
-    with pytest.raises(sources.DataError, match=r"apt-get is not installed.*--mirror"):
-        sources.downloaded(["program"], tmp_path, None, "stable")
+    with pytest.raises(sources.DataError, match=r"apt-get is not installed.*put program into"):
+        sources.downloaded(["program"], tmp_path)
     with pytest.raises(sources.DataError, match=r"dpkg-deb.*is not installed"):
         list(sources.files_of_deb(tmp_path / "program_1_all.deb"))
 
@@ -235,21 +197,9 @@ def test_programs_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest
 def test_small_languages_and_repeated_pairs_are_left_out(tmp_path: Path) -> None:
     root = unpacked(tmp_path / "in")
     put(root, "de", catalogue("de", (OPEN[0], "Ein zweites Mal"), SAVE), "second.mo")
-    output = tmp_path / "out.jsonl.gz"
-    assert message_catalogues.main(["--from", str(root), "--output", str(output), "--min-pairs", "2"]) == 0
-    assert sorted((row["src"], row["tgt"], row["page"]) for row in rows_of(output)) == [
-        (*OPEN, "in/program"),
-        (*SAVE, "in/program"),
+    rows, summary = build(tmp_path, root, "--min-pairs", "2")
+    assert sorted((row["src"], row["tgt"], row["page"]) for row in rows) == [
+        (*OPEN, "program/program"),
+        (*SAVE, "program/program"),
     ]
-    left_out = json.loads((tmp_path / "out.json").read_text())["left_out"]
-    assert left_out == {"repeated": 2, "language with few pairs": 1}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the directory is Linux's")
-def test_installed_catalogues_have_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = unpacked(tmp_path / "in")
-    directory = root / "usr" / "share" / "locale"
-    owned = str(directory / "de" / "LC_MESSAGES" / "program.mo")
-    monkeypatch.setattr(sources, "_owners", lambda directory: {owned: "package"})
-    found = [(one.package, one.code) for one in sources.files_of_system(directory)]
-    assert found == [("package", "de"), ("program", "fr")]
+    assert summary["left_out"] == {"repeated": 2, "language with few pairs": 1}
