@@ -21,6 +21,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -47,6 +48,7 @@ from hf_gpipe.runtime import batches, generation, stage
 from hf_gpipe.train import main as train
 from hf_gpipe.training import loader, updates
 from scripts.emulated_hosts import is_running
+from scripts.fault_results import Results
 from scripts.forked import Forked, import_ahead, stuck, train_forked
 from scripts.random_faults.search import search
 from scripts.tiny_run import TIMEOUT_SECONDS, observe, prepare, weights
@@ -169,29 +171,6 @@ def some_faults() -> list[Fault]:
     return faults
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a run.
-
-    Attributes:
-        fault: what was injected.
-        seconds: from the fault to the end of the last process; NaN where the run did not come to its fault.
-        exit_code: the launcher's.
-        message: the last line of stderr.
-        problems: what is not as it should be; empty: all is well.
-        is_hang: whether a process did not end in time.
-        is_loss: whether a checkpoint was lost or broken.
-    """
-
-    fault: Fault
-    seconds: float
-    exit_code: int | None
-    message: str
-    problems: tuple[str, ...]
-    is_hang: bool
-    is_loss: bool
-
-
 def run_forked(words: Sequence[str], folder: Path, fault: Fault | None) -> Forked:
     """The command in a process of its own, with a fault in one of its processes."""
 
@@ -225,8 +204,8 @@ def wait_for_checkpoint(folder: Path) -> None:
 # ---------------------------------------------------------------------- one fault
 
 
-def try_fault(fault: Fault, recipe: Path, folder: Path, expected: dict[str, torch.Tensor]) -> Outcome:
-    """Run with the fault, then start again without it.
+def try_fault(fault: Fault, recipe: Path, folder: Path, expected: dict[str, torch.Tensor]) -> dict[str, Any] | None:
+    """Run with the fault, then start again without it; what came of it, None where the run did not come to its fault.
 
     Args:
         fault: to inject.
@@ -234,6 +213,7 @@ def try_fault(fault: Fault, recipe: Path, folder: Path, expected: dict[str, torc
         folder: a new one, for what the run leaves.
         expected: the weights that an undisturbed run ends with.
     """
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     output = folder / "out"
     words = [str(recipe), f"training.output_dir={output}"]
@@ -245,20 +225,20 @@ def try_fault(fault: Fault, recipe: Path, folder: Path, expected: dict[str, torc
     seconds = time.time() - _injected(folder, math.nan)
     is_hang = launcher.poll() is None
     left = [int(pid) for pid in (folder / "pids").read_text().split() if is_running(int(pid))]
-    problems = [f"{len(left)} processes still run"] if left or is_hang else []
     for process in (launcher.pid, *left):
         if is_running(process):
             os.kill(process, signal.SIGKILL)
-    if not (folder / "injected").exists():
-        problems.append("the fault was not met")
+    if math.isnan(seconds):
+        return None
+    problems = [f"{len(left)} processes still run"] if left or is_hang else []
     stderr = (folder / "run.err").read_text()
     told = [line for line in stderr.splitlines() if line.startswith(("error: ", "stopped by "))]
-    message = told[-1] if told else stderr[-200:]
     problems += _wrong_end(fault, launcher.poll(), told, stderr)
-    losses = _what_was_lost(1 if fault.phase == "evaluation" else 2, words, folder, output, expected)
-    return Outcome(
-        fault, seconds, launcher.poll(), message, (*problems, *losses), is_hang or bool(left), is_loss=bool(losses)
-    )
+    losses = what_was_lost(1 if fault.phase == "evaluation" else 2, words, folder, output, expected)
+    return {
+        **{"fault": str(fault), "seconds": seconds, "exit_code": launcher.poll(), "told": told or [stderr[-200:]]},
+        **{"problems": [*problems, *losses], "hang": is_hang or bool(left), "loss": bool(losses)},
+    }
 
 
 def _injected(folder: Path, otherwise: float) -> float:
@@ -296,7 +276,7 @@ def _wrong_end(fault: Fault, exit_code: int | None, told: list[str], stderr: str
     return problems
 
 
-def _what_was_lost(
+def what_was_lost(
     before: int, words: list[str], folder: Path, output: Path, expected: dict[str, torch.Tensor]
 ) -> list[str]:
     """Problems with the checkpoints, of which one was saved after `before` steps, and with the run that resumes."""
@@ -328,6 +308,7 @@ def _loads(folder: Path) -> int:
 
 def undisturbed(recipe: Path, folder: Path) -> dict[str, torch.Tensor]:
     """The weights at the end of a run without a fault."""
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     words = [str(recipe), f"training.output_dir={folder / 'out'}"]
     if run_forked(words, folder, None).wait() != 0:
@@ -340,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="try the faults whose description has this word in it")
     parser.add_argument("--quick", action="store_true", help="try each phase once, and each kind")
-    parser.add_argument("--output", type=Path, help="an empty folder to keep all runs in")
+    parser.add_argument("--output", type=Path, help="a folder for the results and for runs in which anything was wrong")
     parser.add_argument("--minutes", type=float, help="draw faults for so long")
     parser.add_argument("--seed", type=int, help="of the faults that are drawn; without it a new one")
     parser.add_argument("--case", type=int, help="with --seed: this case alone, which is tried again")
@@ -349,31 +330,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.minutes is not None:
         return _draw(options.minutes, options.seed, options.case, options.only, options.output)
     faults = [fault for fault in (some_faults() if options.quick else all_faults()) if options.only in str(fault)]
-    outcomes = []
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-chaos-") as temporary:
         folder = options.output or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+        results = Results(folder)
+        done = {result["fault"] for result in results.read()}
         recipe = prepare(folder)
         observe(recipe)
         expected = undisturbed(recipe, folder / "undisturbed")
-        print(f"{'fault':45} {'seconds':>7} {'exit':>4}  message", flush=True)
-        for number, fault in enumerate(faults):
+        for number, fault in enumerate(fault for fault in faults if str(fault) not in done):
             for attempt in range(ATTEMPTS):
-                outcome = try_fault(fault, recipe, folder / f"{number:02}.{attempt}", expected)
-                if not math.isnan(outcome.seconds):
+                run = folder / f"{len(done) + number:02}.{attempt}"
+                if (result := try_fault(fault, recipe, run, expected)) is not None:
                     break
-            outcomes.append(outcome)
-            print(f"{fault!s:45} {outcome.seconds:7.1f} {outcome.exit_code!s:>4}  {outcome.message}", flush=True)
-            for problem in outcome.problems:
-                print(f"    WRONG: {problem}", flush=True)
-    hangs, losses = sum(o.is_hang for o in outcomes), sum(o.is_loss for o in outcomes)
-    wrong = sum(bool(o.problems) for o in outcomes)
-    slowest = max((o.seconds for o in outcomes if not math.isnan(o.seconds)), default=0.0)
-    print(
-        f"\n{len(outcomes)} faults: {hangs} hangs, {losses} lost or corrupt checkpoints, {wrong} with anything wrong; "
-        f"the slowest end took {slowest:.1f} seconds"
-    )
-    return 1 if wrong else 0
+            else:
+                result = {"fault": str(fault), "problems": ["the fault was not met"]}
+            results.add(str(fault), result, run)
+        return results.summary()
 
 
 def _draw(minutes: float, seed: int | None, case: int | None, only: str, output: Path | None) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
 import random
 import re
@@ -28,7 +27,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from hf_gpipe.checkpoint import state
 from hf_gpipe.commands.launch import main as launch
@@ -47,6 +45,7 @@ from hf_gpipe.job.job import ENDING, WORK_VARIABLE, Job, read_note
 from hf_gpipe.train import main as train
 from scripts import chaos, forked, tiny_run
 from scripts.emulated_hosts import Hosts, why_not
+from scripts.fault_results import Results
 
 STEPS, SAVED, EVALUATED, MET = 60, 10, 15, 22
 #: How long a process waits for a message; how long all may take to end after a fault, and a run without one.
@@ -193,7 +192,7 @@ class Trial:
             def on_the_machine(number: int = number, name: str = name) -> int:
                 hosts.settle(number)
                 os.environ[WORK_VARIABLE] = str(self.note_file(number))
-                fork_ahead(phase)
+                forked.fork_ahead_of_torchrun(partial(self._work, phase), 1)
                 torchrun.main(self._words_on(number))
                 return 0
 
@@ -202,6 +201,11 @@ class Trial:
                 return forked.Forked(first).wait(3600.0) or 0
 
             hosts.note(number, forked.Forked(beside_it, self.folder / name))
+
+    def _work(self, phase: str, rank: int) -> int:
+        """In the training process of a machine."""
+        linger(phase)
+        return train(self.words)
 
     def _start_with_clock(self, hosts: Hosts, number: int, clock: str) -> None:
         environment = {"FAKETIME": clock, "LD_PRELOAD": str(faketime())}
@@ -277,31 +281,6 @@ def linger(phase: str) -> None:
     Job.note, state.save_file = noting, saving  # type: ignore[method-assign,assignment]
 
 
-def fork_ahead(phase: str) -> None:
-    """Fork the process that torchrun's agent here will start, before the agent has threads; see `linger`."""
-    read, write = os.pipe()
-
-    def wait_and_work() -> int:
-        os.close(write)
-        with os.fdopen(read) as file:
-            environment = json.loads(file.readline() or "null")
-        if environment is None:
-            return 0  # the agent has ended without it
-        os.environ.update(environment)
-        linger(phase)
-        return train(json.loads(environment["ARGUMENTS"]))
-
-    process = forked.Forked(wait_and_work)
-    os.close(read)
-
-    def started(handler: SubprocessHandler, args: Sequence[str], environment: dict[str, str]) -> forked.Forked:
-        arguments = list(args[args.index("hf_gpipe.train") + 1 :])
-        os.write(write, json.dumps({**environment, "ARGUMENTS": json.dumps(arguments)}).encode() + b"\n")
-        return process
-
-    SubprocessHandler._popen = started  # type: ignore[assignment,method-assign]
-
-
 def printed_command(words: list[str]) -> list[str]:
     """The arguments of torchrun in the file that is printed for it, with the shell's variables."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -345,7 +324,7 @@ def strike(trial: Trial, fault: Fault, phase: str, number: int, step: int) -> tu
     is_over = phase in ("generation", "end") and not told and 0 in codes
     if fault.told and not is_over and (not told or is_twice or not all(re.search(fault.told, line) for line in told)):
         problems.append(f"{len(told)} messages, and each machine may have one, as {fault.told!r}: {trial.tail()}")
-    return problems, {"seconds": round(seconds, 1), "codes": codes, "told": told, "hangs": bool(left)}
+    return problems, {"seconds": round(seconds, 1), "exit_code": codes, "told": told, "hang": bool(left)}
 
 
 def try_fault(
@@ -359,8 +338,8 @@ def try_fault(
     new_problems, result = strike(trial, fault, phase, number, step)
     problems += new_problems
     before = 0 if phase in ("preparing", "first step") else SAVED
-    losses = chaos._what_was_lost(before, trial.words, folder, trial.output, expected)
-    return {**result, "loses": bool(losses), "problems": [*problems, *losses]}
+    losses = chaos.what_was_lost(before, trial.words, folder, trial.output, expected)
+    return {**result, "loss": bool(losses), "problems": [*problems, *losses]}
 
 
 def main() -> int:
@@ -378,7 +357,8 @@ def main() -> int:
     forked.import_ahead(1)
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-chaos-") as temporary:
         folder = options.output or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+        results = Results(folder)
+        done = {result["fault"] for result in results.read()}
         expected, recipe = undisturbed(folder)
         for round_number in range(options.rounds):
             every = [(phase, fault, n) for phase in PHASES for fault in FAULTS for n in fault.machines]
@@ -387,10 +367,13 @@ def main() -> int:
                 if fault.clock and faketime() is None:
                     print(f"skipped: {key}: libfaketime is not here (Debian's package faketime)")
                     continue
-                if phase in fault.phases and options.only in key:
+                if phase in fault.phases and options.only in key and key not in done:
                     step = random.Random(key).randrange(MET, STEPS - SAVED)
-                    note_result(key, fault, phase, number, recipe, folder, expected, step)
-        return summary(folder / "results.jsonl")
+                    run = folder / re.sub(r"\W+", "-", key)
+                    shutil.rmtree(run, ignore_errors=True)
+                    result = try_fault(fault, phase, number, recipe, run, expected, step)
+                    results.add(key, {"fault": key, **result}, run)
+        return results.summary()
 
 
 def undisturbed(folder: Path) -> tuple[dict[str, torch.Tensor], Path]:
@@ -403,45 +386,6 @@ def undisturbed(folder: Path) -> tuple[dict[str, torch.Tensor], Path]:
     if forked.Forked(lambda: train(words), folder / "undisturbed").wait() != 0:
         raise RuntimeError((folder / "undisturbed.err").read_text())
     return tiny_run.weights(folder / "undisturbed"), recipe
-
-
-def note_result(
-    key: str,
-    fault: Fault,
-    phase: str,
-    number: int,
-    recipe: Path,
-    folder: Path,
-    expected: dict[str, torch.Tensor],
-    step: int,
-) -> None:
-    """Try a fault, unless the results have it, and add it to them; the run stays where anything was wrong."""
-    results = folder / "results.jsonl"
-    if results.exists() and any(json.loads(line)["fault"] == key for line in results.read_text().splitlines()):
-        return
-    run = folder / re.sub(r"\W+", "-", key)
-    shutil.rmtree(run, ignore_errors=True)
-    result = try_fault(fault, phase, number, recipe, run, expected, step)
-    with results.open("a") as file:
-        file.write(json.dumps({"fault": key, **result}) + "\n")
-    told = "; ".join(result.get("told", []))
-    print(f"{key:60} {result.get('seconds')!s:>6} s  exit codes {result.get('codes')}  {told}", flush=True)
-    for problem in result["problems"]:
-        print(f"    WRONG: {problem}", flush=True)
-    if not result["problems"]:
-        shutil.rmtree(run, ignore_errors=True)
-
-
-def summary(results: Path) -> int:
-    """Print the sums of all results; 1 where anything was wrong."""
-    every = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    hangs, losses, wrong = (sum(bool(result.get(name)) for result in every) for name in ("hangs", "loses", "problems"))
-    slowest = max((result["seconds"] for result in every if result.get("told")), default=0.0)
-    print(
-        f"\n{len(every)} faults: {hangs} hangs, {losses} lost or corrupt checkpoints, {wrong} with anything wrong; the "
-        f"slowest end took {slowest:.1f} seconds"
-    )
-    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """Emulated machines on this one: network namespaces with their own interface, name, /etc/hosts and shared memory.
 
-    python scripts/emulated_hosts.py --count 2 -- hostname -I
-
-runs a command on each. They are joined by a bridge in a namespace of its own, and share the file system. It needs root,
-`ip`, `tc`, `bridge` and `unshare`, and takes everything away again.
+They are joined by a bridge in a namespace of its own, and share the file system. It needs root, `ip`, `tc`, `bridge`
+and `unshare`, and takes everything away again.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import signal
@@ -181,16 +178,14 @@ class Hosts:
         while any(map(is_running, left)):
             time.sleep(0.01)
 
-    def processes(self, number: int, word: str | None = None) -> list[int]:
-        """The processes of a machine, by this machine's numbers; only those that have a word as argument, if given."""
+    def processes(self, number: int) -> list[int]:
+        """The processes of a machine, by this machine's numbers."""
         roots = {process.pid for process in self._running[number]}
-        parents, numbers = {}, []
+        parents = {}
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                if word is None or word in (path / "cmdline").read_text().split("\0"):
-                    numbers.append(int(path.name))
-        return sorted(process for process in numbers if roots & _ancestors(process, parents))
+        return sorted(process for process in parents if roots & _ancestors(process, parents))
 
     # ------------------------------------------------------------------ the network
 
@@ -264,26 +259,3 @@ def _ancestors(process: int, parents: Mapping[int, int]) -> set[int]:
         process = parents[process]
         ancestors.add(process)
     return ancestors
-
-
-def main() -> int:
-    """Run a command on each machine at once; the largest of their exit codes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=2, help="number of machines")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="NUMBER in it is the machine's number, from 0")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    command = [word for word in options.command if word != "--"]
-    with Hosts(options.count) as hosts:
-        begin = time.monotonic()
-        running = [
-            hosts.start(number, [word.replace("NUMBER", str(number)) for word in command])
-            for number in range(options.count)
-        ]
-        codes = [process.wait() for process in running]
-        print(f"exit codes {codes} after {time.monotonic() - begin:.1f} s")
-    return max(codes)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

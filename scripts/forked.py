@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from hf_gpipe.job import launch
 from hf_gpipe.planner.costs.measure import this_machine
@@ -130,6 +131,16 @@ def forked_ahead(
         return process
 
     return start
+
+
+def fork_ahead_of_torchrun(worker: Callable[[int], int], num_processes: int) -> None:
+    """The same for the processes that torchrun's agent in this process will start."""
+    start = forked_ahead(worker, num_processes)
+
+    def started(handler: SubprocessHandler, args: Sequence[str], environment: dict[str, str]) -> Forked:
+        return start(environment)
+
+    SubprocessHandler._popen = started  # type: ignore[assignment,method-assign]
 
 
 def import_ahead(num_processes: int) -> None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,12 @@ from typing import Any, NoReturn
 
 import datasets
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 from transformers import MarianConfig
 
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.checkpoint import lock
 from hf_gpipe.data import PairCollator
-from hf_gpipe.job import job, launch
+from hf_gpipe.job import job
 from hf_gpipe.job.job import Job
 from hf_gpipe.job.secret import SECRET_VARIABLE, new_secret
 from hf_gpipe.train import main as train
@@ -110,15 +109,10 @@ class Run:
         os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "10"
         if self.launch == BY_HAND:
             return self._by_hand()
-        start = forked.forked_ahead(self._work, NUM_PROCESSES)
         if self.launch == COMMAND:
-            launch.start = lambda command, environment: start(environment)  # type: ignore[assignment]
+            forked.fork_ahead(self._work, self.folder, NUM_PROCESSES)
             return train(self.words)
-
-        def started(handler: SubprocessHandler, args: Sequence[str], environment: dict[str, str]) -> forked.Forked:
-            return start(environment)
-
-        SubprocessHandler._popen = started  # type: ignore[assignment,method-assign]
+        forked.fork_ahead_of_torchrun(self._work, NUM_PROCESSES)
         where = ["--nproc-per-node", str(NUM_PROCESSES), "--master-addr", "127.0.0.1", "--master-port", str(self.port)]
         torchrun.main([*where, "-m", "hf_gpipe.train", *self.words])
         return 0

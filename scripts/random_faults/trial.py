@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -260,12 +259,3 @@ def prepare(folder: Path, only: str) -> Prepared:
             (own / "done").touch()
         expected[launch] = tiny_run.weights(own / "out")
     return Prepared(folder, expected)
-
-
-def note(result: dict[str, Any], results: Path) -> None:
-    """Append a line, at once, as another case may do so at the same moment."""
-    file = os.open(results, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(file, json.dumps(result).encode() + b"\n")
-    finally:
-        os.close(file)
