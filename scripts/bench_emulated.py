@@ -56,7 +56,7 @@ from bench.memory_limits import OPTIMA, UNIT, Case, best_named, listed
 from bench.report import Spread, table, write_json
 from bench.runner import await_quiet, bench_parser, say
 
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, SPLIT_SCHEDULES, placement_for
+from hf_gpipe.schedule import DIVIDED_HEAD, placement_for
 from hf_gpipe.schedule.round_robin import dealt_table
 
 KIBIBYTE = 1024
@@ -97,41 +97,6 @@ NAIVE, NAIVE_MICRO_BATCHES = {"schedule": "naive"}, 8
 #: "mesh": replicas whose gradients are reduced at once, and in so many seconds, at the pace "easy".
 MESH: dict[str, Any] = {"processes": 4, "micro_batches": 32, "replicas": 2}
 MESH_SCHEDULES, MESH_REDUCE_SECONDS = ("1f1b", "gpipe_fused", "gpipe"), 0.020
-#: The targets of the mesh: the least share of the table's speed, and the most by which a step is longer with the
-#: reduction, as a share of its time.
-OF_TABLE, LONGER = 0.95, 0.3
-
-
-class Target(NamedTuple):
-    """A target at the pace "easy" without recomputation.
-
-    Attributes:
-        schedule: None: every one with one stage per process and whole backwards.
-        steps: that run one after another.
-    """
-
-    processes: int
-    micro_batches: int
-    speed_up: float
-    schedule: str | None = None
-    steps: int = 1
-
-    def concerns(self, setting: Emulated) -> bool:
-        values = (setting.processes, setting.micro_batches, setting.steps, setting.recompute)
-        if values != (self.processes, self.micro_batches, self.steps, "none"):
-            return False
-        if self.schedule is None:
-            others = (*SPLIT_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
-            return setting.stages_each == 1 and setting.schedule not in others
-        return setting.schedule == self.schedule
-
-
-TARGETS = (
-    *(Target(8, 32, 6.4), Target(16, 32, 0.95 * 32 * 16 / 47), Target(8, 32, 7.1, "zb_h1"), Target(8, 32, 7.4, "zb_v")),
-    *(Target(8, 32, 7.7, "zb_h2", steps=20), Target(8, 32, 0.97 * 32 * 8 / 39, "pipedream")),
-    # 1.4 times what 1f1b can reach with 8 micro-batches per update.
-    Target(8, 32, 1.4 * 8 * 8 / 15, "pipedream_2bw"),
-)
 
 
 def settings_of(pace: Pace, processes: Sequence[int], micro_batches: Sequence[int]) -> list[Emulated]:
@@ -281,30 +246,14 @@ def summary(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> st
     return table([*header, "cores busy", "lost ms", "late", "sending", "travel"], rows)
 
 
-def mesh_verdicts(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> str:
-    """Both targets of the mesh, for each schedule."""
+def longer(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> str:
+    """By how much a reduction makes a step longer, for each schedule of the mesh."""
     rows = []
     for i in range(0, len(settings), 2):
         pairs, reduced = zip(steps[i], steps[i + 1], strict=True), settings[i + 1]
-        speed = of_table(reduced, steps[i + 1])
-        longer = Spread.of((with_.seconds - without.seconds) / reduced.reduce_seconds for without, with_ in pairs)
-        reached = "yes" if speed.median >= OF_TABLE and longer.median <= LONGER else "no"
-        rows.append([reduced.schedule, speed.text(3), OF_TABLE, longer.text(), LONGER, reached])
-    return table(["schedule", "of its table", "at least", "longer by, in G", "at most", "reached"], rows)
-
-
-def verdicts(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> str:
-    """The targets, for each table that they are about."""
-    rows = []
-    for target in TARGETS:
-        text = f"K = {target.processes}, M = {target.micro_batches}: at least {target.speed_up:.2f}"
-        for setting, own in zip(settings, steps, strict=True):
-            if target.concerns(setting):
-                speed_up = speed_ups(setting, own)
-                rows.append(
-                    [text, setting.schedule, speed_up.text(), "yes" if speed_up.median >= target.speed_up else "no"]
-                )
-    return table(["target", "schedule", "speed-up", "reached"], rows) if rows else ""
+        parts = Spread.of((with_.seconds - without.seconds) / reduced.reduce_seconds for without, with_ in pairs)
+        rows.append([reduced.schedule, parts.text()])
+    return table(["schedule", "longer by, in G"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -328,9 +277,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = emulate(settings, steps, say)
         header = f"{1000 * UNIT:g} ms a unit" if name == "memory" else pace.text()
         print(f"{header}\n\n{summary(settings, runs)}\n", flush=True)
-        has_targets = pace == EASY and others is None
-        if text := mesh_verdicts(settings, runs) if name == "mesh" else verdicts(settings, runs) if has_targets else "":
-            print(f"{text}\n", flush=True)
+        if name == "mesh":
+            print(f"{longer(settings, runs)}\n", flush=True)
         for setting, own in zip(settings, runs, strict=True):
             figures = {field: [getattr(step, field) for step in own] for field in Step._fields[:4]}
             figures |= {"speed_up": speed_ups(setting, own), "bound": setting.bound}

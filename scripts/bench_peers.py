@@ -22,7 +22,7 @@ from bench.contenders import CONTENDERS
 from bench.measure import Measured, measure
 from bench.report import MEGABYTE, Spread, paired, table, write_json
 from bench.runner import bench_parser, say, take_turns
-from bench.settings import SETTINGS, Claim, Setting
+from bench.settings import SETTINGS, Pair, Setting
 
 #: How far apart the losses of two cases may be at the end, relative to the loss: other orders of float32 sums.
 LOSS_TOLERANCE = 1e-4
@@ -64,25 +64,11 @@ def summary(setting: Setting, runs: Runs) -> str:
     return f"{setting.title}\n\n{table(header, rows)}"
 
 
-def judge(claim: Claim, runs: Runs) -> dict[str, Any]:
-    """The ratio that a claim is about, and whether it was reached."""
-    allowance = claim.bubble_of / (claim.bubble_of + 1) if claim.bubble_of else 1.0
-    speed = paired([duration / allowance for duration in seconds(runs[claim.over])], seconds(runs[claim.case]))
-    memory = paired(largest(runs[claim.case]), largest(runs[claim.over]))
-    fits = claim.memory_at_most is None or memory.median <= claim.memory_at_most
-    reached = speed.median >= claim.at_least and fits
-    return {"claim": claim.text(), "speed": speed, "memory": memory, "reached": reached, "asked": asdict(claim)}
-
-
-def verdicts(judged: Sequence[dict[str, Any]]) -> str:
-    rows = []
-    for verdict in judged:
-        at_least, at_most = f"{verdict['asked']['at_least']:.2f}", verdict["asked"]["memory_at_most"]
-        memory = [verdict["memory"].text(), "" if at_most is None else f"{at_most:.2f}"]
-        rows.append(
-            [verdict["claim"], verdict["speed"].text(), at_least, *memory, "yes" if verdict["reached"] else "no"]
-        )
-    return table(["", "speed", "at least", "memory", "at most", "reached"], rows)
+def ratios(pair: Pair, runs: Runs) -> dict[str, Any]:
+    """By how much the first case of a pair is faster than the second, and how much memory it takes of its."""
+    allowance = pair.bubble_of / (pair.bubble_of + 1) if pair.bubble_of else 1.0
+    speed = paired([duration / allowance for duration in seconds(runs[pair.over])], seconds(runs[pair.case]))
+    return {"pair": pair.text(), "speed": speed, "memory": paired(largest(runs[pair.case]), largest(runs[pair.over]))}
 
 
 def differing(setting: Setting, runs: Runs) -> list[str]:
@@ -98,16 +84,14 @@ def differing(setting: Setting, runs: Runs) -> list[str]:
 
 
 def selected(setting: Setting, only: Sequence[str] | None) -> Setting:
-    """The cases that were asked for and whose library is there, and the claims about them."""
+    """The cases that were asked for and whose library is there, and the pairs of them."""
     asked = [case for case in setting.cases if not only or case.name in only]
     cases = tuple(case for case in asked if CONTENDERS[case.contender].is_installed)
     for case in asked:
         if case not in cases:
             say(f"{case.name} is not installed")
     names = {case.name for case in cases}
-    return replace(
-        setting, cases=cases, claims=tuple(claim for claim in setting.claims if {claim.case, claim.over} <= names)
-    )
+    return replace(setting, cases=cases, pairs=tuple(pair for pair in setting.pairs if {pair.case, pair.over} <= names))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,18 +107,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.quick:
             count = 4 * max(case.options.replicas for case in setting.cases)  # of each pipeline four
             tiny = setting.work.tiny(micro_batches=min(setting.work.micro_batches, count))
-            setting = replace(setting, work=tiny, claims=())
+            setting = replace(setting, work=tiny, pairs=())
         setting = selected(setting, options.only)
         run = partial(measure, work=setting.work, fork=options.quick)
         cases = {case.name: partial(run, case.contender, options=case.options) for case in setting.cases}
         runs = take_turns(cases, options)
-        judged = [judge(claim, runs) for claim in setting.claims]
+        told = [ratios(pair, runs) for pair in setting.pairs]
         wrong += differing(setting, runs)
         print(summary(setting, runs), "\n", flush=True)
-        if judged:
-            print(verdicts(judged), "\n", flush=True)
+        if told:
+            rows = [[own["pair"], own["speed"].text(), own["memory"].text()] for own in told]
+            print(table(["", "speed", "memory"], rows), "\n", flush=True)
         measured = {name: [asdict(result) for result in several] for name, several in runs.items()}
-        results.append({"setting": asdict(setting), "runs": measured, "claims": judged})
+        results.append({"setting": asdict(setting), "runs": measured, "pairs": told})
         write_json(options.json, results=results)
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     return 1 if wrong else 0
