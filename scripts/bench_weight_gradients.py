@@ -3,7 +3,6 @@
     python scripts/bench_weight_gradients.py                      4 blocks of a llama of width 384, 2 x 128 tokens
     python scripts/bench_weight_gradients.py --width 1024 --blocks 1 --repetitions 9
     python scripts/bench_weight_gradients.py --host               stages of one tiny block
-    python scripts/bench_weight_gradients.py --profile            the same stages: a table of what the host does
 
 The first measures F and B of a stage whose weight gradients are autograd's, and F, I and W of the same stage, in turns.
 Seconds are medians over the repetitions, with the smallest and the largest; `(I + W) / B` and `F split / F` are of one
@@ -13,18 +12,12 @@ back in each repetition, and I, which keeps more than B, pays for new pages. `pa
 `--host` runs steps of one process and takes out what is not the executor's: the forward of the stage's model, the loss,
 the products of W, autograd's engine, the channels, and what measuring these costs. What is left, over the number of
 actions, are microseconds of the thread's CPU time per action; "beside it" are those of the other parts. One JSON line.
-
-`--profile` runs the same steps under cProfile and prints the project's functions in which most of the time is spent.
-The profiler makes short Python functions look dearer than they are.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
-import os
-import pstats
 import resource
 import time
 from collections import Counter
@@ -37,7 +30,7 @@ from unittest.mock import patch
 import torch
 from bench import machine
 from bench.models import llama, random_batch
-from bench.report import Spread, table
+from bench.report import Spread
 from bench.runner import parser
 from transformers import LlamaConfig
 
@@ -206,24 +199,6 @@ def host_time(given: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def host_profile(schedule: str, repetitions: int) -> str:
-    """The project's functions in which a step's host time is spent, in microseconds per action, in Markdown."""
-    count, step = tiny_steps(schedule)
-    profile = cProfile.Profile()
-    for _ in range(10 * repetitions):
-        profile.runcall(step)
-    own, per_action = [], 1 / (10 * repetitions) / count
-    for (file, _, name), (_, calls, itself, total, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        if f"{os.sep}hf_gpipe{os.sep}" in file:
-            place = f"`{file.rpartition(f'hf_gpipe{os.sep}')[2]}` {name}"
-            own.append((itself * per_action, total * per_action, calls * per_action, place))
-    most = sorted(own, reverse=True)[:20]
-    rows = [
-        [place, f"{calls:.2f}", f"{1e6 * itself:.1f}", f"{1e6 * total:.1f}"] for itself, total, calls, place in most
-    ]
-    return table([f"{schedule}: function", "calls", "own us", "us with all that it calls"], rows)
-
-
 def summary(values: list[float], scale: float = 1.0) -> dict[str, float]:
     """The median, the smallest and the largest."""
     return {
@@ -234,16 +209,11 @@ def summary(values: list[float], scale: float = 1.0) -> dict[str, float]:
 def main() -> None:
     made = parser(__doc__, width=384, blocks=4, rows=2, length=128, repetitions=25)
     made.add_argument("--host", action="store_true", help="measure the executor's host time per action instead")
-    made.add_argument("--profile", action="store_true", help="print where the host's time of a step goes")
-    made.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1"], help="of --host and --profile")
+    made.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1"], help="of --host")
     given = made.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if given.profile:
-        for schedule in given.schedules:
-            print(host_profile(schedule, given.repetitions), "\n")
-    else:
-        print(json.dumps(host_time(given) if given.host else split_costs(given)))
+    print(json.dumps(host_time(given) if given.host else split_costs(given)))
 
 
 if __name__ == "__main__":

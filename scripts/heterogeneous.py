@@ -8,29 +8,26 @@ bubble for M micro-batches.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from bench.processes import run_job
-from transformers import LlamaConfig
+from bench.models import llama, random_batch
+from bench.processes import meet, run_job
+from bench.runner import parser
 
 from hf_gpipe import Pipeline
 from hf_gpipe.runtime.stage import Stage
 
-LENGTH, HIDDEN, MICRO_BATCHES = 128, 256, 16
+LENGTH, MICRO_BATCHES = 128, 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--factor", type=float, default=2.0, help="how many times as slow the second process is")
-    parser.add_argument("--blocks", type=int, default=17, help="number of blocks of the model")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each kind")
-    options = parser.parse_args()
+    made = parser(__doc__, blocks=17, steps=5)
+    made.add_argument("--factor", type=float, default=2.0, help="how many times as slow the second process is")
+    options = made.parse_args()
     ((alone, _, _),) = run_job(_train, (1.0, options.blocks, options.steps), 1)
     (seconds, partition, speeds), _ = run_job(_train, (options.factor, options.blocks, options.steps), 2)
     bound = alone["equal"] / (1 + 1 / options.factor) * (MICRO_BATCHES + 1) / MICRO_BATCHES
@@ -44,15 +41,7 @@ def _train(factor: float, blocks: int, steps: int) -> tuple[dict[str, float], di
     if dist.is_initialized() and dist.get_rank() == 1:
         for name in ("forward", "recompute", "backward"):
             setattr(Stage, name, _slowed(getattr(Stage, name), factor))
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=HIDDEN,
-        intermediate_size=4 * HIDDEN,
-        num_hidden_layers=blocks,
-        num_attention_heads=4,
-    )
-    ids = torch.randint(0, 256, (2 * MICRO_BATCHES, LENGTH), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    config, batch = llama(256, blocks, 256), random_batch(2 * MICRO_BATCHES, LENGTH, 256)
     num_processes = dist.get_world_size() if dist.is_initialized() else 1
     given: dict[str, Any] = {"schedule": "1f1b", "recompute": "none", "partition": "auto", "example": batch}
     kinds = {"equal": None, "profile": "profile"} if num_processes > 1 else {"equal": None}
@@ -62,8 +51,7 @@ def _train(factor: float, blocks: int, steps: int) -> tuple[dict[str, float], di
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for step in range(steps + 1):
         for kind, pipe in pipes.items():
-            if num_processes > 1:
-                dist.barrier()
+            meet()
             start = time.perf_counter()
             pipe.train_step(batch)
             if step:  # the first one warms up
