@@ -14,7 +14,6 @@ from hf_gpipe.checkpoint.directory import step_of
 CURVE_FILE, STATE_FILE = "metrics.jsonl", "trainer_state.json"
 VALIDATION = "eval_nll_per_character"
 _KEYS = ("step", "epoch", "loss", "eval_loss", VALIDATION, "learning_rate", "tokens_per_second", "training_seconds")
-_FALLEN = 0.999
 
 
 class Point(NamedTuple):
@@ -70,23 +69,6 @@ class Curve:
         """The least validation loss up to a step; None: there is no evaluation."""
         return min((point.loss for point in self.points if point.step <= step), default=None)
 
-    def begin_of_decay(self, end: int) -> int | None:
-        """The updates before the learning rate fell, of a training of `end` updates; None: it has not fallen.
-
-        It follows from the cosine of transformers' warmup_stable_decay: of a run whose checkpoints alone were kept,
-        nothing else tells it.
-        """
-        rates = [(int(entry["step"]), float(entry["learning_rate"])) for entry in self.entries if "loss" in entry]
-        peak = max((rate for _, rate in rates), default=0.0)
-        places = [place for place, (_, rate) in enumerate(rates) if rate >= _FALLEN * peak]
-        fallen = [point for point in rates[places[0] :] if point[1] < _FALLEN * peak] if places else []
-        if not fallen or not peak:
-            return None
-        step, rate = fallen[0]
-        share = math.acos(2 * rate / peak - 1) / math.pi
-        # The logged rate is that of the update before.
-        return round((step - 1 - share * end) / (1 - share)) if share < 1 else None
-
     def rows(self, name: str, seed: int) -> list[dict[str, Any]]:
         """A row of a table for each entry that has a loss."""
         kept = [entry for entry in self.entries if "loss" in entry or VALIDATION in entry]
@@ -117,13 +99,3 @@ def read_curve(folder: Path) -> Curve:
         if isinstance(entry, dict) and "step" in entry:
             entries.append(entry)
     return Curve(tuple(entries))
-
-
-def restore_curve(folder: Path) -> None:
-    """Write the curve anew from the newest checkpoint, if there is no curve or it ends before the checkpoint."""
-    checkpoint = newest_checkpoint(folder)
-    if checkpoint is None or not (checkpoint / STATE_FILE).exists():
-        return
-    if read_curve(folder).step < step_of(checkpoint):
-        history = ({"step": entry["step"], **entry} for entry in state_of(checkpoint)["log_history"])
-        (folder / CURVE_FILE).write_text("".join(json.dumps(entry) + "\n" for entry in history), encoding="utf-8")

@@ -8,14 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 import hf_gpipe
@@ -30,43 +27,7 @@ EXIT_FAILED = 1
 EXIT_STOPPED = 75
 """Of the training command: a signal stopped it, and all of it is saved."""
 
-_POLL_SECONDS, _KEEP_SECONDS = 0.5, 60.0
-
-
-class Signals:
-    """Passes SIGINT, SIGTERM and SIGHUP on to the trainings, as SIGINT and SIGTERM, and remembers that one came."""
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._children: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> Signals:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # What nohup ignores stays ignored.
-        taken = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._receive) for number in taken}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextmanager
-    def passed_to(self, child: subprocess.Popen[bytes]) -> Iterator[None]:
-        """Context manager that passes the signals on to the child."""
-        self._children.append(child)
-        if self.received is not None:
-            self._receive(self.received)
-        try:
-            yield
-        finally:
-            self._children.remove(child)
-
-    def _receive(self, number: int, frame: FrameType | None = None) -> None:
-        self.received = number
-        for child in list(self._children):
-            if child.poll() is None:
-                child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+_POLL_SECONDS, _KEEP_SECONDS = 0.1, 60.0
 
 
 def execute(runs: Sequence[Run], kept: Path | None = None, at_once: int = 1) -> int:
@@ -79,75 +40,133 @@ def execute(runs: Sequence[Run], kept: Path | None = None, at_once: int = 1) -> 
 
     Returns:
         0: all are finished; 1: a run failed; EXIT_STOPPED: a signal came, the same command goes on.
+
+    Raises:
+        UserError: another script trains a run.
     """
-    with Signals() as signals, ThreadPoolExecutor(at_once) as pool:
-        work = _Work(runs, kept, signals)
-        codes = [future.result() for future in [pool.submit(work.go_on) for _ in range(at_once)]]
-    return EXIT_STOPPED if EXIT_STOPPED in codes else max(codes)
-
-
-class _Work:
-    """The runs that are left, which several threads take one by one."""
-
-    def __init__(self, runs: Sequence[Run], kept: Path | None, signals: Signals) -> None:
-        self._waiting, self._kept, self._signals, self._count = list(enumerate(runs, 1)), kept, signals, len(runs)
-        self._unfinished = {run.key for run in runs}
-        self._changed, self._has_failed = threading.Condition(), False
-
-    def go_on(self) -> int:
-        """Train one run after the other; returns the command's exit code as far as these runs decide it."""
-        code = EXIT_FAILED
-        try:
-            while (taken := self._take()) is not None:
-                code = self._run(*taken)
-                if code:
-                    return code
-                with self._changed:
-                    self._unfinished.discard(taken[1].key)
-                    self._changed.notify_all()
-            code = 0
-            return EXIT_STOPPED if self._signals.received else code
-        finally:
-            with self._changed:
-                self._has_failed |= code != 0
-                self._changed.notify_all()
-
-    def _take(self) -> tuple[int, Run] | None:
-        """The first run whose sweep is finished, with its number; None: no more is to be begun."""
-        with self._changed:
-            while self._waiting and not self._has_failed and not self._signals.received:
-                for place, (_, run) in enumerate(self._waiting):
-                    if not self._unfinished & {member.key for member in run.sweep}:
-                        return self._waiting.pop(place)
-                self._changed.wait(_POLL_SECONDS)
-        return None
-
-    def _run(self, number: int, run: Run) -> int:
-        label, log, copy = f"[{number}/{self._count}] {run.title}: ", run.folder / LOG_FILE, None
-        if self._kept is not None:
-            copy = folder_of(self._kept, run.name, run.seed)
-            bring_back(copy, run.folder)
-        progress, detail = run.progress()
-        if progress == "finished":
-            print(f"{label}finished already, {result_text(run.folder)}", flush=True)
-            return 0
-        print(f"{label}{detail + '; ' if detail else ''}log {log}", flush=True)
-        code, signals = 0, self._signals
-        while code == 0 and not signals.received and (arguments := run.next_arguments()) is not None:
-            code = _train(run, arguments, signals, copy)
-            if not run.to_end:
+    waiting, active, codes = list(enumerate(runs, 1)), list[_Training](), {0}
+    unfinished, refusal = {run.key for run in runs}, None
+    with _noted_signals() as received:
+        while True:
+            for training in list(active):
+                if (code := training.poll(received)) is not None:
+                    active.remove(training)
+                    codes.add(code)
+                    if code == 0:
+                        unfinished.discard(training.run.key)
+            may_begin = waiting and codes == {0} and not received and refusal is None and len(active) < at_once
+            ready = [entry for entry in waiting if not unfinished & {member.key for member in entry[1].sweep}]
+            if may_begin and ready:
+                waiting.remove(ready[0])
+                number, run = ready[0]
+                try:
+                    active.append(_Training(run, f"[{number}/{len(runs)}] {run.title}: ", kept))
+                except UserError as error:
+                    refusal = error
+            elif not active:
                 break
-        if signals.received or code == EXIT_STOPPED:
-            print(f"{label}stopped; the same command goes on from its last checkpoint", flush=True)
+            else:
+                time.sleep(_POLL_SECONDS)
+    if refusal is not None:
+        raise refusal
+    return EXIT_STOPPED if received or EXIT_STOPPED in codes else max(codes)
+
+
+@contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Context manager with a list of the signals SIGINT, SIGTERM and SIGHUP that have come; they do nothing else."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # What nohup ignores stays ignored.
+    taken = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in taken}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Training:
+    """A run that is under way: one start of the training command, or several where it trains to its end.
+
+    Args:
+        run: what is trained.
+        label: before what is printed about it.
+        kept: as for `execute`.
+
+    Raises:
+        UserError: the run is being trained already.
+    """
+
+    def __init__(self, run: Run, label: str, kept: Path | None) -> None:
+        self.run, self._label, self._log = run, label, run.folder / LOG_FILE
+        self._copy = None if kept is None else folder_of(kept, run.name, run.seed)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._passed_on = 0
+        if self._copy is not None:
+            bring_back(self._copy, run.folder)
+        progress, detail = run.progress()
+        self._result = "finished already, " if progress == "finished" else ""
+        if progress != "finished":
+            print(f"{label}{detail + '; ' if detail else ''}log {self._log}", flush=True)
+            self._start()
+
+    def _start(self) -> None:
+        """Start the training command, unless the run is finished."""
+        if (arguments := self.run.next_arguments()) is None:
+            return
+        self.run.folder.mkdir(parents=True, exist_ok=True)
+        self._began, self._begin = datetime.now(UTC), time.perf_counter()
+        self._copied = self._begin
+        with self._log.open("a", encoding="utf-8") as log:
+            # The processes of this start, which inherit the log, hold it.
+            if not _locked(log):
+                raise UserError(
+                    f"{self.run.title} is being trained already, by processes that write to {self._log}; wait for them "
+                    "or end them, and give the command again"
+                )
+            log.write(f"\n{self._began:%Y-%m-%d %H:%M:%S} {' '.join([*TRAIN, *arguments])}\n")
+            log.flush()
+            self._child = start(arguments, log)
+
+    def poll(self, received: Sequence[int]) -> int | None:
+        """Pass signals on and start what comes next; the code of the whole run once that is over."""
+        code, child = 0, self._child
+        if child is not None:
+            for number in received[self._passed_on :]:
+                child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            self._passed_on = len(received)
+            ended = child.poll()
+            if self._copy is not None and (ended is not None or time.perf_counter() - self._copied > _KEEP_SECONDS):
+                keep(self.run.folder, self._copy)
+                self._copied = time.perf_counter()
+            if ended is None:
+                return None
+            code, self._child = ended, None
+            seconds = round(time.perf_counter() - self._begin, 1)
+            entry = {"began": f"{self._began:%Y-%m-%dT%H:%M:%SZ}", "seconds": seconds, "exit_code": code}
+            with (self.run.folder / STARTS_FILE).open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+            if code == 0 and self.run.to_end and not received:
+                self._start()
+                if self._child is not None:
+                    return None
+        return self._told(EXIT_STOPPED if code == EXIT_STOPPED or (received and child is not None) else code)
+
+    def _told(self, code: int) -> int:
+        """Print how the run ended; returns the code of the script's command."""
+        if code == EXIT_STOPPED:
+            print(f"{self._label}stopped; the same command goes on from its last checkpoint", flush=True)
             return EXIT_STOPPED
         if code == 0:
-            print(f"{label}{result_text(run.folder)}", flush=True)
+            print(f"{self._label}{self._result}{result_text(self.run.folder)}", flush=True)
             return 0
-        text = "\n".join(f"    {line}" for line in log_end(log))
+        text = "\n".join(f"    {line}" for line in log_end(self._log))
         print(
-            f"{label}failed with exit code {code}\n\n{run.title} failed; its log {log} ends with\n\n{text}\n\n"
-            "The other runs' results are kept. Correct the cause and give the same command again: it skips what is "
-            "finished.",
+            f"{self._label}failed with exit code {code}\n\n{self.run.title} failed; its log {self._log} ends with\n\n"
+            f"{text}\n\nThe other runs' results are kept. Correct the cause and give the same command again: it skips "
+            "what is finished.",
             file=sys.stderr,
             flush=True,
         )
@@ -168,45 +187,6 @@ def log_end(path: Path, count: int = 15) -> list[str]:
     """The last lines of a log that say something."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     return [line for line in lines if line.strip()][-count:]
-
-
-def _train(run: Run, arguments: Sequence[str], signals: Signals, copy: Path | None) -> int:
-    """One start of a run's command; its exit code."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    began, begin = datetime.now(UTC), time.perf_counter()
-    copied = begin
-    with (run.folder / LOG_FILE).open("a", encoding="utf-8") as log:
-        # This start and its processes, which inherit the log, hold it.
-        if not _locked(log):
-            raise UserError(
-                f"{run.title} is being trained already, by processes that write to {run.folder / LOG_FILE}; wait for "
-                "them or end them, and give the command again"
-            )
-        log.write(f"\n{began:%Y-%m-%d %H:%M:%S} {' '.join([*TRAIN, *arguments])}\n")
-        log.flush()
-        child = start(arguments, log)
-        with signals.passed_to(child):
-            while (code := _exit_code(child)) is None:
-                if copy is not None and time.perf_counter() - copied > _KEEP_SECONDS:
-                    keep(run.folder, copy)
-                    copied = time.perf_counter()
-    entry = {
-        "began": f"{began:%Y-%m-%dT%H:%M:%SZ}",
-        "seconds": round(time.perf_counter() - begin, 1),
-        "exit_code": code,
-    }
-    with (run.folder / STARTS_FILE).open("a") as file:
-        file.write(json.dumps(entry) + "\n")
-    if copy is not None:
-        keep(run.folder, copy)
-    return code
-
-
-def _exit_code(child: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return child.wait(_POLL_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def start(arguments: Sequence[str], log: TextIO) -> subprocess.Popen[bytes]:

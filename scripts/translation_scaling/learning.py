@@ -72,7 +72,7 @@ class Learning:
     def of(cls, run: Finished) -> Learning:
         """Read from the folder of a run."""
         size, curve = Size.of(run.recipe), read_curve(run.folder)
-        begin = begin_of_decay(run.folder, curve)
+        begin = begin_of_decay(run.folder)
         verdict = None if begin is None else judge(curve.constant_points(begin))
         return cls(f"{run.model}, seed {run.seed}", curve, 3.0 * (size.body + size.table), verdict)
 

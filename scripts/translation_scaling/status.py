@@ -114,7 +114,7 @@ def status_of(run: Run) -> Status:
         by_passes = round(curve.step * training.num_train_epochs / passes) if passes else None
         return Status("training", curve, training.max_steps if training.max_steps is not None else by_passes)
     assert training.eval_steps is not None
-    begin = to_end.begin_of_decay(run.folder, curve)
+    begin = to_end.begin_of_decay(run.folder)
     if begin is not None:
         return Status("final decay", curve, to_end.end_of_decay(begin, training.eval_steps))
     if not points:

@@ -4,8 +4,8 @@ Let a training have made s updates, and n = s / 1.2, so that s - n are extra one
 passes, and the best validation loss changes by less than 1 % both from 0.9 n to n and from n to s. Then the learning
 rate falls to 0 over another 0.2 s updates.
 
-Which part comes next follows from what the run's folder has. So a run goes on wherever it was interrupted, also on
-another machine, and also if nothing but a checkpoint is left of it.
+Which part comes next follows from what the run's folder has: its recipe and its curve. So a run goes on wherever it was
+interrupted, also on another machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from hf_gpipe.checkpoint.directory import step_of
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import Recipe, load_recipe
-from translation_scaling.curves import Curve, Point, newest_checkpoint, read_curve, restore_curve, state_of
+from translation_scaling.curves import Point, newest_checkpoint, read_curve
 
 RECIPE_FILE, METRICS_FILE = "recipe.yaml", "metrics.json"
 LEAST_CHANGE, LAST_PART, EXTRA, FEWEST_PASSES = 0.01, 0.1, 0.2, 3.0
@@ -125,36 +125,34 @@ def check(recipe: Recipe, name: str) -> None:
             raise UserError(f"{name}: training.{key} is null, and a training to its end needs it; set it")
 
 
-def begin_of_decay(folder: Path, curve: Curve) -> int | None:
+def begin_of_decay(folder: Path) -> int | None:
     """The updates before the final decay of the run in a folder; None: it is not decided yet that it comes."""
-    if (folder / RECIPE_FILE).exists():
-        training = load_recipe(folder / RECIPE_FILE).training
-        is_decided = training.decay_steps and training.max_steps is not None
-        return training.max_steps - training.decay_steps if is_decided else None
-    checkpoint = newest_checkpoint(folder)
-    return None if checkpoint is None else curve.begin_of_decay(state_of(checkpoint)["max_steps"])
+    if not (folder / RECIPE_FILE).exists():
+        return None
+    training = load_recipe(folder / RECIPE_FILE).training
+    is_decided = training.decay_steps and training.max_steps is not None
+    return training.max_steps - training.decay_steps if is_decided else None
 
 
 def is_finished(folder: Path) -> bool:
     """Whether the final decay is done, and the model evaluated."""
-    return (folder / METRICS_FILE).exists() and begin_of_decay(folder, read_curve(folder)) is not None
+    return (folder / METRICS_FILE).exists() and begin_of_decay(folder) is not None
 
 
 def next_part(folder: Path, recipe: Recipe) -> tuple[str, ...] | None:
     """The overrides of the next start of the training command; None: the run is finished."""
     if is_finished(folder):
         return None
-    restore_curve(folder)
-    curve, every = read_curve(folder), recipe.training.eval_steps
+    points, every = read_curve(folder).points, recipe.training.eval_steps
     assert every is not None, "checked"
-    begin, end, points = begin_of_decay(folder, curve), None, curve.points
-    if begin is not None and (folder / RECIPE_FILE).exists():
+    if (begin := begin_of_decay(folder)) is not None:
         end = load_recipe(folder / RECIPE_FILE).training.max_steps
-    elif begin is None and (ended_at := end_of_constant_rate(points)) is not None:
+        assert end is not None, "decided"
+        return f"training.max_steps={end}", f"training.decay_steps={end - begin}"
+    if (ended_at := end_of_constant_rate(points)) is not None:
         checkpoint = newest_checkpoint(folder)
         begin = max(ended_at, step_of(checkpoint) if checkpoint is not None else 0)
-    if begin is not None:
-        end = end or end_of_decay(begin, every)
+        end = end_of_decay(begin, every)
         return f"training.max_steps={end}", f"training.decay_steps={end - begin}"
     until = f"training.num_train_epochs={FEWEST_PASSES}"
     steps = str(next_decision(points, every)) if points else "null"
