@@ -223,10 +223,10 @@ def _scalars(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if _is_plain(value)
-        and not name.startswith("_")
+        if not name.startswith("_")
         and name not in ("training", "gradient_checkpointing", "vocab_size", "support_avx512bf16_for_cpu")
         and "cached" not in name
+        and _is_plain(value)
     }
 
 
@@ -234,7 +234,10 @@ def _is_plain(value: Any) -> bool:
     """Whether a value is a number, a text or a flag, or has nothing else in it."""
     if isinstance(value, list | tuple | dict):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, bool | int | float | str | None)
+    return isinstance(value, _PLAIN)
+
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def _aliases(model: PreTrainedModel) -> set[frozenset[str]]:

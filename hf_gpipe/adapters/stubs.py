@@ -13,6 +13,7 @@ layers runs exactly once, on the sender.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,11 +118,16 @@ def resemble(stub: nn.Module, replaced: nn.Module) -> None:
     for name, value in vars(replaced).items():
         if not name.startswith("_") and name not in vars(stub) and not isinstance(value, torch.Tensor):
             stub.__dict__[name] = value
-    for name in dir(type(replaced)):
-        if isinstance(getattr(type(replaced), name), property) and not hasattr(nn.Module, name):
-            stub.__dict__[name] = getattr(replaced, name)
+    cls: Any = type(replaced)
+    for name in _properties(cls):
+        stub.__dict__[name] = getattr(replaced, name)
     for name, parameter in replaced.named_parameters(recurse=False):
         stub.__dict__[name] = parameter.data
+
+
+@functools.cache
+def _properties(cls: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(name for name in dir(cls) if isinstance(getattr(cls, name), property) and not hasattr(nn.Module, name))
 
 
 def admit(module: nn.Module, name: str, port: Port, *, is_entrance: bool) -> None:

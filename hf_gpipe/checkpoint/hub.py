@@ -117,11 +117,12 @@ def take(stage: StageModel, source: torch.nn.Module, device: torch.device) -> No
     # By the source's parameter, so that tied parameters stay tied on another device.
     parameters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name in [name for name, _ in named]:
         if name not in tensors:
             raise CheckpointError(f"the given model has no {name!r}, which its configuration asks for")
         parent, _, leaf = name.rpartition(".")
-        module, tensor = model.get_submodule(parent), tensors[name]
+        module, tensor = modules[parent], tensors[name]
         if isinstance(tensor, torch.nn.Parameter):
             if tensor not in parameters:
                 # A quantised parameter stays one, with its scales; `to` would copy it also on the same device.

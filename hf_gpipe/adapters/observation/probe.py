@@ -84,13 +84,18 @@ class _Calls:
         return self.clock
 
 
+#: By the configuration of the clone, and by that of the model: to make the first of the second takes milliseconds.
 _observations: dict[str, Observation] = {}
 
 
 def observe_family(blueprint: Blueprint, autocast: Autocast | None = None) -> Observation:
     """Observe a tiny clone of a model. Equal clones are observed once."""
     config = blueprint.config
+    what = f"{blueprint.model_class} {type(config).__name__} {blueprint.dtype} {autocast}"
     try:
+        given = f"{what} as given {config.to_json_string(use_diff=False)}"
+        if given in _observations:
+            return _observations[given]
         tiny = tiny_config(config)
     except Exception as error:
         raise UnsupportedModelError(
@@ -99,7 +104,6 @@ def observe_family(blueprint: Blueprint, autocast: Autocast | None = None) -> Ob
         ) from error
     tiny._experts_implementation = "eager"  # grouped matrix products do not support every type
     tiny.dtype = None  # that of the weights is given
-    what = f"{blueprint.model_class} {type(config).__name__} {blueprint.dtype} {autocast}"
     identity = f"{what} {tiny.to_json_string(use_diff=False)}"
     if identity not in _observations:
         try:
@@ -110,6 +114,7 @@ def observe_family(blueprint: Blueprint, autocast: Autocast | None = None) -> Ob
                 f"{config.model_type}: a tiny clone of the model cannot be built: {type(error).__name__}: {error}"
             ) from error
         _observations[identity] = observe(clone, autocast)
+    _observations[given] = _observations[identity]
     return _observations[identity]
 
 

@@ -139,14 +139,21 @@ def _copied(module: nn.Module, there: dict[int, Any]) -> Any:
 
 
 def _copied_value(value: Any, there: dict[int, Any]) -> Any:
-    if type(value) in _PLAIN:
+    kind = type(value)
+    if kind in _PLAIN:
         return value
-    if type(value) is OrderedDict and not value:  # most of a module are such dictionaries, for hooks
-        return there.setdefault(id(value), OrderedDict())
+    if kind in _COLLECTIONS and id(value) not in there:
+        if not value:  # most of a module are such collections, as for hooks
+            return there.setdefault(id(value), kind())
+        if kind is dict:
+            copied = there[id(value)] = {}
+            copied.update({_copied_value(key, there): _copied_value(entry, there) for key, entry in value.items()})
+            return copied
     return copy.deepcopy(value, there)
 
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_COLLECTIONS = (dict, OrderedDict, set)
 _BY_ATTRIBUTES = nn.Module.__reduce_ex__, nn.Module.__reduce__, nn.Module.__getstate__, nn.Module.__setstate__
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -24,11 +25,17 @@ _TOKENS, _FUNCTIONS = ("_token_id", "_token_index"), ("_act", "act_fn", "activat
 
 def unlike_default(config: PreTrainedConfig) -> list[str]:
     """Names of the fields by which a configuration runs other code than its family's default configuration does."""
+    cls: Any = type(config)
     try:
-        default = type(config)().to_dict()
+        default = _default(cls)
     except Exception:  # a family whose configuration needs values
         return ["model_type"]
     return _unlike(config.to_dict(), default, "")
+
+
+@functools.cache
+def _default(cls: type[PreTrainedConfig]) -> dict[str, Any]:
+    return dict(cls().to_dict())
 
 
 def _unlike(values: dict[str, Any], default: dict[str, Any], prefix: str) -> list[str]:
