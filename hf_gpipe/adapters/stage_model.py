@@ -175,7 +175,7 @@ class StageModel:
         self._pending.clear()
         for module in self.model.modules():
             if isinstance(module, EmbeddingStub):
-                module.zero = module.zero.to(device)
+                module.zero = torch.zeros_like(module.zero, device=device)  # of fake tensors, where weights are
         for stack in self.adapter.stacks:
             # A table without weights, as M2M100's sines, belongs to no layer, and is in every stage.
             for name, module in self.model.get_submodule(stack.path).named_children():

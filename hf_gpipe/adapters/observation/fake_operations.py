@@ -20,6 +20,7 @@ _MOST = 1 << 16
 _NUMBERS = (bool, int, float)
 _ON_META = (torch.Tensor, nn.Parameter)
 _PLAIN = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLACES = (torch.int64, torch.int32)
 _DEPENDS_ON_MORE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
@@ -90,18 +91,19 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], derive: Derive
             raise _UnlikeError
     except _UnlikeError:
         return _asked(None, inputs, func, args, kwargs, func(*args, **kwargs), derive)
-    key = tuple(form)
+    mode = _mode_of(inputs)
+    key = (*form, mode is None)
     if key in _kept and (known := _kept[key]) is not None:
-        made = [_of(output, inputs) for output in known.outputs]
+        made = [_of(output, inputs, mode) for output in known.outputs]
         return _asked(known, inputs, func, args, kwargs, made[0] if known.cls is None else known.cls(made), derive)
     before = _versions(inputs)
     result = func(*args, **kwargs)
-    if inputs and key not in _kept:
+    if (inputs or mode is not None) and key not in _kept:
         if len(_kept) >= _MOST:
             _kept.clear()
         try:
             # What changes an input by operations of its own, as a BatchNorm its averages, must change it each time.
-            _kept[key] = _described(func, inputs, result) if _versions(inputs) == before else None
+            _kept[key] = _described(func, inputs, result, mode) if _versions(inputs) == before else None
         except _UnlikeError:
             _kept[key] = None
     return _asked(None, inputs, func, args, kwargs, result, derive)
@@ -160,20 +162,30 @@ def _check(tensor: torch.Tensor) -> None:
         raise _UnlikeError
 
 
-def _described(func: Any, inputs: list[torch.Tensor], result: Any) -> _Known:
+def _mode_of(inputs: list[torch.Tensor]) -> Any:
+    """The mode of the fake tensors, or that in which an operation without inputs makes one; None: on meta."""
+    if inputs:
+        return getattr(inputs[0], "fake_mode", None)
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def _described(func: Any, inputs: list[torch.Tensor], result: Any, mode: Any) -> _Known:
     """Raises _UnlikeError where another run may return something else."""
     is_resized = any(argument.is_out for argument in func._schema.arguments)
-    if func.namespace not in ("aten", "hf_gpipe") or is_resized or not _DEPENDS_ON_MORE.isdisjoint(func.tags):
+    # Places in a table, unlike a mask of it, are as many as their tensor has.
+    has_places = func is torch.ops.aten.index.Tensor and all(tensor.dtype in _PLACES for tensor in inputs[1:])
+    depends_on_more = not has_places and not _DEPENDS_ON_MORE.isdisjoint(func.tags)
+    if func.namespace not in ("aten", "hf_gpipe") or is_resized or depends_on_more:
         raise _UnlikeError
     if isinstance(result, tuple | list):
-        return _Known(type(result), [_described_tensor(tensor, inputs) for tensor in result], {})
-    return _Known(None, [_described_tensor(result, inputs)], {})
+        return _Known(type(result), [_described_tensor(tensor, inputs, mode) for tensor in result], {})
+    return _Known(None, [_described_tensor(result, inputs, mode)], {})
 
 
-def _described_tensor(tensor: Any, inputs: list[torch.Tensor]) -> _Output:
+def _described_tensor(tensor: Any, inputs: list[torch.Tensor], mode: Any) -> _Output:
     if tensor is None:
         return None
-    is_fake = isinstance(inputs[0], FakeTensor)
+    is_fake = mode is not None
     if type(tensor) is not FakeTensor if is_fake else type(tensor) not in _ON_META or not tensor.is_meta:
         raise _UnlikeError
     _check(tensor)
@@ -185,14 +197,14 @@ def _described_tensor(tensor: Any, inputs: list[torch.Tensor]) -> _Output:
     owner = storages.index(storage._cdata) if storage._cdata in storages else None
     shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
     output = _Made(shape, stride, offset, tensor.dtype, tensor.fake_device if is_fake else tensor.device, owner)
-    made: Any = _of(output, inputs)
+    made: Any = _of(output, inputs, mode)
     again = made.untyped_storage().nbytes(), made.storage_offset(), torch._C._dispatch_key_set(made), vars(made)
     if again != (storage.nbytes(), output.offset, torch._C._dispatch_key_set(tensor), vars(tensor)):
         raise _UnlikeError
     return output
 
 
-def _of(output: _Output, inputs: list[torch.Tensor]) -> torch.Tensor | None:
+def _of(output: _Output, inputs: list[torch.Tensor], mode: Any) -> torch.Tensor | None:
     """The output for other inputs of the same form."""
     if output is None or isinstance(output, int):
         return None if output is None else inputs[output]
@@ -202,8 +214,7 @@ def _of(output: _Output, inputs: list[torch.Tensor]) -> torch.Tensor | None:
         else:
             memory = torch.empty(0, dtype=output.dtype, device="meta")
             memory.set_(inputs[output.owner].untyped_storage(), output.offset, output.shape, output.stride)
-    first = inputs[0]
-    return _fake(first.fake_mode, memory, output.device) if isinstance(first, FakeTensor) else memory
+    return memory if mode is None else _fake(mode, memory, output.device)
 
 
 def _fake(mode: Any, memory: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -25,7 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 _MOST_MODELS = 64
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), types.EllipsisType)
-_OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_CONSTANTS = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
+_CODE = (types.FunctionType, type)
 _FUNCTIONS = (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _PACKAGES = ("builtins", "collections", "functools", "types", "torch", "transformers", "peft", "hf_gpipe")
 _HEAP_TYPE = 1 << 9
@@ -75,9 +76,9 @@ class _Identity:
     def of(self, value: Any) -> Hashable:
         """Raises _UnknownError."""
         cls = type(value)
-        if cls in _PLAIN or isinstance(value, (*_OF_TORCH, enum.Enum)):
+        if cls in _PLAIN or isinstance(value, _CONSTANTS):
             return cls, value
-        if not _is_known(value if isinstance(value, type | types.FunctionType) else cls):
+        if not _is_known(value if isinstance(value, _CODE) else cls):
             raise _UnknownError
         if isinstance(value, type):
             return value
@@ -142,7 +143,7 @@ class _Identity:
 
 
 def _is_code(value: Any) -> bool:
-    return isinstance(value, types.FunctionType | type)
+    return isinstance(value, _CODE)
 
 
 def _is_known(code: Any) -> bool:

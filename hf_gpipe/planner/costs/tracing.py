@@ -26,6 +26,7 @@ from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.attention.known_mask import KnownMask
 from hf_gpipe.adapters.modules.autocast import keeping_weights
 from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
+from hf_gpipe.adapters.stubs import EmbeddingStub
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.model.assembly import assemble
@@ -51,7 +52,7 @@ class Trace(NamedTuple):
         saved_outside: the part of it that was made before the first own layer was called.
         saves_hidden: whether the graph keeps the received hidden states.
         forward_levels: after each new tensor of a forward with a graph, what was alive above what was there before it.
-        forward_only_levels: the same of a forward without one.
+        forward_only_levels: the same of a forward without one; of recomputed blocks alone nothing.
         backward_levels: of the backward, above `saved`, the gradient that comes in included.
         deferred: of blocks that are not recomputed, what I keeps for W where the backward is split.
         row: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
@@ -265,8 +266,9 @@ def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks 
     converted = tracker.live_bytes
     row = sum(tensor.nbytes for cache in stage.row_caches.values() for tensor in cache.tensors()) // 2
     with tracker.phase() as forward_only:
-        # Of recomputed blocks nobody asks for it, but what a loss makes once is there after it.
-        stage.forward(context, keep_graph=False)
+        # Of recomputed blocks nobody asks for it. But what a loss makes once is there after it.
+        if stage.model.is_last or not stage.model.recomputes_blocks:
+            stage.forward(context, keep_graph=False)
     sums = [NO_SUMS if ranks is None else ranks.take()]
     forward = _forward(stage, context, tracker, stage.model.start)
     phase = forward.phase
@@ -303,6 +305,7 @@ def _ignore(tracker: Tracker, stage: Stage, context: Context) -> None:
     tracker.ignore([*model.parameters(), *model.buffers(), *micro_batch.inputs.values()])
     tracker.ignore(p.grad for p in model.parameters() if p.grad is not None)
     tracker.ignore(context.carry.values())
+    tracker.ignore(module.zero for module in model.modules() if isinstance(module, EmbeddingStub))
     if micro_batch.chunk is not None:
         # What is kept of whole rows: the first forward makes it.
         stage.forward(context, keep_graph=False)
