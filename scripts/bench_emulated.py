@@ -9,38 +9,13 @@ machine. "lost" is what the step took beyond its table, in milliseconds; of that
 was "sending" (handing messages over), or waited for messages on their way ("travel", the rest). "recomputed after
 the gradient" is not what the tables do; it shows what recomputing before it arrives gains.
 
-"mesh" is D = 2 pipelines of K = 4, at the pace "easy", whose replicas reduce their gradients: at once, and in 20 ms on
-an emulated link, in buckets of which the first leave inside of the last backward.
-
-"20 steps" of zb_h2 run one after another: a process that is done with a step begins the next one, as where no update
-waits for the gradients of all stages. Their seconds are those of all steps.
-
-pipedream, pipedream_vertical and pipedream_2bw run a window: M micro-batches without a flush, with an update after
-each, or with "U of 8" after every eighth. The latter compares with 1f1b at M = 8, which empties the pipeline at each
-update.
-
-"chunks" is one row of 16 chunks for K = 8 and 4, at the pace "easy": the last takes four times as long as the first,
-as where most of the time is attention.
-
-"head" is K = 4 and M = 32, where the head takes as long as four stages: on the last stage, and divided over all. The
-bound is that of equal stages with a quarter of the head each.
-
-"dealt" is K = 16 stages on 4 processes and M = 32, where all recompute: stages that are dealt (round_robin), with
-copies of a stage's weights that take as long as 4 of its forwards, in and out; the same with updates that take as long
-as 32 forwards of a stage, at the end of the step and beside backwards; and stages with a head that takes as long as
-four stages, dealt by a table for its cost, and interleaved.
-
-"memory" is about tables under a limit of memory (`bench/memory_limits.py`): the best one of named schedules, those that
-list scheduling finds with one stage a process and with two in a V, and the optimum with one, as it was published with
-the cases. Then K = 4 runs with the best named and the best of all. The planner takes the better of them too.
+Of several "steps" a process that is done with one begins the next, as where no update waits for the gradients of all
+stages. pipedream, pipedream_vertical and pipedream_2bw run a window: M micro-batches without a flush, with an update
+after each, or with "U of 8" after every eighth. docs/benchmarks.md says what the other --paces are.
 
     python scripts/bench_emulated.py                                   about 40 minutes
     python scripts/bench_emulated.py --processes 8 --micro-batches 32 --steps 5 --json emulated.json
-    python scripts/bench_emulated.py --paces mesh                      a minute
-    python scripts/bench_emulated.py --paces memory                    two minutes
-    python scripts/bench_emulated.py --paces chunks                    a minute
-    python scripts/bench_emulated.py --paces head                      two minutes
-    python scripts/bench_emulated.py --paces dealt                     a minute
+    python scripts/bench_emulated.py --paces mesh                      or memory, chunks, head, dealt: a minute or two
 """
 
 from __future__ import annotations
@@ -112,7 +87,7 @@ def settings_of(pace: Pace, processes: Sequence[int], micro_batches: Sequence[in
 
 
 def mesh_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
-    """Of each schedule without and with the reduction's time."""
+    """Of each schedule without and with the time of reductions, which leave in buckets inside of the last backward."""
     values = MESH | ({"processes": 2, "micro_batches": 4} if quick else {})
     return [
         Emulated(schedule=schedule, **values, **pace._asdict(), reduce_seconds=seconds)
@@ -122,14 +97,14 @@ def mesh_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
 
 
 def chunk_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
-    """One row of unequal chunks."""
+    """One row of 16 chunks: the last takes four times as long as the first, as where most of the time is attention."""
     common = {"micro_batches": len(ROW), "chunk_shares": ROW, **pace._asdict()}
     tables = ({"schedule": "1f1b"}, {"schedule": "1f1b", "recompute": "stage"}, {"schedule": "zb_h1"})
     return [Emulated(processes=k, **table, **common) for k in ((2,) if quick else (4, 8)) for table in tables]
 
 
 def head_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
-    """A head of as many stages' cost as there are stages."""
+    """A head that takes as long as there are stages: on the last stage, and divided over all."""
     count = 2 if quick else 4
     common = {"processes": count, "micro_batches": 4 if quick else 32, **pace._asdict()}
     on_last = {
@@ -145,7 +120,7 @@ def head_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
 
 
 def dealt_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
-    """Dealt stages alone, and with a heavy head beside an interleaved pipeline."""
+    """Dealt stages with copies of their weights and with updates; with a head of four stages, also interleaved."""
     count, each, micro_batches = (2, 2, 4) if quick else (4, 4, 32)
     stages = count * each
     common = {"processes": count, "stages_each": each, "micro_batches": micro_batches, "recompute": "stage"}

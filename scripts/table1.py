@@ -13,18 +13,16 @@ Where the model here differs from the paper's:
   1024 positions (2.1M parameters) where the paper's positions have none, and its head no bias (32k): so the parameters
   printed are those of the formula, and the planner's count stands beside them.
 - Attention keeps no (T, T) matrix, as on GPUs today. The paper does not say what its own kept.
-- Activations are in bfloat16 (autocast, as TPUs compute); --float32 keeps them in float32.
+- Activations are in bfloat16 (autocast, as TPUs compute).
 - The paper does not say M; here each micro-batch is one row, M = 32, the leanest there is.
 - L is the largest for which some split into K stages fits by the planner's estimate, the allocator's reserve included.
 - The loss is computed in chunks of positions. The logits of Naive-1's 32 rows, their log-probabilities and the gradient
-  would be 3.9 GiB each in float32, and no layer would fit beside them. What its three layers need is printed below.
+  would be 3.9 GiB each in float32, and no layer would fit beside them.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -64,19 +62,14 @@ def printed(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 10**9 else f"{count / 1e6:.1f}M"
 
 
-def inputs(rows: int) -> PlanInputs:
-    """A mini-batch of so many rows, and the optimizer."""
-    return PlanInputs(Workload(rows, LENGTH, LENGTH, has_padding=False), "rmsprop")
-
-
 class Model:
     """The costs of the model of any depth, from those of a shallow one: its layers in the middle are alike."""
 
-    def __init__(self, *, is_float32: bool) -> None:
+    def __init__(self) -> None:
         sizes = {"n_layer": 3, "n_embd": WIDTH, "n_head": 32, "n_inner": 8192, "vocab_size": VOCABULARY}
         tokens = {"bos_token_id": 0, "eos_token_id": 0}
         config = GPT2Config(**sizes, n_positions=LENGTH, tie_word_embeddings=False, **tokens)
-        autocast = None if is_float32 else Autocast(torch.bfloat16, torch.device("cpu"))
+        autocast = Autocast(torch.bfloat16, torch.device("cpu"))
         tracer = LayerTracer(adapter_for(config, autocast=autocast), as_on_gpu=True)
         self._shallow = cache(lambda rows: tracer.costs(Workload(rows, LENGTH, LENGTH, has_padding=False)))
 
@@ -89,7 +82,8 @@ class Model:
 
     def plan(self, name: str, num_stages: int, num_layers: int, *, is_limited: bool = True) -> Plan:
         """The plan of a row of the table. Raises PartitionError where no split fits and that matters."""
-        planner = Planner(lambda rows, _: [self.costs(rows, num_layers)], inputs(ROWS), device("tpu-v3"), 16 * GIB)
+        inputs = PlanInputs(Workload(ROWS, LENGTH, LENGTH, has_padding=False), "rmsprop")
+        planner = Planner(lambda rows, _: [self.costs(rows, num_layers)], inputs, device("tpu-v3"), 16 * GIB)
         count, recompute = (1, "none") if name.startswith("Naive") else (ROWS, "stage")
         config = PipelineConfig(num_stages, count, "gpipe", recompute, "auto")
         return best_plan(planner if is_limited else planner.within(None), config)
@@ -112,26 +106,13 @@ class Model:
             low, high = (middle, high) if fits else (low, middle)
         return low
 
-    def naive_text(self) -> str:
-        """The memory that Naive-1 with the paper's three layers needs here."""
-        settings = PipelineConfig(1, 1, "gpipe", "none").decided(partition=(6,))
-
-        def needs_of(rows: int) -> Plan:
-            return Planner(lambda own, _: [self.costs(own, 3)], inputs(rows), device("tpu-v3")).plan(settings)
-
-        needs = [needs_of(rows) for rows in range(1, ROWS + 1)]
-        fitting = max((rows for rows, plan in enumerate(needs, 1) if plan.fits), default=0)
-        whole = needs[-1].peak_bytes / GIB
-        return f"Naive-1 with 3 layers needs {whole:.1f} GiB at {ROWS} rows; {fitting} rows fit into 16 GiB."
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--float32", action="store_true", help="activations in float32")
     parser.add_argument("--stages", type=int, nargs="*", default=[1, 8, 32, 128], help="values of K")
     options = parser.parse_args(argv)
-    model = Model(is_float32=options.float32)
+    model = Model()
     print(
         "| | L, paper | parameters, paper | by formula | planner's model | parameter GiB, paper | planner "
         "| activation GiB, paper | planner | L, planner | GiB a device |"
@@ -155,15 +136,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{peak} |",
             flush=True,
         )
-    if 1 in options.stages:
-        print(f"\n{model.naive_text()}")
-    started = time.perf_counter()
-    deepest = Model(is_float32=options.float32)
-    deepest.plan("Pipeline-128", 128, 1500)
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
-    print(
-        f"\nOne plan of 1500 layers on 128 stages: {time.perf_counter() - started:.1f} s; peak memory {used:.2f} GiB."
-    )
 
 
 if __name__ == "__main__":

@@ -10,11 +10,8 @@ Each case is run three times, in fresh processes joined by gloo, each with one t
 2. They train, for the median time of a step, with clipping and the optimizer's update, and for the bytes of the
    parameters that they hold.
 3. They train two steps for the peak of their resident memory, above what it was after the imports and some steps of a
-   tiny model, which bring in the libraries' own pages.
-
-In the third run freed tensors return to the system at once (`MALLOC_MMAP_THRESHOLD_`), so that the peak is that of the
-tensors. It is compared with the plan without the reserve, which is for what the allocator keeps beside them. Such
-processes are slower, since each new tensor needs pages of the system, so their steps are not timed.
+   tiny model, which bring in the libraries' own pages. Freed tensors return to the system at once, for which such
+   processes are slower. The peak is compared with the plan without the reserve.
 
 The planner is told the seconds of the layers, nothing else of the run. Where weights visit, the device and the host are
 one memory here, so the bytes of such a case say nothing and are not shown. Run it while the machine does nothing else,
@@ -33,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -109,8 +107,7 @@ def cases() -> list[Case]:
     ]
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """The measurements of one process."""
 
     parameter_bytes: int

@@ -19,14 +19,16 @@ from typing import Any, NoReturn
 
 import datasets
 from torch.distributed import run as torchrun
-from transformers import MarianConfig
 
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.checkpoint import lock
 from hf_gpipe.data import PairCollator
+from hf_gpipe.data.tokenizer import read_tokenizer
+from hf_gpipe.from_recipe.model import model_config
 from hf_gpipe.job import job
 from hf_gpipe.job.job import Job
 from hf_gpipe.job.secret import SECRET_VARIABLE, new_secret
+from hf_gpipe.recipe import load_recipe
 from hf_gpipe.train import main as train
 from scripts import forked
 from scripts.emulated_hosts import is_running
@@ -79,7 +81,7 @@ class Run:
 
     Attributes:
         launch: of LAUNCHES.
-        recipe: of the command; scripts have one of their own.
+        recipe: of the command; scripts take its model.
         folder: a new one, for what the processes print and note.
         output: its output directory.
         lingering: where its processes stay.
@@ -139,7 +141,7 @@ class Run:
         note = self.folder / f"process-{rank}"
         note.with_suffix(".new").write_text(f"{os.getpid()} {os.environ['MASTER_PORT']}")
         note.with_suffix(".new").rename(note)
-        return train(self.words) if self.launch in (COMMAND, TORCHRUN) else run_script(self.output)
+        return train(self.words) if self.launch in (COMMAND, TORCHRUN) else run_script(self.recipe, self.output)
 
     @property
     def cache(self) -> Path:
@@ -225,10 +227,10 @@ def _handle_mishaps() -> None:
     signal.signal(STUCK_SIGNAL, lambda number, frame: forked.stuck())
 
 
-def run_script(output: Path) -> int:
+def run_script(recipe: Path, output: Path) -> int:
     """Run as a user's script in Python does; returns the exit code."""
     try:
-        _script(output)
+        _script(recipe, output)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
@@ -241,9 +243,11 @@ def run_script(output: Path) -> int:
     return 0
 
 
-def _script(output: Path) -> None:
-    dice = random.Random(0)
-    rows: Any = [{"input_ids": ids, "labels": [*ids, 1]} for ids in _rows(dice)]
+def _script(recipe: Path, output: Path) -> None:
+    """Train the recipe's model on rows that are drawn."""
+    tokenizer, dice = read_tokenizer(recipe.with_name("tokenizer")), random.Random(0)
+    drawn = [[dice.randrange(3, 40) for _ in range(dice.randrange(2, 9))] for _ in range(24)]
+    rows: Any = [{"input_ids": ids, "labels": [*ids, tokenizer.eos_token_id]} for ids in drawn]
     arguments = PipelineTrainingArguments(
         output_dir=str(output),
         num_stages=2,
@@ -263,28 +267,7 @@ def _script(output: Path) -> None:
         disable_tqdm=True,
         report_to="none",
     )
-    config = MarianConfig(
-        vocab_size=40,
-        d_model=8,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=1,
-        decoder_attention_heads=1,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-        max_position_embeddings=32,
-        pad_token_id=0,
-        eos_token_id=1,
-        decoder_start_token_id=0,
-        forced_eos_token_id=1,
-    )
-    collator = PairCollator(pad_token_id=0)
-    trainer = PipelineTrainer(
-        model=config, args=arguments, train_dataset=rows, eval_dataset=rows[:4], data_collator=collator
-    )
+    model, collator = model_config(load_recipe(recipe), tokenizer), PairCollator.for_tokenizer(tokenizer)
+    trainer = PipelineTrainer(model, arguments, collator, train_dataset=rows, eval_dataset=rows[:4])
     trainer.train(resume_from_checkpoint=True)
     trainer.save_model()
-
-
-def _rows(dice: random.Random) -> list[list[int]]:
-    return [[dice.randrange(3, 40) for _ in range(dice.randrange(2, 9))] for _ in range(24)]

@@ -24,14 +24,14 @@ def test_all_five_parameter_counts_to_the_printed_digits() -> None:
 
 def test_the_planners_model_has_the_papers_layers() -> None:
     """Positions more and a bias less, whatever the depth."""
-    model = table1.Model(is_float32=True)
+    model = table1.Model()
     for _, _, layers, *_ in table1.PAPER:
         difference = model.costs(1, layers).total.count - table1.formula(layers)
         assert difference == table1.LENGTH * table1.WIDTH - table1.VOCABULARY
 
 
 def test_the_papers_depths_fit_with_a_pipeline_and_the_naive_ones_less() -> None:
-    model = table1.Model(is_float32=False)
+    model = table1.Model()
     assert model.fits("Pipeline-1", 1, 13)
     assert model.fits("Pipeline-8", 8, 103)
     assert not model.fits("Naive-1", 1, 13)

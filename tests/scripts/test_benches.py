@@ -14,9 +14,8 @@ import bench_chunks
 import bench_emulated
 import bench_head
 import bench_memory
+import bench_micro_batches
 import bench_peers
-import bench_strategies
-import bench_table2
 import bench_tables
 import pytest
 import torch
@@ -45,13 +44,13 @@ PEERS = [
 def run_all(folder: Path) -> int:
     """The largest exit code: 1 is also that of a case that ended at another loss."""
     commands = {
-        "strategies": (bench_strategies.main, ["resnet", "--micro-batches", "4"]),
+        "resnet": (bench_micro_batches.main, ["resnet", "--micro-batches", "4"]),
         "chunks": (bench_chunks.main, []),
         "emulated": (bench_emulated.main, []),
         "head": (bench_head.main, []),
         "memory": (bench_memory.main, []),
         "peers": (bench_peers.main, PEERS),
-        "table2": (bench_table2.main, []),
+        "table2": (bench_micro_batches.main, ["llama"]),
         "tables": (bench_tables.main, ["--steps", "2"]),
     }
     return max(main(["--quick", "--json", f"{folder}/{name}.json", *words]) for name, (main, words) in commands.items())
@@ -112,6 +111,8 @@ def test_table2_has_a_cell_for_each_number_of_processes_and_micro_batches(figure
     cells = {(one["K"], one["M"]) for one in figures["table2"]["emulated"]}
     assert cells == {(k, m) for k in (2, 4, 8) for m in (1, 4)}
     assert {one["case"] for one in figures["table2"]["measured"]} == {"single", "twin", "ours gpipe", "ours 1f1b"}
+    found = [(one["case"], one["M"]) for one in figures["resnet"]["measured"]]
+    assert found == [("single", 1), ("ours gpipe", 1), ("twin", 4), ("ours gpipe", 4)]
 
 
 def test_a_made_table_is_never_longer_than_a_named_one(figures: dict[str, Any]) -> None:
