@@ -1,21 +1,21 @@
 """Compares the plans of this checkout with those of another: python scripts/compare_plans.py OTHER_CHECKOUT
 
 For every recipe, for 1, 2 and 8 devices and for two limits of memory, as written and with everything left to the
-planner, it runs `python -m hf_gpipe plan ... --json` in both and compares what is printed, errors included. A change
-of the planner's code that is not meant to change plans prints "0 differ". Exit code: 0 none differs, 1 some do.
+planner, it runs `python -m hf_gpipe plan ... --json` in both and prints how their outputs differ, errors included. A
+change of the planner's code that is not meant to change plans prints "0 differ". Exit code: 0 none differs, 1 some do.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import io
 import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,8 @@ def main() -> int:
     own, others = (plans_of(Path(checkout), options.recipes) for checkout in (_HERE, options.other))
     differing = [name for name in own if own[name] != others.get(name)]
     for name in differing:
-        print(f"{name}\n  here  {_short(own[name])}\n  there {_short(others.get(name))}")
-        for place, here, there in differences(own[name], others.get(name)):
-            print(f"    {place}: {here} here, {there} there")
+        here, there = (json.dumps(plans.get(name), indent=1).splitlines() for plans in (own, others))
+        print(name, *difflib.unified_diff(there, here, "there", "here", lineterm=""), sep="\n")
     print(f"{len(own)} plans compared, {len(differing)} differ")
     return 1 if differing else 0
 
@@ -75,26 +74,6 @@ def plans(recipes: str) -> dict[str, Any]:
             outcomes[f"{name}, {what}, {devices} x {memory}"] = {"code": code, "plan": plan_or_error}
         print(name, file=sys.stderr, flush=True)
     return outcomes
-
-
-def differences(here: Any, there: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The values that differ, and where they stand."""
-    if isinstance(here, dict) and isinstance(there, dict):
-        for key in here.keys() | there.keys():
-            yield from differences(here.get(key), there.get(key), f"{place}.{key}")
-    elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
-        for index, (entry, other) in enumerate(zip(here, there, strict=True)):
-            yield from differences(entry, other, f"{place}[{index}]")
-    elif here != there:
-        yield place, here, there
-
-
-def _short(entry: Any) -> str:
-    """One line about a plan."""
-    if entry is None or isinstance(entry["plan"], str):
-        return str(entry)
-    plan = entry["plan"]
-    return f"{plan['settings']}, step {plan['step_seconds']} s, peak {plan['peak_bytes']} bytes, fits {plan['fits']}"
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ that knows it, else None.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,24 +59,19 @@ class Options:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a contender is found, how many processes it takes, and which library it needs.
+    """Where a contender is found, as module:class, how many processes it takes, and which library it needs.
 
     Attributes:
         num_processes: of one pipeline of two stages; None: one for each stage, or for two if the pipeline is V-shaped.
-        trains: False: it is not a trainer but an upper bound, and has no loss to compare.
     """
 
-    module: str
-    factory: str
+    name: str
     num_processes: int | None
-    needs: str | None = None
-    trains: bool = True
+    needs: str = "torch"
 
     def load(self) -> Callable[[Work, Options, int], Any]:
-        """The function that makes it from the work, how it is done, and the rank of this process."""
-        made: Callable[[Work, Options, int], Any] = getattr(
-            importlib.import_module(f"bench.contenders.{self.module}"), self.factory
-        )
+        """The class that makes it from the work, how it is done, and the rank of this process."""
+        made: Callable[[Work, Options, int], Any] = pkgutil.resolve_name(f"bench.contenders.{self.name}")
         return made
 
     def processes(self, options: Options) -> int:
@@ -84,15 +79,15 @@ class Entry:
 
     @property
     def is_installed(self) -> bool:
-        return self.needs is None or importlib.util.find_spec(self.needs) is not None
+        return importlib.util.find_spec(self.needs) is not None
 
 
 CONTENDERS = {
-    "single": Entry("plain", "Single", 1),
-    "twin": Entry("plain", "Twin", 2, trains=False),
-    "ddp": Entry("plain", "DataParallel", 2),
-    "torch": Entry("torch_pipelining", "TorchPipelining", None),
-    "deepspeed": Entry("deepspeed_pipeline", "DeepSpeedPipeline", None, needs="deepspeed"),
-    "torchgpipe": Entry("torchgpipe_one_process", "TorchGPipe", 1, needs="torchgpipe"),
-    "ours": Entry("ours", "Ours", None),
+    "single": Entry("plain:Single", 1),
+    "twin": Entry("plain:Twin", 2),
+    "ddp": Entry("plain:DataParallel", 2),
+    "torch": Entry("torch_pipelining:TorchPipelining", None),
+    "deepspeed": Entry("deepspeed_pipeline:DeepSpeedPipeline", None, "deepspeed"),
+    "torchgpipe": Entry("torchgpipe_one_process:TorchGPipe", 1, "torchgpipe"),
+    "ours": Entry("ours:Ours", None),
 }
