@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import re
@@ -28,6 +27,7 @@ import psutil
 import torch.distributed as dist
 from bench.runner import parser
 from tiny_run import prepare, weights
+from translation_scaling.curves import read_curve
 
 STEPS, LIMIT_SECONDS = 60, 180
 TOLERANCE = 1e-9
@@ -61,19 +61,10 @@ class Agent:
         self.process.wait()
 
 
-def steps_done(output: Path) -> int:
-    """The last step that the run has logged."""
-    try:
-        lines = (output / "metrics.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return 0
-    return max((json.loads(line).get("step", 0) for line in lines if line.endswith("}")), default=0)
-
-
 def wait_for_step(output: Path, step: int, agents: list[Agent]) -> None:
     """Wait until the run has made more than `step` steps."""
     deadline = time.monotonic() + LIMIT_SECONDS
-    while steps_done(output) <= step:
+    while read_curve(output).step <= step:
         if time.monotonic() > deadline or all(agent.process.poll() is not None for agent in agents):
             raise RuntimeError(f"the run does not come to step {step + 1}: see {[agent.log.name for agent in agents]}")
         time.sleep(0.02)
@@ -93,7 +84,7 @@ def try_kill(folder: Path, recipe: list[str], options: argparse.Namespace, chanc
         step, lost = chance.randrange(3, STEPS // 2), chance.randrange(options.hosts)
         wait_for_step(folder / "out", step, agents)
         agents.pop(lost).kill()
-        killed, reached = time.monotonic(), steps_done(folder / "out")
+        killed, reached = time.monotonic(), read_curve(folder / "out").step
         if options.join:
             agents.append(Agent(words, folder / "joined.log"))
         wait_for_step(folder / "out", reached, agents)

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import psutil
+
 #: Inside of the new namespaces, before the command.
 _ENTER = 'hostname "$1"; mount --bind "$2" /etc/hosts; mount -t tmpfs tmpfs /dev/shm; shift 2; exec "$@"'
 #: The same where the namespaces of mounts and processes are new.
@@ -180,12 +182,11 @@ class Hosts:
 
     def processes(self, number: int) -> list[int]:
         """The processes of a machine, by this machine's numbers."""
-        roots = {process.pid for process in self._running[number]}
-        parents = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-        return sorted(process for process in parents if roots & _ancestors(process, parents))
+        found: set[int] = set()
+        for process in self._running[number]:
+            with suppress(psutil.NoSuchProcess):
+                found |= {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+        return sorted(found)
 
     # ------------------------------------------------------------------ the network
 
@@ -248,14 +249,6 @@ def _check(result: int) -> None:
 def is_running(process: int) -> bool:
     """Whether a process is there and has not ended."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-
-
-def _ancestors(process: int, parents: Mapping[int, int]) -> set[int]:
-    ancestors = set()
-    while process in parents:
-        process = parents[process]
-        ancestors.add(process)
-    return ancestors

@@ -23,6 +23,7 @@ Where the model here differs from the paper's:
 from __future__ import annotations
 
 import argparse
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -96,15 +97,9 @@ class Model:
             return False
 
     def most_layers(self, name: str, num_stages: int) -> int:
-        """The largest L that fits, 0 where none does."""
-        low, high = 0, 4
-        while self.fits(name, num_stages, max(high, num_stages)):
-            low, high = max(high, num_stages), 2 * max(high, num_stages)
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = middle + 3 >= num_stages and self.fits(name, num_stages, middle)
-            low, high = (middle, high) if fits else (low, middle)
-        return low
+        """The largest L that fits, 0 where none does. Where the layers are fewer than the stages, more may fit."""
+        every = range(1, 4 * PAPER[-1][2])
+        return bisect_left(every, True, key=lambda n: n + 3 >= num_stages and not self.fits(name, num_stages, n))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import time
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from pathlib import Path
 
+import psutil
 import torch.distributed as dist
-
-#: The state of a socket that listens, in /proc/net/tcp.
-_LISTENS = "0A"
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
-    """The addresses, as hexadecimal digits, and ports at which a process listens."""
-    addresses, sockets = [], set()
+    """The addresses and ports at which a process listens."""
     try:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                sockets.add(os.readlink(link))
-        for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in sockets:
-                    address, _, port = fields[1].partition(":")
-                    addresses.append((address, int(port, 16)))
-    except OSError:
-        return addresses  # it has just ended
-    return addresses
+        found = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return []  # it has just ended
+    return [(own.laddr.ip, own.laddr.port) for own in found if own.status == psutil.CONN_LISTEN]
 
 
 def send_garbage(pids: list[int], dice: random.Random) -> None:

@@ -27,7 +27,7 @@ from tests.job import peers
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT = timedelta(seconds=20)
-LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 def start(what: str, folder: Path, port: int, rank: int, **variables: str) -> Program:
