@@ -37,6 +37,7 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.schedule import Costs, build
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -158,7 +159,7 @@ def emulated(layers: Sequence[LayerCost], num_stages: int, micro_batches: int, p
     of_stages = stage_seconds(layers, num_stages, partition)
     forward = [FORWARD_SECONDS * seconds / sum(of_stages) for seconds in of_stages]
     backward = [2 * seconds for seconds in forward]
-    return Emulated("gpipe", num_stages, micro_batches, forward, backward, BOUNDARY_BYTES, recompute="stage")
+    return Emulated(build("gpipe", num_stages, micro_batches), Costs(forward, backward), BOUNDARY_BYTES)
 
 
 def table2(rows: int, steps: int) -> None:
@@ -170,7 +171,7 @@ def table2(rows: int, steps: int) -> None:
         rates = {(k, m): m / median(step.seconds for step in own) for (k, m), own in cell_steps.items()}
         print(f"\n| partition: {partition} |" + "".join(f" K = {k} | table | paper |" for k in PROCESSES))
         print("|" + "---|" * (1 + 3 * len(PROCESSES)))
-        simulated = {(k, m): m / cell.predicted_seconds() for (k, m), cell in cells.items()}
+        simulated = {(k, m): m / cell.predicted_seconds for (k, m), cell in cells.items()}
         for m, paper in TABLE2.items():
             texts = [
                 f"{rates[k, m] / rates[2, 1]:.2f} | {simulated[k, m] / simulated[2, 1]:.2f} | {printed:g}"

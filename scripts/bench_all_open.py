@@ -37,7 +37,7 @@ from hf_gpipe.planner.search.meshes import with_mesh
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.schedule import Placement
+from hf_gpipe.schedule import Costs, Placement
 from hf_gpipe.schedule.kinds import LOGITS, LOGITS_GRADIENT
 
 NUM_DEVICES = 4
@@ -141,37 +141,29 @@ def search(planner: Planner, machine: Machine, free: PipelineConfig) -> list[Pla
 
 
 def emulated(plan: Plan, name: str, scale: float) -> Emulated:
-    """The table of a plan with its own seconds, without updates."""
+    """The table of a plan with its own seconds, without updates and copies."""
     schedule = plan.timeline.schedule
-    costs, placement = costs_of_table(plan.layout), schedule.placement
-    num_stages, counts = schedule.num_stages, placement.replicas
-    each = num_stages * counts[0] // NUM_DEVICES if len(set(counts)) == 1 else 1
+    costs: Any = costs_of_table(plan.layout)
 
     def scaled(seconds: Any) -> list[float]:
-        return [scale * each * float(value) for value in seconds]
+        return [scale * float(value) for value in seconds]
 
-    edges: Any = costs.transfer_seconds
     of_boundary = [
-        max((scale * value for edge, value in edges.items() if edge[0] == boundary), default=0.0)
-        for boundary in range(num_stages - 1)
+        max((scale * value for edge, value in costs.transfer_seconds.items() if edge[0] == boundary), default=0.0)
+        for boundary in range(schedule.num_stages - 1)
     ]
-    reduced: Any = costs.reduce_seconds
-    others: Any = costs.others
-    head = [scale * float(others[kind][0]) if schedule.divides_head else 0.0 for kind in (LOGITS, LOGITS_GRADIENT)]
+    named = {name: scaled(getattr(costs, f"{name}_seconds")) for name in ("forward", "backward", "weight", "reduce")}
+    inputs = [whole - weight for whole, weight in zip(named["backward"], named["weight"], strict=True)]
+    heads = {kind: scaled(costs.others[kind]) for kind in (LOGITS, LOGITS_GRADIENT) if schedule.divides_head}
     return Emulated(
-        schedule=name,
-        processes=num_stages // each,
-        micro_batches=schedule.num_micro_batches,
-        forward_seconds=scaled(costs.forward_seconds),
-        backward_seconds=scaled(costs.backward_seconds),
-        weight_seconds=scaled(costs.weight_seconds),
-        boundary_bytes=4096,
-        stages_each=each,
-        replicas=counts[0] if len(set(counts)) == 1 else counts,
-        reduce_seconds=[scale * float(value) for value in reduced],
-        transfer_seconds=of_boundary,
-        table_text=str(schedule),
-        head_seconds=(head[0], head[1]),
+        schedule,
+        Costs(
+            **{f"{name}_seconds": values for name, values in named.items()},
+            input_seconds=inputs,
+            transfer_seconds=of_boundary,
+            others=heads,
+        ),
+        name=name,
     )
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -31,8 +31,10 @@ from bench.memory_limits import OPTIMA, UNIT, Case, best_named, listed
 from bench.report import Spread, table, write_json
 from bench.runner import await_quiet, bench_parser, say
 
-from hf_gpipe.schedule import DIVIDED_HEAD, placement_for
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, Costs, Schedule, build, placement_for
+from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT, RECOMPUTE
 from hf_gpipe.schedule.round_robin import dealt_table
+from hf_gpipe.schedule.updates import with_updates_beside
 
 KIBIBYTE = 1024
 
@@ -55,14 +57,14 @@ PACES = {"easy": EASY, "hard": HARD}
 ROW = tuple((1 + 3 * chunk / 15) / 2.5 for chunk in range(16))
 QUICK = Pace(0.001, 0.002, 64 * KIBIBYTE)
 
-#: The settings of each table: see `Emulated`.
+#: What differs in each table from one stage a process without recomputation: see `emulated`.
 TABLES: tuple[dict[str, Any], ...] = (
     *({"schedule": name} for name in ("gpipe", "gpipe_fused", "1f1b", "zb_h1", "zb_h2")),
     *({"schedule": name, "stages_each": 2} for name in ("interleaved_1f1b", "breadth_first", "zb_v", "v_half")),
     {"schedule": "zb_h2", "steps": 20},
     *({"schedule": "pipedream"}, {"schedule": "pipedream_vertical"}, {"schedule": "pipedream_2bw", "step_size": 8}),
     *(
-        {"schedule": name, "recompute": "stage", "recomputes_late": is_late}
+        {"schedule": name, "recompute": "stage", "is_late": is_late}
         for name in ("gpipe", "1f1b")
         for is_late in (False, True)
     ),
@@ -74,10 +76,55 @@ MESH: dict[str, Any] = {"processes": 4, "micro_batches": 32, "replicas": 2}
 MESH_SCHEDULES, MESH_REDUCE_SECONDS = ("1f1b", "gpipe_fused", "gpipe"), 0.020
 
 
+def emulated(
+    schedule: str,
+    processes: int,
+    micro_batches: int,
+    pace: Pace,
+    *,
+    stages_each: int = 1,
+    recompute: str = "none",
+    is_late: bool = False,
+    replicas: int = 1,
+    steps: int = 1,
+    step_size: int = 1,
+    row: Sequence[float] = (1.0,),
+    updates_beside: bool = False,
+    table: Schedule | None = None,
+    **costs: Any,
+) -> Emulated:
+    """One table at a pace, whose seconds are those of a process; `costs` replaces what its stages take.
+
+    With `is_late` a stage waits for the gradient before it recomputes, as torch.utils.checkpoint does. Of an
+    asynchronous schedule `step_size` is the number of micro-batches of each update. `row` has the time of each chunk.
+    """
+    num_stages = processes * stages_each
+    if table is None:
+        updates = [step_size] * (micro_batches // step_size) if schedule in ASYNCHRONOUS_SCHEDULES else None
+        placement = placement_for(schedule, num_stages, processes * replicas, replicas)
+        table = build(schedule, num_stages, micro_batches, placement, recompute, steps=updates, chunks=len(row))
+    table = with_updates_beside(table) if updates_beside else table
+    forward, backward = ([share * seconds / stages_each for share in row] for seconds in pace[:2])
+    taken = {"forward_seconds": [forward] * num_stages, "backward_seconds": [backward] * num_stages} | costs
+    late_seconds = 0.0
+    if is_late:  # the tables recompute all micro-batches of a stage, or none
+        again = [forward[0] * (table.num_recomputations(stage) > 0) for stage in range(num_stages)]
+        taken["backward_seconds"], late_seconds = [backward[0] + own for own in again], micro_batches * sum(again)
+        actions = (tuple(action for action in own if action.kind != RECOMPUTE) for own in table.actions)
+        table = replace(table, actions=tuple(actions))
+    parts = [schedule, *[f"{steps} steps"] * (steps > 1), *[f"U of {step_size}"] * (step_size > 1)]
+    if reduction := costs.get("reduce_seconds"):
+        parts.append(f"G of {1000 * reduction:g} ms")
+    if update := costs.get("update_seconds"):
+        parts.append(f"U of {1000 * update:g} ms{' beside' * updates_beside}")
+    parts += [f"{recompute} recomputed{' after the gradient' * is_late}"] * (recompute != "none")
+    return Emulated(table, Costs(**taken), pace.boundary_bytes, ", ".join(parts), steps, late_seconds)
+
+
 def settings_of(pace: Pace, processes: Sequence[int], micro_batches: Sequence[int]) -> list[Emulated]:
     """Every table for every K and M at one pace."""
     return [
-        Emulated(processes=k, micro_batches=m, **case, **pace._asdict())
+        emulated(processes=k, micro_batches=m, pace=pace, **case)
         for k in processes
         for m in micro_batches
         for case in (*TABLES, *((NAIVE,) if m <= NAIVE_MICRO_BATCHES else ()))
@@ -90,7 +137,7 @@ def mesh_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     """Of each schedule without and with the time of reductions, which leave in buckets inside of the last backward."""
     values = MESH | ({"processes": 2, "micro_batches": 4} if quick else {})
     return [
-        Emulated(schedule=schedule, **values, **pace._asdict(), reduce_seconds=seconds)
+        emulated(schedule, pace=pace, **values, reduce_seconds=seconds)
         for schedule in MESH_SCHEDULES[: 1 if quick else None]
         for seconds in (0.0, MESH_REDUCE_SECONDS / (10 if quick else 1))
     ]
@@ -98,24 +145,19 @@ def mesh_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
 
 def chunk_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     """One row of 16 chunks: the last takes four times as long as the first, as where most of the time is attention."""
-    common = {"micro_batches": len(ROW), "chunk_shares": ROW, **pace._asdict()}
     tables = ({"schedule": "1f1b"}, {"schedule": "1f1b", "recompute": "stage"}, {"schedule": "zb_h1"})
-    return [Emulated(processes=k, **table, **common) for k in ((2,) if quick else (4, 8)) for table in tables]
+    counts = (2,) if quick else (4, 8)
+    return [emulated(processes=k, micro_batches=16, pace=pace, row=ROW, **case) for k in counts for case in tables]
 
 
 def head_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     """A head that takes as long as there are stages: on the last stage, and divided over all."""
-    count = 2 if quick else 4
-    common = {"processes": count, "micro_batches": 4 if quick else 32, **pace._asdict()}
-    on_last = {
-        name: [seconds] * (count - 1) + [(1 + count) * seconds]
-        for name, seconds in pace._asdict().items()
-        if name != "boundary_bytes"
-    }
-    head = (pace.forward_seconds, pace.backward_seconds)
+    count, micro_batches = (2, 4) if quick else (4, 32)
+    forward, backward = ([seconds] * (count - 1) + [(1 + count) * seconds] for seconds in pace[:2])
+    heads = {LOGITS: [pace.forward_seconds] * count, LOGITS_GRADIENT: [pace.backward_seconds] * count}
     return [
-        Emulated(schedule="1f1b", **common | on_last),
-        *(Emulated(schedule=name, **common, head_seconds=head) for name in DIVIDED_HEAD),
+        emulated("1f1b", count, micro_batches, pace, forward_seconds=forward, backward_seconds=backward),
+        *(emulated(name, count, micro_batches, pace, others=heads) for name in DIVIDED_HEAD),
     ]
 
 
@@ -123,23 +165,18 @@ def dealt_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     """Dealt stages with copies of their weights and with updates; with a head of four stages, also interleaved."""
     count, each, micro_batches = (2, 2, 4) if quick else (4, 4, 32)
     stages = count * each
-    common = {"processes": count, "stages_each": each, "micro_batches": micro_batches, "recompute": "stage"}
-    common["boundary_bytes"] = pace.boundary_bytes
-    heads = [1.0] * (stages - 1) + [5.0]
-    # Of a process, of whose time each stage has its part.
-    forward, backward = ([share * seconds for share in heads] for seconds in pace[:2])
-    placement = placement_for("round_robin", stages, count)
-    table = dealt_table(placement, micro_batches, forward, forward, backward)
+    common: dict[str, Any] = {"processes": count, "micro_batches": micro_batches, "pace": pace}
+    common |= {"stages_each": each, "recompute": "stage"}
     copies = pace.forward_seconds / each * 4
-    plain = {"forward_seconds": pace.forward_seconds, "backward_seconds": pace.backward_seconds}
-    on_last = {"forward_seconds": forward, "backward_seconds": backward}
+    visiting = {"schedule": "round_robin", "others": {LOAD: copies, DROP: copies}}
+    forward, backward = ([seconds / each] * (stages - 1) + [5 * seconds / each] for seconds in pace[:2])
+    headed = common | {"forward_seconds": forward, "backward_seconds": backward}
+    table = dealt_table(placement_for("round_robin", stages, count), micro_batches, forward, forward, backward)
     return [
-        *(
-            Emulated(schedule="round_robin", **common, **plain, copy_seconds=(copies, copies), **updates)
-            for updates in ({}, {"update_seconds": 8 * copies}, {"update_seconds": 8 * copies, "updates_beside": True})
-        ),
-        Emulated(schedule="round_robin, head", **common, **on_last, table_text=str(table)),
-        Emulated(schedule="interleaved_1f1b", **common, **on_last),
+        emulated(**common, **visiting),
+        *(emulated(**common, **visiting, update_seconds=8 * copies, updates_beside=beside) for beside in (False, True)),
+        emulated("round_robin, head", **headed, table=table),
+        emulated("interleaved_1f1b", **headed),
     ]
 
 
@@ -185,20 +222,7 @@ def speed_ups(setting: Emulated, steps: Sequence[Step]) -> Spread:
 
 def of_table(setting: Emulated, steps: Sequence[Step]) -> Spread:
     """The speed as a share of the table's."""
-    return Spread.of(setting.predicted_seconds() / step.seconds for step in steps)
-
-
-def name_of(setting: Emulated) -> str:
-    """The schedule, and what it recomputes when."""
-    parts = [setting.schedule]
-    parts += [f"{setting.steps} steps"] * (setting.steps > 1) + [f"U of {setting.step_size}"] * (setting.step_size > 1)
-    if isinstance(seconds := setting.reduce_seconds, float) and seconds:
-        parts.append(f"G of {1000 * seconds:g} ms")
-    if setting.update_seconds:
-        parts.append(f"U of {1000 * setting.update_seconds:g} ms{' beside' * setting.updates_beside}")
-    if setting.recompute != "none":
-        parts.append(f"{setting.recompute} recomputed{' after the gradient' * setting.recomputes_late}")
-    return ", ".join(parts)
+    return Spread.of(setting.predicted_seconds / step.seconds for step in steps)
 
 
 def summary(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> str:
@@ -207,10 +231,10 @@ def summary(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> st
         speed_up = speed_ups(setting, own)
         # Milliseconds beyond the table, and their parts.
         late, sending = median(step.late_seconds for step in own), median(step.sending_seconds for step in own)
-        lost = median(step.seconds for step in own) - setting.predicted_seconds()
+        lost = median(step.seconds for step in own) - setting.predicted_seconds
         rows.append(
             [
-                *(name_of(setting), setting.replicas, setting.processes, setting.micro_batches),
+                *(setting.name, setting.replicas, setting.processes, setting.table.num_micro_batches),
                 *(Spread.of(step.seconds for step in own).text(3), speed_up.text(), f"{setting.bound:.2f}"),
                 *(f"{speed_up.median / setting.bound:.3f}", of_table(setting, own).text(3)),
                 f"{median(step.cpu_seconds / step.seconds for step in own):.2f}",
@@ -226,8 +250,9 @@ def longer(settings: Sequence[Emulated], steps: Sequence[Sequence[Step]]) -> str
     rows = []
     for i in range(0, len(settings), 2):
         pairs, reduced = zip(steps[i], steps[i + 1], strict=True), settings[i + 1]
-        parts = Spread.of((with_.seconds - without.seconds) / reduced.reduce_seconds for without, with_ in pairs)
-        rows.append([reduced.schedule, parts.text()])
+        seconds = reduced.reduce_seconds[0]
+        parts = Spread.of((with_.seconds - without.seconds) / seconds for without, with_ in pairs)
+        rows.append([reduced.name, parts.text()])
     return table(["schedule", "longer by, in G"], rows)
 
 
@@ -247,7 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         pace = QUICK if quick else PACES.get(name, EASY)
         others = OTHERS.get(name)
         settings = others(pace, quick=quick) if others else settings_of(pace, processes, micro_batches)
-        settings = [setting for setting in settings if not options.schedules or setting.schedule in options.schedules]
+        wanted = options.schedules
+        settings = [setting for setting in settings if not wanted or setting.name.split(",")[0] in wanted]
         await_quiet(options)
         runs = emulate(settings, steps, say)
         header = f"{1000 * UNIT:g} ms a unit" if name == "memory" else pace.text()
@@ -257,8 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for setting, own in zip(settings, runs, strict=True):
             figures = {field: [getattr(step, field) for step in own] for field in Step._fields[:4]}
             figures |= {"speed_up": speed_ups(setting, own), "bound": setting.bound}
-            predicted = setting.predicted_seconds()
-            results.append({"setting": asdict(setting), **figures, "predicted_seconds": predicted})
+            predicted = setting.predicted_seconds
+            told = {"name": setting.name, "K": setting.processes, "M": setting.table.num_micro_batches}
+            told |= {"replicas": setting.replicas, "reduce_seconds": setting.reduce_seconds[0]}
+            results.append({"setting": told, **figures, "predicted_seconds": predicted})
         write_json(options.json, results=results)
     return 0
 

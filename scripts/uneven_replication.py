@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from itertools import chain, combinations, pairwise
 from math import ceil
 from statistics import median
-from typing import Any
 
 import torch
 from bench.emulation import Emulated, emulate
@@ -50,15 +49,7 @@ class Step:
     replicas: tuple[int, ...]
     counts: tuple[int, ...]
     schedule: str
-    num_micro_batches: int
-    costs: Costs = field(compare=False)
-
-    def emulated(self) -> Emulated:
-        """The same step on stages that wait."""
-        costs: Any = self.costs
-        links = {"reduce_seconds": costs.reduce_seconds, "transfer_seconds": costs.transfer_seconds}
-        shape = (self.schedule, len(self.replicas), self.num_micro_batches)
-        return Emulated(*shape, costs.forward_seconds, costs.backward_seconds, 0, replicas=self.replicas, **links)
+    emulated: Emulated = field(compare=False)
 
     def __str__(self) -> str:
         counts = "+".join(str(count) for count in self.counts)
@@ -106,7 +97,7 @@ def step(sums: LayerSums, replicas: Sequence[int], num_micro_batches: int, link:
     for name in SCHEDULES:
         table = build(name, len(replicas), num_micro_batches, recompute="none", replicas=list(replicas))
         total = float(simulate(table, costs).total_seconds)
-        steps.append(Step(total, tuple(replicas), counts, name, num_micro_batches, costs))
+        steps.append(Step(total, tuple(replicas), counts, name, Emulated(table, costs)))
     return min(steps)
 
 
@@ -130,7 +121,7 @@ def main() -> None:
         for candidate in uniform:
             print(f"  uniform  {candidate}, {candidate.seconds / uneven.seconds:.2f} times as long", flush=True)
         if num_steps:
-            settings = [candidate.emulated() for candidate in (uneven, uniform[0])]
+            settings = [candidate.emulated for candidate in (uneven, uniform[0])]
             runs = [[run.seconds for run in own] for own in emulate(settings, num_steps)]
             for name, own in zip(("uneven ", "uniform"), runs, strict=True):
                 print(f"  run, {name} {median(own):.3f} s (" + " ".join(f"{duration:.3f}" for duration in own) + ")")

@@ -60,9 +60,8 @@ def test_costs_of_more_cells_are_those_of_the_third(monkeypatch: pytest.MonkeyPa
     # The cells of Table 2: the network's time is the same, and the partition by time has the shortest steps.
     def step(partition: str) -> float:
         cell = amoebanet_tables.emulated(found.layers, 4, 8, partition)
-        forward_seconds = [cell.stage_seconds(stage)[0] for stage in range(4)]
-        assert sum(forward_seconds) == pytest.approx(amoebanet_tables.FORWARD_SECONDS)
-        return cell.predicted_seconds()
+        assert sum(cell.costs.forward_seconds) == pytest.approx(amoebanet_tables.FORWARD_SECONDS)
+        return cell.predicted_seconds
 
     assert step("time") < min(step("layers"), step("parameters"))
     for cached in (amoebanet_tables.tracer, amoebanet_tables.costs):

@@ -67,29 +67,20 @@ class Case:
         inputs[-1] += 14.0 * is_big
         return [each] * count, inputs, [0.9 * each] * count
 
+    def costs(self, table: Schedule, unit: float = 1.0) -> Costs:
+        """Of the stages of a table, for so many seconds a unit of time."""
+        forward, inputs, weights = (
+            [unit * seconds for seconds in every] for every in self.seconds(table.num_stages // self.processes)
+        )
+        backward = [i + w for i, w in zip(inputs, weights, strict=True)]
+        return Costs(forward, backward, input_seconds=inputs, weight_seconds=weights)
+
     def emulated(self, name: str, table: Schedule) -> Emulated:
         """The same with a table, in processes that wait."""
-        stages_each = table.num_stages // self.processes
-        # What is given is of a whole process.
-        forward, inputs, weights = (
-            [stages_each * UNIT * seconds for seconds in every] for every in self.seconds(stages_each)
-        )
-        return Emulated(
-            name,
-            self.processes,
-            self.micro_batches,
-            forward,
-            [i + w for i, w in zip(inputs, weights, strict=True)],
-            BOUNDARY_BYTES,
-            stages_each=stages_each,
-            weight_seconds=weights,
-            table_text=table.text(),
-        )
+        return Emulated(table, self.costs(table, UNIT), BOUNDARY_BYTES, name)
 
     def timeline(self, table: Schedule) -> Timeline:
-        forward, inputs, weights = self.seconds(table.num_stages // self.processes)
-        backward = [i + w for i, w in zip(inputs, weights, strict=True)]
-        return simulate(table, Costs(forward, backward, input_seconds=inputs, weight_seconds=weights))
+        return simulate(table, self.costs(table))
 
     def fits(self, timeline: Timeline) -> bool:
         """Whether every process stays within the limit."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -14,6 +14,7 @@ from bench.slow_links import wait_until
 from hf_gpipe.adapters.modules.batch_norm import BatchNorms
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
+from hf_gpipe.schedule import kinds
 from hf_gpipe.schedule.actions import Action
 
 if TYPE_CHECKING:
@@ -31,27 +32,26 @@ class WaitingStage:
     """
 
     def __init__(self, setting: Emulated, number: int, boundary: torch.Tensor) -> None:
-        self.is_first, self.is_last = number == 0, number == setting.num_stages - 1
-        count = _NUM_LAYERS if setting.has_replicas else 0
+        self._number, self._seconds = number, setting.seconds
+        self.is_first, self.is_last = number == 0, number == setting.table.num_stages - 1
+        count = _NUM_LAYERS if setting.table.placement.has_replicas else 0
         self.parameters = {f"{number}.{i}": torch.nn.Parameter(torch.zeros(1)) for i in range(count)}
         self.device = boundary.device
         self.trainable_outputs: Mapping[str, bool] = {} if self.is_last else {"hidden": True}
         self.trainable_inputs: Mapping[str, bool] = {} if self.is_first else {"hidden": True}
-        self._forward_seconds, self._backward_seconds = setting.stage_seconds(number)
-        self._weight_seconds, self._shares = setting.weight_seconds_of(number), setting.chunk_shares
         self._message = {"hidden": boundary}
         self._shapes: Shapes = {"hidden": tuple(boundary.shape)}
-        self.head = WaitingHead(setting, number, boundary) if setting.table().divides_head else None
+        self.head = WaitingHead(setting, number, boundary) if setting.table.divides_head else None
         # It normalises no batches, and its model has no other layers.
         self.batch_norms = BatchNorms(torch.nn.Identity())
         self.adapter = SimpleNamespace(reference=torch.nn.Identity())
 
-    def forward(self, context: Context, *, keep_graph: bool, is_offloaded: bool = False) -> dict[str, torch.Tensor]:
-        wait(self._share(context.micro_batch.index) * self._forward_seconds)
-        return {} if self.is_last and self.head is None else self._message
+    def _of(self, kind: kinds.ActionKind, micro_batch: int) -> float:
+        return self._seconds[Action(kind, self._number, micro_batch)]
 
-    def _share(self, micro_batch: int) -> float:
-        return self._shares[micro_batch % len(self._shares)]
+    def forward(self, context: Context, *, keep_graph: bool, is_offloaded: bool = False) -> dict[str, torch.Tensor]:
+        wait(self._of(kinds.FORWARD, context.micro_batch.index))
+        return {} if self.is_last and self.head is None else self._message
 
     def take(self, context: Context) -> None:
         """There is nothing to keep."""
@@ -60,10 +60,10 @@ class WaitingStage:
         """There is nothing to drop."""
 
     def recompute(self, micro_batch: int) -> None:
-        wait(self._share(micro_batch) * self._forward_seconds)
+        wait(self._of(kinds.RECOMPUTE, micro_batch))
 
     def backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        start, seconds = time.perf_counter(), self._share(micro_batch) * self._backward_seconds
+        start, seconds = time.perf_counter(), self._of(kinds.BACKWARD, micro_batch)
         hidden = torch.zeros(1)
         for i, parameter in enumerate(self.parameters.values()):
             # The last layer's backward comes first.
@@ -75,11 +75,11 @@ class WaitingStage:
         return {} if self.is_first else self._message
 
     def input_backward(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        wait(self._share(micro_batch) * (self._backward_seconds - self._weight_seconds))
+        wait(self._of(kinds.INPUT, micro_batch))
         return {} if self.is_first else self._message
 
     def weight_backward(self, micro_batch: int, completed: Callable[[torch.nn.Parameter], None] | None = None) -> None:
-        start, seconds = time.perf_counter(), self._share(micro_batch) * self._weight_seconds
+        start, seconds = time.perf_counter(), self._of(kinds.WEIGHT, micro_batch)
         if completed is not None:
             for i, parameter in enumerate(reversed(self.parameters.values())):
                 # The last layer's gradient comes first.
@@ -118,7 +118,9 @@ class WaitingVisits:
     """
 
     def __init__(self, setting: Emulated, num_buffers: int) -> None:
-        self._in_seconds, self._out_seconds = setting.copy_seconds
+        self._in_seconds, self._out_seconds = (
+            cast(Any, setting.costs.of(kind)[1]) for kind in (kinds.LOAD, kinds.DROP)
+        )
         self._in_free = self._out_free = 0.0
         #: When each buffer is free, in order.
         self._buffers = [0.0] * num_buffers
@@ -159,9 +161,8 @@ class WaitingHead:
     """The same of `HeadPart`: every message about the head is as large as one between stages."""
 
     def __init__(self, setting: Emulated, number: int, boundary: torch.Tensor) -> None:
-        self._seconds, self._is_last = setting.head_seconds, number == setting.num_stages - 1
-        self._message, self._number = boundary, number
-        self._last = setting.num_stages - 1
+        self._seconds, self._message, self._number = setting.seconds, boundary, number
+        self._last = setting.table.num_stages - 1
 
     def begin(self, options: object) -> None:
         """There is nothing to note."""
@@ -170,12 +171,12 @@ class WaitingHead:
         return {"hidden" if source.stage == self._last else f"of {source.stage}": tuple(self._message.shape)}
 
     def score(self, context: Context, *, is_training: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        wait(self._seconds[0])
-        return {"hidden" if self._is_last else f"of {self._number}": self._message}, {}
+        wait(self._seconds[Action(kinds.LOGITS, self._number, context.micro_batch.index)])
+        return {"hidden" if self._number == self._last else f"of {self._number}": self._message}, {}
 
     def add_gradient(self, context: Context) -> dict[str, torch.Tensor]:
-        wait(self._seconds[1])
-        return {} if self._is_last else {f"of {self._number}": self._message}
+        wait(self._seconds[Action(kinds.LOGITS_GRADIENT, self._number, context.micro_batch.index)])
+        return {} if self._number == self._last else {f"of {self._number}": self._message}
 
 
 class _Layer(torch.autograd.Function):

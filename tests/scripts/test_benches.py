@@ -67,9 +67,8 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_training_schedule_is_emulated(figures: dict[str, Any]) -> None:
-    settings = [one["setting"] for one in figures["emulated"]["results"]]
-    seen = {one["schedule"] for one in settings if one["table_text"] is None}
-    assert seen == set(SCHEDULES) - {"forward_only", "vocab_forward_only"} | {"pipedream", "pipedream_vertical"}
+    seen = {one["setting"]["name"].split(",")[0] for one in figures["emulated"]["results"]}
+    assert seen >= set(SCHEDULES) - {"forward_only", "vocab_forward_only"} | {"pipedream", "pipedream_vertical"}
 
 
 def test_no_emulated_step_is_faster_than_its_table(figures: dict[str, Any]) -> None:
