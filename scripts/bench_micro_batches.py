@@ -66,7 +66,7 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "llama": Model(Work(), (1, 4, 32), ("gpipe", "1f1b"), 2, Options("none", split=5)),
+    "llama": Model(Work(), (1, 4, 32), ("gpipe", "1f1b"), 2, Options("none", blocks=(5, 3))),
     "resnet": Model(ResNetWork(steps=3), (1, 8, 32)),
     "transformer": Model(Gpt2Work(steps=3), (1, 8, 32)),
 }
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     model, quick = MODELS[options.model], options.quick
     if options.partition:
-        model = model._replace(options=replace(model.options, split=0, partition=tuple(options.partition)))
+        model = model._replace(options=replace(model.options, blocks=(), partition=tuple(options.partition)))
     counts = [1, *(options.micro_batches or model.counts[1:])]
     counts = counts[:2] if quick else counts
     cells: list[dict[str, Any]] = []

@@ -44,25 +44,25 @@ class Setting:
     pairs: tuple[Pair, ...] = ()
 
 
-# Splits: an unrecomputed head costs about 1.75 blocks. Where every stage recomputes, a block costs a third more and the
+# Blocks: an unrecomputed head costs about 1.75 blocks. Where every stage recomputes, a block costs a third more and the
 # head, which the peers do not recompute, does not; where only the first stage does, it takes fewer blocks.
 
 _PLAIN = (Case("single", "single"), Case("twin", "twin"), Case("DDP", "ddp"))
 _PLAIN_ON = tuple(Case(case.name, case.contender, Options("on")) for case in _PLAIN)
 
 
-def _torch(recompute: str, schedule: str, split: int, **values: Any) -> Case:
-    return Case(f"torch {schedule}", "torch", Options(recompute, schedule, split, **values))
+def _torch(recompute: str, schedule: str, blocks: tuple[int, ...], **values: Any) -> Case:
+    return Case(f"torch {schedule}", "torch", Options(recompute, schedule, blocks, **values))
 
 
-def _peers(recompute: str, split: int) -> tuple[Case, ...]:
-    others = (Case(name, name.lower(), Options(recompute, split=split)) for name in ("DeepSpeed", "torchgpipe"))
-    return (_torch(recompute, "ScheduleGPipe", split), _torch(recompute, "Schedule1F1B", split), *others)
+def _peers(recompute: str, blocks: tuple[int, ...]) -> tuple[Case, ...]:
+    others = (Case(name, name.lower(), Options(recompute, blocks=blocks)) for name in ("DeepSpeed", "torchgpipe"))
+    return (_torch(recompute, "ScheduleGPipe", blocks), _torch(recompute, "Schedule1F1B", blocks), *others)
 
 
-def _ours(recompute: str, schedule: str, split: int, *, length_bucketing: bool = False) -> Case:
+def _ours(recompute: str, schedule: str, blocks: tuple[int, ...], *, length_bucketing: bool = False) -> Case:
     name = f"ours {schedule} {recompute}" + (" bucketed" if length_bucketing else "")
-    return Case(name, "ours", Options(recompute, schedule, split, length_bucketing))
+    return Case(name, "ours", Options(recompute, schedule, blocks, length_bucketing))
 
 
 def _cut(partition: str) -> Case:
@@ -96,7 +96,7 @@ SETTINGS = (
         "off",
         "8 layers, 16 x 128 tokens, M = 8, nothing recomputed",
         _STANDARD,
-        (*_PLAIN, *_peers("none", 5), *(_ours("none", name, 5) for name in ("1f1b", "gpipe_fused", "gpipe"))),
+        (*_PLAIN, *_peers("none", (5, 3)), *(_ours("none", name, (5, 3)) for name in ("1f1b", "gpipe_fused", "gpipe"))),
         (Pair("ours 1f1b none", "torch Schedule1F1B"), Pair("ours 1f1b none", "twin", bubble_of=8)),
     ),
     Setting(
@@ -104,9 +104,9 @@ SETTINGS = (
         "8 layers, 16 x 128 tokens, M = 8, recomputed",
         _STANDARD,
         (
-            *(*_PLAIN_ON, *_peers("on", 5), _ours("stage", "1f1b", 4), _ours("stage", "gpipe_fused", 4)),
+            *(*_PLAIN_ON, *_peers("on", (5, 3)), _ours("stage", "1f1b", (4, 4)), _ours("stage", "gpipe_fused", (4, 4))),
             # The last two: what torch's larger process grows to, under ScheduleGPipe and under Schedule1F1B.
-            *(_ours("stage", "gpipe", 5), _ours("none", "1f1b", 5), _auto(770), _auto(660)),
+            *(_ours("stage", "gpipe", (5, 3)), _ours("none", "1f1b", (5, 3)), _auto(770), _auto(660)),
         ),
         (
             *(Pair(case, "torch ScheduleGPipe") for case in ("ours auto 770 MB", "ours 1f1b none", _STAGE)),
@@ -118,9 +118,14 @@ SETTINGS = (
         "12 layers, 32 x 128 tokens, M = 32, recomputed",
         Work(layers=12, rows=32, micro_batches=32, steps=2),
         (
-            *(*_PLAIN_ON[:2], *_peers("on", 7)[:2], _ours("stage", "1f1b", 6), _ours("stage", "gpipe_fused", 6)),
+            *(
+                *_PLAIN_ON[:2],
+                *_peers("on", (7, 5))[:2],
+                _ours("stage", "1f1b", (6, 6)),
+                _ours("stage", "gpipe_fused", (6, 6)),
+            ),
             # As above: torch's larger process under either schedule.
-            *(_ours("none", "1f1b", 7), _auto(1105), _auto(706)),
+            *(_ours("none", "1f1b", (7, 5)), _auto(1105), _auto(706)),
         ),
         (
             *(Pair(case, "torch ScheduleGPipe") for case in ("ours auto 1105 MB", _STAGE)),
@@ -132,8 +137,8 @@ SETTINGS = (
         "8 layers, 16 rows of 16 to 128 tokens, M = 8, nothing recomputed",
         Work(random_lengths=True),
         (
-            *(_PLAIN[0], _torch("none", "Schedule1F1B", 5), _ours("none", "1f1b", 5)),
-            _ours("none", "1f1b", 5, length_bucketing=True),
+            *(_PLAIN[0], _torch("none", "Schedule1F1B", (5, 3)), _ours("none", "1f1b", (5, 3))),
+            _ours("none", "1f1b", (5, 3), length_bucketing=True),
         ),
         (Pair("ours 1f1b none bucketed", "ours 1f1b none"),),
     ),
@@ -149,10 +154,10 @@ SETTINGS = (
         "8 layers, 16 x 128 tokens, M = 8, nothing recomputed; gradients of inputs and weights apart",
         _STANDARD,
         (
-            *(*_PLAIN[:2], _torch("none", "Schedule1F1B", 5)),
-            Case("torch ZB1P", "torch", Options("none", "ScheduleInterleavedZeroBubble", 5)),
+            *(*_PLAIN[:2], _torch("none", "Schedule1F1B", (5, 3))),
+            Case("torch ZB1P", "torch", Options("none", "ScheduleInterleavedZeroBubble", (5, 3))),
             _v_shaped("torch", "ScheduleZBVZeroBubble"),
-            *(_ours("none", schedule, 5) for schedule in ("1f1b", "zb_h1", "zb_h2")),
+            *(_ours("none", schedule, (5, 3)) for schedule in ("1f1b", "zb_h1", "zb_h2")),
             *(_v_shaped("ours", schedule) for schedule in ("zb_v", "v_half")),
         ),
         (
@@ -166,7 +171,7 @@ SETTINGS = (
         "pipedream",
         "8 layers, a window of 128 updates of 2 x 128 tokens, M = 1, nothing recomputed",
         Work(rows=2, micro_batches=1, updates=128, steps=1),
-        (*_PLAIN[:2], *(_ours("none", schedule, 5) for schedule in ("pipedream", "pipedream_vertical"))),
+        (*_PLAIN[:2], *(_ours("none", schedule, (5, 3)) for schedule in ("pipedream", "pipedream_vertical"))),
         (Pair("ours pipedream none", "twin"),),
     ),
     Setting(
@@ -175,8 +180,8 @@ SETTINGS = (
         _STANDARD,
         (
             *(*_PLAIN, _replicated(1), _replicated(1, zero=True)),
-            Case("torch DDP x Schedule1F1B", "torch", Options("none", "Schedule1F1B", 5, replicas=2)),
-            Case("DeepSpeed 2 x 2 ZeRO-1", "deepspeed", Options(split=5, replicas=2, zero=True)),
+            Case("torch DDP x Schedule1F1B", "torch", Options("none", "Schedule1F1B", (5, 3), replicas=2)),
+            Case("DeepSpeed 2 x 2 ZeRO-1", "deepspeed", Options(blocks=(5, 3), replicas=2, zero=True)),
             *(_replicated(2), _replicated(2, zero=True)),
         ),
         # Four processes on two cores: their loss is compared, not their speed.

@@ -22,11 +22,10 @@ class Options:
     Attributes:
         recompute: "none", or what is recomputed: the peers know only "on", ours its own modes, also one for each stage.
         schedule: where there is a choice.
-        split: blocks on the first of two stages, beside the embedding; 0: `partition` says.
         length_bucketing: rows of similar length go together, and no micro-batch is longer than its longest row.
         peak_bytes: what the planner may let a process grow to, libraries included.
-        partition: how ours is cut where `split` is 0.
-        blocks: in place of `split`, the blocks on each of any number of stages.
+        blocks: on each stage; the embedding is on the first, norm and head on the last. Empty: `partition` says.
+        partition: how ours is cut without `blocks`.
         is_v_shaped: whether each of P processes has the stages k and 2P - 1 - k, else one stage.
         replicas: D, pipelines side by side, each of which takes as large a part of the rows.
         zero: whether replicas share the update and the optimizer's state (ZeRO-1).
@@ -34,11 +33,10 @@ class Options:
 
     recompute: str | tuple[str | int, ...] = "none"
     schedule: str = ""
-    split: int = 0
+    blocks: tuple[int, ...] = ()
     length_bucketing: bool = False
     peak_bytes: int | None = None
     partition: str | tuple[int, ...] = "auto"
-    blocks: tuple[int, ...] = ()
     is_v_shaped: bool = False
     replicas: int = 1
     zero: bool = False

@@ -27,7 +27,7 @@ class DeepSpeedPipeline:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         deepspeed.init_distributed("gloo", verbose=False)
         embedding, blocks, head = layers(work.model())
-        cut = 1 + options.split
+        cut = 1 + options.blocks[0]
 
         class TwoStages(PipelineModule):  # type: ignore[misc]  # the library is untyped
             """With the cut given, which the library can only derive from a method of its own."""

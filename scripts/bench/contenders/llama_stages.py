@@ -49,12 +49,11 @@ def layers(model: Any) -> tuple[nn.Module, list[BlockOnly], nn.Module]:
 
 
 def stages(work: Work, options: Options) -> list[nn.Module]:
-    """The stages: two cut after `options.split` blocks, or those of `options.blocks`."""
+    """The stages, with `options.blocks`."""
     embedding, blocks, head = layers(work.model())
     recompute = options.recompute != "none"
-    sizes = options.blocks or (options.split, len(blocks) - options.split)
     parts: list[list[nn.Module]] = []
-    for size in sizes:
+    for size in options.blocks:
         parts.append([Blocks(blocks[:size], recompute)])
         blocks = blocks[size:]
     parts[0].insert(0, embedding)

@@ -16,7 +16,7 @@ class Ours:
     def __init__(self, work: Work, options: Options, rank: int) -> None:
         recompute = options.recompute if isinstance(options.recompute, str) else list(options.recompute)
         partition = options.partition if isinstance(options.partition, str) else list(options.partition)
-        if sizes := list(options.blocks) or ([options.split, work.layers - options.split] if options.split else []):
+        if sizes := list(options.blocks):
             partition = sizes  # layers are the embedding, the blocks, the norm and the head
             partition[0] += 1
             partition[-1] += 2
@@ -70,6 +70,6 @@ class Ours:
 def _train_a_little(options: Options) -> None:
     """Two steps of a tiny model, which bring in the libraries' own pages."""
     work = Work(layers=2, hidden=64, intermediate=64, vocabulary=128, rows=2, tokens=8, micro_batches=2)
-    tiny = Ours(work, replace(options, recompute="stage", split=1, peak_bytes=None), 0)
+    tiny = Ours(work, replace(options, recompute="stage", blocks=(1, 1), peak_bytes=None), 0)
     for _ in range(2):
         tiny.step()

@@ -15,7 +15,7 @@ class TorchGPipe:
 
     def __init__(self, work: Work, options: Options, rank: int) -> None:
         mode = "never" if options.recompute == "none" else "always"
-        both = nn.Sequential(*stages(work, Options(split=options.split)))
+        both = nn.Sequential(*stages(work, Options(blocks=options.blocks)))
         self.model = GPipe(both, balance=[1, 1], devices=["cpu", "cpu"], chunks=work.micro_batches, checkpoint=mode)
         self.optimizer = optimizer(self.model.parameters())
         ((self.ids, self.targets),) = work.micro_batches_of(count=1)
