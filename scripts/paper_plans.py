@@ -1,10 +1,10 @@
 """The cost of GPipe's translation models on machines of today: the fastest plan of each recipe, from the planner alone.
 
-    python scripts/paper_plans.py [--output FILE.json] [RECIPE ...]        about 15 minutes
+    python scripts/paper_plans.py [RECIPE ...]        about 15 minutes
 
 For every recipe of the paper's sizes and every group of devices it runs `python -m hf_gpipe plan --search`, which
 chooses stages, replicas, M, schedule, recomputation and split. Nothing is trained. "tokens a day" are target tokens, if
-every row is as long as the recipe allows. Plans that FILE.json has are not made again.
+every row is as long as the recipe allows.
 """
 
 from __future__ import annotations
@@ -70,21 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         parser = Parser(__doc__)
         parser.add_argument("recipes", nargs="*", help=f"of {', '.join(MODELS)}; none: all")
-        parser.add_argument("--output", type=Path, help="the plans, as JSON")
         options = parser.parse_args(argv)
         if unknown := sorted(set(options.recipes) - set(MODELS)):
             raise UserError(f"{unknown[0]!r} is no recipe of the paper's sizes; there are {', '.join(MODELS)}")
-        kept: Path | None = options.output
-        plans = json.loads(kept.read_text(encoding="utf-8")) if kept is not None and kept.exists() else {}
         rows = []
         for machines in MACHINES:
             for recipe in options.recipes or MODELS:
-                name = f"{recipe} on {machines}"
-                if name not in plans:
-                    plans[name] = planned(machines, RECIPES / f"{recipe}.yaml")
-                    if kept is not None:
-                        kept.write_text(json.dumps(plans, indent=2), encoding="utf-8")
-                rows.append(row(machines, recipe, plans[name]))
+                rows.append(row(machines, recipe, planned(machines, RECIPES / f"{recipe}.yaml")))
                 print(" | ".join(rows[-1]), file=sys.stderr)
         head = ["devices", "recipe", "stages on devices, x D", "M", "schedule, recomputation", "seconds a step"]
         print(table([*head, "10^9 tokens a day", "bubble", "highest peak memory"], rows))
