@@ -132,12 +132,15 @@ def check_number(name: str, value: Any, least: float = 0, *, most: float = math.
         raise UserError(f"{name}={value!r}: expected a finite number{lowest}{highest}")
 
 
-def check_count(name: str, value: Any, least: int, most: float = math.inf) -> None:
-    """Raise UserError where an argument is no whole number of at least `least` and at most `most`."""
+def check_count(name: str, value: Any, least: int, most: float = math.inf, otherwise: str = "") -> None:
+    """Raise UserError where an argument is no whole number of at least `least` and at most `most`.
+
+    `otherwise` ends its message: what else the argument may be.
+    """
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or not least <= value <= most:
         highest = "" if most == math.inf else f" and at most {most}"
-        raise UserError(f"{name}={value!r}: expected a whole number of at least {least}{highest}")
+        raise UserError(f"{name}={value!r}: expected a whole number of at least {least}{highest}{otherwise}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:

@@ -80,7 +80,7 @@ def test_saved_adapters_are_those_that_peft_saves_and_reads(case: str, tied: boo
 
 
 @pytest.mark.parametrize("case", ["t5", "gpt2", "gpt2, untied", "m2m_100", "gemma2"])
-def test_other_families(case: str) -> None:
+def test_other_families(case: str, tmp_path: Path) -> None:
     """Trained tokens of an encoder-decoder are one tensor in several modules; GPT-2's blocks have Conv1D."""
     base = clone(case)
     linears = ["q", "v"] if case == "t5" else ["c_attn"] if case.startswith("gpt2") else BLOCKS
@@ -96,6 +96,10 @@ def test_other_families(case: str) -> None:
         expected = plain_step(plain, any_batch(base), pipe.adapter)
         found = run_pipeline(pipe, any_batch(base))
         assert_same(found, Result(expected.loss, dict(expected.gradients)), 1e-9)
+        pipe.save_pretrained(tmp_path / "mine")
+        reference.save_pretrained(tmp_path / "plain")
+        saved, wanted = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("mine", "plain"))
+        assert saved.keys() == wanted.keys()
 
 
 def test_a_trained_head_is_made_in_parts() -> None:

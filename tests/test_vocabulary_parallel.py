@@ -131,12 +131,17 @@ def test_losses_are_those_of_whole_logits(monkeypatch: pytest.MonkeyPatch) -> No
         assert_same(found, expected)
 
 
-def test_what_does_not_go_together_is_an_error() -> None:
-    model = plain_model(tiny_config("llama"))
+def test_what_does_not_go_together_is_an_error(tmp_path: Path) -> None:
+    config, smaller = tiny_config("llama"), tiny_config("llama")
+    smaller.vocab_size -= 1
+    smaller.save_pretrained(tmp_path)
+    config.name_or_path = str(tmp_path)  # PEFT then saves the embeddings and the head with the adapters
+    model = plain_model(config)
     for settings_, message in (
         ({"partition": [2, 3, 1]}, "the last stage has the head alone"),
         ({"boundary_dtype": "float32"}, "boundary_dtype is given"),
         ({"loss": LogitsLoss(_sum_of_logits)}, "more than the losses of tokens"),
+        ({"peft_config": peft_of("q_proj")}, "its PEFT adapters are saved with the head"),
     ):
         with pytest.raises(UserError, match=f"'vocab_1f1b' divides the head.*{message}"):
             Pipeline(copy.deepcopy(model), 3, 2, "vocab_1f1b", "none", **settings_)  # type: ignore[arg-type]
@@ -149,9 +154,9 @@ def _sum_of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any =
 # ---------------------------------------------------------------------- several processes
 
 
-def peft_of_stages() -> Any:
-    """LoRA beside the head, and on a table that may be tied to it."""
-    lora = pytest.importorskip("peft").LoraConfig(r=4, target_modules=["q_proj", "up_proj", "embed_tokens"])
+def peft_of(*targets: str) -> Any:
+    """LoRA beside the head."""
+    lora = pytest.importorskip("peft").LoraConfig(r=4, target_modules=list(targets))
     lora.init_lora_weights = False
     return lora
 
@@ -159,7 +164,7 @@ def peft_of_stages() -> Any:
 def trained(family: str, tied: bool, num_stages: int, folder: str | None, options: dict[str, Any]) -> list[float]:
     """Losses of two steps, the norm of the gradient and the loss of an evaluation."""
     if family == "lora":
-        options = options | {"peft_config": peft_of_stages()}
+        options = options | {"peft_config": peft_of("q_proj", "up_proj", "embed_tokens")}
         family = "llama"
     model = plain_model(config_of(family, tied=tied))
     batch = padded_batch(model.config)

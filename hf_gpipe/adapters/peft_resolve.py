@@ -188,8 +188,14 @@ def _saves_embeddings(adapter: Adapter, config: Any, whole: PreTrainedModel) -> 
     if not adapter.stacks:  # images have no vocabulary
         return False
     if config.peft_type.value != "TRAINABLE_TOKENS" and getattr(config, "trainable_token_indices", None) is None:
-        layers = (whole.get_input_embeddings(), whole.get_output_embeddings())
-        if any(hasattr(layer, "base_layer") for layer in layers):
+        # PEFT knows them by these names alone: with GPT-2's "wte" as a target it saves no embeddings.
+        from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
+        targets: Any = getattr(config, "target_modules", None) or ()
+        if isinstance(targets, str):
+            paths = [path for path, _ in whole.named_modules() if re.fullmatch(targets, path)]
+            targets = {path.rpartition(".")[2] for path in paths}
+        if any(name in targets for name in EMBEDDING_LAYER_NAMES):
             return True
     base = adapter.given_config.name_or_path
     if not base:

@@ -29,6 +29,7 @@ def why_not_divided(adapter: Adapter, loss: Loss) -> str:
         "the model is no Hugging Face model that gives tokens": not is_text,
         "quantization_config quantises its layers": adapter.quantisation is not None,
         "functions of its modules were replaced": bool(adapter.patches),
+        "its PEFT adapters are saved with the head": _is_saved_with_adapters(adapter),
         "the model has an auxiliary loss of routers": bool(adapter.routers),
         "the loss reads more than the losses of tokens": loss.reads not in (Reads.TOKENS, Reads.ROWS),
     }
@@ -38,6 +39,15 @@ def why_not_divided(adapter: Adapter, loss: Loss) -> str:
         return f"training makes the logits whole ({reason})"
     is_linear = adapter.layers[-1].all_modules == adapter.projection.names
     return "" if is_linear else "the head is more than one linear layer"
+
+
+def _is_saved_with_adapters(adapter: Adapter) -> bool:
+    """Whether the file of PEFT adapters has the head, as where the vocabulary is another than the base model's."""
+    if adapter.peft is None or not adapter.peft.saves_embeddings:
+        return False
+    adapter.lay_out(whole := adapter.skeleton())
+    heads = tuple(f"base_model.model.{name}." for name in adapter.projection.names)
+    return any(name.startswith(heads) for name in adapter.peft.saved_names(whole))
 
 
 def check_divides_head(adapter: Adapter, loss: Loss, config: DecidedConfig, *, has_teacher: bool = False) -> None:

@@ -33,8 +33,11 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean loss per unit plus auxiliary loss, as `train_step` returns without dropout and clipping."""
-        return float(self.row_losses.sum() / self.row_tokens.sum().clamp(min=1)) + self.auxiliary_loss
+        """Mean loss per unit plus auxiliary loss, as `train_step` returns without dropout and clipping.
+
+        Without any unit it is NaN, where `train_step` returns 0.
+        """
+        return float(self.row_losses.sum() / self.row_tokens.sum()) + self.auxiliary_loss
 
     @classmethod
     def gathered(

@@ -14,7 +14,9 @@ from dataclasses import replace
 from itertools import groupby
 
 import torch
+from torch.nn import functional as F
 
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.losses.loss import ROW_GRADIENTS, UNIT_LOSSES, Loss
 from hf_gpipe.runtime.micro_batch import MicroBatch
 
@@ -59,7 +61,7 @@ def with_comparison(
     for _, group in groupby(micro_batches, key=lambda micro_batch: micro_batch.mini_batch):
         members = list(group)
         leaf = torch.cat([next(parts) for _ in members]).to(device).requires_grad_(torch.is_grad_enabled())
-        labels = torch.cat([member.inputs["labels"] for member in members]).to(device)
+        labels = _joined([member.inputs["labels"] for member in members]).to(device)
         losses = loss.of_mini_batch(members[0].mini_batch, is_training=torch.is_grad_enabled()).compare(leaf, labels)
         gradients = torch.autograd.grad(losses.sum(), leaf)[0] if leaf.requires_grad else torch.zeros_like(leaf)
         counts = [member.num_rows for member in members]
@@ -70,3 +72,11 @@ def with_comparison(
             inputs = {**micro_batch.inputs, ROW_GRADIENTS: gradient, UNIT_LOSSES: value}
             compared.append(replace(micro_batch, inputs=inputs))
     return compared
+
+
+def _joined(labels: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The labels of all rows, (N,), or (N, T) of tokens: columns of padding that a micro-batch has not are filled."""
+    if labels[0].dim() == 1:
+        return torch.cat(list(labels))
+    width = max(own.shape[1] for own in labels)
+    return torch.cat([F.pad(own, (0, width - own.shape[1]), value=IGNORED_LABEL) for own in labels])

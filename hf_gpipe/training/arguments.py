@@ -158,7 +158,7 @@ class PipelineTrainingArguments(TrainingArguments):
             self.use_cpu = True
         try:
             super().__post_init__()
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise UserError(f"training arguments: {error}") from error
         self._settled = {name: copy.copy(getattr(self, name, None)) for name in REFUSED}
         _SETTLED.update(self._settled)
@@ -208,14 +208,20 @@ class PipelineTrainingArguments(TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             check_count(name, getattr(self, name), 1)
         check_count("seed", self.seed, 0, 2**32 - 1)
+        if self.max_steps != -1:
+            check_count("max_steps", self.max_steps, 1, otherwise=", or -1: num_train_epochs decides")
+        if self.data_seed is not None:
+            check_count("data_seed", self.data_seed, 0)
+        check_count("dataloader_num_workers", self.dataloader_num_workers, 0)
         check_number("num_train_epochs", self.num_train_epochs, -math.inf)
         check_number("weight_decay", self.weight_decay)
         check_number("stop_seconds", self.stop_seconds, is_above=True)
         check_number("ddp_timeout", self.ddp_timeout, most=MOST_SECONDS, is_above=True)
         if self.neftune_noise_alpha is not None:
             check_number("neftune_noise_alpha", self.neftune_noise_alpha)
-        if self.max_grad_norm is not None and math.isnan(self.max_grad_norm):
-            raise UserError(f"max_grad_norm={self.max_grad_norm}: expected a number; 0 or None: no clipping")
+        bound = 0 if self.max_grad_norm is None else self.max_grad_norm
+        if not isinstance(bound, int | float) or math.isnan(bound):
+            raise UserError(f"max_grad_norm={self.max_grad_norm!r}: expected a number; 0 or None: no clipping")
         of_generation = ("generation_max_length", "generation_num_beams")
         for name in ("timeline_steps", "slow_machine_steps", "memory_save_steps", *of_generation):
             if getattr(self, name) is not None:

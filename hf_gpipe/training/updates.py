@@ -68,6 +68,7 @@ class Updates:
         self._late_numbers: tuple[int, LossAndNorm] | None = None
         #: Of each step of the last window the loss, the norm and the learning rate.
         self._window: list[tuple[float, float, float]] = []
+        self._has_warned = False
         self._slow_machines = SlowMachines(self._pipe, self._args.slow_machine_steps)
         #: Of all processes, whose tables must be the same.
         self._is_beside = are_beside(trainer)
@@ -186,6 +187,12 @@ class Updates:
     def _note(self, step: int, loss: float, norm: float) -> bool:
         """Note the loss and the norm of a step; returns whether its gradients are applied."""
         is_applied = self._is_applied(step, loss, norm)
+        if loss == norm == 0 and not self._has_warned and self._world.is_reporter:
+            self._has_warned = True
+            logger.warning(
+                f"step {step}: the loss and its gradient are 0, so nothing was learnt; probably its mini-batches have "
+                "no target (all labels are -100): look at the rows, and whether max_length cuts off the targets"
+            )
         self.norm = norm
         self._logs.add_loss(loss, step - 1)
         return is_applied

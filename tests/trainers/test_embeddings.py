@@ -46,7 +46,16 @@ from hf_gpipe.planner.report import report
 from hf_gpipe.recipe import parse_recipe
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo
-from tests.oracle import VOCABULARY, Result, assert_same, gathered_gradients, plain_model, run_pipeline, tiny_config
+from tests.oracle import (
+    VOCABULARY,
+    Result,
+    assert_same,
+    gathered_gradients,
+    padded_batch,
+    plain_model,
+    run_pipeline,
+    tiny_config,
+)
 from tests.training.toy import Recorder, weights
 
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16}
@@ -129,6 +138,16 @@ def test_loss_and_every_gradient(family: str, loss: EmbeddingLoss, examples: int
         pipe.zero_grad()
         assert_same(run_pipeline(pipe, batch), expected)
         assert pipe.eval_step(batch).loss == pytest.approx(expected.loss, rel=1e-10)
+
+
+def test_rows_with_labels_of_tokens() -> None:
+    """Micro-batches are as wide as their longest row, and so are their labels."""
+    model = plain_model(tiny_config("llama"))
+    batch = {name: tensor[:4] for name, tensor in padded_batch(model.config).items()}
+    whole, cut = (
+        run_pipeline(Pipeline(copy.deepcopy(model), 2, count, loss=EmbeddingLoss()), batch) for count in (1, 2)
+    )
+    assert_same(cut, whole)
 
 
 class InOnePass(Loss):

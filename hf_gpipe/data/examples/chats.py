@@ -47,9 +47,7 @@ def conversation_of(where: str, row: Mapping[str, Any], *, needs_assistant: bool
         given["messages"] = answered = _messages(where, "messages", given["messages"])
     else:
         _read_columns(where, given, ("prompt", "completion"))
-        if isinstance(answered := given["completion"], str):
-            if not answered.strip():
-                raise DataError(f"{where}: 'completion' is empty, so nothing is learnt; leave the row out")
+        if isinstance(answered := given["completion"], str):  # of an empty one its end is learnt
             return {name: given[name] for name in ("prompt", "completion")}
     if needs_assistant and not any(message["role"] == "assistant" for message in answered):
         name = "messages" if "messages" in given else "completion"
