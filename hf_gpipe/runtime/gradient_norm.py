@@ -118,9 +118,14 @@ def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    sums = []
-    for piece in gradient.flatten().split(_PIECE):
-        squares = nn.functional.pad(piece.double().square(), (0, -piece.numel() % _ROW))
+    values, num_rows = gradient.flatten(), -(-gradient.numel() // _ROW)
+    # Every piece is converted into the same memory: new memory for each would take six times as long.
+    rows = torch.empty(min(num_rows, _PIECE // _ROW), _ROW, dtype=torch.float64)
+    sums = torch.empty(num_rows, dtype=torch.float64)
+    for piece, sums_of_piece in zip(values.split(_PIECE), sums.split(_PIECE // _ROW), strict=True):
+        flat = rows.view(-1)
+        flat[: len(piece)].copy_(piece).square_()
+        flat[len(piece) : len(sums_of_piece) * _ROW] = 0
         # One thread adds up a row, so the number of threads changes no digit.
-        sums.append(squares.view(-1, _ROW).sum(1))
-    return torch.cat(sums).sum().sqrt()
+        torch.sum(rows[: len(sums_of_piece)], 1, out=sums_of_piece)
+    return sums.sum().sqrt()

@@ -126,7 +126,8 @@ class Case:
         if self.training == "packed":
             batch = self.batch()
             return PlanInputs(Workload.of_batch(batch, packing=True), packing=True)
-        return PlanInputs(Workload(self.rows, self.source, self.target, not self.weights_visit))
+        # A micro-batch of one row has no padding.
+        return PlanInputs(Workload(self.rows, self.source, self.target, self.rows > self.num_micro_batches))
 
     @property
     def workload(self) -> Workload:
