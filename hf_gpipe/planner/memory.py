@@ -84,7 +84,7 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
         )
         for stage, visiting in zip(own, hosted, strict=True)
     }
-    converted = [0.0 if is_asynchronous else sums.converted_bytes(*layers) for layers in ranges]
+    converted = [0.0 if is_asynchronous else _converted_bytes(sums, stages[stage]) for stage in own]
     weights = held.num_bytes + sum(converted)
     if visitors is not None:  # each stage that is there has a buffer
         num_buffers = min(most_loaded(timeline.schedule)[process], len(own))
@@ -150,6 +150,11 @@ def hosted_bytes(layout: Layout, timeline: Timeline) -> list[int]:
     return sizes
 
 
+def _converted_bytes(sums: LayerSums, stage: StageLayers) -> float:
+    """The bytes of what autocast makes of a stage's weights once for a step."""
+    return sums.graphs[stage.inner].converted_bytes(*stage.run)
+
+
 def graph_bytes(sums: LayerSums, stage: StageLayers) -> float:
     """The bytes that a graph of a stage keeps: those that travel where it waits on the host."""
     return sums.graphs[stage.inner].kept_bytes(*stage.run)
@@ -169,7 +174,7 @@ def stage_amounts(
     graph, backward = graphs.kept_bytes(*run), graphs.backward_peak_bytes(*run)
     head = layers[stage.stop - 1]
     logits = head.graph(stage.inner).saved_bytes if head.kind == "head" else 0
-    converted = 0.0 if converts_once else sums.converted_bytes(*run)
+    converted = 0.0 if converts_once else graphs.converted_bytes(*run)
     of_graph = {"activations": graph - logits + converted, "logits": logits}
     return {
         Held.INPUT: {"boundaries": _received_bytes(sums, stage) + beside.kept_bytes},
@@ -296,7 +301,7 @@ def _bytes_of(sums: LayerSums, stage: StageLayers, converts_once: bool) -> _Stag
     if sums.part is not None:  # of the last stage too, which S of other stages sends to
         sizes[Held.HEAD_INPUT] = sums.part.hidden_bytes
     held = sums.held(*run)
-    converted = sums.converted_bytes(*run) if converts_once else 0
+    converted = _converted_bytes(sums, stage) if converts_once else 0
     forward = sizes[Held.FORWARD] - graph_bytes(sums, stage)
     return _StageBytes(
         held.num_bytes + sums.buffer_bytes(*run) + stage.beside.held_bytes + converted,

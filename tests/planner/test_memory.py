@@ -114,6 +114,17 @@ def test_what_autocast_makes_of_weights_is_there_once_where_weights_do_not_chang
     assert window.activations == 2 * (5 + 5) * MIB
 
 
+def test_on_a_gpu_a_recomputed_block_keeps_nothing_that_autocast_makes() -> None:
+    costs = model(*(replace(layer(f"h.{index}"), converted_bytes=5 * MIB) for index in range(4)))
+    recomputed = settings((4,), recompute="block")
+    on_cpu, on_gpu = planner(costs), planner(costs)
+    on_cpu.device = replace(on_cpu.device, is_asynchronous=False)
+    cpu, gpu = (one.plan(recomputed).stages[0].memory for one in (on_cpu, on_gpu))
+    assert (cpu.parameters, gpu.parameters) == (60 * MIB, 40 * MIB)
+    # All of it is there when the first block is recomputed, in a backward that has made no gradients yet.
+    assert gpu.of_tensors < cpu.of_tensors
+
+
 def test_the_head_has_an_item_of_its_own() -> None:
     costs = model(layer("block"), layer("head", kind="head", saved=50 * MIB))
     memory = planner(costs).plan(settings((2,), 1)).stages[0].memory

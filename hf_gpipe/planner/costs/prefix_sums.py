@@ -109,7 +109,6 @@ class LayerSums:
         self.forward_flops = RangeSum(layer.forward.flops for layer in layers)
         self.backward_flops = RangeSum(layer.backward.flops for layer in layers)
         self.buffer_bytes = RangeSum(layer.buffer_bytes for layer in layers)
-        self.converted_bytes = RangeSum(layer.converted_bytes for layer in layers)
         self.deferred_bytes = RangeSum(layer.deferred_bytes for layer in layers)
         self.row_bytes = RangeSum(layer.row_bytes for layer in layers)
         self.forward_only_peak_bytes = RangeMax(layer.forward_only_working_bytes for layer in layers)
@@ -121,7 +120,8 @@ class LayerSums:
             (parameter.size.trainable_bytes, [n for n in users if not adds_up[n]]) for parameter, users in self._shared
         ]
         self.graphs: dict[InnerRecompute, GraphSums] = {
-            mode: GraphSums(layers, mode, tied) for mode in ("none", "block")
+            mode: GraphSums(layers, mode, tied, has_backward_thread=device.is_asynchronous)
+            for mode in ("none", "block")
         }
         self._seconds: dict[tuple[int, int, InnerRecompute], Seconds] = {}
 
@@ -197,10 +197,20 @@ class GraphSums:
         layers: of the model.
         inner: what stored graphs keep.
         tied: of each weight that several layers use, the bytes of its gradient and the numbers of these layers.
+        has_backward_thread: whether backwards run in a thread of their own, as on GPUs. There autocast frees what it
+            has made of weights whenever a block has been recomputed.
+
+    Attributes:
+        converted_bytes: of some layers what autocast makes of their weights once for a step.
     """
 
     def __init__(
-        self, layers: Sequence[LayerCost], inner: InnerRecompute, tied: Sequence[tuple[int, list[int]]]
+        self,
+        layers: Sequence[LayerCost],
+        inner: InnerRecompute,
+        tied: Sequence[tuple[int, list[int]]],
+        *,
+        has_backward_thread: bool,
     ) -> None:
         graphs = [layer.graph(inner) for layer in layers]
         self._tied = tied
@@ -214,7 +224,11 @@ class GraphSums:
             self._outside.append((first, end, RangeMax(graph.stage_saved_bytes for graph in graphs[first:end])))
         kept, trained = self._kept.before, self._trained.before
         forward = [kept[i] + self._input[i] + layer.forward_working_bytes for i, layer in enumerate(layers)]
-        backward = [kept[i + 1] + graph.backward_working_bytes for i, graph in enumerate(graphs)]
+        frees = inner == "block" and has_backward_thread
+        again = [layer.converted_bytes if frees and layer.kind == "block" else 0 for layer in layers]
+        self._converted_again = RangeSum(again)
+        self.converted_bytes = RangeSum(layer.converted_bytes - own for layer, own in zip(layers, again, strict=True))
+        backward = [kept[i + 1] + graph.backward_working_bytes + again[i] for i, graph in enumerate(graphs)]
         self._forward, self._backward = RangeMax(forward), RangeMax(backward)
         self._first_backward = RangeMax(peak - trained[i] for i, peak in enumerate(backward))
 
@@ -224,7 +238,8 @@ class GraphSums:
 
     def forward_peak_bytes(self, start: int, stop: int) -> float:
         """The most while a forward makes the graph."""
-        return self._forward(start, stop) - self._kept.before[start] + self._beyond_layers(start, stop)
+        most = self._forward(start, stop) + self._converted_again(start, stop)
+        return most - self._kept.before[start] + self._beyond_layers(start, stop)
 
     def backward_peak_bytes(self, start: int, stop: int) -> float:
         """The most while a backward takes the graph down, the graph included."""
@@ -238,8 +253,10 @@ class GraphSums:
 
     def _with_waiting(self, peaks: RangeMax, start: int, stop: int) -> float:
         """The most of some layers' peaks, with the gradients that wait meanwhile: that of a parameter which several of
-        these layers use waits from the last one's backward, which comes first, to the first one's."""
-        most, waiting = peaks(start, stop), list[tuple[int, int, int]]()
+        these layers use waits from the last one's backward, which comes first, to the first one's. What forwards have
+        converted of blocks is there until the last block has been recomputed."""
+        most = max(peaks(start, stop), peaks(stop - 1, stop) + self._converted_again(start, stop - 1))
+        waiting = list[tuple[int, int, int]]()
         for num_bytes, users in self._tied:
             own = users[bisect_left(users, start) : bisect_left(users, stop)]
             if len(own) > 1:
