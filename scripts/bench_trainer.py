@@ -1,4 +1,4 @@
-"""What `PipelineTrainer` takes beside the step itself: its own host work, or the saving of checkpoints.
+"""Time of `PipelineTrainer` beside the step itself: its own host work, or the saving of checkpoints.
 
     torchrun --nproc-per-node 2 scripts/bench_trainer.py overhead              a llama of 8 layers, two processes
     python scripts/bench_trainer.py saving                                     300 million parameters with AdamW
