@@ -37,7 +37,7 @@ from hf_gpipe.adapters.peft import PeftAdapter, planting_before_layers
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.checkpoint.digests import Digests, advising
-from hf_gpipe.errors import CheckpointError
+from hf_gpipe.errors import CheckpointError, listed
 
 
 class _SeededByName(TorchDispatchMode):
@@ -222,12 +222,17 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
         weight_mapping=get_model_conversion_mapping(model, hf_quantizer=quantizer),
         hf_quantizer=quantizer,
     )
+    info = None
     try:
         with _quiet(), _SeededByName(model, seed), BySlices():
             info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], config)
             info = PreTrainedModel._finalize_model_loading(model, config, info)
     except (RuntimeError, OSError, SafetensorError) as error:
-        raise CheckpointError(f"the checkpoint {str(path)!r} does not fit the model: {error}") from error
+        # The library's message names its report, which has the tensors of other stages too and is not shown.
+        shapes = () if info is None else sorted(info.mismatched_keys)
+        named = [f"{name} has the shape {tuple(theirs)}, the model's {tuple(own)}" for name, theirs, own in shapes]
+        reason = listed(named, 3) or error
+        raise CheckpointError(f"the checkpoint {str(path)!r} does not fit the model: {reason}") from error
     head = f"{stage.adapter.layers[-1].name}."
     missing = {name for name in info.missing_keys if not (stage.adapter.may_lack_head and name.startswith(head))}
     if missing:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.checkpoint import hub, save
 from hf_gpipe.checkpoint.directory import written_whole
 from hf_gpipe.checkpoint.peft import pending_adapters
-from hf_gpipe.errors import CheckpointError
+from hf_gpipe.errors import CheckpointError, UserError
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 
@@ -223,18 +225,29 @@ def test_files_with_similar_names_stay(tmp_path: Path) -> None:
         assert all((tmp_path / name).exists() for name in own)
 
 
+def configured(directory: Path, **values: Any) -> None:
+    """Change values of a model's configuration."""
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda d: (d / "model.safetensors").unlink(), "has neither model.safetensors nor"),
         (lambda d: (d / "config.json").unlink(), "configuration"),
         (lambda d: (d / "model.safetensors").write_bytes(b"short"), "does not fit|cannot read"),
+        (
+            partial(configured, intermediate_size=5),
+            r"down_proj.weight has the shape \(\d+, \d+\), the model's \(\d+, 5\)",
+        ),
+        (partial(configured, hidden_act="gelo"), "no model of the configuration of llama: KeyError: 'gelo'; correct"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(damage, message: str, tmp_path: Path) -> None:
     plain_model(tiny_config("llama"), dtype=torch.float32).save_pretrained(tmp_path)
     damage(tmp_path)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(UserError, match=message):
         Pipeline(tmp_path, 2)
 
 

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hf_gpipe.adapters.guards import check_attention, check_config, check_sizes
+from hf_gpipe.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,21 @@ class Blueprint:
 def build_skeleton(blueprint: Blueprint) -> PreTrainedModel:
     """Build a model on the meta device: every module and name, no weights.
 
-    Raises UserError where the configuration asks for something that stages cannot compute exactly, or is absurd.
+    Raises UserError where the configuration asks for something that stages cannot compute exactly, is absurd, or is one
+    that transformers makes no model of.
     """
     check_sizes(blueprint.config.to_dict())
     check_config(blueprint.config)
-    with torch.device("meta"), NoRandomValues():
-        return build(blueprint)
+    try:
+        with torch.device("meta"), NoRandomValues():
+            return build(blueprint)
+    except UserError:
+        raise
+    except Exception as error:  # of a value that no check has found, such as an unknown hidden_act, it may be any
+        raise UserError(
+            f"transformers makes no model of the configuration of {blueprint.config.model_type}: "
+            f"{type(error).__name__}: {one_line(str(error))}; correct the values in it"
+        ) from error
 
 
 def auto_class_of(config: PreTrainedConfig) -> Any:
