@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,14 @@ def spare_what_is_there() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Fork the workers, where that is possible."""
+    if fork_server.PLAIN in os.environ:
+        for spec in specs:
+            spec.python = f"{sys.executable} {Path(__file__).with_name('forked_worker.py')}"
 
 
 @pytest.hookimpl(optionalhook=True)

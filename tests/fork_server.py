@@ -1,6 +1,7 @@
 """With `pytest -n`, two processes from which the tests of all workers fork theirs: tests/gloo.py, tests/emulated_cuda.
 
-Else each worker has its own, and each of those takes 6 CPU seconds for its imports.
+Else each worker has its own, and each of those takes 6 CPU seconds for its imports. The workers are forked from the
+first too, by tests/forked_worker.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ SERVE = {
     EMULATED: "from tests.emulated_cuda.processes import serve_all; serve_all(listener, alive)",
 }
 #: Nothing is imported before the first test asks for a process.
-WAIT = "import select, sys; listener, alive = map(int, sys.argv[1:]); select.select([listener, alive], [], [])"
+WAIT = """import select, sys
+listener, alive = map(int, sys.argv[1:])
+if listener not in select.select([listener, alive], [], [])[0]: sys.exit()"""
 
 
 def offer(name: str, environment: Mapping[str, str]) -> Callable[[], None]:
@@ -52,6 +55,7 @@ def offer(name: str, environment: Mapping[str, str]) -> Callable[[], None]:
 
     def end() -> None:
         os.close(own_end)
+        server.kill()  # an interpreter with so many modules takes a second to end
         server.wait()
         folder.cleanup()
 

@@ -49,6 +49,8 @@ MOST_LEVELS = 50
 _TEXT = "value"
 _PLAIN = (bool, int, float, str, type(None))
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+#: Data type, layout and whether it is nested, of tensors that safetensors has taken.
+_SENDABLE_KINDS: set[tuple[torch.dtype, torch.layout, bool]] = set()
 #: The classes that may be made of a message: dataclasses, named tuples and enumerations, by their names.
 _CLASSES: dict[str, type] = {}
 
@@ -155,7 +157,10 @@ def _written_tensor(value: torch.Tensor | np.ndarray, tensors: dict[str, torch.T
         tensor = torch.from_numpy(np.array(value, order="C")) if isinstance(value, np.ndarray) else value.detach()
         # A copy: safetensors raises an error for tensors that share memory.
         tensors[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
-        safetensors.torch.save({name: tensors[name][:0] if tensor.dim() else tensors[name]})
+        kind = tensor.dtype, tensor.layout, tensor.is_nested
+        if kind not in _SENDABLE_KINDS:
+            safetensors.torch.save({name: tensors[name][:0] if tensor.dim() else tensors[name]})
+            _SENDABLE_KINDS.add(kind)
     except (TypeError, KeyError, ValueError, NotImplementedError, SafetensorError, RuntimeError) as error:
         raise UserError(f"a {type(value).__name__} of type {value.dtype} cannot be sent: {error}") from None
     return ["array" if isinstance(value, np.ndarray) else "tensor", name]

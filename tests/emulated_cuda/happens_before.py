@@ -12,10 +12,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import EventHandler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -227,6 +229,11 @@ def checking(*, has_peer_access: bool = True) -> Iterator[tuple[Checker, Message
     checker = Checker(has_peer_access)
     Event.checker = Stream.checker = checker
     messages = Messages(checker)
+    # Nobody reads which lines of code an operation came from, and to find them takes longer than all else.
+    sanitizer: Any = _sanitizer
+    sanitizer.traceback = SimpleNamespace(
+        StackSummary=SimpleNamespace(extract=lambda stack, lookup_lines: []), walk_stack=lambda frame: None
+    )
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = Stream, Event
     cuda.current_stream = lambda device=None: Stream(

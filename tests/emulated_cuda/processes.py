@@ -43,7 +43,7 @@ TIMEOUT, STALL = 240.0, 100.0
 #: What the tests import. A forked process has it at once.
 PRELOADED = (
     *("hf_gpipe.from_recipe.job", "hf_gpipe.training.trainer", "hf_gpipe.planner.decide", "tests.oracle", "pytest"),
-    *("peft", *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "marian", "t5"))),
+    *("hypothesis", "peft", *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "marian", "t5"))),
 )
 
 

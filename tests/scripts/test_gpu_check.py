@@ -13,28 +13,39 @@ from pathlib import Path
 import pytest
 
 from hf_gpipe.schedule import build, placement_for
-from tests.emulated_cuda.processes import check_available
+from tests.emulated_cuda.processes import check_available, run_emulated
 from tests.forked_command import without_collector
 
 ROOT = Path(__file__).parents[2]
 
 
-def checked(*words: str) -> subprocess.CompletedProcess[str]:
+def checked(*words: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     """What `bash scripts/gpu_check.sh` did."""
     command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *words]
-    environment = without_collector({**os.environ, "HF_GPIPE_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"})
+    environment = without_collector({**os.environ, "HF_GPIPE_PYTHON": python, "OMP_NUM_THREADS": "1"})
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
-def test_on_emulated_devices(tmp_path: Path) -> None:
-    """Of each kind of check one: in one process and in two, with one killed, and speed without its figures."""
+def run_pytest(words: list[str]) -> int:
+    return int(pytest.main(words))
+
+
+def test_on_emulated_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of each kind of check one: in one process and in two, with one killed, and speed without its figures.
+
+    The command's words are those of the script; it runs in a process that is forked from one with the devices.
+    """
     check_available()
     words = ["float64, 2 p", "a failed", "killed", "raised", "step, 2 processes", "sanitizer, 1", "profile", "speed"]
     words += ["float64, weights and", "plan: activations"]
     only = [f"--only={word}" for word in words]
-    done = checked("--emulated", "--quick", "--output", str(tmp_path), "--profile", str(tmp_path / "profiles"), *only)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "EMULATED" in done.stdout
+    (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    given = ["--emulated", "--quick", "--output", str(tmp_path), "--profile", str(tmp_path / "profiles"), *only]
+    _, *command = checked(*given, python=str(tmp_path / "python")).stdout.splitlines()
+    assert command[:4] == ["-m", "tests.emulated_cuda", "-m", "pytest"]
+    assert run_emulated(run_pytest, 1, command[4:], timeout=280.0) == [0]
+    assert "EMULATED" in capfd.readouterr().out
     text = (tmp_path / "gpu_check.json").read_text()
     found = json.loads(text)
     assert found["emulated"]
