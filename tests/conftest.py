@@ -12,6 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from tests import fork_server
 from tests.emulated_cuda.__main__ import environment as with_devices
 
 #: Of all files those whose tests take longest. They run first, so that none of them is left at the end for one process.
+#: Some wait more than they compute: each of these is followed by others that compute.
 LONGEST = (
-    *("test_faults.py", "test_benches.py", "test_train.py", "test_freezing.py", "test_recipes.py", "test_gpu_check.py"),
-    *("test_families.py", "test_execution.py", "test_costs.py", "test_training_to_end.py", "test_zero.py"),
-    # They wait more than they compute.
-    *("test_launch.py", "test_start.py"),
+    *("test_faults.py", "test_recipes.py", "test_sequence_chunks.py", "test_launch.py", "test_freezing.py"),
+    *("test_train.py", "test_tensor_parallel.py", "test_visiting_weights.py", "test_benches.py", "test_families.py"),
+    *("test_costs.py", "test_start.py", "test_gpu_check.py", "test_execution.py", "test_image_families.py"),
+    *("test_training_to_end.py", "test_zero.py"),
 )
 
 # Before anything reads it: no test asks a hub, and a model that is not there is told at once.
@@ -83,11 +85,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """Fork the workers, where that is possible."""
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the workers, where that is possible. Until then the tests are compiled, which else each worker does."""
     if fork_server.PLAIN in os.environ:
         for spec in specs:
             spec.python = f"{sys.executable} {Path(__file__).with_name('forked_worker.py')}"
+        if not sys.dont_write_bytecode:
+            compile_tests(config.pluginmanager.rewrite_hook)
+
+
+def compile_tests(loader: Any) -> None:
+    """Let pytest's loader compile the tests of this folder, and write what it has compiled."""
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        vars(module)["__builtins__"] = {}  # the module's code ends at its first import
+        with suppress(ImportError):
+            loader.exec_module(module)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -17,15 +17,12 @@ from pathlib import Path
 
 #: They name the sockets of these processes, in the environment of the workers.
 PLAIN, EMULATED = "PYTEST_FORK_SERVER", "PYTEST_EMULATED_FORK_SERVER"
-#: The first does what multiprocessing.forkserver does.
+#: The first does what multiprocessing.forkserver does. The second imports nothing before a test asks for a process.
 SERVE = {
     PLAIN: "from multiprocessing.forkserver import main; main(listener, alive, ['tests.preloaded'])",
-    EMULATED: "from tests.emulated_cuda.processes import serve_all; serve_all(listener, alive)",
+    EMULATED: """if listener in select.select([listener, alive], [], [])[0]:
+    from tests.emulated_cuda.processes import serve_all; serve_all(listener, alive)""",
 }
-#: Nothing is imported before the first test asks for a process.
-WAIT = """import select, sys
-listener, alive = map(int, sys.argv[1:])
-if listener not in select.select([listener, alive], [], [])[0]: sys.exit()"""
 
 
 def offer(name: str, environment: Mapping[str, str]) -> Callable[[], None]:
@@ -42,7 +39,7 @@ def offer(name: str, environment: Mapping[str, str]) -> Callable[[], None]:
         listener.listen()
         descriptors = (listener.fileno(), alive)
         server = subprocess.Popen(
-            [sys.executable, "-c", f"{WAIT}\n{SERVE[name]}", *map(str, descriptors)],
+            [sys.executable, "-c", f"import select\nlistener, alive = {descriptors}\n{SERVE[name]}"],
             env=environment,
             pass_fds=descriptors,
             cwd=Path(__file__).parents[1],

@@ -112,14 +112,17 @@ CASES = covering_cases()
 @functools.cache
 def config_of(model: str) -> PreTrainedConfig:
     if model == "mixtral":
-        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_local_experts": 4}
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_local_experts": 4}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
         auxiliary = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
         config = MixtralConfig(vocab_size=VOCABULARY, pad_token_id=0, **sizes, **heads, **auxiliary)
         config._experts_implementation = "eager"
         return config
     family, _, kind = model.partition(", ")
-    return tiny_config(family, dropout=0.2 if kind == "dropout" else 0.0)
+    config = tiny_config(family, dropout=0.2 if kind == "dropout" else 0.0)
+    if family == "llama":
+        config.num_hidden_layers = 2
+    return config
 
 
 @functools.cache

@@ -79,7 +79,7 @@ EVALUATED = (*GENERATING, "packing", "hidden states", "rounded")
 def config_of(family: str, heads: int = 4, dropout: float = 0.0) -> Any:
     """51 tokens, which two or four ranks cannot share evenly, and of llama fewer key-value heads than four ranks."""
     if family == "qwen3_moe":
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 51}
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 51}
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         auxiliary = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
         made = Qwen3MoeConfig(**sizes, **experts, **auxiliary, num_attention_heads=heads, head_dim=8, pad_token_id=0)
@@ -92,7 +92,7 @@ def config_of(family: str, heads: int = 4, dropout: float = 0.0) -> Any:
     if family.startswith("uneven"):  # three heads and 33 columns for two ranks
         heads, config.num_key_value_heads, config.intermediate_size = 3, 3, 33
         config.hidden_size = 24
-    config.vocab_size, config.num_attention_heads, config.head_dim = 51, heads, 8
+    config.vocab_size, config.num_hidden_layers, config.num_attention_heads, config.head_dim = 51, 2, heads, 8
     return config
 
 
@@ -135,9 +135,9 @@ def beside(name: str, size: int, **mesh: int) -> tuple[list[tuple[Result, float]
     """Two steps without a `zero_grad`, or one; and an evaluation, log-probabilities and generation."""
     family, dropout, options = BESIDE[name]
     config = config_of(family, dropout=dropout)
-    if "torch_compile" in options:  # each block is compiled, of the teacher too
-        config.num_hidden_layers = 2
-    if name == "teacher":
+    if "offload_weights" in options:
+        config.num_hidden_layers = 3  # which are enough for six stages
+    if name == "teacher":  # whose blocks are compiled too
         options = options | {"teacher": plain_model(config, seed=7)}
     meshes = {"tensor_parallel": size} if size > 1 else {"replicas": 1, "num_processes": 1}
     if size == 1:

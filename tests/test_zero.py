@@ -292,7 +292,7 @@ class Overflow(TrainerCallback):
 def _train_in_half_precision(folder: str) -> None:
     config, saving = tiny_config("llama"), {"save_strategy": "steps", "save_steps": 1}
     replicas = {"num_stages": 1, "replicas": 2, "family": "llama", "max_steps": 2}
-    for optim in ("adamw_torch", "adafactor", "adagrad"):
+    for optim in ("adafactor", "adagrad"):
         found = []
         for zero in (0, 1):
             half = Pipeline(plain_model(config, dtype=torch.bfloat16), 1, 2, replicas=2, zero=zero)

@@ -74,9 +74,10 @@ def outcome(config: PreTrainedConfig, device: str | Sequence[str], **of_pipeline
     return Outcome(numbers, gradients, gathered(pipe, dict(pipe.named_parameters())))
 
 
-def make_products_small() -> None:
-    """Let the planner measure small products of matrices: those that are quick on a GPU take long here."""
+def measure_little() -> None:
+    """Let the planner measure small products and copies: those that are quick on a GPU take long here."""
     measure._PRODUCT_SIZES["cuda"] = (64,)
+    measure._COPIED_BYTES = 1 << 20
 
 
 Ways = Sequence[Mapping[str, Any]]

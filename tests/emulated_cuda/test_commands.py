@@ -10,7 +10,7 @@ import pytest
 from hf_gpipe.commands import plan, train
 from tests.conftest import leave_out
 from tests.emulated_cuda.processes import on_emulated_cuda
-from tests.emulated_cuda.test_measuring import make_products_small
+from tests.emulated_cuda.test_measuring import measure_little
 
 RECIPE = """\
 model:
@@ -25,15 +25,17 @@ evaluation: {max_examples: 2, max_new_tokens: 4, samples: 1}
 
 @on_emulated_cuda()
 def test_plan_and_train(tmp_path: Path) -> None:
-    make_products_small()
+    measure_little()
     losses = []
     recipe = tmp_path / "recipe.yaml"
     for number, device in enumerate(("devices=[cuda:1, cuda:0]", "device=cpu")):
         folder = tmp_path / str(number)
         recipe.write_text(RECIPE.replace("OUTPUT", str(folder)))
+        decided = []
         if "cpu" in device:
             leave_out(pytest.MonkeyPatch())
-        assert train.main([str(recipe), f"pipeline.{device}"]) == 0
+            decided = ["pipeline.schedule=gpipe", "pipeline.partition=count", "pipeline.recompute=none"]
+        assert train.main([str(recipe), f"pipeline.{device}", *decided]) == 0
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in lines if "loss" in line])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -19,7 +19,7 @@ from hf_gpipe.planner.costs import measure
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.memory import peak_memory_bytes
-from tests.emulated_cuda.comparing import config_of, make_products_small
+from tests.emulated_cuda.comparing import config_of, measure_little
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
 from tests.oracle import plain_model
 from tests.test_execution import decisions, measured
@@ -43,7 +43,7 @@ def test_the_planner_decides_the_same_in_every_process() -> None:
 
 
 def planned() -> list[object]:
-    make_products_small()
+    measure_little()
     assert measure.this_machine(torch.device("cuda:1")).name == "emulated CUDA device"
     return decisions()
 
@@ -64,7 +64,7 @@ def test_memory_is_that_of_the_fullest_device() -> None:
     devices = [torch.device("cuda:0"), torch.device("cuda:1")]
     kept = torch.zeros(1 << 20, device="cuda:1")
     assert peak_memory_bytes(devices) == torch.cuda.max_memory_allocated("cuda:1") == kept.nbytes
-    make_products_small()
+    measure_little()
     free = torch.cuda.mem_get_info("cuda:1")[0] + kept.nbytes
     machine = measure.this_machine(devices[1])
     assert machine.memory_bytes == free - measure._KERNELS_BYTES

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from hf_gpipe.errors import StageError
 from hf_gpipe.planner.costs import measure
 from hf_gpipe.planner.plan import Plan
-from tests.emulated_cuda.comparing import make_products_small
+from tests.emulated_cuda.comparing import measure_little
 from tests.gpu.checks import Check
 
 _GIB = 2**30
@@ -70,7 +70,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         return {"skipped": "bitsandbytes is not installed"}
     if job["emulated"]:
         case = tiny(case)
-        make_products_small()
+        measure_little()
     device = torch.device("cuda:0")
     torch.cuda.set_device(device)
     if case.weights_visit and not job["emulated"]:  # the host updates them

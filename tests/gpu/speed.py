@@ -13,7 +13,7 @@ from bench.report import Spread, paired
 from bench.settings import Case
 from bench.work import Work
 
-from tests.emulated_cuda.comparing import make_products_small
+from tests.emulated_cuda.comparing import measure_little
 from tests.gpu.checks import VARIABLES, Result
 from tests.gpu.peaks import peak_flops
 
@@ -46,7 +46,7 @@ class Comparison:
         errors: dict[str, JobFailedError] = {}
         how = {"fork": self.emulated, "timeout_seconds": limit_seconds, "variables": VARIABLES}
         if self.emulated:
-            make_products_small()
+            measure_little()
         start = time.monotonic()
         for rep in range(reps):
             for case in self.cases[:: -1 if rep % 2 else 1]:

@@ -26,6 +26,7 @@ MESHES: dict[int, tuple[tuple[int, Replicas, int], ...]] = {
     4: ((2, 2, 1), (2, 1, 2)),
 }
 NUM_STEPS = 6
+SHORT = {"encoder_layers": 1, "decoder_layers": 1}
 #: Of those, what each mesh trains; the next test trains all.
 COMPARED = 3
 
@@ -34,7 +35,7 @@ def losses_of(
     folder: str, num_stages: int, replicas: Replicas, stop_at: int = NUM_STEPS, **options: Any
 ) -> list[float]:
     """Of each step; dropout depends on seed, step, micro-batch and layer alone, so it is everywhere the same."""
-    recorder, config = Recorder(), tiny_config("marian", dropout=0.1)
+    recorder, config = Recorder(), tiny_config("marian", dropout=0.1, **SHORT)
     config._attn_implementation = "eager"  # whose masks of dropout can be divided
     made = trainer(
         Path(folder),
@@ -60,7 +61,7 @@ def predictions_of(folder: str, num_stages: int, replicas: Replicas, **options: 
         "compute_metrics": metrics_of,
         **options,
     }
-    marian = plain_model(tiny_config("marian"), dtype=torch.float32)
+    marian = plain_model(tiny_config("marian", **SHORT), dtype=torch.float32)
     whole = trainer(Path(folder), model=marian, include_for_metrics=["inputs", "loss"], **common)
     parts = trainer(
         Path(folder),

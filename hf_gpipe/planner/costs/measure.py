@@ -43,6 +43,8 @@ _BLOCKS_IN_A_ROW = 3
 _DTYPES = ("float32", "bfloat16", "float16")
 #: Rows and columns of the matrices whose product is timed, up to those that are large enough for a GPU.
 _PRODUCT_SIZES = {"cuda": (512, 2048, 4096), "cpu": (512,)}
+#: Bytes of memory whose copy is timed.
+_COPIED_BYTES = 1 << 26
 #: A product that takes so long is large enough. Without units for its type a larger one would take minutes.
 _LONG_PRODUCT_SECONDS = 0.01
 _REPEATS = 3
@@ -317,7 +319,7 @@ def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 def _memory_rate(device: torch.device) -> float:
     """Bytes a second that a copy reads and writes."""
-    source = torch.ones(1 << 24, dtype=torch.float32, device=device)
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
 
@@ -327,7 +329,7 @@ def _host_of(device: torch.device) -> Host:
 
     All processes are taken to have no more together, unless that is less than usual.
     """
-    source = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
+    source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
     link = source.nbytes / _seconds(lambda: target.copy_(source, non_blocking=True), device)
     of_process = _memory_rate(torch.device("cpu"))
