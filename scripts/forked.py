@@ -33,6 +33,8 @@ class Forked:
     @staticmethod
     def _run(function: Callable[[], int], log: Path | None) -> NoReturn:
         os.setsid()
+        # Makes torch's pool of threads anew. Else autograd's threads do, and where two of them do at once, one aborts.
+        torch.set_num_threads(torch.get_num_threads())
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         if log is not None:
