@@ -36,7 +36,7 @@ from tests.stand_ins.hub import Hub, stand_in_hub
 FOREIGN = Path(os.environ.get("HF_GPIPE_FOREIGN_SCRIPTS", REPOSITORY.parent / "shared/foreign"))
 STEPS = 4
 #: The planner, which one run is left to, takes as long as such a training.
-DECIDED = ["--schedule", "1f1b", "--partition", "count", "--recompute", "none"]
+DECIDED = ["--schedule", "1f1b", "--recompute", "none", "--partition", "3"]
 
 pytestmark = pytest.mark.skipif(
     not (FOREIGN / "run_translation.py").exists(),
@@ -58,17 +58,17 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("foreign")
     foreign_scripts.prepare(folder)
     commands = [[str(FOREIGN / f"run_{n}.py"), *words_of(n, folder, folder / f"plain-{n}", STEPS)] for n in NAMES]
-    commands.append(changed("translation", folder, folder / "alone-translation"))
-    commands += [changed(name, folder, folder / f"alone-{name}", *DECIDED) for name in NAMES if name != "translation"]
+    commands += [changed(n, folder, folder / f"alone-{n}", is_decided=n != "translation") for n in NAMES]
     process = forked_command.start_function(folder, run_all, commands)
     process.join(240)
     assert process.exitcode == 0, (folder / "run.err").read_text()[-4000:]
     return folder
 
 
-def changed(name: str, work: Path, output: Path, *options: str) -> list[str]:
+def changed(name: str, work: Path, output: Path, *options: str, is_decided: bool = True) -> list[str]:
     script = foreign_scripts.ported(FOREIGN / f"run_{name}.py", work)
-    return [str(script), *words_of(name, work, output, STEPS), *PIPELINE, *options]
+    decided = [*DECIDED, "3" if name == "clm" else "4"] if is_decided else []
+    return [str(script), *words_of(name, work, output, STEPS), *PIPELINE, *decided, *options]
 
 
 def launch(launcher: str, commands: list[list[str]]) -> int:
@@ -106,7 +106,7 @@ def test_alone(name: str, work: Path) -> None:
 
 def test_under_torchrun_and_pushed(work: Path) -> None:
     with stand_in_hub() as hub:
-        commands = [changed(name, work, work / f"torchrun-{name}", *DECIDED, *PUSH) for name in NAMES]
+        commands = [changed(name, work, work / f"torchrun-{name}", *PUSH) for name in NAMES]
         run("torchrun", commands, work, HF_ENDPOINT=hub, HF_HUB_OFFLINE="0")
         assert sum({"config.json", "README.md", "tokenizer.json"} <= commit for commit in Hub.commits) >= len(NAMES)
     for name in NAMES:
@@ -122,7 +122,7 @@ def test_resumed_under_accelerate(work: Path) -> None:
     for name in NAMES:
         output = work / f"accelerate-{name}"
         checkpoint = resumable(work / f"alone-{name}", STEPS, output)
-        commands.append(changed(name, work, output, *DECIDED, "--resume_from_checkpoint", str(checkpoint)))
+        commands.append(changed(name, work, output, "--resume_from_checkpoint", str(checkpoint)))
     run("accelerate", commands, work)
     for name in NAMES:
         found = differences(work / f"accelerate-{name}", work / f"plain-{name}")
