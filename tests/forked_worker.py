@@ -9,7 +9,7 @@ import atexit
 import os
 import sys
 import threading
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from multiprocessing.connection import Connection
 
 
@@ -20,6 +20,7 @@ def work(files: tuple[Connection, ...], environment: dict[str, str], program: st
     for number, file in enumerate(files):
         os.dup2(file.fileno(), number)
     sys.stdin = os.fdopen(0, closefd=False)
+    set_start_method(None, force=True)  # that of a process that was not forked
     exec(program, {"__name__": "__main__"})
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
