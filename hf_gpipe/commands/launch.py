@@ -90,7 +90,7 @@ def _per_node(recipe: Recipe, nodes: int, asked: int | None) -> int:
                 "--nproc-per-node P, the processes (GPUs) of each machine"
             )
         return asked
-    total = pipeline.ranks_of(pipeline.processes)
+    total = pipeline.division.ranks_of(pipeline.processes)
     if asked is None and total % nodes:
         raise UserError(
             f"the recipe has {total} processes, and --nodes is {nodes}; each machine has as many as the others: give "

@@ -77,9 +77,9 @@ class PlanRequest:
         num_devices = 1 + len(others) if others else num_devices
         recipe = load_recipe(options.recipe, options.overrides)
         if num_devices is not None:
-            num_devices = recipe.pipeline.workers_among(num_devices)
+            num_devices = recipe.pipeline.division.workers_among(num_devices)
         if others:
-            device, *others = _weakest_of_workers([device, *others], recipe.pipeline.ranks_of(1))
+            device, *others = _weakest_of_workers([device, *others], recipe.pipeline.division.ranks_of(1))
         recipe = replace(recipe, pipeline=recipe.pipeline.settled(can_plan=True))
         if options.search and num_devices is not None:
             recipe = replace(recipe, pipeline=recipe.pipeline.with_auto(num_devices))

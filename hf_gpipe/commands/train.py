@@ -15,7 +15,7 @@ from hf_gpipe.commands.base import fail, flushed, loading
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
 from hf_gpipe.job.started import has_group, note_launcher
 from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help
-from hf_gpipe.recipe.pipeline_keys import OF_EACH_PROCESS
+from hf_gpipe.recipe.pipeline.config import OF_EACH_PROCESS
 
 #: In the output directory of a run that a signal has stopped: start it again to go on. torchrun hides exit codes.
 STOPPED_FILE = "stopped"
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             return _work(recipe)
         _check(recipe)
-        num_processes = recipe.pipeline.ranks_of(_num_workers(recipe))
+        num_processes = recipe.pipeline.division.ranks_of(_num_workers(recipe))
         if "RANK" in os.environ or num_processes == 1:
             return _work(recipe)
         if num_processes > _FEW_PROCESSES:
@@ -179,14 +179,14 @@ def _num_workers(recipe: Recipe) -> int:
     pipeline = recipe.pipeline
     asked = pipeline.num_processes
     if "RANK" in os.environ:
-        started = pipeline.workers_among(int(os.environ.get("WORLD_SIZE", "1")))
+        started = pipeline.division.workers_among(int(os.environ.get("WORLD_SIZE", "1")))
         if asked not in (None, started):
             raise RecipeError(
                 f"pipeline.num_processes is {asked} and the launcher started {started}; leave it out, or start {asked}"
             )
         return started
     if pipeline.devices is not None:
-        num_devices = pipeline.workers_among(len(pipeline.devices))
+        num_devices = pipeline.division.workers_among(len(pipeline.devices))
         return asked or (num_devices if pipeline.is_mesh_open else min(pipeline.processes, num_devices))
     if pipeline.device == "cpu" or not torch.cuda.is_available():
         if pipeline.processes > _MOST_PROCESSES:
@@ -195,11 +195,12 @@ def _num_workers(recipe: Recipe) -> int:
                 f"{_MOST_PROCESSES} are started on one machine; give fewer, or fewer pipeline.num_stages"
             )
         return pipeline.processes
-    most = pipeline.workers_on(torch.cuda.device_count())
+    most = pipeline.division.workers_on(torch.cuda.device_count())
     if asked is not None and asked > most:
         raise RecipeError(
             f"pipeline.num_processes is {asked} and this machine has {torch.cuda.device_count()} GPUs; each takes "
-            f"{pipeline.ranks_of(1)}: use {most} or fewer (several stages share a process), or pipeline.device=cpu"
+            f"{pipeline.division.ranks_of(1)}: use {most} or fewer (several stages share a process), or "
+            "pipeline.device=cpu"
         )
     return asked or (most if pipeline.is_mesh_open else min(pipeline.processes, most))
 

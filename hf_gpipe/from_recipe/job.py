@@ -73,7 +73,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     first_step = 0 if checkpoint is None else step_of(checkpoint)
     accumulation, num_processes = (
         recipe.training.gradient_accumulation_steps,
-        recipe.pipeline.workers_among(world.num_processes),
+        recipe.pipeline.division.workers_among(world.num_processes),
     )
     table = world.from_reader(lambda: recipe.pipeline.table(accumulation, num_processes))
     job.note("preparing the corpus and the tokenizer")

@@ -31,7 +31,7 @@ def world_for(config: PipelineConfig, device: DeviceChoice = None) -> World:
             exist, or two processes share a GPU.
     """
     alone = World.of_job()
-    count = config.workers_among(alone.num_processes)
+    count = config.division.workers_among(alone.num_processes)
     if config.num_processes not in (None, count):
         raise UserError(
             f"num_processes is {config.num_processes} and {count} are running; leave it out, or start "

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 
 from hf_gpipe.errors import MessageError, UserError, error_of_data, error_to_data
 from hf_gpipe.partition.cluster import Level
-from hf_gpipe.recipe.pipeline import DecidedConfig
+from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import ActionKind, kind_of
 from hf_gpipe.schedule.placement import Placement

@@ -23,7 +23,7 @@ from hf_gpipe.job import wire
 from hf_gpipe.job.facts import DeviceFacts, RankFacts
 from hf_gpipe.job.job import Job
 from hf_gpipe.job.waiting import working
-from hf_gpipe.recipe.pipeline_keys import Division
+from hf_gpipe.recipe import Division
 from hf_gpipe.schedule.placement import Placement
 
 Value = TypeVar("Value")

@@ -19,8 +19,7 @@ from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.recipe import DecidedConfig, Division
-from hf_gpipe.recipe.pipeline_rules import check_beside_teacher
+from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
 
 
@@ -41,8 +40,8 @@ class Teacher:
     @classmethod
     def of(cls, spec: ModelSpec, adapter: Adapter, config: DecidedConfig) -> Teacher:
         """Cut a teacher that `open_teacher` has opened. Raises UserError where the pipeline can have none."""
-        check_beside_teacher(config)
-        check_division(adapter, Division(config.division.num_ranks))
+        config.check_beside_teacher()
+        check_division(adapter, config.division.of_layers_alone)
         return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
 
     def stages(self, devices: Mapping[int, torch.device], ranks: ProcessRanks | None) -> dict[int, StageTeacher]:
@@ -52,7 +51,7 @@ class Teacher:
             devices: of each of them.
             ranks: among which the student's layers are divided; None: they are whole.
         """
-        ranks = ranks and replace(ranks, division=Division(ranks.size))
+        ranks = ranks and replace(ranks, division=ranks.division.of_layers_alone)
         stages = {}
         for number, device in devices.items():
             assert not isinstance(self.spec.model, PreTrainedConfig)

@@ -29,8 +29,7 @@ from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
-from hf_gpipe.recipe.pipeline_keys import OF_EACH_PROCESS
-from hf_gpipe.recipe.pipeline_rules import check_dealt
+from hf_gpipe.recipe.pipeline.config import OF_EACH_PROCESS
 from hf_gpipe.runtime.chunks import check_chunks
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
@@ -267,7 +266,7 @@ def _check_dealt(decision: Decision) -> None:
     name, loss = decision.config.schedule, decision.loss
     if not decision.world.placement.is_dealt:
         return
-    check_dealt(decision.config)
+    decision.config.check_dealt()
     if decision.teacher is not None or loss.compares_units:
         what = "a teacher" if decision.teacher is not None else f"a {type(loss).__name__}, which compares rows"
         raise UserError(f"schedule {name!r} and {what}: the last stage must be in one place; use breadth_first")
@@ -295,7 +294,9 @@ def _table_of(config: PipelineConfig, inputs: PlanInputs, world: World) -> Sched
     if not is_table_file(config.schedule):
         return None
     given = settled(config, inputs, world)
-    return world.from_reader(lambda: given.table(inputs.accumulation, given.workers_among(world.num_processes)))
+    return world.from_reader(
+        lambda: given.table(inputs.accumulation, given.division.workers_among(world.num_processes))
+    )
 
 
 def _compare_commit(spec: ModelSpec, adapter: Adapter) -> None:

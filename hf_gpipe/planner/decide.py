@@ -79,7 +79,7 @@ class Planning:
         Raises:
             UserError: on every process: there is no example, or nothing that could be run.
         """
-        config = replace(config, num_processes=config.workers_among(self.world.num_processes))
+        config = replace(config, num_processes=config.division.workers_among(self.world.num_processes))
         if self.inputs.earlier_num_micro_batches is not None and config.num_micro_batches == AUTO:
             config = replace(config, num_micro_batches=self.inputs.earlier_num_micro_batches)
         config = replace(config, speeds=self._speeds(config))

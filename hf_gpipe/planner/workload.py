@@ -20,7 +20,7 @@ from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.job.wire import sendable
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Chunks, PipelineConfig, Recipe, TrainingSection
 from hf_gpipe.recipe.data import PAIRED_KINDS
-from hf_gpipe.recipe.pipeline_keys import Visitors
+from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.micro_batch import MicroBatch, in_chunks
 from hf_gpipe.schedule import Schedule

@@ -20,12 +20,12 @@ from hf_gpipe.recipe.fields import may_change as may_change
 from hf_gpipe.recipe.help import recipe_help as recipe_help
 from hf_gpipe.recipe.help import section_help as section_help
 from hf_gpipe.recipe.losses import PreferencesSection as PreferencesSection
-from hf_gpipe.recipe.pipeline import DecidedConfig as DecidedConfig
-from hf_gpipe.recipe.pipeline import PipelineConfig as PipelineConfig
-from hf_gpipe.recipe.pipeline_keys import AUTO as AUTO
-from hf_gpipe.recipe.pipeline_keys import Chunks as Chunks
-from hf_gpipe.recipe.pipeline_keys import Division as Division
-from hf_gpipe.recipe.pipeline_keys import RecomputeChoice as RecomputeChoice
+from hf_gpipe.recipe.pipeline.chunks import Chunks as Chunks
+from hf_gpipe.recipe.pipeline.config import DecidedConfig as DecidedConfig
+from hf_gpipe.recipe.pipeline.config import PipelineConfig as PipelineConfig
+from hf_gpipe.recipe.pipeline.division import Division as Division
+from hf_gpipe.recipe.pipeline.stages import AUTO as AUTO
+from hf_gpipe.recipe.pipeline.stages import RecomputeChoice as RecomputeChoice
 from hf_gpipe.recipe.section import keys_of as keys_of
 from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
 from hf_gpipe.recipe.training import TrainingSection as TrainingSection

@@ -17,7 +17,7 @@ from hf_gpipe.recipe.losses import (
     PreferencesSection,
     RewardsSection,
 )
-from hf_gpipe.recipe.pipeline import PipelineConfig
+from hf_gpipe.recipe.pipeline.config import PipelineConfig
 from hf_gpipe.recipe.section import (
     MAY_CHANGE,
     Count,

@@ -72,7 +72,7 @@ class Key:
         default: its default; None if it is required.
         is_required: whether it has no default.
         kinds: the kinds of data that use it; None: all do.
-        may_change: whether a resumed run may change it.
+        marks: what its annotation says besides.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Key:
     default: Any
     is_required: bool
     kinds: tuple[str, ...] | None
-    may_change: bool
+    marks: tuple[Any, ...]
     section: type = field(repr=False)
 
     @cached_property
@@ -88,6 +88,11 @@ class Key:
         """Its JSON schema."""
         schema: dict[str, Any] = _schema(self.section)["properties"][self.name]
         return schema
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a resumed run may change it."""
+        return MAY_CHANGE in self.marks
 
     @property
     def keeps_null(self) -> bool:
@@ -156,13 +161,14 @@ def keys_of(cls: type) -> dict[str, Key]:
     texts = {
         name: info.description for base in bases for name, info in base.__pydantic_fields__.items() if info.description
     }
+    marks = {name: info.metadata for base in bases for name, info in base.__pydantic_fields__.items() if info.metadata}
     keys = {}
     for name, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]  # pydantic's, of any section
         is_required = info.is_required()
         kinds = next((mark for mark in info.metadata if isinstance(mark, tuple)), getattr(cls, "__kinds__", None))
         default = None if is_required else info.get_default(call_default_factory=True)
         text = " ".join(texts.get(name, "").split())
-        keys[name] = Key(name, text, default, is_required, kinds, MAY_CHANGE in info.metadata, cls)
+        keys[name] = Key(name, text, default, is_required, kinds, tuple(marks.get(name, ())), cls)
     return keys
 
 

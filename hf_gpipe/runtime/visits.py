@@ -22,7 +22,7 @@ from torch import nn
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World
-from hf_gpipe.recipe.pipeline_keys import Visitors
+from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.offload import ALIGNMENT, aligned
 

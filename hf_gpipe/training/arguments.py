@@ -21,7 +21,8 @@ from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
-from hf_gpipe.recipe.pipeline_keys import MOST_SECONDS, PLANNED
+from hf_gpipe.recipe.pipeline.processes import MOST_SECONDS
+from hf_gpipe.recipe.pipeline.stages import PLANNED
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
     HARMLESS_ARGUMENTS,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_gpipe import Pipeline
-from hf_gpipe.recipe.pipeline_keys import SYNCHRONOUS_SCHEDULES
+from hf_gpipe.recipe.pipeline.stages import SYNCHRONOUS_SCHEDULES
 from hf_gpipe.runtime import offload
 from hf_gpipe.schedule import DEALT
 from tests.emulated_cuda.comparing import config_of

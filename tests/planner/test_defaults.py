@@ -25,7 +25,7 @@ from hf_gpipe.planner.machines.devices import DEVICES, LINKS, cpu, like_gpu
 from hf_gpipe.planner.machines.links import steady
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig, TrainingSection
-from hf_gpipe.recipe.pipeline_keys import PLANNED
+from hf_gpipe.recipe.pipeline.stages import PLANNED
 from hf_gpipe.training import arguments
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config

@@ -14,7 +14,7 @@ import pytest
 
 from hf_gpipe.commands.plan import main
 from hf_gpipe.recipe import PipelineConfig, keys_of
-from hf_gpipe.recipe.pipeline_keys import OF_THE_RUN
+from hf_gpipe.recipe.pipeline.config import OF_THE_RUN
 
 PLANS = json.loads((Path(__file__).parent / "plans.json").read_text())
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from hf_gpipe.from_recipe import job
 from hf_gpipe.job.job import Job
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
-from hf_gpipe.recipe.pipeline_keys import PLANNED
+from hf_gpipe.recipe.pipeline.stages import PLANNED
 from hf_gpipe.training import checkpoints
 from hf_gpipe.training.longest import longest_mini_batch
 from tests.oracle import tiny_config

@@ -26,8 +26,7 @@ def chunk_counts(config: PipelineConfig, tokens: int) -> list[int]:
 
 def ways_to_cut(config: PipelineConfig, tokens: int) -> list[Chunks]:
     """The ways to cut rows of so many tokens that a configuration allows; where its taper is open, that is 0."""
-    taper = 0.0 if isinstance(config.chunk_taper, str) else config.chunk_taper
-    return [Chunks(count, taper if count > 1 else 0.0) for count in chunk_counts(config, tokens)]
+    return [config.with_chunks(count) for count in chunk_counts(config, tokens)]
 
 
 def each_chunk(

@@ -11,7 +11,7 @@ from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_tabl
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import with_updates_of_run
 from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.recipe.pipeline_keys import Visitors
+from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
 from hf_gpipe.schedule.round_robin import dealt_table
 

@@ -4,38 +4,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.pipeline_keys import (
+from hf_gpipe.recipe.pipeline.chunks import ChunkKeys
+from hf_gpipe.recipe.pipeline.processes import EACH_PROCESS, RUN, ProcessKeys
+from hf_gpipe.recipe.pipeline.stages import (
     AUTO,
     MODES,
-    OF_THE_RUN,
     PLANNED,
     SYNCHRONOUS_SCHEDULES,
     TRAINING_SCHEDULES,
-    Chunks,
     Entries,
     Listed,
-    Visitors,
 )
-from hf_gpipe.recipe.pipeline_rules import check
-from hf_gpipe.recipe.pipeline_values import PipelineValues
+from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.recipe.section import Count, NotNegative, OneOf, Positive, keys_of, section
 from hf_gpipe.recipe.words import choices
 from hf_gpipe.schedule import (
+    ASYNCHRONOUS_SCHEDULES,
     TABLE_SUFFIX,
     Schedule,
     is_table_file,
     read_table,
     recompute_under,
-    replicas_of,
 )
-from hf_gpipe.schedule.kinds import LOAD
 
 
 @section(kw_only=False)
-class PipelineConfig(PipelineValues):
+class PipelineConfig(ProcessKeys):
     """How the model is split into stages, and how micro-batches go through them.
 
     The planner chooses the values that are "auto", and micro-batches, schedule, recomputation and
@@ -45,8 +42,23 @@ class PipelineConfig(PipelineValues):
     def __post_init__(self) -> None:
         if vars(self)["num_stages"] is None:
             object.__setattr__(self, "num_stages", self.stages_of_processes())
-        check(self)
-        self.memory_bytes  # noqa: B018  # raises for a text that is no size
+        self.check()
+        if self.schedule in ASYNCHRONOUS_SCHEDULES:
+            self._check_asynchronous()
+
+    def _check_asynchronous(self) -> None:
+        """Raise UserError for what an asynchronous schedule cannot run with."""
+        if self.is_mesh_open:
+            name = "num_stages" if self.num_stages == AUTO else "replicas"
+            raise UserError(
+                f"schedule is {self.schedule} and {name} is auto; give {name}, for with it the numbers of an "
+                "asynchronous schedule change."
+            )
+        for name, why in self.given_not_with("asynchronous schedule"):
+            raise UserError(
+                f"schedule is {self.schedule} and {name} is {str(getattr(self, name)).lower()}, which do not go "
+                f"together{why}; leave {name} out, or use a synchronous schedule, such as 1f1b."
+            )
 
     @classmethod
     def of(cls, config: PipelineConfig | None, **given: Any) -> PipelineConfig:
@@ -57,9 +69,7 @@ class PipelineConfig(PipelineValues):
         Raises:
             UserError: both are given, or a field does not fit.
         """
-        given = {name: value for name, value in given.items() if value is not None}
-        if isinstance(backend := given.get("torch_compile"), str):
-            given |= {"torch_compile": True, "torch_compile_backend": backend}
+        given = {name: value for name, value in cls.compiling(given).items() if value is not None}
         if isinstance(memory := given.get("memory"), int):
             given["memory"] = f"{memory}B"
         if config is None:
@@ -78,7 +88,7 @@ class PipelineConfig(PipelineValues):
             can_plan: whether the shape of a mini-batch and the memory of the optimizer are known.
         """
         # Of weights that visit it chooses what is "auto".
-        visit = self.offload_weights not in (None, AUTO)
+        visit = not self.leaves_visits_open and self.visitors is not None
         is_auto = can_plan and not visit and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
         plain = {**PLANNED, "schedule": "breadth_first"} if visit else PLANNED
         values: dict[str, Any] = {name: AUTO if is_auto else plain[name] for name in self.not_given}
@@ -97,8 +107,7 @@ class PipelineConfig(PipelineValues):
     @property
     def left_open(self) -> list[str]:
         """The names of the keys whose value the planner chooses, by "auto" or by the length of a chunk."""
-        has_length = self.sequence_chunks != AUTO and isinstance(self.sequence_chunks, str)
-        return [n for n in _may_be_auto() if getattr(self, n) == AUTO or (n == "sequence_chunks" and has_length)]
+        return [name for name in _may_be_auto() if self.is_open(name)]
 
     @property
     def is_decided(self) -> bool:
@@ -144,37 +153,28 @@ class PipelineConfig(PipelineValues):
             return None
         self = self.settled(can_plan=False)
         num_stages, replicas = self.mesh
-        assert isinstance(self.sequence_chunks, int), "it was checked"
-        step: int | str = self.num_micro_batches
+        step, chunks = self.num_micro_batches, self.chunks.most
         if isinstance(step, int):
-            step *= accumulation * self.sequence_chunks
-        table = read_table(self.schedule, num_stages, step, num_processes, replicas, self.sequence_chunks)
+            step *= accumulation * chunks
+        table = read_table(self.schedule, num_stages, step, num_processes, replicas, chunks)
         recompute_under(table, self.recompute)
-        if LOAD in table.kinds and self.offload_weights is None:
-            raise UserError(
-                f"the table {table.name!r} loads and drops weights (L and D), and offload_weights is not given; set it "
-                "to frozen or all, or leave L and D out of the table"
-            )
+        self.check_table(table)
         return table
 
     def with_auto(self, num_processes: int) -> PipelineConfig:
-        """A copy that leaves all to the planner but the number of processes, their memory and speed, and `zero`."""
-        names = ("num_stages", "replicas", "num_micro_batches", "schedule", "recompute", "partition", "offload_weights")
+        """A copy that leaves all to the planner but how rows are cut, and what processes have and share."""
+        names = [name for name in _may_be_auto() if name not in ChunkKeys.__annotations__]
         values = dict.fromkeys(names, AUTO) | {"placement": None, "num_processes": num_processes}
         return PipelineConfig(**{**vars(self), **values})
-
-    def on_mesh(self, num_stages: int, replicas: int | tuple[int, ...], **values: Any) -> PipelineConfig:
-        """A copy with a mesh and other values. Without replicas nothing shares an update, so `zero` is 0."""
-        shares = max(replicas_of(num_stages, replicas)) > 1
-        return replace(self, num_stages=num_stages, replicas=replicas, zero=self.zero if shares else 0, **values)
-
-    def cut_into(self, chunks: Chunks, **values: Any) -> Self:
-        """A copy whose rows are cut so, with other values."""
-        return replace(self, sequence_chunks=chunks.most, chunk_taper=chunks.taper, **values)
 
     def decided(self, **values: Any) -> DecidedConfig:
         """A copy with `values`, which replace everything that is left to the planner."""
         return DecidedConfig(**{**vars(self), "num_processes": self.processes, **values})
+
+
+#: Keys that may have another value in each process, and keys of a run that a plan does not have, these among them.
+OF_EACH_PROCESS = tuple(name for name, key in keys_of(PipelineConfig).items() if EACH_PROCESS in key.marks)
+OF_THE_RUN = tuple(name for name, key in keys_of(PipelineConfig).items() if {EACH_PROCESS, RUN} & {*key.marks})
 
 
 @cache

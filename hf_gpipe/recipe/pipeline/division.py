@@ -1,0 +1,95 @@
+"""How the layers of each stage are divided among processes (tensor parallelism)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, NamedTuple, TypeVar
+
+from hf_gpipe.errors import UserError
+from hf_gpipe.recipe.pipeline.stages import NotWith, StageKeys
+from hf_gpipe.recipe.section import Count, section
+from hf_gpipe.schedule import Placement
+
+T = TypeVar("T")
+
+
+class Division(NamedTuple):
+    """How layers are divided among the ranks of a worker.
+
+    Attributes:
+        num_ranks: T, among which they are divided.
+        divides_rows: whether each rank has a part of the positions between divided layers.
+    """
+
+    num_ranks: int = 1
+    divides_rows: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether layers are whole, on the only rank of a worker."""
+        return self.num_ranks == 1
+
+    @property
+    def of_layers_alone(self) -> Division:
+        """The same, where each rank has all positions between divided layers."""
+        return Division(self.num_ranks)
+
+    def ranks_of(self, num_workers: int) -> int:
+        """How many ranks form so many workers."""
+        return num_workers * self.num_ranks
+
+    def by_worker(self, of_ranks: Sequence[T]) -> list[Sequence[T]]:
+        """What the ranks of each worker have, of a list with an entry for every rank."""
+        return [of_ranks[first : first + self.num_ranks] for first in range(0, len(of_ranks), self.num_ranks)]
+
+    def workers_among(self, num_processes: int) -> int:
+        """How many workers so many processes form. Raises UserError where T does not divide their number."""
+        if num_processes % self.num_ranks:
+            raise UserError(
+                f"tensor_parallel is {self.num_ranks} and there are {num_processes} processes; start a multiple of "
+                f"{self.num_ranks}, for so many share each stage."
+            )
+        return num_processes // self.num_ranks
+
+    def workers_on(self, num_gpus: int) -> int:
+        """How many workers so many GPUs are enough for. Raises UserError where it is none."""
+        if num_gpus < self.num_ranks:
+            raise UserError(
+                f"pipeline.tensor_parallel is {self.num_ranks} and this machine has {num_gpus} GPUs; use at most as "
+                "many, a launcher on several machines, or pipeline.device=cpu"
+            )
+        return num_gpus // self.num_ranks
+
+    def placed(self, placement: Placement) -> Placement:
+        """A placement whose workers are divided so."""
+        return replace(placement, ranks_per_worker=self.num_ranks)
+
+
+@section(kw_only=False)
+class DivisionKeys(StageKeys):
+    """How the layers of each stage are divided."""
+
+    tensor_parallel: Annotated[
+        Count, NotWith("asynchronous schedule"), NotWith("divided head"), NotWith("dealt stages")
+    ] = 1
+    """T: number of processes that divide the layers of each stage among them (tensor parallelism), each with a device
+    of its own. Each of `num_processes`, and of `placement`, is then T processes, whose ranks follow each other."""
+
+    sequence_parallel: bool = False
+    """With `tensor_parallel`: whether each of the T processes has a part of the positions alone between the divided
+    layers, where norms, dropout and residuals are, so that these keep 1/T of the memory. About half as many bytes more
+    are sent."""
+
+    def check(self) -> None:
+        super().check()
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise UserError(
+                "sequence_parallel is true and tensor_parallel is 1, so nothing has parts of the positions; give "
+                "tensor_parallel, or leave sequence_parallel out."
+            )
+
+    @property
+    def division(self) -> Division:
+        """How layers are divided."""
+        return Division(self.tensor_parallel, self.sequence_parallel)
