@@ -79,7 +79,7 @@ class PlanRequest:
         if num_devices is not None:
             num_devices = recipe.pipeline.division.workers_among(num_devices)
         if others:
-            device, *others = _weakest_of_workers([device, *others], recipe.pipeline.division.ranks_of(1))
+            device, *others = map(_weakest, recipe.pipeline.division.by_worker([device, *others]))
         recipe = replace(recipe, pipeline=recipe.pipeline.settled(can_plan=True))
         if options.search and num_devices is not None:
             recipe = replace(recipe, pipeline=recipe.pipeline.with_auto(num_devices))
@@ -313,16 +313,10 @@ def _devices(options: argparse.Namespace) -> list[Device]:
     return [replace(device, name=f"devices ({', '.join(names)})", link=slowest) for device in devices]
 
 
-def _weakest_of_workers(devices: Sequence[Device], size: int) -> list[Device]:
-    """For each worker of so many consecutive devices the slowest of them, with the least memory of any."""
-    workers = [devices[first : first + size] for first in range(0, len(devices), size)]
-    return [
-        replace(
-            min(own, key=lambda device: device.flops_for("bfloat16")),
-            memory_bytes=min(device.memory_bytes or 0 for device in own),
-        )
-        for own in workers
-    ]
+def _weakest(devices: Sequence[Device]) -> Device:
+    """The slowest of a worker's devices, with the least memory of any."""
+    slowest = min(devices, key=lambda device: device.flops_for("bfloat16"))
+    return replace(slowest, memory_bytes=min(device.memory_bytes or 0 for device in devices))
 
 
 def _device(options: argparse.Namespace) -> Device:

@@ -406,10 +406,10 @@ class World:
 
     def ranks_of_workers(self, division: Division) -> ProcessRanks | None:
         """`worker_ranks` where layers are divided so, before any stage is placed."""
-        if (size := division.num_ranks) == 1:
+        if division.is_whole:
             return None
-        count = self.num_processes // size
-        return self.placed(replace(Placement.spread(count, count), ranks_per_worker=size)).worker_ranks(division)
+        count = division.workers_among(self.num_processes)
+        return self.placed(division.placed(Placement.spread(count, count))).worker_ranks(division)
 
     def worker_ranks(self, division: Division) -> ProcessRanks | None:
         """The ranks of this process's worker, whose layers are divided so; None: it is the only one. Every process must

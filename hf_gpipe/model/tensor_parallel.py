@@ -31,8 +31,9 @@ _TOLERANCE = 1e-6
 
 def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = False, loss: Loss = PLAIN) -> None:
     """Raise UserError where the layers of a model, whose blocks may be compiled, cannot be divided so."""
-    if (size := division.num_ranks) == 1:
+    if division.is_whole:
         return
+    size = division.num_ranks
     others = {
         "the model is no Hugging Face model that reads text": not isinstance(adapter, TextAdapter),
         "functions of its modules were replaced": bool(adapter.patches),
@@ -137,4 +138,4 @@ def divided_steps(model: PreTrainedModel, adapter: TextAdapter, division: Divisi
     def run(ranks: Ranks | None = None) -> Step:
         return split_step(copy.deepcopy(model), adapter, batch, num_stages, ranks=ranks)
 
-    return [run()] if division.num_ranks == 1 else emulate(division, run)
+    return [run()] if division.is_whole else emulate(division, run)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from hf_gpipe.errors import UserError, nearest
@@ -72,21 +72,6 @@ class Cluster:
     def devices_in(self, depth: int) -> int:
         """The devices in one component that has the innermost `depth` levels; 1 for depth 0."""
         return prod(level.parts for level in self.levels[:depth])
-
-    def of_workers(self, size: int) -> Cluster:
-        """The cluster of workers that are so many neighbouring devices each, whose flows leave a part together.
-
-        Raises:
-            UserError: a worker would be in two parts of the innermost level.
-        """
-        inner, *outer = self.levels
-        if inner.parts % size:
-            raise UserError(
-                f"tensor_parallel is {size} and {inner.parts} devices have fast links with each other: the sums of "
-                f"each block would go over slower ones; use a divisor of {inner.parts}."
-            )
-        shared = [replace(level, bytes_per_second=level.bytes_per_second / size) for level in outer]
-        return Cluster((replace(inner, parts=inner.parts // size), *shared))
 
     def __str__(self) -> str:
         """The counts alone, such as 4x8."""

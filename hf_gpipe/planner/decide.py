@@ -25,7 +25,7 @@ from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried
 from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
-from hf_gpipe.recipe import AUTO, Chunks, DecidedConfig, PipelineConfig
+from hf_gpipe.recipe import AUTO, Chunks, DecidedConfig, Division, PipelineConfig
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.text import seconds_text, size_text
 
@@ -90,7 +90,7 @@ class Planning:
         if self.world.has_several_machines:
             measure_machines(self.world)
         measured = self._measure(config) if config.partition == "profile" else {}
-        memory = self._memory_bytes(config.division.num_ranks) if config.memory is None else config.memory_bytes
+        memory = self._memory_bytes(config.division) if config.memory is None else config.memory_bytes
 
         def best() -> tuple[DecidedConfig, str, Schedule | None]:
             plan = best_plan(self.planner(config, measured, decides=True).within(memory), config)
@@ -146,11 +146,11 @@ class Planning:
             teacher=self.teacher,
         )
 
-    def _memory_bytes(self, size: int) -> MemoryLimit:
-        """The memory of a device of each worker, of so many processes; one number where all are nearly alike."""
+    def _memory_bytes(self, division: Division) -> MemoryLimit:
+        """The memory of a device of each worker; one number where all are nearly alike."""
         hosts = self.world.hosts
-        limits = tuple(steady_memory(rank.devices[0], hosts.count(rank.host)) for rank in self.world.ranks)
-        limits = tuple(min(limits[first : first + size]) for first in range(0, len(limits), size))
+        of_ranks = [steady_memory(rank.devices[0], hosts.count(rank.host)) for rank in self.world.ranks]
+        limits = tuple(map(min, division.by_worker(of_ranks)))
         return min(limits) if max(limits) < ALIKE * min(limits) else limits
 
     def _speeds(self, config: PipelineConfig) -> tuple[float, ...] | None:
@@ -189,7 +189,7 @@ class Planning:
                 self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier, ranks=ranks, costs=costs
             )
             # The ranks of a worker wait for each other.
-            everyone = world.gather_objects(own)[:: config.division.num_ranks]
+            everyone = [first for first, *_ in config.division.by_worker(world.gather_objects(own))]
             # Those of a slower device are taken as the first one's.
             speeds = config.given_speeds or [1.0] * len(everyone)
             return mean_costs([times(model_costs, speed) for model_costs, speed in zip(everyone, speeds, strict=True)])
@@ -225,7 +225,7 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
             chosen.append("a table made for this plan")
         elif name not in ("num_stages", "replicas", "partition"):
             chosen.append(f"{name} {_shown(value)}")
-    note = untried(plan.costs.num_ranks) if config.leaves_visits_open else ""
+    note = untried(plan) if config.leaves_visits_open else ""
     if config.is_cut_by_cost:
         chosen.append(f"partition {list(settings.partition)} ({config.partition})")
     limit = plan.planner.memory_bytes

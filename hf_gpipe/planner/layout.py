@@ -19,7 +19,7 @@ from hf_gpipe.planner.machines.libraries import library_bytes
 from hf_gpipe.planner.machines.processes import MemoryLimit, Processes
 from hf_gpipe.planner.tables import table_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
-from hf_gpipe.recipe import Chunks, DecidedConfig
+from hf_gpipe.recipe import Chunks, DecidedConfig, Division
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import Placement, Schedule
 
@@ -85,7 +85,7 @@ class Layouts(Processes):
             of rows that are not cut it is one. It is asked once for the same numbers.
         inputs: the shape of a mini-batch, how many are accumulated in a step, and the optimizer. The micro-batches of a
             step run as one table.
-        device, memory_bytes, cluster, speeds, num_ranks: as of `Processes`.
+        device, memory_bytes, cluster, speeds, division: as of `Processes`.
         teacher: rows of a micro-batch -> the costs of a teacher's layers; None: there is no teacher.
 
     Attributes:
@@ -105,10 +105,10 @@ class Layouts(Processes):
         memory_bytes: MemoryLimit = None,
         cluster: Cluster | None = None,
         speeds: Sequence[float] | None = None,
-        num_ranks: int = 1,
+        division: Division = Division(),
         teacher: Callable[[int], ModelCosts] | None = None,
     ) -> None:
-        super().__init__(device, memory_bytes, cluster, speeds, num_ranks)
+        super().__init__(device, memory_bytes, cluster, speeds, division)
         self._costs_of, self._teacher = costs_of, teacher
         inputs.check()
         self.inputs = inputs

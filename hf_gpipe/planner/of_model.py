@@ -18,7 +18,7 @@ from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import Chunks, Division, PipelineConfig
+from hf_gpipe.recipe import Chunks, PipelineConfig
 
 
 def planner_of(
@@ -53,7 +53,6 @@ def planner_of(
         UserError: there is no mini-batch, or the optimizer's state has no known size; layers cannot be divided so.
     """
     config = config or PipelineConfig(1)
-    size = config.division.num_ranks
     mini_batch = inputs.mini_batch(adapter)
     tracer = cache(lambda: LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=config.division))
 
@@ -67,7 +66,7 @@ def planner_of(
 
     of_teacher = None
     if teacher is not None:
-        beside = cache(lambda: LayerTracer(teacher, as_on_gpu=as_on_gpu, division=Division(size)))
+        beside = cache(lambda: LayerTracer(teacher, as_on_gpu=as_on_gpu, division=config.division.of_layers_alone))
 
         def of_teacher(rows: int) -> ModelCosts:
             return beside().costs(mini_batch.of_rows(rows))
@@ -75,11 +74,11 @@ def planner_of(
     vocabulary = adapter.config.get_text_config().vocab_size if inputs.new_tokens else 0
     inputs = replace(inputs, example=mini_batch, vocabulary=vocabulary)
     limits = config.memory_bytes, cluster, config.given_speeds
-    planner = Planner(costs_of, inputs, device, *limits, size, teacher=of_teacher)
+    planner = Planner(costs_of, inputs, device, *limits, config.division, teacher=of_teacher)
     # Layers in 8 bits keep the device's memory.
     planner.can_visit &= adapter.quantisation is None or not adapter.quantisation.config.load_in_8bit
     # The last stage must be in one place for such a loss, and so must what a BatchNorm counts.
-    planner.can_deal &= size == 1 and not loss.compares_units and not mini_batch.entries
+    planner.can_deal &= config.division.is_whole and not loss.compares_units and not mini_batch.entries
     planner.num_forwards = inputs.forwards + loss.num_forwards(has_reference=adapter.peft is not None)
     if inputs.new_tokens:
         planner.of_tokens = lambda rows, tokens: tracer().costs(

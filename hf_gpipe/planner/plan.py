@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -93,6 +93,10 @@ class Plan:
         """The configuration."""
         return self.layout.settings
 
+    def ranks_of(self, process: int) -> Sequence[int]:
+        """The ranks that one of its processes stands for."""
+        return self.timeline.schedule.placement.ranks_of(process)
+
     @property
     def step_seconds(self) -> float:
         """From the first action to the last update; under an asynchronous schedule the mean of a window's steps.
@@ -126,8 +130,7 @@ class Plan:
         """Those of all processes of a machine, the most of any machine."""
         size = self.planner.host_size(len(self.processes))
         hosted = [sum(self.hosted_bytes[start : start + size]) for start in range(0, len(self.processes), size)]
-        # Each rank of a worker has its own part.
-        return self.planner.num_ranks * max(hosted)
+        return self.planner.division.total(max(hosted))
 
     @property
     def host_fullness(self) -> float:
@@ -193,10 +196,10 @@ class Planner(Layouts):
         Raises:
             UserError: one of its kinds, for settings that no pipeline could have.
         """
-        if settings.division.num_ranks != self.num_ranks:
+        if settings.division != self.division:
             raise UserError(
-                f"the settings divide layers among {settings.division.num_ranks} ranks, and the planner has the costs "
-                f"of layers for {self.num_ranks}; make another planner"
+                f"the settings divide layers by {settings.division}, and the planner has the costs of layers for "
+                f"{self.division}; make another planner"
             )
         if self.chunks != (other := self.with_chunks(settings.chunks)).chunks:
             return other.plan(settings)

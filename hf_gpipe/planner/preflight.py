@@ -46,7 +46,7 @@ def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Leve
     if planning.inputs.example is None:
         return [], assumed
     plan = planning.planner(config, decides=True).plan(config)
-    return [process.memory.total for process in plan.processes for _ in range(plan.costs.num_ranks)], assumed
+    return [process.memory.total for process in plan.processes for _ in plan.ranks_of(process.number)], assumed
 
 
 def memory_problems(ranks: Sequence[RankFacts], peaks: Sequence[int]) -> list[str]:

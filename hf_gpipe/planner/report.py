@@ -68,7 +68,9 @@ def report(plan: Plan) -> str:
         rows = ", ".join(f"{name} {tuple(shape)}" for name, shape, _ in workload.entries if shape)
     table = plan.timeline.schedule
     num_micro_batches = table.num_micro_batches // (table.num_steps * table.chunks)
-    of_rank, times = (" on each rank", f" times {costs.num_ranks}") if costs.num_ranks > 1 else ("", "")
+    of_rank, times = "", ""
+    if not planner.division.is_whole:
+        of_rank, times = " on each rank", f" times {planner.division.ranks_of(1)}"
     cut = f", cut into {table.chunks} chunks of at most {-(-workload.target_tokens // table.chunks)} tokens"
     lines = [
         ("model", f"{count_text(total.count)} parameters{of_rank} in {len(costs.layers)} layers, {_types(plan)}"),
@@ -197,8 +199,7 @@ def search_report(result: SearchResult) -> str:
     else:
         parts.append("none of them fits")
     parts += ["", "each way, and what limits it:", *_ways(result)]
-    sizes = {plan.costs.num_ranks for plan in (*result.fastest, *result.ways, result.leanest)}
-    if text := untried(max(sizes)):
+    if text := untried(*result.fastest, *result.ways, result.leanest):
         parts.append(text)
     return "\n".join([*parts, "", "least memory:", header, leanest])
 
@@ -363,7 +364,7 @@ def _search_row(plan: Plan) -> tuple[str, ...]:
         bytes_text(sent.total),
         str(settings.num_stages),
         str(settings.num_micro_batches),
-        str(plan.costs.num_ranks),
+        str(plan.planner.division.ranks_of(1)),
         runs_text(plan.timeline.schedule.placement.replicas),
         settings.schedule,
         _recompute(plan),

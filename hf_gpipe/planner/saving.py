@@ -44,7 +44,8 @@ def _saved_bytes(plan: Plan) -> list[int]:
     for stage, owned in _owned(plan):
         weights = owned.trainable_bytes if inputs.saved == "adapters" else owned.num_bytes
         # Of divided layers it has gathered the parts of all ranks.
-        sizes[workers[stage.number][0]] += costs.num_ranks * round(weights + state_share * owned.trainable_bytes)
+        own = round(weights + state_share * owned.trainable_bytes)
+        sizes[workers[stage.number][0]] += plan.planner.division.total(own)
     return sizes
 
 

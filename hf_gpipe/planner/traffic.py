@@ -38,15 +38,15 @@ def traffic(plan: Plan) -> Traffic:
     layers, table, sums = plan.costs.layers, plan.timeline.schedule, plan.layout.sums
     placement = table.placement
     gradients = boundaries = in_layers = 0.0
-    size, shares = plan.costs.num_ranks, plan.layout.recompute_shares
+    division, shares = plan.planner.division, plan.layout.recompute_shares
     share = sent_share(plan.settings, plan.costs.dtype)
     messages = _messages(table)
     for stage in plan.stages:
         gradient_bytes = sums.held(stage.layers.start, stage.layers.stop).trainable_bytes
         for layer in layers[stage.layers.start : stage.layers.stop]:
             again = 1.0 if stage.recompute == "block" and layer.kind == "block" else float(shares[stage.number])
-            summed = (1 + again) * layer.forward.sums.num_bytes + layer.backward.sums.num_bytes
-            in_layers += 2 * (size - 1) * table.num_micro_batches * summed
+            summed = (1 + again) * layer.forward.sums.sent_bytes + layer.backward.sums.sent_bytes
+            in_layers += table.num_micro_batches * summed
         gradients += 2 * (placement.replicas[stage.number] - 1) * gradient_bytes
         if stage.number:
             down, up = messages[stage.number]
@@ -56,9 +56,14 @@ def traffic(plan: Plan) -> Traffic:
             boundaries += share * sent
     rows = plan.planner.rows * plan.planner.inputs.accumulation
     boundaries, in_layers = boundaries / table.num_steps, in_layers / table.num_steps
-    whole = 2 * (size * placement.num_processes - 1) * plan.costs.total.trainable_bytes
+    whole = 2 * (division.ranks_of(placement.num_processes) - 1) * plan.costs.total.trainable_bytes
     # Each rank of a worker sends its own part, or its own copy.
-    return Traffic(size * gradients / rows, size * boundaries / rows, in_layers / rows, size * whole / rows)
+    return Traffic(
+        gradients=division.total(gradients) / rows,
+        boundaries=division.total(boundaries) / rows,
+        sums=in_layers / rows,
+        data_parallel=division.total(whole) / rows,
+    )
 
 
 def _messages(table: Schedule) -> dict[int, tuple[int, int]]:
@@ -75,22 +80,23 @@ def _messages(table: Schedule) -> dict[int, tuple[int, int]]:
 
 def is_mesh(plan: Plan) -> bool:
     """Whether links of several kinds or replicas are part of a plan."""
-    is_divided = plan.costs.num_ranks > 1
-    return plan.planner.cluster is not None or plan.timeline.schedule.placement.has_replicas or is_divided
+    planner, placement = plan.planner, plan.timeline.schedule.placement
+    return planner.cluster is not None or placement.has_replicas or not planner.division.is_whole
 
 
 def mesh_lines(plan: Plan) -> list[tuple[str, str]]:
     """The cluster, the replicas and what is sent; nothing for one pipeline on equal links."""
     if not is_mesh(plan):
         return []
-    placement, sent, size = plan.timeline.schedule.placement, traffic(plan), plan.costs.num_ranks
-    in_layers = f", {bytes_text(sent.sums)} inside of layers" if size > 1 else ""
+    placement, sent, division = plan.timeline.schedule.placement, traffic(plan), plan.planner.division
+    in_layers = "" if division.is_whole else f", {bytes_text(sent.sums)} inside of layers"
     lines = [
         ("replicas", f"{'-'.join(map(str, placement.replicas))}, processes of each stage {placement}"),
         (
             "traffic",
             f"{bytes_text(sent.total)} a row ({bytes_text(sent.gradients)} gradients, {bytes_text(sent.boundaries)} "
-            f"between stages{in_layers}); data parallelism on {size * placement.num_processes} devices "
+            f"between stages{in_layers}); data parallelism on "
+            f"{division.ranks_of(placement.num_processes)} devices "
             f"{bytes_text(sent.data_parallel)}",
         ),
     ]

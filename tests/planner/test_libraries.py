@@ -8,6 +8,7 @@ from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.machines.devices import DEVICES, cpu
 from hf_gpipe.planner.machines.libraries import library_bytes
 from hf_gpipe.planner.machines.processes import Processes
+from hf_gpipe.recipe import Division
 from hf_gpipe.schedule import Placement
 
 MIB = 1 << 20
@@ -16,7 +17,7 @@ PCIE, RING, NVLINK, NVLINK_RING = 2 * 12, 2 * 12, 32 * 12, 24 * 12
 
 
 def mebibytes(name: str, workers: list[tuple[int, ...]], cluster: str | None = None, ranks: int = 1) -> list[float]:
-    processes = Processes(DEVICES[name], None, cluster and parse_cluster(cluster), None, ranks)
+    processes = Processes(DEVICES[name], None, cluster and parse_cluster(cluster), None, Division(ranks))
     return [size / MIB for size in library_bytes(processes, Placement(workers), divides_head=False)]
 
 

@@ -53,22 +53,23 @@ def test_a_plan_has_the_gradients_and_optimizer_state_of_a_rank() -> None:
 def test_a_block_has_two_sums_forward_and_two_backward() -> None:
     hidden = ROWS * TOKENS * WIDTH * 4
     layers = costs(2).layers
-    assert layers[1].forward.sums == layers[1].backward.sums == SumsOverRanks(2, 2 * hidden)
-    assert layers[0].forward.sums == SumsOverRanks(1, hidden)
+    assert layers[1].forward.sums == layers[1].backward.sums == SumsOverRanks(2, 2 * hidden, 2)
+    assert layers[0].forward.sums == SumsOverRanks(1, hidden, 2)
     assert all(layer.forward.sums == layer.backward.sums == SumsOverRanks() for layer in costs(1).layers)
     # A ring of 4: 6 rounds, each with a quarter of the bytes.
-    assert SumsOverRanks(2, 4000).seconds(4, Level(2, 1000.0, 0.5)) == pytest.approx(6 * (2 * 0.5 + 1.0))
+    assert SumsOverRanks(2, 4000, 4).seconds(Level(2, 1000.0, 0.5)) == pytest.approx(6 * (2 * 0.5 + 1.0))
 
 
 def test_the_sums_of_a_backward_run_beside_the_products_of_weights() -> None:
     """Of queries, keys and values, and of gate and up; no product is beside a sum in a split backward."""
     found, tokens, hidden = costs(2), ROWS * TOKENS, ROWS * TOKENS * WIDTH * 4
     feed_forward, attention = found.layers[1].sums_beside
-    assert feed_forward == SumBeside(hidden, 2 * tokens * WIDTH * 2 * (128 // 2))
-    assert attention == SumBeside(hidden, 2 * tokens * WIDTH * (WIDTH + 2 * WIDTH // 2) // 2)
+    one = SumsOverRanks(1, hidden, 2)
+    assert feed_forward == SumBeside(one, 2 * tokens * WIDTH * 2 * (128 // 2))
+    assert attention == SumBeside(one, 2 * tokens * WIDTH * (WIDTH + 2 * WIDTH // 2) // 2)
     assert not costs(1).layers[1].sums_beside
 
-    sums = SumsOverRanks(2, 2 * hidden)
+    sums = SumsOverRanks(2, 2 * hidden, 2)
     alone = replace(found, layers=tuple(replace(one, sums_beside=()) for one in found.layers))
 
     def hidden_seconds(rate: float) -> float:
@@ -78,7 +79,7 @@ def test_the_sums_of_a_backward_run_beside_the_products_of_weights() -> None:
         assert is_hidden == pytest.approx(beside.hidden_seconds(1, 2), rel=1e-6)
         return is_hidden
 
-    assert hidden_seconds(1e15) == pytest.approx(sums.seconds(2, Level(2, 1e15, 0.0)), rel=1e-3), "all of them"
+    assert hidden_seconds(1e15) == pytest.approx(sums.seconds(Level(2, 1e15, 0.0)), rel=1e-3), "all of them"
     assert 0 < hidden_seconds(1e3) == pytest.approx(hidden_seconds(1e2), rel=1e-6), "as long as the products take"
 
 
@@ -89,13 +90,13 @@ def test_with_parts_of_the_positions_a_rank_keeps_its_share_of_everything() -> N
     assert whole.plain.saved_bytes > 0.65 * one.plain.saved_bytes
     assert parts.plain.saved_bytes < 0.54 * one.plain.saved_bytes
     hidden, norms = ROWS * TOKENS * WIDTH * 4, 2 * WIDTH * 4
-    assert parts.forward.sums == SumsOverRanks(5, 5 * hidden // 2)
-    assert parts.backward.sums == SumsOverRanks(7 + 2, 7 * hidden // 2 + norms)
+    assert parts.forward.sums == SumsOverRanks(5, 5 * hidden // 2, 2)
+    assert parts.backward.sums == SumsOverRanks(7 + 2, 7 * hidden // 2 + norms, 2)
 
 
 def test_workers_share_the_links_between_machines() -> None:
-    cluster = parse_cluster("2x4@1GB/s,100GB/s").of_workers(2)
+    cluster = Division(2).cluster_of(parse_cluster("2x4@1GB/s,100GB/s"))
     assert str(cluster) == "2x2"
     assert [level.bytes_per_second for level in cluster.levels] == [100e9, 0.5e9]
     with pytest.raises(UserError, match="tensor_parallel is 8 and 4 devices have fast links"):
-        parse_cluster("2x4@1GB/s,100GB/s").of_workers(8)
+        Division(8).cluster_of(parse_cluster("2x4@1GB/s,100GB/s"))

@@ -50,7 +50,7 @@ class ModelLayers:
 
     Args:
         adapter: the model's.
-        num_ranks: T, among which the layers are divided; the sizes are those of one rank.
+        division: how the layers are divided; the sizes are those of one rank.
 
     Attributes:
         sizes: of each parameter, by Hugging Face name; a tie under its source's.
@@ -60,16 +60,16 @@ class ModelLayers:
         classes: of each layer, what it is made of; equal for layers that are alike.
     """
 
-    def __init__(self, adapter: Adapter, num_ranks: int = 1) -> None:
-        self.adapter, self.num_ranks = adapter, num_ranks
+    def __init__(self, adapter: Adapter, division: Division = Division()) -> None:
+        self.adapter, self.division = adapter, division
         model = adapter.reference
         if adapter.quantisation is not None or adapter.peft is not None:
             model = adapter.skeleton()
             adapter.lay_out(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        if num_ranks > 1:
+        if not division.is_whole:
             # The first part is the longest, where parts differ.
-            cuts = plan_of(adapter, num_ranks).cuts
+            cuts = plan_of(adapter, division.num_ranks).cuts
             divided = cuts.keys() & parameters.keys()
             parameters |= {name: part_of(parameters[name], cuts[name], 0) for name in divided}
         used = _used_parameters(adapter, parameters, model.all_tied_weights_keys)
@@ -129,7 +129,7 @@ class LayerTracer:
         as_on_gpu: bool = False,
         division: Division = Division(),
     ) -> None:
-        self.layers = ModelLayers(adapter, division.num_ranks)
+        self.layers = ModelLayers(adapter, division)
         self._division = division
         self.run, self.representative_layer = to_run(self.layers)
         self.loss = loss
@@ -191,8 +191,7 @@ class LayerTracer:
             dtype=_name(adapter.dtype),
             compute_dtype=_name(compute),
             whole_logits=whole_logits(adapter, self.loss),
-            num_ranks=layers.num_ranks,
-            can_divide_head=layers.num_ranks == 1 and not why_not_divided(adapter, self.loss),
+            can_divide_head=layers.division.is_whole and not why_not_divided(adapter, self.loss),
         )
 
     def _traced(self, index: int, workload: Workload, inputs: Inputs) -> _Traced:
@@ -347,7 +346,7 @@ def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
     """The model whose layers are run for those of `whole`, and for each layer of `whole` the one that is like it."""
     short = _short_adapter(whole.adapter)
     if short is not None:
-        few = ModelLayers(short, whole.num_ranks)
+        few = ModelLayers(short, whole.division)
         try:
             return few, few.first_alike(whole)
         except KeyError:

@@ -131,15 +131,28 @@ class Seconds:
 
 @sendable
 class SumsOverRanks(NamedTuple):
-    """The sums of tensors that the ranks of a worker make together: how many, and the bytes of all."""
+    """The sums of tensors over the ranks of a worker: how many, the bytes of all, and the number of the ranks.
+
+    They go in rings (Patarasuk and Yuan 2009), where each rank waits for the one before it.
+    """
 
     number: int = 0
     num_bytes: int = 0
+    size: int = 1
 
-    def seconds(self, size: int, link: Level) -> float:
-        """Seconds in rings of so many ranks (Patarasuk and Yuan 2009), where each waits for the one before it."""
-        rounds = 2 * (size - 1)
-        return rounds * (self.number * link.latency_seconds + self.num_bytes / size / link.bytes_per_second)
+    def and_one(self, num_bytes: int) -> SumsOverRanks:
+        """These and one more."""
+        return self._replace(number=self.number + 1, num_bytes=self.num_bytes + num_bytes)
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that all ranks send."""
+        return 2 * (self.size - 1) * self.num_bytes
+
+    def seconds(self, link: Level) -> float:
+        """Seconds on this link."""
+        rounds = 2 * (self.size - 1)
+        return rounds * (self.number * link.latency_seconds + self.num_bytes / self.size / link.bytes_per_second)
 
 
 NO_SUMS = SumsOverRanks()
@@ -147,9 +160,9 @@ NO_SUMS = SumsOverRanks()
 
 @sendable
 class SumBeside(NamedTuple):
-    """A sum over the ranks that runs beside matrix products: its bytes, and the products' operations."""
+    """A sum over the ranks that runs beside matrix products, and the products' operations."""
 
-    num_bytes: int
+    sum: SumsOverRanks
     flops: int
 
 
@@ -255,7 +268,7 @@ class HeadPart:
 @sendable
 @dataclass(frozen=True)
 class ModelCosts:
-    """All layers of a model, in order, for one shape of micro-batch.
+    """All layers of a model, in order, for one shape of micro-batch; of divided layers those of one rank.
 
     Attributes:
         layers: one for each entry of `Adapter.layers`.
@@ -266,7 +279,6 @@ class ModelCosts:
         whole_logits: why training makes the logits of a micro-batch whole; empty where it makes them in chunks.
         stage_seconds: what a stage spends on a micro-batch beyond its layers; None where nothing was measured.
         update_seconds_per_parameter: measured time of the optimizer, clipping included; None where nothing was.
-        num_ranks: T, among which layers are divided; the costs are those of one rank.
         can_divide_head: whether a schedule can divide the last layer over the stages.
     """
 
@@ -278,7 +290,6 @@ class ModelCosts:
     whole_logits: str = ""
     stage_seconds: Seconds | None = None
     update_seconds_per_parameter: float | None = None
-    num_ranks: int = 1
     can_divide_head: bool = False
 
     @property

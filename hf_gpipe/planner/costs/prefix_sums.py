@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.costs.model_costs import (
+    NO_SUMS,
     HeadPart,
     InnerRecompute,
     LayerCost,
@@ -24,7 +25,6 @@ from hf_gpipe.planner.costs.model_costs import (
     Parameters,
     Seconds,
     SharedParameter,
-    SumsOverRanks,
 )
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.recipe.pipeline.visits import Visitors
@@ -84,14 +84,13 @@ class LayerSums:
         layers = costs.layers
         seconds = [layer.seconds or estimated_seconds(layer, costs.compute_dtype, device) for layer in layers]
         # The ranks of a worker wait for their sums, but for what runs beside products. Measured seconds include both.
-        size, link = 1 if costs.is_measured else costs.num_ranks, link or device.link
-        sums = [(layer.forward.sums.seconds(size, link), layer.backward.sums.seconds(size, link)) for layer in layers]
+        link = link or device.link
+        every = [(NO_SUMS, NO_SUMS) if costs.is_measured else (own.forward.sums, own.backward.sums) for own in layers]
+        sums = [(forward.seconds(link), backward.seconds(link)) for forward, backward in every]
         self._stage_seconds = costs.stage_seconds or estimated_stage_seconds(layers, device)
         self._forward_only = RangeSum(own.forward_only + sent for own, (sent, _) in zip(seconds, sums, strict=True))
         self._forward = RangeSum(own.forward + sent for own, (sent, _) in zip(seconds, sums, strict=True))
-        hidden = [
-            _hidden_seconds(layer, own, costs.num_ranks, link) for layer, own in zip(layers, seconds, strict=True)
-        ]
+        hidden = [_hidden_seconds(layer, own, link) for layer, own in zip(layers, seconds, strict=True)]
         self.hidden_seconds = RangeSum(hidden)
         self._backward = RangeSum(
             own.backward + sent - (0.0 if costs.is_measured else beside)
@@ -277,15 +276,12 @@ class GraphSums:
         return made - self._input[start]
 
 
-def _hidden_seconds(layer: LayerCost, own: Seconds, size: int, link: Level) -> float:
+def _hidden_seconds(layer: LayerCost, own: Seconds, link: Level) -> float:
     """Seconds of the backward's sums that its products hide: of each sum as many as its products take."""
     if not layer.sums_beside:
         return 0.0
     per_operation = own.backward / layer.backward.flops
-    return sum(
-        min(SumsOverRanks(1, beside.num_bytes).seconds(size, link), beside.flops * per_operation)
-        for beside in layer.sums_beside
-    )
+    return sum(min(beside.sum.seconds(link), beside.flops * per_operation) for beside in layer.sums_beside)
 
 
 def estimated_seconds(layer: LayerCost, compute_dtype: str, device: Device) -> Seconds:

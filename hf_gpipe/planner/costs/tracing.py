@@ -103,12 +103,12 @@ class TracedRanks(Ranks):
 
     def __init__(self, division: Division) -> None:
         self.division, self.place = division, 0
-        self._sums = NO_SUMS
+        self._sums = self._none = SumsOverRanks(size=self.size)
         self.phase: Phase | None = None
         self.beside: list[SumBeside] = []
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._sums = SumsOverRanks(self._sums.number + 1, self._sums.num_bytes + tensor.nbytes)
+        self._sums = self._sums.and_one(tensor.nbytes)
         return tensor.detach().clone()
 
     largest = total
@@ -126,7 +126,7 @@ class TracedRanks(Ranks):
 
         def end() -> torch.Tensor:
             if phase is not None and phase.flops > before:
-                self.beside.append(SumBeside(num_bytes, phase.flops - before))
+                self.beside.append(SumBeside(self._none.and_one(num_bytes), phase.flops - before))
             return result
 
         return end
@@ -140,11 +140,11 @@ class TracedRanks(Ranks):
 
     def _count_half(self, whole: torch.Tensor) -> None:
         """A sum to parts, or a gathering, sends half of what a sum does. Its latency is counted whole."""
-        self._sums = SumsOverRanks(self._sums.number + 1, self._sums.num_bytes + whole.nbytes // 2)
+        self._sums = self._sums.and_one(whole.nbytes // 2)
 
     def take(self) -> SumsOverRanks:
         """The sums since the last call."""
-        sums, self._sums = self._sums, NO_SUMS
+        sums, self._sums = self._sums, self._none
         return sums
 
 
@@ -176,7 +176,7 @@ class StageTracer:
         is_real: bool = False,
         division: Division = Division(),
     ) -> None:
-        self._ranks = TracedRanks(division) if division.num_ranks > 1 else None
+        self._ranks = None if division.is_whole else TracedRanks(division)
         self._adapter, self._layers, self._recompute_blocks = _on_cpu(adapter), layers, recompute_blocks
         self._wants_gradient, self._loss = wants_gradient, loss
         self._as_on_gpu, self._is_real = as_on_gpu, is_real

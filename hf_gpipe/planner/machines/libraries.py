@@ -44,7 +44,7 @@ def library_bytes(processes: Processes, placement: Placement, *, divides_head: b
     for group in {everyone, *placement.groups}:
         for worker in group if len(group) > 1 else ():
             sizes[worker] += _channels(network.slowest_rate(group))[1] * _BOTH_BYTES
-    of_ranks = _channels(device.link.bytes_per_second)[1] * _BOTH_BYTES if processes.num_ranks > 1 else 0
+    of_ranks = _channels(device.link.bytes_per_second)[1] * _BOTH_BYTES * (not processes.division.is_whole)
     return tuple(size + of_ranks for size in sizes)
 
 

@@ -10,6 +10,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.network import Network, one_level
+from hf_gpipe.recipe import Division
 from hf_gpipe.schedule import Placement
 from hf_gpipe.text import size_text
 
@@ -29,8 +30,8 @@ class Processes:
             that is known.
         cluster: the links between the processes; None: every pair of them has the device's link.
         speeds: of each process, relative to `device`; None: all are as fast.
-        num_ranks: T, among which layers are divided. A process of the plan then stands for T, each of which has this
-            memory; the links of the cluster are between devices.
+        division: how layers are divided. A process of the plan then stands for the ranks of a worker, each of which has
+            this memory; the links of the cluster are between devices.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class Processes:
         memory_bytes: MemoryLimit = None,
         cluster: Cluster | None = None,
         speeds: Sequence[float] | None = None,
-        num_ranks: int = 1,
+        division: Division = Division(),
     ) -> None:
-        self.device, self.speeds, self.num_ranks = device, speeds, num_ranks
+        self.device, self.speeds, self.division = device, speeds, division
         self.memory_bytes = device.memory_bytes if memory_bytes is None else memory_bytes
-        self.cluster = None if cluster is None else cluster.of_workers(num_ranks)
+        self.cluster = None if cluster is None else division.cluster_of(cluster)
         self.link = device.link if cluster is None else cluster.levels[0]
 
     def within(self, memory_bytes: MemoryLimit) -> Self:
@@ -119,4 +120,4 @@ class Processes:
 
     def num_copying(self, num_workers: int) -> int:
         """The devices that copy to and from the memory of one machine, all ranks of so many workers."""
-        return self.host_size(num_workers) * self.num_ranks
+        return self.division.ranks_of(self.host_size(num_workers))

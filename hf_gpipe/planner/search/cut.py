@@ -127,7 +127,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     cut(len(costs.layers), settings.num_stages, divides_head=settings.divides_head)
     if strategy == "profile" and not costs.is_measured:
         advice = "plan with --profile, or use flops"
-        if planner.num_ranks > 1:
+        if not planner.division.is_whole:
             advice = "a run measures divided layers; plan with flops or auto"
         raise PartitionError(f"partition 'profile' needs measured layers, and none were measured; {advice}.")
     layout = planner.layout(settings, planner.table(settings))

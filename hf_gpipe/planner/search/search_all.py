@@ -52,7 +52,7 @@ def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
         raise errors[0]
     fastest = sorted((plan for result in results for plan in result.fastest), key=_speed)
     stay = [[plan for plan in result.fastest if plan.settings.visitors is None] for result in results]
-    least = min((plan.costs.num_ranks for own in stay for plan in own), default=None)
+    least = min((plan.planner.division.ranks_of(1) for own in stay for plan in own), default=None)
     is_first = not errors and bool(stay[0])
     leanest = min((result.leanest for result in results), key=_leanness)
     ways = tuple(_first_of_each(way_of, (plan for result in results for plan in result.ways)))

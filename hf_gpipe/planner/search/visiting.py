@@ -28,7 +28,7 @@ _ROUNDS = None, 1, 2, 3, 4, 6, 8, 12, 16
 
 def open_visitors(planner: Planner) -> Sequence[Visitors]:
     """The weights that `offload_weights: auto` may let visit."""
-    return () if planner.num_ranks > 1 else possible_visitors(planner)
+    return possible_visitors(planner) if planner.division.is_whole else ()
 
 
 def possible_visitors(planner: Planner) -> Sequence[Visitors]:
@@ -54,9 +54,9 @@ def with_visitors(planner: Planner, config: PipelineConfig) -> Sequence[Pipeline
     return [replace(config, offload_weights=visitors) for visitors in ways]
 
 
-def untried(num_ranks: int) -> str:
-    """A sentence where `open_visitors` leaves out what a run could do; else an empty one."""
-    if num_ranks == 1:
+def untried(*plans: Plan) -> str:
+    """A sentence where `open_visitors` has left out, for one of some plans, what a run could do; else an empty one."""
+    if all(plan.planner.division.is_whole for plan in plans):
         return ""
     return (
         "where layers are divided, weights that visit are not tried, for a stage has the memory of several devices "

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Annotated, NamedTuple, TypeVar
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.recipe.pipeline.stages import NotWith, StageKeys
 from hf_gpipe.recipe.section import Count, section
 from hf_gpipe.schedule import Placement
 
 T = TypeVar("T")
+Number = TypeVar("Number", int, float)
 
 
 class Division(NamedTuple):
@@ -39,6 +41,10 @@ class Division(NamedTuple):
         """How many ranks form so many workers."""
         return num_workers * self.num_ranks
 
+    def total(self, of_rank: Number) -> Number:
+        """What all ranks of a worker have or send, where each has a part of its own, or its own copy."""
+        return self.num_ranks * of_rank
+
     def by_worker(self, of_ranks: Sequence[T]) -> list[Sequence[T]]:
         """What the ranks of each worker have, of a list with an entry for every rank."""
         return [of_ranks[first : first + self.num_ranks] for first in range(0, len(of_ranks), self.num_ranks)]
@@ -60,6 +66,21 @@ class Division(NamedTuple):
                 "many, a launcher on several machines, or pipeline.device=cpu"
             )
         return num_gpus // self.num_ranks
+
+    def cluster_of(self, devices: Cluster) -> Cluster:
+        """The cluster of workers that are neighbouring devices, whose flows leave a part together.
+
+        Raises:
+            UserError: a worker would be in two parts of the innermost level.
+        """
+        inner, *outer = devices.levels
+        if inner.parts % self.num_ranks:
+            raise UserError(
+                f"tensor_parallel is {self.num_ranks} and {inner.parts} devices have fast links with each other: the "
+                f"sums of each block would go over slower ones; use a divisor of {inner.parts}."
+            )
+        shared = [replace(level, bytes_per_second=level.bytes_per_second / self.num_ranks) for level in outer]
+        return Cluster((replace(inner, parts=inner.parts // self.num_ranks), *shared))
 
     def placed(self, placement: Placement) -> Placement:
         """A placement whose workers are divided so."""
