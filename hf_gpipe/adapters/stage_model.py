@@ -175,7 +175,7 @@ class StageModel:
         self._pending.clear()
         for module in self.model.modules():
             if isinstance(module, EmbeddingStub):
-                module.zero = torch.zeros_like(module.zero, device=device)  # of fake tensors, where weights are
+                module.blank = torch.zeros_like(module.blank, device=device)  # of fake tensors, where weights are
         for stack in self.adapter.stacks:
             # A table without weights, as M2M100's sines, belongs to no layer, and is in every stage.
             for name, module in self.model.get_submodule(stack.path).named_children():
@@ -222,11 +222,11 @@ class StageModel:
 
         self._noise = self.model.get_input_embeddings().register_forward_hook(hook)
 
-    def compile_blocks(self, backend: str | None = None) -> None:
+    def compile_blocks(self, backend: str = "inductor") -> None:
         """Compile each block of this stage by torch.compile. Blocks of one class share one compilation.
 
         Args:
-            backend: of torch.compile; None: its default.
+            backend: of torch.compile.
 
         Raises UserError where a block has a BatchNorm, whose statistics are noted while it runs.
         """
@@ -238,7 +238,7 @@ class StageModel:
         self._is_compiled = True
         for layer in self.layers:
             if layer.kind == "block":
-                self.model.get_submodule(layer.name).compile(**({"backend": backend} if backend else {}))
+                self.model.get_submodule(layer.name).compile(backend=backend)
 
     def defer_weight_gradients(self) -> WeightGradients:
         """Let the linear layers give their weight gradients to `weight_gradients`, from the next forward on.

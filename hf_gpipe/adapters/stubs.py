@@ -80,14 +80,14 @@ class EmbeddingStub(nn.Module):
     def __init__(self, width: int, dtype: torch.dtype, *, is_of_positions: bool = False) -> None:
         super().__init__()
         self.width, self._is_of_positions = width, is_of_positions
-        self.zero = torch.zeros((), dtype=dtype)
+        self.blank = torch.zeros((), dtype=dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         if self._is_of_positions or not tensors:  # such a table may also be called with a shape
-            return self.zero.expand(1, 1, self.width)
+            return self.blank.expand(1, 1, self.width)
         # Ids (B, T), or hidden states (B, T, D) of another width.
-        return self.zero.expand(*tensors[0].shape[:2], self.width)
+        return self.blank.expand(*tensors[0].shape[:2], self.width)
 
 
 class HeadStub(nn.Module):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.commands.base import loading
 from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import Chunks, Recipe, load_recipe
+from hf_gpipe.recipe import Chunks, Division, Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, recompute_under
 
@@ -103,7 +103,7 @@ class PlanRequest:
                 "pipeline.num_stages or pipeline.replicas is auto: they are chosen for a number of processes; give "
                 "--devices, or pipeline.num_processes."
             )
-        table = config.table(recipe.training.gradient_accumulation_steps, config.processes)
+        table = recipe.table(config.processes)
         if table is not None:
             config = replace(config, recompute=recompute_under(table, config.recompute))
         request = cls(_with_vocabulary(recipe), config, (device, *others), cluster, table, options.profile)
@@ -125,8 +125,8 @@ class PlanRequest:
         """The same with layers divided among 2, 4 and 8 devices, where devices are given and the model allows it."""
         is_given = _is_given("pipeline.tensor_parallel", options.overrides)
         has_devices = options.devices is not None or len(self.devices) > 1
-        for size in (2, 4, 8) if has_devices and self.config.tensor_parallel == 1 and not is_given else ():
-            overrides = [*options.overrides, f"pipeline.tensor_parallel={size}"]
+        for size in (2, 4, 8) if has_devices and self.config.division.is_whole and not is_given else ():
+            overrides = [*options.overrides, Division(size).override]
             with suppress(UserError):
                 yield PlanRequest.of(argparse.Namespace(**{**vars(options), "overrides": overrides}))
 
@@ -144,11 +144,11 @@ class PlanRequest:
         recipe, config, adapter = self.recipe, self.config, _adapter(self.recipe)
         if config.cuts_rows:
             _check_chunks(recipe, config, adapter)
-        check_division(adapter, config.division, is_compiled=config.torch_compile)
-        if self.is_profiled and config.tensor_parallel > 1:
+        check_division(adapter, config.division, is_compiled=config.compile_backend is not None)
+        if self.is_profiled and not config.division.is_whole:
             raise UserError(
-                f"tensor_parallel is {config.tensor_parallel}, and the seconds of divided layers cannot be measured in "
-                "one process; leave --profile out, and plan with partition flops or auto"
+                f"{config.division.text}, and the seconds of divided layers cannot be measured in one process; leave "
+                "--profile out, and plan with partition flops or auto"
             )
         teacher, spec = None, teacher_of(recipe)
         if spec is not None:

@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             check_recipe(recipe)
         from hf_gpipe.job.launch import launch
+        from hf_gpipe.job.signals import StopSignal
 
         return launch(
             "hf_gpipe.train",
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             num_processes,
             _traceback_file(recipe),
             threads=recipe.pipeline.threads_per_process,
-            stop_seconds=recipe.training.stop_seconds,
+            stop=StopSignal(recipe.training.stop_seconds),
         )
     except UserError as error:
         return _fail(error)
@@ -156,10 +157,8 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("pipeline.device is cuda and torch finds no GPU; use auto or cpu")
     if "RANK" not in os.environ:
         # In another launcher's job the main process reads it.
-        recipe.pipeline.table(recipe.training.gradient_accumulation_steps, _num_workers(recipe))
-    # With a number of tokens the number of rows is not known before they are read.
-    rows = recipe.training.batch_size if recipe.training.batch_tokens is None else None
-    recipe.pipeline.check_micro_batches(recipe.training.gradient_accumulation_steps, rows)
+        recipe.table(_num_workers(recipe))
+    recipe.check_micro_batches()
 
 
 def _num_workers(recipe: Recipe) -> int:

@@ -71,11 +71,8 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     say: Callable[[str], None] = summary.say if world.is_reporter else lambda text: None
     checkpoint = _checkpoint_of(recipe, output_dir, world, job)
     first_step = 0 if checkpoint is None else step_of(checkpoint)
-    accumulation, num_processes = (
-        recipe.training.gradient_accumulation_steps,
-        recipe.pipeline.division.workers_among(world.num_processes),
-    )
-    table = world.from_reader(lambda: recipe.pipeline.table(accumulation, num_processes))
+    num_processes = recipe.pipeline.division.workers_among(world.num_processes)
+    table = world.from_reader(lambda: recipe.table(num_processes))
     job.note("preparing the corpus and the tokenizer")
     say("preparing the corpus and the tokenizer")
     config, prepared = _prepared(recipe, task, output_dir, checkpoint, world)

@@ -29,7 +29,7 @@ def launch(
     traceback_file: Path | None = None,
     *,
     threads: int | None = None,
-    stop_seconds: float = 30.0,
+    stop: StopSignal | None = None,
 ) -> int:
     """Run `python -m module args...` in several processes of one job on this machine, and wait for their end.
 
@@ -39,7 +39,7 @@ def launch(
         module: must call `join_job`, and `failures.report` with its errors.
         traceback_file: where to put the traceback of a fault.
         threads: CPU threads of each process; None: see `join_job`.
-        stop_seconds: how long the processes may take to end after a signal.
+        stop: notes signals, and how long the processes may take to end after one.
 
     Returns:
         The exit code: 0; EXIT_STOPPED where a signal stopped the job and all was saved; that of the process that failed
@@ -55,13 +55,13 @@ def launch(
     check_open_files(num_processes)
     store = store_on_loopback()
     children: list[Child] = []
-    stop = StopSignal()
+    stop = stop or StopSignal()
     with tempfile.TemporaryDirectory(prefix="hf_gpipe-") as name, forwarding(stop, children):
         folder = Path(name)
         for rank in range(num_processes):
             own = environment | environment_of(folder, rank, num_processes, store.port)
             children.append(Child(rank, start([sys.executable, "-m", module, *args], own), folder))
-        wait_for_all(children, stop, stop_seconds)
+        wait_for_all(children, stop)
         failure = first_failure(children)
     ended_by_signal = all(
         child.was_ended or child.exit_code == -(stop.signal or 0) or child.exit_code == 0 for child in children

@@ -15,12 +15,16 @@ SAME_SIGNAL_SECONDS = 1.0
 class StopSignal:
     """The states of a request to stop: not asked, asked, and urgent once a second signal has come.
 
+    Args:
+        within: how many seconds what is to stop may take to do so.
+
     Attributes:
         signal: the first signal; None: nobody has asked.
         is_urgent: whether a second one has come, after SAME_SIGNAL_SECONDS.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, within: float = 30.0) -> None:
+        self.within = within
         self.signal: signal.Signals | None = None
         self.is_urgent = False
         self._time = 0.0
@@ -32,6 +36,11 @@ class StopSignal:
             return True
         self.is_urgent = self.is_urgent or self.seconds > SAME_SIGNAL_SECONDS
         return False
+
+    @property
+    def late_seconds(self) -> float:
+        """By how many seconds it has taken longer; negative before that."""
+        return self.seconds - self.within
 
     @property
     def seconds(self) -> float:

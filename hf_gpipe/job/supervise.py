@@ -97,13 +97,9 @@ def forwarding(stop: StopSignal, children: Sequence[Child]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def wait_for_all(children: Sequence[Child], stop: StopSignal, stop_seconds: float) -> None:
-    """Wait for the end of all processes; kill those that do not end soon after the first one.
-
-    Args:
-        stop: where a signal to this launcher is noted.
-        stop_seconds: how long the processes may take to end after one.
-    """
+def wait_for_all(children: Sequence[Child], stop: StopSignal) -> None:
+    """Wait for the end of all processes; kill those that do not end soon after the first one, or after a signal to this
+    launcher, which `stop` notes."""
     deadline = float("inf")
     while running := [child for child in children if child.exit_code is None]:
         now = time.monotonic()
@@ -112,7 +108,7 @@ def wait_for_all(children: Sequence[Child], stop: StopSignal, stop_seconds: floa
             deadline = min(deadline, now + GRACE_SECONDS)
         elif codes:
             deadline = min(deadline, now + LEAVE_SECONDS)
-        if now > deadline or stop.is_urgent or stop.seconds > stop_seconds + GRACE_SECONDS:
+        if now > deadline or stop.is_urgent or stop.late_seconds > GRACE_SECONDS:
             for child in running:
                 child.end()
         time.sleep(_POLL_SECONDS)

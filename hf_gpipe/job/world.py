@@ -141,7 +141,7 @@ class World:
         """
         if placement.ranks_per_worker > 1 and (several := [other for other in self.ranks if len(other.devices) > 1]):
             raise UserError(
-                f"tensor_parallel is {placement.ranks_per_worker} and a process has several devices "
+                f"{Division(placement.ranks_per_worker).text} and a process has several devices "
                 f"({', '.join(device.name for device in several[0].devices)}); give each process one device, and start "
                 "more processes"
             )

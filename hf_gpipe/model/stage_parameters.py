@@ -21,7 +21,7 @@ from hf_gpipe.model.trainable import TrainableLayers
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.replicas import Replicas
-from hf_gpipe.runtime.shards import Shards, treats_elements_alone
+from hf_gpipe.runtime.shards import NOT_SET, Shards, treats_elements_alone
 from hf_gpipe.runtime.ties import Ties
 
 
@@ -33,7 +33,7 @@ class StageParameters:
         models: the stages of this process, by number.
         world: the processes.
         of_workers: of each worker of this process the stages that it runs; of dealt ones all, whoever updates them.
-        zero: 1: replicas share the updates of an optimizer.
+        shares_updates: whether replicas share the updates of an optimizer.
         seed: of dropout, and of weights that a checkpoint does not have.
         homes: of dealt stages; None: the stages are this process's own.
 
@@ -49,7 +49,7 @@ class StageParameters:
         models: dict[int, StageModel],
         world: World,
         of_workers: Sequence[Mapping[int, StageModel]],
-        zero: int,
+        shares_updates: bool,
         seed: int,
         homes: Homes | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class StageParameters:
         self.ties = Ties(models, world, homes)
         self.replicas = Replicas(models, self.ties, world)
         self.trainable = TrainableLayers.of(adapter, models, world)
-        self.seed, self._zero = seed, zero
+        self.seed, self._shares_updates = seed, shares_updates
         self._shards: WeakKeyDictionary[torch.optim.Optimizer, Shards] = WeakKeyDictionary()
 
     @property
@@ -106,7 +106,7 @@ class StageParameters:
         """
         shards = self.shards_of(optimizer)
         if shards is None:
-            raise UserError("shard_optimizer: zero is 0; make the Pipeline with zero=1, or leave the call out")
+            raise UserError(f"shard_optimizer: {NOT_SET}, or leave the call out")
         shards.serve(optimizer)
 
     def shards_of(self, optimizer: torch.optim.Optimizer) -> Shards | None:
@@ -115,7 +115,7 @@ class StageParameters:
         Raises:
             UserError: the class of the optimizer is not known to treat each parameter alone.
         """
-        if not self._zero:
+        if not self._shares_updates:
             return None
         if optimizer not in self._shards:
             trained = {name: p for name, p in self.named_parameters() if p.requires_grad}

@@ -33,7 +33,6 @@ def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = 
     """Raise UserError where the layers of a model, whose blocks may be compiled, cannot be divided so."""
     if division.is_whole:
         return
-    size = division.num_ranks
     others = {
         "the model is no Hugging Face model that reads text": not isinstance(adapter, TextAdapter),
         "functions of its modules were replaced": bool(adapter.patches),
@@ -41,17 +40,15 @@ def check_division(adapter: Adapter, division: Division, *, is_compiled: bool = 
     }
     for what, is_so in others.items():
         if is_so:
-            raise UserError(
-                f"tensor_parallel is {size} and {what}, which do not go together; leave tensor_parallel out"
-            )
+            raise UserError(f"{division.text} and {what}, which do not go together; leave tensor_parallel out")
     assert isinstance(adapter, TextAdapter)
     if division.divides_rows:
-        _check_rows(adapter, size, is_compiled=is_compiled)
+        _check_rows(adapter, division, is_compiled=is_compiled)
     verify_division(adapter, division)
     for name, probability in adapter.dropout.items() if is_compiled else ():
         # What draws the masks (masks.py) breaks compiled code into pieces, and with some backends draws them twice.
         raise UserError(
-            f"tensor_parallel is {size}, torch_compile is true and {name} is {probability}, which do not go together: "
+            f"{division.text}, torch_compile is true and {name} is {probability}, which do not go together: "
             f"a compiled block may draw other masks; leave torch_compile out, or set {name} to 0"
         )
 
@@ -65,10 +62,10 @@ def _naming(key: str) -> Iterator[None]:
         raise type(error)(f"{key} {error}, or leave tensor_parallel out") from None
 
 
-def _check_rows(adapter: TextAdapter, size: int, *, is_compiled: bool) -> None:
+def _check_rows(adapter: TextAdapter, division: Division, *, is_compiled: bool) -> None:
     """Raise UserError where ranks cannot have parts of the positions between divided layers."""
-    with _naming(f"tensor_parallel is {size} and"):
-        has_experts = "experts" in plan_of(adapter, size).modules.values() or bool(adapter.routers)
+    with _naming(f"{division.text} and"):
+        has_experts = "experts" in plan_of(adapter, division.num_ranks).modules.values() or bool(adapter.routers)
     others = {
         "torch_compile is true": is_compiled,
         "peft_config adds adapters, whose first factors read whole rows": adapter.peft is not None,
@@ -94,7 +91,7 @@ def verify_division(adapter: TextAdapter, division: Division) -> None:
         UnsupportedModelError: loss or gradients differ, or no rule divides a layer of the family.
         UserError: the model has fewer heads or columns than ranks.
     """
-    with _naming(f"tensor_parallel is {division.num_ranks} and"):
+    with _naming(f"{division.text} and"):
         plan = plan_of(adapter, division.num_ranks)
     is_shared = any(cut.is_shared for cut in plan.cuts.values())
     of_clone = division._replace(num_ranks=3 if not plan.is_even else 4 if is_shared else 2)

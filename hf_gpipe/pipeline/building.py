@@ -23,7 +23,6 @@ from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.homes import Homes
-from hf_gpipe.runtime.micro_batch import Cutting
 from hf_gpipe.runtime.step import Row
 from hf_gpipe.runtime.teacher import PREFIX
 from hf_gpipe.runtime.visits import leave_on_host, visits_of
@@ -58,8 +57,8 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
                 leave_on_host(own[stage], visitors, is_shared=homes is not None)
             if stage in decision.recompute.block_stages:
                 own[stage].checkpoint_blocks()
-            if config.torch_compile:
-                own[stage].compile_blocks(config.torch_compile_backend)
+            if config.compile_backend is not None:
+                own[stage].compile_blocks(config.compile_backend)
             own[stage].overlap_sums()
         if homes is not None:
             homes.add(stage, {worker: own[stage] for worker, own in run_by.items()})
@@ -70,7 +69,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         heads = {n: assemble(adapter, head, weights, device, seed) for n, device in world.stage_devices.items()}
         for number, rows in divide_head(heads, models, world).items():
             parts[number] = HeadPart(heads[number], rows, number, config.num_stages, decision.loss)
-    parameters = StageParameters(adapter, models, world, [*run_by.values()], config.zero, seed, homes)
+    parameters = StageParameters(adapter, models, world, [*run_by.values()], config.shares_updates, seed, homes)
     if decision.is_asynchronous or homes is not None:
         _check_no_batch_norm(decision)
     if decision.is_asynchronous:
@@ -100,7 +99,6 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     executor.prepare(decision.full_table)
     if request.model.saved_adapters is not None:
         parameters.load_pretrained(request.model.saved_adapters)
-    how = request.length_bucketing, request.inputs.packing, config.torch_compile, config.chunks
     forwards = Forwards(
         decision,
         parameters,
@@ -108,7 +106,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         edges,
         executor,
         {n: visits[worker] for n, worker in world.own_workers.items()},
-        Cutting(config.num_micro_batches, *how),
+        request.cutting(config),
         request.model.has_new_adapters,
     )
     return Steps(forwards)

@@ -31,7 +31,7 @@ from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.pipeline.config import OF_EACH_PROCESS
 from hf_gpipe.runtime.chunks import check_chunks
-from hf_gpipe.runtime.micro_batch import Batch
+from hf_gpipe.runtime.micro_batch import Batch, Cutting
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.builders import build
@@ -62,6 +62,11 @@ class PipelineRequest:
     loss: Loss = PLAIN
     length_bucketing: bool = False
     teacher: ModelSpec | None = None
+
+    def cutting(self, config: DecidedConfig) -> Cutting:
+        """How mini-batches are cut, by the decided configuration."""
+        is_compiled = config.compile_backend is not None
+        return Cutting(config.num_micro_batches, self.length_bucketing, self.inputs.packing, is_compiled, config.chunks)
 
     def compare(self) -> None:
         """Compare it with that of the other processes. Every process calls it. Raises DisagreementError."""
@@ -144,7 +149,8 @@ class Decision:
             of_teacher = open_teacher(request.teacher, adapter, world.device)
             _compare_commit(request.teacher, of_teacher)
         # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
-        world.from_reader(lambda: check_division(adapter, given.division, is_compiled=given.torch_compile, loss=loss))
+        is_compiled = given.compile_backend is not None
+        world.from_reader(lambda: check_division(adapter, given.division, is_compiled=is_compiled, loss=loss))
 
         # What the planner decides, and whether the machines can do it.
         planning = Planning(inputs, adapter, loss.planned, world, of_teacher)

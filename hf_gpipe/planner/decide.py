@@ -26,6 +26,7 @@ from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried
 from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
 from hf_gpipe.recipe import AUTO, Chunks, DecidedConfig, Division, PipelineConfig
+from hf_gpipe.recipe.pipeline.mesh import UNSHARED
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.text import seconds_text, size_text
 
@@ -217,8 +218,8 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
         chosen.append(f"{settings.num_stages} stages with {'-'.join(map(str, replicas))} replicas")
         if settings.placement is not None:
             chosen.append(f"placement {settings.placement!r}")
-        if settings.zero != config.zero:
-            chosen.append(f"zero {settings.zero} (no stage has replicas)")
+        if config.shares_updates and not settings.shares_updates:
+            chosen.append(UNSHARED)
     for name in config.left_open:
         value = getattr(settings, name)
         if value == TABLE_FILE:

@@ -198,8 +198,8 @@ class Planner(Layouts):
         """
         if settings.division != self.division:
             raise UserError(
-                f"the settings divide layers by {settings.division}, and the planner has the costs of layers for "
-                f"{self.division}; make another planner"
+                f"{settings.division.text} in the settings, and {self.division.text} for the planner, which has the "
+                "costs of layers that are divided so; make another planner"
             )
         if self.chunks != (other := self.with_chunks(settings.chunks)).chunks:
             return other.plan(settings)

@@ -28,7 +28,7 @@ from hf_gpipe.planner.search.search_all import SearchResult
 from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried, way_of
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
-from hf_gpipe.recipe import AUTO, PipelineConfig, keys_of
+from hf_gpipe.recipe import AUTO
 from hf_gpipe.schedule import DEALT, is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
 from hf_gpipe.text import bytes_text, count_text, seconds_text, size_text, table_text
@@ -191,11 +191,8 @@ def search_report(result: SearchResult) -> str:
         parts += ["fastest that fit, the best of each T, K, replicas and order:", header, *lines]
         parts += ["", "as overrides: " + overrides(shown[0])]
         parts += [f"{name:12}  {text}" for name, text in mesh_lines(shown[0])]
-        if result.least_size is not None:
-            parts.append(
-                "where weights stay on their devices, smaller values do not fit: pipeline.tensor_parallel must be "
-                f"{result.least_size} at least"
-            )
+        if result.least is not None:
+            parts.append(f"where weights stay on their devices, it takes {result.least.override} or more to fit them")
     else:
         parts.append("none of them fits")
     parts += ["", "each way, and what limits it:", *_ways(result)]
@@ -232,13 +229,8 @@ def overrides(plan: Plan) -> str:
     values = settings.of_plan | {"recompute": recompute}
     if is_made:
         values["schedule"] = _schedule_asked(plan)
-    keys = keys_of(PipelineConfig)
-    shown = {name: value for name, value in values.items() if name in _ALWAYS_GIVEN or value != keys[name].default}
+    shown = settings.to_give(values)
     return " ".join(f"pipeline.{name}={_argument(value)}" for name, value in shown.items())
-
-
-#: Of the others a plan as arguments has those that differ from their default.
-_ALWAYS_GIVEN = ("num_stages", "num_micro_batches", "schedule", "recompute", "partition", "num_processes", "zero")
 
 
 def _argument(value: Any) -> str:

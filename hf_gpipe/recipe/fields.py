@@ -32,6 +32,7 @@ from hf_gpipe.recipe.section import (
 from hf_gpipe.recipe.strict_yaml import write
 from hf_gpipe.recipe.training import TrainingSection
 from hf_gpipe.recipe.transformer import with_transformer
+from hf_gpipe.schedule import Schedule
 
 
 @section()
@@ -199,6 +200,16 @@ class Recipe:
     def of_loss(self) -> Any:
         """The section with the options of the loss, where the kind of data has a loss of its own; else None."""
         return getattr(self, "grpo" if self.data.kind == "prompts" else self.data.kind, None)
+
+    def table(self, num_processes: int) -> Schedule | None:
+        """The table of a step from the file that `pipeline.schedule` names; raises as `PipelineConfig.table`."""
+        return self.pipeline.table(self.training.gradient_accumulation_steps, num_processes)
+
+    def check_micro_batches(self) -> None:
+        """Raise UserError where a replica would never get a micro-batch."""
+        # With a number of tokens the number of rows is not known before they are read.
+        rows = self.training.batch_size if self.training.batch_tokens is None else None
+        self.pipeline.check_micro_batches(self.training.gradient_accumulation_steps, rows)
 
     def to_yaml(self) -> str:
         """The resolved recipe as YAML, with the defaults of the keys that its kind of data uses.

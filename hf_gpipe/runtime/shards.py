@@ -34,7 +34,11 @@ _BY_PARAMETER = {
 }
 
 
-def treats_elements_alone(optimizer: torch.optim.Optimizer, needed_by: str = "zero is 1") -> bool:
+#: The setting of all this, for errors.
+SETTING, NOT_SET = "zero is 1", "zero is 0; make the Pipeline with zero=1"
+
+
+def treats_elements_alone(optimizer: torch.optim.Optimizer, needed_by: str = SETTING) -> bool:
     """Whether an optimizer treats each element by itself; otherwise each parameter by itself.
 
     Args:
@@ -168,7 +172,7 @@ class Shards:
     def _narrow(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Let each parameter and its gradient be its shard, for the optimizer."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
-            raise UserError("zero is 1 and step is given a closure, which it cannot run; call train_step before step")
+            raise UserError(f"{SETTING} and step is given a closure, which it cannot run; call train_step before step")
         for name in self._ends:
             parameter = self._parameters[name]
             values, gradient = parameter.data, parameter.grad

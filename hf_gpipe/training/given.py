@@ -37,7 +37,7 @@ def _partition(pipe: Pipeline) -> tuple[Any, ...]:
 
 def _backend(pipe: Pipeline) -> tuple[Any, ...]:
     # The arguments name the default backend of torch.compile as soon as they ask for it.
-    return (pipe.config.torch_compile_backend or ("inductor" if pipe.config.torch_compile else None),)
+    return (pipe.config.compile_backend,)
 
 
 def _half(name: str) -> Values:

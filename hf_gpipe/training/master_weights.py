@@ -18,7 +18,7 @@ import torch
 
 from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.errors import UserError
-from hf_gpipe.runtime.shards import Shards
+from hf_gpipe.runtime.shards import SETTING, Shards
 
 #: Name of the copy among the state that the optimizer keeps of a parameter, in a checkpoint.
 SLOT = "master_weight"
@@ -76,7 +76,7 @@ class MasterWeights:
         if self._shards is not None:
             if not self._shards.are_like(shards):
                 raise UserError(
-                    f"zero is 1 and the optimizer is another one, {type(optimizer).__name__}, which would need other "
+                    f"{SETTING} and the optimizer is another one, {type(optimizer).__name__}, which would need other "
                     "parts of the copies of the weights; make a new trainer"
                 )
             return

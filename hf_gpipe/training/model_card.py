@@ -28,7 +28,7 @@ def write_model_card(trainer: Any, path: Path, **entries: Any) -> None:
     hyperparameters, args, pipe = summary.hyperparameters, trainer.args, trainer.pipe
     for name in ("distributed_type", "num_devices", "total_train_batch_size", "total_eval_batch_size"):
         hyperparameters.pop(name, None)
-    if args.gradient_accumulation_steps > 1 and args.rows_of_update is not None:
+    if args.rows_of_update not in (None, args.per_device_train_batch_size):
         hyperparameters["total_train_batch_size"] = args.rows_of_update
     hyperparameters |= pipe.config.in_short
     path.write_text(summary.to_model_card(), encoding="utf-8")

@@ -13,7 +13,7 @@ from transformers.optimization import AdafactorSchedule
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.runtime.shards import treats_elements_alone
+from hf_gpipe.runtime.shards import SETTING, treats_elements_alone
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.trainer_interface import TrainerInterface
@@ -88,20 +88,20 @@ def shard_optimizer(trainer: TrainerInterface) -> None:
         UserError: the class of the optimizer is not known to treat each parameter alone, or with `tensor_parallel`
             each element; or the scheduler reads state that another replica has.
     """
-    optimizer, size = trainer.made_optimizer(), trainer.pipe.config.tensor_parallel
-    if size > 1 and not treats_elements_alone(optimizer, f"tensor_parallel is {size}"):
+    optimizer, division = trainer.made_optimizer(), trainer.pipe.config.division
+    if not (division.is_whole or treats_elements_alone(optimizer, division.text)):
         raise UserError(
-            f"tensor_parallel is {size} and the optimizer is {type(optimizer).__name__}, whose update of an element "
-            "depends on others of its parameter, which other processes have; use one like AdamW, or leave "
-            "tensor_parallel out"
+            f"{division.text} and the optimizer is {type(optimizer).__name__}, whose update of an element depends on "
+            "others of its parameter, which other processes have; use one like AdamW, or leave that setting out"
         )
     shards = trainer.pipe.weights.shards_of(optimizer)
     if shards is None:
         return
     if isinstance(trainer.lr_scheduler, AdafactorSchedule):
         raise UserError(
-            "zero is 1 and the scheduler is AdafactorSchedule, which reads the optimizer's state of parameters that "
-            'another replica may update: use zero 0, or another scheduler, such as lr_scheduler_type "constant"'
+            f"{SETTING} and the scheduler is AdafactorSchedule, which reads the optimizer's state of parameters that "
+            "another replica may update: leave that setting out, or use another scheduler, such as lr_scheduler_type "
+            "constant"
         )
     if trainer.master_weights is not None:
         trainer.master_weights.shard(shards, optimizer)

@@ -53,8 +53,7 @@ class StopRequest:
         #: The other processes of the pipeline that are on this machine.
         self._peers = [world.ranks[rank].pid for rank in world.neighbours if rank != world.rank]
         self._rank = world.rank
-        self._stop_seconds = stop_seconds
-        self._stop = StopSignal()
+        self._stop = StopSignal(stop_seconds)
 
     @property
     def signal(self) -> int:
@@ -107,8 +106,8 @@ class StopRequest:
                     self._stop.receive(number)
             if self._stop.is_urgent:
                 self._end("a second one came")
-            if self._stop.seconds > self._stop_seconds:
-                self._end(f"its step did not end within {self._stop_seconds:g} seconds (training.stop_seconds)")
+            if self._stop.late_seconds > 0:
+                self._end(f"its step did not end within {self._stop.within:g} seconds (training.stop_seconds)")
             if self.signal and any(not _is_running(peer) for peer in self._peers):
                 # Whatever this process waits for will not come. The peer's own message says why it ended, unless it
                 # ended because of this one, which still looks for advice.

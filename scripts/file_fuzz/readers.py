@@ -151,8 +151,8 @@ def _start(folder: Path, prepared: Path) -> None:
 def _recipe(folder: Path, prepared: Path) -> None:
     recipe = load_recipe(folder / "recipe.yaml")
     num_processes = _num_workers(recipe)
-    recipe.pipeline.table(recipe.training.gradient_accumulation_steps, num_processes)
-    recipe.pipeline.check_micro_batches(recipe.training.gradient_accumulation_steps, recipe.training.batch_size)
+    recipe.table(num_processes)
+    recipe.check_micro_batches()
 
 
 def _table(folder: Path, prepared: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_search_says_where_layers_must_be_divided(
     asked = [recipe, "tokenizer.vocab_size=400000", "training.batch_size=2", *devices, "--search"]
     assert main([*asked, "--memory", "520MiB"]) == 0
     out = capsys.readouterr().out
-    assert "smaller values do not fit: pipeline.tensor_parallel must be 2 at least" in out
+    assert "where weights stay on their devices, it takes pipeline.tensor_parallel=2 or more to fit them" in out
     assert "pipeline.tensor_parallel=2" in out
 
 

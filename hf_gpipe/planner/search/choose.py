@@ -289,7 +289,7 @@ class _Search:
         if schedule not in SPLIT_SCHEDULES:
             return True
         # A compiled block has one backward, and in one process no other waits for I.
-        if config.torch_compile or config.places == num_stages * config.processes:
+        if config.compile_backend is not None or config.places == num_stages * config.processes:
             return False
         if schedule in V_SHAPED:
             return len(set(counts)) == 1 and config.places == 2 * config.processes and config.placement is None

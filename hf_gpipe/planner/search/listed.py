@@ -43,7 +43,7 @@ def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
     """
     settings, table = plan.settings, plan.timeline.schedule
     # A compiled block has one backward. In one process no table is shorter than another.
-    is_open = asked.schedule == AUTO and asked.recompute in (AUTO, "none", "block") and not asked.torch_compile
+    is_open = asked.schedule == AUTO and asked.recompute in (AUTO, "none", "block") and asked.compile_backend is None
     is_whole = table.num_micro_batches == plan.planner.inputs.accumulation * settings.num_micro_batches
     placement = table.placement
     is_given = settings.placement is not None

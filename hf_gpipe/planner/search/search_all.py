@@ -12,7 +12,7 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import allowed_plans, can_run, first_micro_batches
 from hf_gpipe.planner.search.listed import with_table
 from hf_gpipe.planner.search.visiting import way_of
-from hf_gpipe.recipe import AUTO, PipelineConfig
+from hf_gpipe.recipe import AUTO, Division, PipelineConfig
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,13 @@ class SearchResult:
         leanest: the plan that needs the least memory.
         ways: the best plan of each way in which weights stay or visit, one that does not fit too.
         num_tried: how many plans there were.
-        least_size: the smallest value of `tensor_parallel` with which all weights fit the devices, if smaller ones do
-            not.
+        least: the division among the fewest ranks with which all weights fit the devices, if fewer are not enough.
     """
 
     fastest: tuple[Plan, ...]
     leanest: Plan
     num_tried: int
-    least_size: int | None = None
+    least: Division | None = None
     ways: tuple[Plan, ...] = ()
 
 
@@ -52,7 +51,7 @@ def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
         raise errors[0]
     fastest = sorted((plan for result in results for plan in result.fastest), key=_speed)
     stay = [[plan for plan in result.fastest if plan.settings.visitors is None] for result in results]
-    least = min((plan.planner.division.ranks_of(1) for own in stay for plan in own), default=None)
+    least = min((plan.planner.division for own in stay for plan in own), default=None)
     is_first = not errors and bool(stay[0])
     leanest = min((result.leanest for result in results), key=_leanness)
     ways = tuple(_first_of_each(way_of, (plan for result in results for plan in result.ways)))

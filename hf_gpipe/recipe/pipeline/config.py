@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any
@@ -205,6 +206,13 @@ class DecidedConfig(PipelineConfig):
         """The values of the keys that say how the pipeline is cut and run."""
         names = ("num_stages", "num_micro_batches", "schedule", "recompute")
         return {name: getattr(self, name) for name in names}
+
+    def to_give(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Of values of `of_plan` those that a recipe must be given: where the planner may have changed the recipe's,
+        or they differ from their default."""
+        always = (*self.in_short, "partition", "num_processes", "zero")
+        keys = keys_of(PipelineConfig)
+        return {name: value for name, value in values.items() if name in always or value != keys[name].default}
 
     def replaced(self, **values: Any) -> PipelineConfig:
         """A copy with `values`, which may leave something to the planner again."""

@@ -33,6 +33,16 @@ class Division(NamedTuple):
         return self.num_ranks == 1
 
     @property
+    def text(self) -> str:
+        """The setting, for errors."""
+        return f"tensor_parallel is {self.num_ranks}"
+
+    @property
+    def override(self) -> str:
+        """The setting as an argument of a command."""
+        return f"pipeline.tensor_parallel={self.num_ranks}"
+
+    @property
     def of_layers_alone(self) -> Division:
         """The same, where each rank has all positions between divided layers."""
         return Division(self.num_ranks)

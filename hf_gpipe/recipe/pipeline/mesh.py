@@ -13,6 +13,9 @@ from hf_gpipe.recipe.section import Count, OneOf, Text, section
 from hf_gpipe.schedule import DEALT, Placement, Schedule, is_table_file, placement_for, replicas_of
 from hf_gpipe.schedule.actions import parse_number
 
+#: Beside a mesh that the planner has chosen, where `zero` 1 is asked.
+UNSHARED = "zero 0 (no stage has replicas)"
+
 
 @section(kw_only=False)
 class MeshKeys(DivisionKeys):
