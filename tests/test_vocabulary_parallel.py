@@ -139,7 +139,7 @@ def test_what_does_not_go_together_is_an_error(tmp_path: Path) -> None:
     model = plain_model(config)
     for settings_, message in (
         ({"partition": [2, 3, 1]}, "the last stage has the head alone"),
-        ({"boundary_dtype": "float32"}, "boundary_dtype is given"),
+        ({"boundary_dtype": "float32"}, "boundary_dtype is float32"),
         ({"loss": LogitsLoss(_sum_of_logits)}, "more than the losses of tokens"),
         ({"peft_config": peft_of("q_proj")}, "its PEFT adapters are saved with the head"),
     ):

@@ -231,8 +231,8 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path, world: World, job: Job) -> 
         _check_same_data(recipe, world)
     if recipe.training.resume == "never":
         return None
-    keeps = recipe.training.memory_save_steps is not None
-    return newest_checkpoint(output_dir, world, MemoryCheckpoints(output_dir, world) if keeps else None)
+    kept = MemoryCheckpoints(output_dir, world) if recipe.training.keeps_in_memory else None
+    return newest_checkpoint(output_dir, world, kept)
 
 
 def _check_same_data(recipe: Recipe, world: World) -> None:

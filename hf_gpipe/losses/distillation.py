@@ -58,8 +58,8 @@ class DistillationLoss(TokenLoss):
         for name in ("beta", "cross_entropy_share"):
             check_number(name, getattr(self, name), most=1)
         check_number("temperature", self.temperature, is_above=True)
-        if self.is_dynamic or self.logit_clipping is not None:
-            raise UserError("logit_clipping and Dynamic Fine-Tuning are not supported in distillation; leave them out")
+        if others := self.given.keys() - {"label_smoothing"}:
+            raise UserError(f"{' and '.join(sorted(others))} is not supported in distillation; leave it out")
         if self.label_smoothing and not self.cross_entropy_share:
             raise UserError(
                 f"label_smoothing={self.label_smoothing!r} is of the cross-entropy, and cross_entropy_share is 0"

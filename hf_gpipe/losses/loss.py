@@ -258,12 +258,9 @@ class TokenLoss(TokenOptions, Loss):
         return replace(self, metrics=None)
 
     def of_mini_batch(self, name: tuple[int, int], *, is_training: bool) -> TokenLoss:
-        if self.metrics is None and (is_training or self.logit_clipping is None):
-            return self
         # The saved model does not clip its logits.
-        bound = self.logit_clipping if is_training else None
-        metrics = None if self.metrics is None else self.metrics.of(name, is_training=is_training)
-        return replace(self, logit_clipping=bound, metrics=metrics)
+        own = self if is_training else self.unclipped()
+        return own if self.metrics is None else replace(own, metrics=self.metrics.of(name, is_training=is_training))
 
     def of_units(self, read: LossInputs) -> torch.Tensor:
         """The sum over the tokens of each row, (B,)."""
@@ -311,15 +308,11 @@ class TokenLoss(TokenOptions, Loss):
         """
         if part is not None:
             return vocabulary_loss.with_gradient(logits, targets, part, self, overwrite=overwrite)
-        smoothing, bound = self.label_smoothing, self.logit_clipping
+        smoothing = self.label_smoothing
         is_ignored = ~self.units(targets)
         columns = targets.masked_fill(is_ignored, 0)[:, None]
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        seen, is_clipped = logits, None
-        if bound is not None:
-            unclipped = logits.to(dtype)
-            seen = unclipped.clamp(-bound, bound)
-            is_clipped = seen != unclipped
+        seen, is_clipped = self.seen(logits)
         if self.metrics is None:
             largest = seen.amax(-1, keepdim=True).to(dtype)
         else:

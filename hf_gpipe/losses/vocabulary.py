@@ -9,7 +9,7 @@ largest logit; the sum of exponentials, the target's logit and the sum of logits
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -18,6 +18,9 @@ from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 from hf_gpipe.errors import UserError, check_number
 from hf_gpipe.losses.token_metrics import TokenMetrics
+
+#: The options of a training -> those of its cross-entropy.
+SETTINGS = {"label_smoothing_factor": "label_smoothing", "logit_clipping": "logit_clipping"}
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,25 @@ class TokenOptions:
     @classmethod
     def of_settings(cls, given: Any, **values: Any) -> Self:
         """The loss with the options that settings of a training have, and other values."""
-        return cls(given.label_smoothing_factor, given.logit_clipping, **values)
+        return cls(**{own: getattr(given, name) for name, own in SETTINGS.items()}, **values)
 
     @property
     def given(self) -> dict[str, Any]:
         """The options of the cross-entropy that are not those of the plain one."""
         values = {name: getattr(self, name) for name in ("label_smoothing", "logit_clipping", "is_dynamic")}
         return {name: value for name, value in values.items() if value}
+
+    def unclipped(self) -> Self:
+        """The same without clipping."""
+        return self if self.logit_clipping is None else replace(self, logit_clipping=None)
+
+    def seen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits as the loss sees them, and which of them are clipped; in float32 at least, if any may be."""
+        if (bound := self.logit_clipping) is None:
+            return logits, None
+        wide = logits.to(_wide(logits))
+        seen = wide.clamp(-bound, bound)
+        return seen, seen != wide
 
     @staticmethod
     def units(targets: torch.Tensor) -> torch.Tensor:
@@ -107,7 +122,7 @@ def with_gradient(
     """
     ranks, is_unit = part.ranks, loss.units(targets)
     columns, is_foreign = _columns(logits, targets, is_unit, part.first)
-    seen, is_clipped = _seen(logits, loss)
+    seen, is_clipped = loss.seen(logits.to(_wide(logits)))
     own, first = seen.max(-1)
     largest = ranks.largest(own)
     of_target = seen.gather(1, columns).squeeze(1).masked_fill(is_foreign, 0)
@@ -145,7 +160,7 @@ def sums_of_part(
         of logits. For metrics the first token with the largest logit, and the sum of logits weighted by exponentials.
     """
     columns, is_foreign = _columns(logits, targets, loss.units(targets), first)
-    seen, _ = _seen(logits, loss)
+    seen, _ = loss.seen(logits.to(_wide(logits)))
     largest, place = seen.max(-1)
     exponentials = (seen - largest[:, None]).exp_()
     of_target = seen.gather(1, columns).squeeze(1).masked_fill(is_foreign, 0)
@@ -191,19 +206,15 @@ def gradient_of_part(
         loss: whose options count.
     """
     columns, is_foreign = _columns(logits, targets, loss.units(targets), first)
-    seen, is_clipped = _seen(logits, loss)
+    seen, is_clipped = loss.seen(logits.to(_wide(logits)))
     gradient = (seen - largest[:, None]).exp_().div_(total[:, None])
     _less_target(gradient, columns, is_foreign, is_clipped, size, loss)
     return gradient
 
 
-def _seen(logits: torch.Tensor, loss: TokenOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The logits as the loss sees them, in float32 at least, and which of them are clipped."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if (bound := loss.logit_clipping) is None:
-        return wide, None
-    seen = wide.clamp(-bound, bound)
-    return seen, seen != wide
+def _wide(logits: torch.Tensor) -> torch.dtype:
+    """The type that they are computed in: float32 at least."""
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _columns(

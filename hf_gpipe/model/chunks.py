@@ -12,6 +12,7 @@ from hf_gpipe.model.clone import Batch, attention_of, clone_of, padded_batch
 from hf_gpipe.model.exactness import compared_once
 from hf_gpipe.model.steps import plain_step, split_step
 from hf_gpipe.recipe import Chunks
+from hf_gpipe.runtime.chunks import SETTING
 
 _CHUNKS, _STAGES = Chunks(3), 2
 #: The largest difference of a clone. Parts that the library computes in float32, such as the softmax of eager
@@ -33,7 +34,7 @@ def verify_chunks(adapter: Adapter, *, packing: bool = False, recomputes_blocks:
     Raises:
         UnsupportedModelError: loss or gradients differ, or the clone does not run.
     """
-    adapter = check_reads_text(adapter, "sequence_chunks")
+    adapter = check_reads_text(adapter, SETTING)
     what = f"in chunks {attention_of(adapter)} {packing} {recomputes_blocks}"
     padding_predicts = compared_once(adapter, what, lambda: _padding_predicts(adapter, packing, recomputes_blocks))
     adapter.padding_predicts_in_chunks |= padding_predicts
@@ -60,12 +61,12 @@ def _padding_predicts(adapter: TextAdapter, packing: bool, recomputes_blocks: bo
         predicts = not packing and _difference(model, clone, on_the_left, **options) <= _TOLERANCE
     except Exception as error:
         reason = one_line(str(error), 200)
-        message = f"{family}: {how} fail on a tiny clone: {reason}; leave sequence_chunks out"
+        message = f"{family}: {how} fail on a tiny clone: {reason}; leave {SETTING} out"
         raise UnsupportedModelError(message) from error
     if not difference <= _TOLERANCE:
         raise UnsupportedModelError(
             f"{family}: {how} give other gradients (by {difference:.0e} on a tiny clone): its layers keep more of "
-            "earlier tokens than keys and values, or attend to later ones; leave sequence_chunks out"
+            f"earlier tokens than keys and values, or attend to later ones; leave {SETTING} out"
         )
     return predicts
 

@@ -28,7 +28,7 @@ from hf_gpipe.pipeline.look import html_of, text_of
 from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.pipeline.whole import refresh, whole_model
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import ModelSection, PipelineConfig, TrainingSection
+from hf_gpipe.recipe import ModelSection, PipelineConfig
 from hf_gpipe.schedule.table import Schedule
 
 Arguments = ParamSpec("Arguments")
@@ -151,8 +151,8 @@ class Pipeline:
         attn_implementation: str | None = ModelSection.attn_implementation,
         trust_remote_code: bool = ModelSection.trust_remote_code,
         config_overrides: Mapping[str, Any] | None = None,
-        label_smoothing: float = TrainingSection.label_smoothing_factor,
-        logit_clipping: float | None = TrainingSection.logit_clipping,
+        label_smoothing: float = TokenLoss.label_smoothing,
+        logit_clipping: float | None = TokenLoss.logit_clipping,
         loss: Loss | None = None,
         teacher: ModelSource | ModelSpec | None = None,
         depth_scaled_feed_forward: bool = ModelSection.depth_scaled_feed_forward,

@@ -52,10 +52,7 @@ def _saved_bytes(plan: Plan) -> list[int]:
 def offloaded_bytes(plan: Plan) -> list[int]:
     """For each process the bytes in the memory of its host of copies, their gradients and the optimizer's state."""
     inputs, settings, placement = plan.planner.inputs, plan.settings, plan.timeline.schedule.placement
-    sizes = [0] * len(plan.processes)
-    if not inputs.offload_optimizer:
-        return sizes
-    share = inputs.copy_share(plan.costs.dtype)
+    sizes, share = [0] * len(plan.processes), inputs.hosted_share(plan.costs.dtype)
     for stage, owned in _owned(plan):
         workers = placement.workers[stage.number]
         for process in workers:
@@ -86,7 +83,7 @@ def saving_text(plan: Plan) -> str:
 
 def offload_text(plan: Plan) -> str:
     """The CPU memory that an offloaded optimizer needs, as a line of the report; empty without one."""
-    if not plan.planner.inputs.offload_optimizer:
+    if not any(offloaded_bytes(plan)):
         return ""
     return f"its state and copies of the weights are in CPU memory: {_sum_text(offloaded_bytes(plan))}"
 

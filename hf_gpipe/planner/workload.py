@@ -310,7 +310,7 @@ class PlanInputs:
             offload_optimizer=given.offload_optimizer,
             accumulation=given.gradient_accumulation_steps,
             saves_in_background=given.save_in_background != "never",
-            keeps_in_memory=given.memory_save_steps is not None,
+            keeps_in_memory=given.keeps_in_memory,
             needs_norm=bool(given.max_grad_norm) or given.fp16 or given.on_nonfinite_loss == "skip",
             **others,
         )
@@ -362,6 +362,10 @@ class PlanInputs:
         """Bytes of copies of the weights, of their gradients and of the optimizer's state per byte of such weights."""
         size = 4 if self.fp32_master_weights else ITEM_BYTES[dtype]
         return (OPTIMIZER_SLOTS[self.optim] + 2) * size / ITEM_BYTES[dtype]
+
+    def hosted_share(self, dtype: str) -> float:
+        """Those of `copy_share` that are in CPU memory."""
+        return self.copy_share(dtype) if self.offload_optimizer else 0.0
 
     def saved_share(self, dtype: str) -> float:
         """Bytes of the optimizer's state and of master weights in a checkpoint per byte of such weights."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from hf_gpipe.errors import RecipeError
-from hf_gpipe.recipe.data import LABELLED, PAIRED_KINDS
+from hf_gpipe.recipe.data import LABELLED
 from hf_gpipe.recipe.fields import Recipe, all_keys
+from hf_gpipe.recipe.section import NotOf
 from hf_gpipe.recipe.strict_yaml import Locations
 from hf_gpipe.recipe.words import show
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
@@ -41,15 +40,6 @@ def _check_kind(recipe: Recipe, locations: Locations | None) -> None:
                 f"{place}{section}.{key.name} is {show(value)} and data.kind is {kind}, which does not use it; it is "
                 f"for {', '.join(key.kinds)}: leave it out."
             )
-
-
-def _refuse(recipe: Recipe, keys: Collection[str], kinds: Collection[str], why: str) -> None:
-    """Raise RecipeError if the kind of data is one of `kinds` and a key, such as "training.packing", is not at its
-    default."""
-    for section, key in all_keys():
-        name, value = f"{section}.{key.name}", getattr(getattr(recipe, section), key.name)
-        if recipe.data.kind in kinds and name in keys and value != key.default:
-            raise RecipeError(f"{name} is {show(value)} and data.kind is {recipe.data.kind}, {why}; leave it out.")
 
 
 def _check_training(recipe: Recipe) -> None:
@@ -90,16 +80,14 @@ def _check_adapters(recipe: Recipe) -> None:
 
 
 def _check_rows(recipe: Recipe) -> None:
-    of_tokens = ("training.batch_tokens", "training.packing")
-    _refuse(
-        recipe,
-        (*of_tokens, "training.label_smoothing_factor", "training.logit_clipping"),
-        (*PAIRED_KINDS, "kto", "embeddings", "prompts"),
-        "whose mini-batches and loss are of several rows together",
-    )
-    _refuse(recipe, of_tokens, LABELLED, "whose rows have one label each and are padded")
-    with_images = (*of_tokens, "pipeline.sequence_chunks", "tokenizer.path")
-    _refuse(recipe, with_images, ("image_text",), "whose rows have images")
+    kind = recipe.data.kind
+    for section, key in all_keys():
+        value = getattr(getattr(recipe, section), key.name)
+        for mark in key.marks if value != key.default else ():
+            if isinstance(mark, NotOf) and kind in mark.kinds:
+                raise RecipeError(
+                    f"{section}.{key.name} is {show(value)} and data.kind is {kind}, {mark.why}; leave it out."
+                )
     if recipe.data.kind == "image_text" and recipe.model.path is None:
         raise RecipeError(
             "data.kind is image_text and model.path is null; give a model's path, whose processor prepares the rows."

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import Field
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.data import PAIRS, DataSection
+from hf_gpipe.recipe.data import PAIRS, WITHOUT_IMAGES, DataSection
 from hf_gpipe.recipe.losses import (
     DistillationSection,
     EmbeddingsSection,
@@ -139,7 +139,7 @@ class LoraSection:
 class TokenizerSection:
     """The tokenizer, loaded or trained on the corpus."""
 
-    path: Text | None = None
+    path: Annotated[Text | None, WITHOUT_IMAGES] = None
     """Hub id or directory to load from; null: that of `model.path`, or, if it has none, one trained on the corpus."""
 
     vocab_size: Annotated[int, Field(ge=1, le=2_000_000)] = 8000

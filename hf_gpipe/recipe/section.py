@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
@@ -28,6 +28,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A share below 1."""
 
 T = TypeVar("T")
+_STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,14 @@ MAY_CHANGE = object()
 
 
 @dataclass(frozen=True)
+class NotOf:
+    """Marks a key of which some kinds of data allow the default alone, and why."""
+
+    kinds: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
 class Key:
     """The metadata of one field of a section.
 
@@ -88,6 +97,18 @@ class Key:
         """Its JSON schema."""
         schema: dict[str, Any] = _schema(self.section)["properties"][self.name]
         return schema
+
+    def check(self, argument: str, value: Any) -> None:
+        """Raise UserError where an argument, which may have another name, has a value that the key does not allow."""
+        try:
+            self._validator.validate_python(value.item() if hasattr(value, "item") else value)
+        except ValidationError:
+            allowed = describe(self.schema).replace("null", "None")
+            raise UserError(f"{argument}={value!r}: expected {allowed}") from None
+
+    @cached_property
+    def _validator(self) -> TypeAdapter[Any]:
+        return TypeAdapter(get_type_hints(self.section, include_extras=True)[self.name], config=_STRICT)
 
     @property
     def may_change(self) -> bool:
@@ -133,10 +154,9 @@ def section(*, kw_only: bool = True, kinds: tuple[str, ...] | None = None) -> Ca
 
     A value that does not fit raises a `MisfitError`.
     """
-    config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     def decorate(cls: type[T]) -> type[T]:
-        made: Any = validated(frozen=True, kw_only=kw_only, config=config)(cls)
+        made: Any = validated(frozen=True, kw_only=kw_only, config=_STRICT)(cls)
         init = made.__init__
 
         @functools.wraps(init)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.data import OF_TEXT
+from hf_gpipe.recipe.data import OF_MANY_LABELS, OF_ROWS_ALONE, OF_TEXT, WITHOUT_IMAGES
 from hf_gpipe.recipe.section import (
     MAY_CHANGE,
     Count,
@@ -42,7 +42,7 @@ class TrainingSection:
     batch_size: Count = 32
     """Examples per mini-batch, in training and in evaluation during it."""
 
-    batch_tokens: Count | None = None
+    batch_tokens: Annotated[Count | None, OF_ROWS_ALONE, OF_MANY_LABELS, WITHOUT_IMAGES] = None
     """Approximate number of target tokens per training mini-batch, instead of `batch_size`; null: use `batch_size`."""
 
     gradient_accumulation_steps: Count = 1
@@ -51,7 +51,7 @@ class TrainingSection:
     length_bucketing: Annotated[bool, OF_TEXT] = True
     """Whether examples of similar length share a mini-batch, and within it a micro-batch, which saves padding."""
 
-    packing: bool = False
+    packing: Annotated[bool, OF_ROWS_ALONE, OF_MANY_LABELS, WITHOUT_IMAGES] = False
     """Whether the rows of a training mini-batch are packed: each micro-batch is one row of whole examples without
     padding, which do not see each other. Mini-batches, loss and gradients stay those of the rows. Models that cannot
     keep examples apart are not supported."""
@@ -114,10 +114,10 @@ class TrainingSection:
     max_grad_norm: NotNegative = 1.0
     """Maximum norm of the gradient over all stages; a larger gradient is scaled down to it; 0: no clipping."""
 
-    label_smoothing_factor: Fraction = 0.0
+    label_smoothing_factor: Annotated[Fraction, OF_ROWS_ALONE] = 0.0
     """Share of the target's probability that is spread over the whole vocabulary."""
 
-    logit_clipping: Positive | None = None
+    logit_clipping: Annotated[Positive | None, OF_ROWS_ALONE] = None
     """Magnitude to which logits are clipped in the training loss, but not in evaluation or in the saved model; null: no
     clipping."""
 
@@ -175,6 +175,11 @@ class TrainingSection:
     resume: Annotated[Literal["auto", "never"], MAY_CHANGE] = "auto"
     """auto: resume from the last complete checkpoint in `output_dir`, if there is one; never: start from scratch and
     delete the checkpoints in it."""
+
+    @property
+    def keeps_in_memory(self) -> bool:
+        """Whether the machines keep checkpoints in their memory."""
+        return self.memory_save_steps is not None
 
     def __post_init__(self) -> None:
         if not self.push_to_hub:

@@ -24,6 +24,9 @@ from hf_gpipe.recipe import Chunks
 
 Inputs = Mapping[str, torch.Tensor]
 
+#: The setting of all this, for errors.
+SETTING = "sequence_chunks"
+
 
 class Chunk(NamedTuple):
     """The place of a chunk in its rows.
@@ -56,7 +59,7 @@ def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) ->
     elif packing and is_flash(attention := adapter.reference.config._attn_implementation):
         reason = f"attn_implementation {attention!r} takes the borders of documents of whole rows; use sdpa or eager"
     if reason is not None:
-        raise UserError(f"sequence_chunks cannot be more than 1: {reason}; leave it out")
+        raise UserError(f"{SETTING} cannot be more than 1: {reason}; leave it out")
 
 
 def check_batch(adapter: Adapter, batch: Inputs, loss: Loss, *, packing: bool, is_cut: bool) -> None:
@@ -66,7 +69,7 @@ def check_batch(adapter: Adapter, batch: Inputs, loss: Loss, *, packing: bool, i
     if packing and is_cut:
         check_chunks(adapter, is_loss_of_tokens=True, packing=True)
     if images := sorted(batch.keys() & set(adapter.image_keys)):
-        option = "packing" if packing else "sequence_chunks"
+        option = "packing" if packing else SETTING
         raise UserError(
             f"the batch has {images[0]!r}, and {option} is for rows of text alone, whose tokens can be moved apart "
             f"from their images; leave {option} out"
@@ -101,7 +104,7 @@ def cut(inputs: Inputs, chunks: Chunks, adapter: Adapter) -> list[tuple[int, dic
     if odd := [name for name, tensor in of_tokens.items() if tensor.shape != ids.shape]:
         raise DataError(
             f"{odd[0]} has the shape {tuple(of_tokens[odd[0]].shape)} and the tokens {tuple(ids.shape)}; to cut rows "
-            "into chunks (sequence_chunks), each entry needs one value for each token"
+            f"into chunks ({SETTING}), each entry needs one value for each token"
         )
     mask = of_tokens.pop("attention_mask", torch.ones_like(ids))
     if not adapter.padding_predicts_in_chunks:
@@ -126,6 +129,6 @@ def _check_padding(mask: torch.Tensor, targets: torch.Tensor) -> None:
     if len(rows):
         raise DataError(
             f"row {int(rows[0])} is padded on the left, and padding predicts its first token from the whole row, which "
-            "a chunk does not have; to cut rows into chunks (sequence_chunks), give that token the label "
+            f"a chunk does not have; to cut rows into chunks ({SETTING}), give that token the label "
             f"{IGNORED_LABEL}, pad on the right, or try attn_implementation 'sdpa'"
         )

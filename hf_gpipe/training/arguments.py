@@ -21,7 +21,6 @@ from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
-from hf_gpipe.recipe.pipeline.processes import MOST_SECONDS
 from hf_gpipe.recipe.pipeline.stages import PLANNED
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
@@ -181,8 +180,6 @@ class PipelineTrainingArguments(TrainingArguments):
             raise UserError(f"{type(self).__name__} has no argument {name!r}, which was set: {MISSING_ARGUMENTS[name]}")
         self._check_numbers()
         check_choice("train_sampling_strategy", self.train_sampling_strategy, SAMPLING)
-        check_choice("save_in_background", self.save_in_background, ("auto", "always", "never"))
-        check_choice("on_nonfinite_loss", self.on_nonfinite_loss, ("ignore", "skip", "stop"))
         self.of_tokens  # noqa: B018  # raises UserError for other numbers
         self._check_sampling()
         if self.recompute in ("none", "host") and self.is_checkpointing:
@@ -190,7 +187,7 @@ class PipelineTrainingArguments(TrainingArguments):
                 f"activation_checkpointing=True contradicts recompute={self.recompute!r}; leave one of them out "
                 "(recompute='block' is the same as it, recompute='stage' keeps less)"
             )
-        if self.save_only_model and (self.enable_jit_checkpoint or self.memory_save_steps is not None):
+        if self.save_only_model and (self.enable_jit_checkpoint or self.keeps_in_memory):
             other = "enable_jit_checkpoint=True" if self.enable_jit_checkpoint else "memory_save_steps"
             raise UserError(
                 f"save_only_model=True contradicts {other}: what is saved when the training is stopped would not be "
@@ -206,39 +203,33 @@ class PipelineTrainingArguments(TrainingArguments):
 
     def _check_numbers(self) -> None:
         """Raise UserError for a number that the library lets pass, and that no training can have."""
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        for name, key in LIMITS.items():
+            if getattr(self, name) is not None or getattr(type(self), name) is not None:
+                key.check(name, getattr(self, name))
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             check_count(name, getattr(self, name), 1)
-        check_count("seed", self.seed, 0, 2**32 - 1)
         if self.max_steps != -1:
             check_count("max_steps", self.max_steps, 1, otherwise=", or -1: num_train_epochs decides")
         if self.data_seed is not None:
             check_count("data_seed", self.data_seed, 0)
         check_count("dataloader_num_workers", self.dataloader_num_workers, 0)
         check_number("num_train_epochs", self.num_train_epochs, -math.inf)
-        check_number("weight_decay", self.weight_decay)
-        check_number("stop_seconds", self.stop_seconds, is_above=True)
-        check_number("ddp_timeout", self.ddp_timeout, most=MOST_SECONDS, is_above=True)
         if self.neftune_noise_alpha is not None:
             check_number("neftune_noise_alpha", self.neftune_noise_alpha)
         bound = 0 if self.max_grad_norm is None else self.max_grad_norm
         if not isinstance(bound, int | float) or math.isnan(bound):
             raise UserError(f"max_grad_norm={self.max_grad_norm!r}: expected a number; 0 or None: no clipping")
-        of_generation = ("generation_max_length", "generation_num_beams")
-        for name in ("timeline_steps", "slow_machine_steps", "memory_save_steps", *of_generation):
+        for name in ("generation_max_length", "generation_num_beams"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)
 
     def _check_sampling(self) -> None:
-        check_number("sampling_temperature", self.sampling_temperature, 1)
         if self.sampling_temperature != 1 and self.train_sampling_strategy == "sequential":
             raise UserError(
                 f"sampling_temperature={self.sampling_temperature} draws rows, and "
                 "train_sampling_strategy='sequential' keeps their order; use random or group_by_length"
             )
-        if self.batch_tokens is None:
-            return
-        check_count("batch_tokens", self.batch_tokens, 1)
-        if self.dataloader_drop_last:
+        if self.batch_tokens is not None and self.dataloader_drop_last:
             raise UserError(
                 "dataloader_drop_last=True with batch_tokens: its mini-batches are about equal, so there is none to "
                 "drop; leave one of them out"
@@ -279,6 +270,11 @@ class PipelineTrainingArguments(TrainingArguments):
         """Rows of one update; None with `batch_tokens`, where they vary."""
         rows = self.per_device_train_batch_size * self.gradient_accumulation_steps
         return rows if self.batch_tokens is None else None
+
+    @property
+    def keeps_in_memory(self) -> bool:
+        """Whether the machines keep checkpoints in their memory."""
+        return self.memory_save_steps is not None
 
     @property
     def packs_rows(self) -> bool:
@@ -369,3 +365,12 @@ class PipelineTrainingArguments(TrainingArguments):
 PIPELINE_ARGUMENTS = tuple(
     name for name in keys_of(PipelineConfig) if name in PipelineTrainingArguments.__dataclass_fields__
 )
+#: The keys whose limits arguments have; of the library's own arguments, those for which it has no others.
+LIMITS = {
+    **{
+        name: key for name, key in keys_of(TrainingSection).items() if name in PipelineTrainingArguments.__annotations__
+    },
+    **{name: keys_of(TrainingSection)[name] for name in ("gradient_accumulation_steps", "seed", "weight_decay")},
+    "ddp_timeout": keys_of(PipelineConfig)["timeout_seconds"],
+    "sampling_temperature": keys_of(DataSection)["temperature"],
+}

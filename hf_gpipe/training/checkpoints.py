@@ -86,8 +86,13 @@ class Checkpoints:
         self.saved_step: int | None = None
         self.kept_step: int | None = None
         self._memory = None
-        if trainer.args.memory_save_steps is not None:
+        if trainer.args.keeps_in_memory:
             self._memory = MemoryCheckpoints(self._output_dir, self._world)
+
+    def keeps(self, step: int) -> bool:
+        """Whether the machines keep this step in memory, unless it is saved on disk."""
+        every = self._args.memory_save_steps
+        return every is not None and step % every == 0 and step not in (None, 0, self.saved_step, self.kept_step)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint after `step` updates is."""

@@ -16,6 +16,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.losses.vocabulary import SETTINGS
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.training.arguments import PIPELINE_ARGUMENTS, PipelineTrainingArguments
@@ -27,6 +28,10 @@ Values = Callable[[Pipeline], tuple[Any, ...]]
 def _field(name: str) -> Values:
     """The value that a field of the configuration has, and the value that was asked for."""
     return lambda pipe: (getattr(pipe.config, name), getattr(pipe.given, name))
+
+
+def _of_loss(name: str) -> Values:
+    return lambda pipe: (getattr(pipe.loss.of_tokens, name),)
 
 
 def _partition(pipe: Pipeline) -> tuple[Any, ...]:
@@ -57,8 +62,7 @@ COMPARED: dict[str, Values] = {
     "memory": lambda pipe: (pipe.config.memory_bytes,),
     "torch_compile_backend": _backend,
     "packing": lambda pipe: (pipe.packing,),
-    "label_smoothing_factor": lambda pipe: (pipe.loss.of_tokens.label_smoothing,),
-    "logit_clipping": lambda pipe: (pipe.loss.of_tokens.logit_clipping,),
+    **{name: _of_loss(own) for name, own in SETTINGS.items()},
     "bf16": _half("bfloat16"),
     "fp16": _half("float16"),
     "activation_checkpointing": _recomputes,

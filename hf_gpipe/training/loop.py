@@ -173,7 +173,7 @@ class TrainingLoop:
     def _log_evaluate_save(self, *, waits: bool) -> None:
         """Do what callbacks have asked for, in every process; `waits` is that of `Agreement.reach`."""
         is_written, stop_signal = self._agree(waits=waits)
-        is_kept = self._is_kept_in_memory
+        is_kept = self._checkpoints.keeps(self._state.global_step)
         if waits or is_written or stop_signal or is_kept or any(getattr(self._control, flag) for flag in _FLAGS):
             self._updates.read_late_numbers()
         if stop_signal:
@@ -196,13 +196,6 @@ class TrainingLoop:
         _, stop_signal = self._agree(waits=True)
         if stop_signal:
             self._stop(stop_signal)
-
-    @property
-    def _is_kept_in_memory(self) -> bool:
-        """Whether the machines keep this step in memory, unless it is saved on disk."""
-        every, step = self._args.memory_save_steps, self._state.global_step
-        saved = (None, 0, self._checkpoints.saved_step, self._checkpoints.kept_step)
-        return every is not None and step % every == 0 and step not in saved
 
     def _agree(self, *, waits: bool) -> tuple[bool, int]:
         """Agree on what callbacks or a signal asked for in any process: see `Agreement.reach`.

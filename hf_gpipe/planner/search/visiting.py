@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan, Planner, best_of
@@ -51,7 +50,7 @@ def with_visitors(planner: Planner, config: PipelineConfig) -> Sequence[Pipeline
     """The configuration, which leaves open what visits, with that decided, in every way that is worth a try."""
     # Of dealt stages all weights visit.
     ways = ("all",) if config.schedule in DEALT else (None, *open_visitors(planner))
-    return [replace(config, offload_weights=visitors) for visitors in ways]
+    return [config.visited_by(visitors) for visitors in ways]
 
 
 def untried(*plans: Plan) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any, NamedTuple, Self, cast
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.recipe.data import WITHOUT_IMAGES
 from hf_gpipe.recipe.pipeline.mesh import MeshKeys
 from hf_gpipe.recipe.pipeline.stages import AUTO, SYNCHRONOUS_SCHEDULES, NotWith
 from hf_gpipe.recipe.section import Count, NotNegative, OneOf, section
@@ -30,7 +31,7 @@ class ChunkKeys(MeshKeys):
     """How rows are cut into chunks."""
 
     sequence_chunks: Annotated[
-        Count | Annotated[str, OneOf((AUTO,), CHUNK_UNIT)], NotWith("divided head"), NotWith("teacher")
+        Count | Annotated[str, OneOf((AUTO,), CHUNK_UNIT)], WITHOUT_IMAGES, NotWith("divided head"), NotWith("teacher")
     ] = 1
     """Into how many chunks of tokens the rows are cut in training, which go through the stages one after another, each
     as a micro-batch would: for long rows, of which a mini-batch has few. For decoder-only models whose layers keep

@@ -19,8 +19,7 @@ from hf_gpipe.recipe.pipeline.stages import (
     Entries,
     Listed,
 )
-from hf_gpipe.recipe.pipeline.visits import Visitors
-from hf_gpipe.recipe.section import Count, NotNegative, OneOf, Positive, keys_of, section
+from hf_gpipe.recipe.section import Count, OneOf, keys_of, section
 from hf_gpipe.recipe.words import choices
 from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
@@ -196,10 +195,11 @@ class DecidedConfig(PipelineConfig):
     recompute: Annotated[Annotated[str, OneOf(MODES)] | Entries, Listed]
     partition: Annotated[tuple[Count, ...], Listed]
     num_processes: Count
-    sequence_chunks: Count = 1
-    chunk_taper: NotNegative = 0.0
-    offload_weights: Visitors | None = None
-    speeds: Annotated[tuple[Positive, ...] | None, Listed] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.left_open:
+            raise UserError(f"{name} is {getattr(self, name)}, and here it must be decided.")
 
     @property
     def in_short(self) -> dict[str, Any]:

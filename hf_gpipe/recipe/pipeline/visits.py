@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, cast
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self, cast
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.pipeline.chunks import ChunkKeys
@@ -76,6 +77,10 @@ class VisitKeys(ChunkKeys):
         if self.leaves_visits_open:
             raise UserError("offload_weights is auto, which a plan chooses; give frozen or all, or leave it out.")
         return cast("Visitors | None", self.offload_weights)
+
+    def visited_by(self, visitors: Visitors | None, **values: Any) -> Self:
+        """A copy in which these weights visit, with other values."""
+        return replace(self, offload_weights=visitors, **values)
 
     @property
     def leaves_visits_open(self) -> bool:
