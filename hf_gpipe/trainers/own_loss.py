@@ -28,7 +28,8 @@ from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import PreferencesSection
+from hf_gpipe.recipe import PreferencesSection, TrainingSection, keys_of
+from hf_gpipe.recipe.data import OF_ROWS_ALONE
 from hf_gpipe.recipe.section import check_by
 from hf_gpipe.trainers.examples import ExamplesTrainer
 from hf_gpipe.training.arguments import PipelineTrainingArguments, argument, key_of
@@ -52,14 +53,12 @@ class OwnLossArguments(PipelineTrainingArguments):
 
     def check(self) -> None:
         super().check()
-        if self.batch_tokens is not None or self.packing:
-            name = "packing" if self.packing else "batch_tokens"
-            raise UserError(f"{name}={getattr(self, name)!r}: mini-batches are made of whole examples; leave it out")
-        if self.label_smoothing_factor:
-            raise UserError(
-                f"label_smoothing_factor={self.label_smoothing_factor!r} is of the cross-entropy"
-                f"{'; use label_smoothing' if hasattr(self, 'label_smoothing') else ', and the loss is another one'}"
-            )
+        for name, key in keys_of(TrainingSection).items():
+            if OF_ROWS_ALONE in key.marks and (value := getattr(self, name)) not in (None, key.default):
+                raise UserError(
+                    f"{name}={value!r}: mini-batches are made of whole examples, and the loss is not the "
+                    "cross-entropy; leave it out"
+                )
         assert self._loss.section is not None
         check_by(self._loss.section, self)
         self.make_loss()

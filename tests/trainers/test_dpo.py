@@ -385,7 +385,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ({"loss_type": "simpo", "simpo_gamma": -1.0}, "simpo_gamma: found -1.0 .*expected a number of at least 0"),
         ({"loss_type": "cpo", "precompute_ref_log_probs": True}, "loss_type='cpo' reads no reference; leave it out"),
         ({"packing": True}, "packing=True: mini-batches are made of whole examples"),
-        ({"label_smoothing_factor": 0.1}, "is of the cross-entropy; use label_smoothing"),
+        ({"label_smoothing_factor": 0.1}, "the loss is not the cross-entropy"),
+        ({"logit_clipping": 5.0}, r"logit_clipping=5\.0: .* the loss is not the cross-entropy"),
     ):
         with pytest.raises(UserError, match=message):
             arguments(tmp_path, **values)

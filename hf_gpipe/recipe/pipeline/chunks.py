@@ -9,7 +9,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.data import WITHOUT_IMAGES
 from hf_gpipe.recipe.pipeline.mesh import MeshKeys
 from hf_gpipe.recipe.pipeline.stages import AUTO, SYNCHRONOUS_SCHEDULES, NotWith
-from hf_gpipe.recipe.section import Count, NotNegative, OneOf, section
+from hf_gpipe.recipe.section import Count, NotNegative, OneOf, refuse_given, section
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DEALT, DIVIDED_HEAD, is_table_file
 
 CHUNK_UNIT = " tokens"
@@ -52,11 +52,8 @@ class ChunkKeys(MeshKeys):
                     f"sequence_chunks is {self.sequence_chunks!r} and schedule is {self.schedule}, a table of so many "
                     "chunks as it says; give that number as sequence_chunks."
                 )
-        if self.chunk_taper != 0 and not self.cuts_rows:
-            raise UserError(
-                f"chunk_taper is {self.chunk_taper} and sequence_chunks is 1, so rows are whole; give sequence_chunks, "
-                "or leave chunk_taper out."
-            )
+        if not self.cuts_rows:
+            refuse_given(self, ("chunk_taper",), "sequence_chunks is 1, so rows are whole; give sequence_chunks")
         if self.is_taper_open and self.partition == "profile":
             raise UserError(
                 "chunk_taper is auto and partition is profile, which measures chunks of one length; give a number, "

@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple, TypeVar
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.recipe.pipeline.stages import NotWith, StageKeys
-from hf_gpipe.recipe.section import Count, section
+from hf_gpipe.recipe.section import Count, refuse_given, section
 from hf_gpipe.schedule import Placement
 
 T = TypeVar("T")
@@ -114,11 +114,9 @@ class DivisionKeys(StageKeys):
 
     def check(self) -> None:
         super().check()
-        if self.sequence_parallel and self.tensor_parallel == 1:
-            raise UserError(
-                "sequence_parallel is true and tensor_parallel is 1, so nothing has parts of the positions; give "
-                "tensor_parallel, or leave sequence_parallel out."
-            )
+        if self.division.is_whole:
+            why = "tensor_parallel is 1, so nothing has parts of the positions; give tensor_parallel"
+            refuse_given(self, ("sequence_parallel",), why)
 
     @property
     def division(self) -> Division:

@@ -91,11 +91,7 @@ class MeshKeys(DivisionKeys):
 
     @property
     def mesh(self) -> tuple[int, int | tuple[int, ...]]:
-        """`num_stages` and `replicas`, where the planner need not choose them.
-
-        Raises:
-            UserError: one of them is "auto".
-        """
+        """`num_stages` and `replicas`. Raises UserError where one of them is "auto"."""
         if isinstance(self.num_stages, str) or isinstance(self.replicas, str):
             name = "num_stages" if isinstance(self.num_stages, str) else "replicas"
             raise UserError(
@@ -125,11 +121,7 @@ class MeshKeys(DivisionKeys):
 
     @property
     def processes(self) -> int:
-        """How many processes share the stages; one per replica of a stage if `num_processes` is None.
-
-        Raises:
-            UserError: stages or replicas are "auto", and `num_processes` is None.
-        """
+        """How many processes share the stages; if that is not given, one per replica of a stage. Raises as `mesh`."""
         return self.num_processes or self.places
 
     def stages_of_processes(self) -> int:

@@ -9,7 +9,7 @@ from pydantic import Field
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.pipeline.stages import Listed, NotWith
 from hf_gpipe.recipe.pipeline.visits import VisitKeys
-from hf_gpipe.recipe.section import Count, OneOf, Positive, Text, section
+from hf_gpipe.recipe.section import Count, OneOf, Positive, Text, refuse_given, section
 from hf_gpipe.recipe.sizes import read_bytes
 
 #: About thirty years: longer times are none to a clock.
@@ -74,11 +74,8 @@ class ProcessKeys(VisitKeys):
         self.memory_bytes  # noqa: B018  # raises for a text that is no size
         if self.devices == ():
             raise UserError("devices [] is empty; name at least one device, or leave it out.")
-        if self.torch_compile_backend is not None and not self.torch_compile:
-            raise UserError(
-                f"torch_compile_backend is {self.torch_compile_backend!r} and torch_compile is false; set "
-                "torch_compile to true, or leave the backend out."
-            )
+        if not self.torch_compile:
+            refuse_given(self, ("torch_compile_backend",), "torch_compile is false; set torch_compile to true")
 
     @staticmethod
     def compiling(given: dict[str, Any]) -> dict[str, Any]:

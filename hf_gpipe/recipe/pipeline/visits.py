@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Literal, Self, cast
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.pipeline.chunks import ChunkKeys
@@ -69,18 +69,15 @@ class VisitKeys(ChunkKeys):
 
     @property
     def visitors(self) -> Visitors | None:
-        """The weights that visit the device of their stage, where the planner need not choose them; None: none does.
-
-        Raises:
-            UserError: they are "auto".
-        """
+        """The weights that visit the device of their stage; None: none does. Raises UserError where a plan is to choose
+        them."""
         if self.leaves_visits_open:
             raise UserError("offload_weights is auto, which a plan chooses; give frozen or all, or leave it out.")
         return cast("Visitors | None", self.offload_weights)
 
-    def visited_by(self, visitors: Visitors | None, **values: Any) -> Self:
-        """A copy in which these weights visit, with other values."""
-        return replace(self, offload_weights=visitors, **values)
+    def visited_by(self, visitors: Visitors | None) -> Self:
+        """A copy in which these weights visit."""
+        return replace(self, offload_weights=visitors)
 
     @property
     def leaves_visits_open(self) -> bool:
