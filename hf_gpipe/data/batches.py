@@ -40,9 +40,9 @@ def length_bucketed_batches(lengths: Sequence[int], batch_size: int, seed: int, 
     return batches
 
 
-def num_token_batches(tokens: Sequence[int], batch_tokens: int) -> int:
-    """The number of mini-batches of about `batch_tokens`; `tokens` are those of each example."""
-    return max(1, min(len(tokens), round(int(np.sum(tokens)) / batch_tokens))) if len(tokens) else 0
+def num_token_batches(tokens: Sequence[int], size: int) -> int:
+    """The number of mini-batches of about so many tokens; `tokens` are those of each example."""
+    return max(1, min(len(tokens), round(int(np.sum(tokens)) / size))) if len(tokens) else 0
 
 
 def token_batches(

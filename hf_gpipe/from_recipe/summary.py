@@ -26,7 +26,7 @@ def start_text(recipe: Recipe, pipe: Pipeline, corpus: str, checkpoint: Path | N
         f"{len(pipe.adapter.layers)} layers",
         f"pipeline   K = {pipe.num_stages} stages of {sizes} layers in {processes} process{'es' * (processes > 1)}, "
         f"M = {pipe.num_micro_batches} micro-batches, schedule {pipe.schedule_name}, recompute {pipe.recompute}",
-        f"data       {corpus}; mini-batches of {_mini_batch(recipe)}",
+        f"data       {corpus}; mini-batches of {recipe.training.size}",
         f"output     {recipe.training.output_dir}",
     ]
     lines += [f"machine    {line}" for line in machines(pipe.world.ranks)]
@@ -54,8 +54,3 @@ def end_text(quality: str, output_dir: Path, files: Mapping[str, str]) -> str:
     """
     lines = [f"{word:<19}  {output_dir / name}" for word, name in files.items()]
     return "\n".join(["", quality, f"model and tokenizer  {output_dir}", *lines])
-
-
-def _mini_batch(recipe: Recipe) -> str:
-    tokens = recipe.training.batch_tokens
-    return f"{recipe.training.batch_size} rows" if tokens is None else f"about {tokens} target tokens"

@@ -59,11 +59,6 @@ def largest_micro_batch(num_rows: int, num_micro_batches: int) -> int:
     return -(-num_rows // min(num_micro_batches, num_rows))
 
 
-def rows_of_tokens(batch_tokens: int, max_target_tokens: int) -> int:
-    """Rows of a mini-batch of so many target tokens, when all rows are of the longest."""
-    return -(-batch_tokens // max_target_tokens)
-
-
 @sendable
 @dataclass(frozen=True)
 class Workload:
@@ -123,9 +118,7 @@ class Workload:
             data.max_source_tokens,
             data.max_length if data.kind in ROW_LENGTH_KINDS else data.max_target_tokens,
         )
-        tokens, rows = recipe.training.batch_tokens, recipe.training.batch_size
-        if tokens is not None:
-            rows = rows_of_tokens(tokens, target)
+        rows = recipe.training.size.rows_of(target)
         if not is_encoder_decoder:
             # Text comes in blocks of the longest target, and conversations are targets as a whole.
             source = target = target if data.kind in SEQUENCE_KINDS else source + target

@@ -207,9 +207,8 @@ class Recipe:
 
     def check_micro_batches(self) -> None:
         """Raise UserError where a replica would never get a micro-batch."""
-        # With a number of tokens the number of rows is not known before they are read.
-        rows = self.training.batch_size if self.training.batch_tokens is None else None
-        self.pipeline.check_micro_batches(self.training.gradient_accumulation_steps, rows)
+        training = self.training
+        self.pipeline.check_micro_batches(training.gradient_accumulation_steps, training.size.known_rows)
 
     def to_yaml(self) -> str:
         """The resolved recipe as YAML, with the defaults of the keys that its kind of data uses.

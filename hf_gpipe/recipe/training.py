@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.recipe.data import OF_MANY_LABELS, OF_ROWS_ALONE, OF_TEXT, WITHOUT_IMAGES
 from hf_gpipe.recipe.section import (
     MAY_CHANGE,
@@ -175,6 +176,11 @@ class TrainingSection:
     resume: Annotated[Literal["auto", "never"], MAY_CHANGE] = "auto"
     """auto: resume from the last complete checkpoint in `output_dir`, if there is one; never: start from scratch and
     delete the checkpoints in it."""
+
+    @property
+    def size(self) -> BatchSize:
+        """Of a mini-batch of the training."""
+        return BatchSize(self.batch_size, self.batch_tokens)
 
     @property
     def keeps_in_memory(self) -> bool:

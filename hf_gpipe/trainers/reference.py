@@ -19,6 +19,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import LogProbs
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.recipe import PreferencesSection
+from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.trainers.examples import each
 from hf_gpipe.trainers.own_loss import OwnLossArguments, OwnLossTrainer
@@ -108,7 +109,7 @@ class ReferenceTrainer(OwnLossTrainer, ABC):
             return dataset
         batches = None
         if self.world.is_reader:
-            batches = MiniBatches(dataset, self.data_collator, self._batch_size_of_reference(batch_size))
+            batches = MiniBatches(dataset, self.data_collator, BatchSize(self._batch_size_of_reference(batch_size)))
         of_batches, has_new_adapters = [], reference is self.pipe and reference.has_new_adapters
 
         def log_probs(rows: Batch) -> torch.Tensor:

@@ -21,6 +21,7 @@ from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
+from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.recipe.pipeline.stages import PLANNED
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
@@ -266,10 +267,15 @@ class PipelineTrainingArguments(TrainingArguments):
         return None
 
     @property
+    def size(self) -> BatchSize:
+        """Of a mini-batch of the training."""
+        return BatchSize(self.per_device_train_batch_size, self.batch_tokens)
+
+    @property
     def rows_of_update(self) -> int | None:
-        """Rows of one update; None with `batch_tokens`, where they vary."""
-        rows = self.per_device_train_batch_size * self.gradient_accumulation_steps
-        return rows if self.batch_tokens is None else None
+        """Rows of one update; None: they vary."""
+        rows = self.size.known_rows
+        return None if rows is None else rows * self.gradient_accumulation_steps
 
     @property
     def keeps_in_memory(self) -> bool:

@@ -185,9 +185,7 @@ def example_of(dataset: Any, args: PipelineTrainingArguments) -> Mapping[str, to
     if (largest := getattr(dataset, "largest", None)) is not None:  # of rows with images
         return largest(args.per_device_train_batch_size)
     by_length = args.train_sampling_strategy == "group_by_length"
-    return longest_mini_batch(
-        dataset, args.per_device_train_batch_size, args.batch_tokens, by_length=by_length, packing=args.packs_rows
-    )
+    return longest_mini_batch(dataset, args.size, by_length=by_length, packing=args.packs_rows)
 
 
 def loss_scaler(pipe: Pipeline) -> LossScaler | None:

@@ -15,6 +15,7 @@ from hf_gpipe.job.calls import by_every_process
 from hf_gpipe.model.opening import chain_of
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.training.base import example_of
 from hf_gpipe.training.evaluator import Evaluator
@@ -139,9 +140,8 @@ class EvaluatingTrainer(SavingTrainer):
         """
         args, dataset = self.args, _given(self.train_dataset, "training requires a train_dataset")
         return replace(
-            self._batches(dataset, args.per_device_train_batch_size, args.train_sampling_strategy),
+            self._batches(dataset, args.size, args.train_sampling_strategy),
             drop_last=args.dataloader_drop_last,
-            batch_tokens=args.batch_tokens,
             temperature=args.sampling_temperature,
         )
 
@@ -173,16 +173,16 @@ class EvaluatingTrainer(SavingTrainer):
         if not has_index(self.train_dataset) or not len(self.train_dataset):
             return None
         read = {*inspect.signature(chain.forward).parameters, *Adapter.loss_keys}
-        row = next(iter(self._batches(self.train_dataset, 1, read=read)))
+        row = next(iter(self._batches(self.train_dataset, BatchSize(1), read=read)))
         return Workload.of_entries(tensors_of(row)).of_rows(self.args.per_device_train_batch_size)
 
     def _eval_batches(self, dataset: Any) -> MiniBatches:
-        return self._batches(dataset, self.args.per_device_eval_batch_size)
+        return self._batches(dataset, BatchSize(self.args.per_device_eval_batch_size))
 
     def _batches(
         self,
         dataset: Any,
-        batch_size: int,
+        size: BatchSize,
         order: str = "sequential",
         read: set[str] | None = None,
     ) -> MiniBatches:
@@ -201,7 +201,7 @@ class EvaluatingTrainer(SavingTrainer):
         return MiniBatches(
             dataset,
             self.data_collator,
-            batch_size,
+            size,
             order,
             seed=data_seed(self.args),
             columns=columns,

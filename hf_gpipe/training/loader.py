@@ -21,6 +21,7 @@ from hf_gpipe.adapters.text_entries import IDS, token_ids
 from hf_gpipe.data.batches import length_bucketed_batches, num_token_batches, shuffled_batches, token_batches
 from hf_gpipe.data.translation.sampling import epoch_rows
 from hf_gpipe.errors import DataError, UserError, listed
+from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.training.pools import DataPositions, Pools, has_index, target_tokens
 
 Batch = Mapping[str, torch.Tensor]
@@ -36,7 +37,8 @@ class MiniBatches:
     Attributes:
         dataset: map-style (a length, and rows by index) or iterable.
         collate: rows to a mini-batch.
-        batch_size: rows of a mini-batch; the last one of an epoch may have fewer.
+        size: of a mini-batch. The last of an epoch may have fewer rows. By tokens, the epochs of a map-style dataset
+            have equally many mini-batches: as many as the rows of the first make.
         order: "sequential", "random", or "group_by_length" (rows of similar length share a mini-batch). An iterable
             dataset has its own order; by length, it is sorted in pools of what has been read.
         seed: of the order and of random transforms.
@@ -44,21 +46,18 @@ class MiniBatches:
         columns: entries of a row to keep; None: all.
         length_column: column of a datasets.Dataset that holds the rows' lengths, for "group_by_length".
         workers: options of torch's DataLoader for loading in other processes; none: this process loads.
-        batch_tokens: target tokens of a mini-batch, about, in place of `batch_size` rows; None: rows. The epochs of a
-            map-style dataset then have equally many mini-batches: as many as the rows of the first make.
         temperature: T by which languages are drawn (hf_gpipe.data.translation.sampling); 1: every row once an epoch.
     """
 
     dataset: Any
     collate: Collate
-    batch_size: int
+    size: BatchSize
     order: str = "sequential"
     seed: int = 0
     drop_last: bool = False
     columns: Collection[str] | None = None
     length_column: str = "length"
     workers: Mapping[str, Any] | None = None
-    batch_tokens: int | None = None
     temperature: float = 1.0
     _positions: list[DataPositions] = field(default_factory=list, init=False, repr=False, compare=False)
     _rows: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -82,9 +81,9 @@ class MiniBatches:
         """Mini-batches of an epoch; None if only reading the dataset tells."""
         if not hasattr(self.dataset, "__len__"):
             return None
-        if self.batch_tokens is not None:
+        if (size := self.size.known_rows) is None:
             return None if self.is_iterable else self._num_token_batches
-        whole, rest = divmod(len(self.dataset), self.batch_size)
+        whole, rest = divmod(len(self.dataset), size)
         return whole + (rest > 0 and not self.drop_last)
 
     def epoch(self, epoch: int, start: int = 0, place: Mapping[str, Any] | None = None) -> Iterator[Batch]:
@@ -120,11 +119,11 @@ class MiniBatches:
 
     def _plan(self, epoch: int) -> list[list[int]]:
         """The rows of each mini-batch, by index."""
-        size, drawn = self.batch_size, self._drawn(epoch)
+        size, drawn = self.size.known_rows, self._drawn(epoch)
         lengths = None
         if self.order == "group_by_length":
             lengths = np.asarray(self._lengths())[drawn]
-        if self.batch_tokens is not None:
+        if size is None:
             tokens = self._target_tokens[drawn]
             is_shuffled = self.order != "sequential"
             count = self._num_token_batches
@@ -135,8 +134,12 @@ class MiniBatches:
             batches = shuffled_batches(len(drawn), size, self.seed, epoch)
         else:
             batches = [list(range(i, min(i + size, len(drawn)))) for i in range(0, len(drawn), size)]
-        is_whole = self.batch_tokens is not None or not self.drop_last
-        return [drawn[batch].tolist() for batch in batches if len(batch) == size or is_whole]
+        return [drawn[batch].tolist() for batch in self._without_rest(batches)]
+
+    def _without_rest(self, batches: list[list[Any]]) -> list[list[Any]]:
+        """Mini-batches without those that are left out."""
+        size = self.size.known_rows if self.drop_last else None
+        return [batch for batch in batches if size in (None, len(batch))]
 
     def _drawn(self, epoch: int) -> np.ndarray:
         """The rows of an epoch, by index; kept until another epoch is asked for."""
@@ -152,8 +155,8 @@ class MiniBatches:
     @cached_property
     def _num_token_batches(self) -> int:
         """The mini-batches of every epoch: those of the first."""
-        assert self.batch_tokens is not None
-        return num_token_batches(self._target_tokens[self._drawn(0)], self.batch_tokens)
+        assert self.size.tokens is not None
+        return num_token_batches(self._target_tokens[self._drawn(0)], self.size.tokens)
 
     @cached_property
     def _target_tokens(self) -> np.ndarray:
@@ -195,7 +198,7 @@ class MiniBatches:
             raise UserError(
                 f"sampling_temperature={self.temperature}: an iterable dataset draws its rows itself; use 1 here"
             )
-        pools = Pools(self.batch_size, self.batch_tokens, self.order == "group_by_length", self.seed)
+        pools = Pools(self.size, self.order == "group_by_length", self.seed)
         positions = DataPositions(self.dataset)
         number = positions.begin(start, place)
         self._positions[:] = [positions]
@@ -207,9 +210,7 @@ class MiniBatches:
         rows = iter(self.dataset)
         while True:
             _seed_generators(mix(self.seed, epoch, number))
-            batches = pools.cut(pools.read(rows), epoch, number)
-            if self.drop_last and self.batch_tokens is None:
-                batches = [batch for batch in batches if len(batch) == self.batch_size]
+            batches = self._without_rest(pools.cut(pools.read(rows), epoch, number))
             if not batches:
                 return
             positions.pool_ends(number + len(batches))

@@ -7,7 +7,8 @@ from statistics import mean, pstdev
 from typing import Any
 
 from hf_gpipe.adapters.text_entries import has_ids, token_ids
-from hf_gpipe.planner.workload import Workload, rows_of_tokens
+from hf_gpipe.planner.workload import Workload
+from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.training.pools import has_index, target_tokens
 
 #: Rows that are looked at, drawn evenly over the dataset: reading all of a large one would take minutes.
@@ -15,15 +16,14 @@ _SAMPLE = 1000
 
 
 def longest_mini_batch(
-    dataset: Any, num_rows: int, batch_tokens: int | None = None, *, by_length: bool = False, packing: bool = False
+    dataset: Any, size: BatchSize, *, by_length: bool = False, packing: bool = False
 ) -> Workload | None:
     """A mini-batch in which every row is as long as the longest one drawn, or padded to it; packed, a large one.
 
     Args:
         dataset: the training rows, as they are before they are collated; a stream of them may have the attribute
             `longest`, the most ids and labels of a row.
-        num_rows: of a mini-batch.
-        batch_tokens: target tokens of a mini-batch, in place of the rows.
+        size: of a mini-batch.
         by_length: whether rows of similar length share a mini-batch.
         packing: whether the rows of a mini-batch are packed.
 
@@ -44,11 +44,11 @@ def longest_mini_batch(
         sources = [len(token_ids(row)) for row in rows]
         # A collator of language modelling makes the labels from the ids.
         targets = [len(row["labels"] if hasattr(row.get("labels"), "__len__") else token_ids(row)) for row in rows]
-    if batch_tokens is not None:
+    if (num_rows := size.known_rows) is None:
         counts = [target_tokens(row) for row in rows] or targets
         # Unsorted, a mini-batch has as many rows as of the mean length fill it, and pads them to its longest.
         typical = max(counts) if by_length else sum(counts) // len(counts)
-        num_rows = rows_of_tokens(batch_tokens, max(1, typical))
+        num_rows = size.rows_of(max(1, typical))
     if packing:
 
         def large_and_longest(lengths: list[int]) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from hf_gpipe.adapters.text_entries import IDS, has_ids, token_ids
 from hf_gpipe.data.batches import POOL_BATCHES, cut_evenly, num_token_batches
 from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.errors import DataError
+from hf_gpipe.recipe.batch_size import BatchSize
 
 # A pool is in memory as Python objects, so it has at most about so many rows or target tokens, or one mini-batch.
 _MOST_ROWS, _MOST_TOKENS = 2**15, 2**20
@@ -32,32 +33,26 @@ class Pools:
     """How the rows of an iterable dataset are cut.
 
     Attributes:
-        batch_size: rows of a mini-batch.
-        batch_tokens: target tokens of a mini-batch, in its place; None: rows.
+        size: of a mini-batch.
         by_length: whether rows of similar length share a mini-batch. Otherwise a pool is one mini-batch.
         seed: of the order of a pool's mini-batches.
     """
 
-    batch_size: int
-    batch_tokens: int | None
+    size: BatchSize
     by_length: bool
     seed: int
 
     def read(self, rows: Iterator[Any]) -> list[Any]:
         """The rows of the next pool; none at the end."""
         pool: list[Any] = []
-        num_tokens = 0
-        most_rows = self.batch_size * self._num_batches(self.batch_size, _MOST_ROWS)
-        most_tokens = (self.batch_tokens or 1) * self._num_batches(self.batch_tokens or 1, _MOST_TOKENS)
+        done, (num_rows, num_tokens) = 0, self.size
+        size, most = (num_rows, _MOST_ROWS) if num_tokens is None else (num_tokens, _MOST_TOKENS)
+        enough = size * (max(1, min(POOL_BATCHES, most // size)) if self.by_length else 1)
         for row in rows:
             pool.append(row)
-            if self.batch_tokens is None:
-                if len(pool) == most_rows:
-                    break
-            else:
-                num_tokens += target_tokens(row)
-                if num_tokens >= most_tokens:
-                    break
+            done += 1 if num_tokens is None else target_tokens(row)
+            if done >= enough:
+                break
         return pool
 
     def cut(self, pool: Sequence[Any], epoch: int, number: int) -> list[list[Any]]:
@@ -66,17 +61,15 @@ class Pools:
         if self.by_length:
             lengths = [row_length(row) for row in pool]
             order.sort(key=lengths.__getitem__)
-        if self.batch_tokens is None:
-            batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        num_rows, num_tokens = self.size
+        if num_tokens is None:
+            batches = [order[start : start + num_rows] for start in range(0, len(order), num_rows)]
         else:
             tokens = [target_tokens(row) for row in pool]
-            batches = cut_evenly(order, tokens, num_token_batches(tokens, self.batch_tokens))
+            batches = cut_evenly(order, tokens, num_token_batches(tokens, num_tokens))
         if self.by_length:
             stable_random("pool", self.seed, epoch, number).shuffle(batches)
         return [[pool[index] for index in batch] for batch in batches]
-
-    def _num_batches(self, size: int, most: int) -> int:
-        return max(1, min(POOL_BATCHES, most // size)) if self.by_length else 1
 
 
 class DataPositions:

@@ -18,6 +18,7 @@ from hf_gpipe.checkpoint.digests import DIGESTS_FILE
 from hf_gpipe.data import PairCollator
 from hf_gpipe.data.translation.sampling import draws_of
 from hf_gpipe.errors import CheckpointError, DataError, UserError
+from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.training.loader import MiniBatches
 from tests.training.toy import CausalRows, Recorder, Rows, Stream, trainer, weights
 
@@ -74,7 +75,7 @@ def num_targets(batch: Any) -> int:
 @pytest.mark.parametrize("order", ["sequential", *STRATEGIES])
 @pytest.mark.parametrize("batch_tokens", [None, 20])
 def test_an_epoch_from_any_mini_batch_on(order: str, batch_tokens: int | None) -> None:
-    batches = MiniBatches(Rows(30), COLLATE, 4, order, batch_tokens=batch_tokens)
+    batches = MiniBatches(Rows(30), COLLATE, BatchSize(4, batch_tokens), order)
     for epoch in range(2):
         whole = list(batches.epoch(epoch))
         assert len(whole) == batches.count()
@@ -87,7 +88,7 @@ def test_an_epoch_from_any_mini_batch_on(order: str, batch_tokens: int | None) -
 @pytest.mark.parametrize("temperature", [1.0, 5.0])
 def test_every_epoch_has_as_many_mini_batches_of_about_as_many_tokens(order: str, temperature: float) -> None:
     """At another temperature the sums of the epochs differ, and the number of steps must not."""
-    batches = MiniBatches(OfLanguages(90), COLLATE, 4, order, batch_tokens=40, temperature=temperature)
+    batches = MiniBatches(OfLanguages(90), COLLATE, BatchSize(4, 40), order, temperature=temperature)
     for epoch in range(3):
         sums = [num_targets(batch) for batch in batches.epoch(epoch)]
         assert len(sums) == batches.count()
@@ -99,7 +100,7 @@ def test_every_epoch_has_as_many_mini_batches_of_about_as_many_tokens(order: str
 def test_a_small_language_comes_more_often(order: str) -> None:
     dataset = OfLanguages(60)
     drawn: Counter[str] = Counter()
-    batches = MiniBatches(dataset, list_of, 4, order, temperature=5.0)
+    batches = MiniBatches(dataset, list_of, BatchSize(4), order, temperature=5.0)
     assert batches.count() == 15
     for batch in batches.epoch(1):
         drawn.update(dataset.languages[index] for index in batch["index"].tolist())
@@ -114,15 +115,15 @@ def list_of(rows: list[Any]) -> Any:
 
 def test_rows_say_what_counts_and_in_which_language_they_are() -> None:
     masked = [{"input_ids": [5] * 6, "labels": [-100] * 4 + [5, 5]} for _ in range(12)]
-    assert MiniBatches(masked, COLLATE, 4, batch_tokens=6).count() == 4
+    assert MiniBatches(masked, COLLATE, BatchSize(4, 6)).count() == 4
     tensors = [{name: torch.tensor(ids) for name, ids in row.items()} for row in masked]
-    assert MiniBatches(tensors, COLLATE, 4, batch_tokens=6).count() == 4
+    assert MiniBatches(tensors, COLLATE, BatchSize(4, 6)).count() == 4
     unlabelled = [{"input_ids": [5] * 6} for _ in range(12)]
-    assert MiniBatches(unlabelled, COLLATE, 4, batch_tokens=12).count() == 6
+    assert MiniBatches(unlabelled, COLLATE, BatchSize(4, 12)).count() == 6
     with pytest.raises(DataError, match=r"training row is a str.*batch_tokens"):
-        MiniBatches(["text"], COLLATE, 4, batch_tokens=6).count()
+        MiniBatches(["text"], COLLATE, BatchSize(4, 6)).count()
     with pytest.raises(DataError, match=r"sampling_temperature=5\.0 needs the language"):
-        next(MiniBatches(Rows(), COLLATE, 4, "random", temperature=5.0).epoch(0))
+        next(MiniBatches(Rows(), COLLATE, BatchSize(4), "random", temperature=5.0).epoch(0))
 
 
 # ---------------------------------------------------------------------- streams
@@ -136,7 +137,7 @@ def test_a_stream_is_gone_on_with_at_every_mini_batch(
     count: int, batch_size: int, batch_tokens: int | None, order: str, is_ahead: bool
 ) -> None:
     """Also where reading is ahead of training, as it is with several processes."""
-    batches = MiniBatches(StatefulStream(count), COLLATE, batch_size, order, batch_tokens=batch_tokens)
+    batches = MiniBatches(StatefulStream(count), COLLATE, BatchSize(batch_size, batch_tokens), order)
     reader = batches.epoch(0)
     whole, places = [], [batches.place(0)]
     ahead = [next(reader, None)] if is_ahead else []
@@ -149,17 +150,17 @@ def test_a_stream_is_gone_on_with_at_every_mini_batch(
         places.append(json.loads(json.dumps(batches.place(len(whole)))))
     assert sum(len(batch["labels"]) for batch in whole) == count
     for start, place in enumerate(places):
-        other = MiniBatches(StatefulStream(count), COLLATE, batch_size, order, batch_tokens=batch_tokens)
+        other = MiniBatches(StatefulStream(count), COLLATE, BatchSize(batch_size, batch_tokens), order)
         assert same(list(other.epoch(0, start, place)), whole[start:])
 
 
 def test_a_resumed_stream_reads_one_pool_again() -> None:
-    batches = MiniBatches(StatefulStream(2000), COLLATE, 4, "group_by_length", batch_tokens=24)
+    batches = MiniBatches(StatefulStream(2000), COLLATE, BatchSize(4, 24), "group_by_length")
     reader = batches.epoch(0)
     for _ in range(321):
         next(reader)
     other = StatefulStream(2000)
-    resumed = MiniBatches(other, COLLATE, 4, "group_by_length", batch_tokens=24)
+    resumed = MiniBatches(other, COLLATE, BatchSize(4, 24), "group_by_length")
     assert same([next(resumed.epoch(0, 321, batches.place(321)))], [next(reader)])
     assert other.num_read < 50 * 24 / 3, "a pool is 50 mini-batches of 24 tokens, a row has at least 3"
 
@@ -167,7 +168,7 @@ def test_a_resumed_stream_reads_one_pool_again() -> None:
 def test_pools_of_a_stream_save_padding_and_meet_the_budget() -> None:
     padding = {}
     for order in STRATEGIES:
-        batches = MiniBatches(StatefulStream(2000), COLLATE, 4, order, batch_tokens=60)
+        batches = MiniBatches(StatefulStream(2000), COLLATE, BatchSize(4, 60), order)
         read = list(batches.epoch(0))
         padding[order] = sum(int((batch["labels"] == -100).sum()) for batch in read)
         sums = [num_targets(batch) for batch in read[:-1]]
@@ -178,11 +179,11 @@ def test_pools_of_a_stream_save_padding_and_meet_the_budget() -> None:
 
 def test_what_a_stream_cannot_do() -> None:
     with pytest.raises(UserError, match=r"sampling_temperature=5\.0: an iterable dataset draws its rows itself"):
-        MiniBatches(Stream(), COLLATE, 4, temperature=5.0).epoch(0)
+        MiniBatches(Stream(), COLLATE, BatchSize(4), temperature=5.0).epoch(0)
     with pytest.raises(DataError, match="no load_state_dict"):
-        MiniBatches(Stream(), COLLATE, 4).epoch(0, 1, {"state": {"number": 4}, "done": 0})
-    assert MiniBatches(Stream(), COLLATE, 4, batch_tokens=9).count() is None
-    batches = MiniBatches(Stream(), COLLATE, 4)
+        MiniBatches(Stream(), COLLATE, BatchSize(4)).epoch(0, 1, {"state": {"number": 4}, "done": 0})
+    assert MiniBatches(Stream(), COLLATE, BatchSize(4, 9)).count() is None
+    batches = MiniBatches(Stream(), COLLATE, BatchSize(4))
     next(batches.epoch(0))
     assert batches.place(1) is None
 
@@ -195,7 +196,7 @@ class SizedStream(Stream):
 
 
 def test_an_iterable_dataset_with_a_length_is_still_iterable() -> None:
-    batches = MiniBatches(SizedStream(10), COLLATE, 4)
+    batches = MiniBatches(SizedStream(10), COLLATE, BatchSize(4))
     assert batches.is_iterable
     assert batches.count() == len(list(batches.epoch(0))) == 3
 
@@ -203,12 +204,12 @@ def test_an_iterable_dataset_with_a_length_is_still_iterable() -> None:
 def test_a_data_set_that_was_gone_on_with_begins_anew_when_it_is_asked_to() -> None:
     rows = [dict(row) for row in Rows(20)]
     data = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
-    whole = list(MiniBatches(data, COLLATE, 4).epoch(0))
-    read = MiniBatches(data, COLLATE, 4)
+    whole = list(MiniBatches(data, COLLATE, BatchSize(4)).epoch(0))
+    read = MiniBatches(data, COLLATE, BatchSize(4))
     reader = read.epoch(0)
     next(reader), next(reader)
-    assert same(list(MiniBatches(data, COLLATE, 4).epoch(0, 2, read.place(2))), whole[2:])
-    assert same(list(MiniBatches(data, COLLATE, 4).epoch(0)), whole)
+    assert same(list(MiniBatches(data, COLLATE, BatchSize(4)).epoch(0, 2, read.place(2))), whole[2:])
+    assert same(list(MiniBatches(data, COLLATE, BatchSize(4)).epoch(0)), whole)
 
 
 # ---------------------------------------------------------------------- the trainer
@@ -309,7 +310,7 @@ def test_streams_of_the_library_are_gone_on_with_in_any_epoch(order: str) -> Non
     def batches() -> MiniBatches:
         rows = Rows(30)
         dataset = datasets.Dataset.from_list([rows[index] for index in range(30)]).to_iterable_dataset(num_shards=5)
-        return MiniBatches(dataset, COLLATE, 4, order, batch_tokens=40)
+        return MiniBatches(dataset, COLLATE, BatchSize(4, 40), order)
 
     first = batches()
     for epoch in range(2):

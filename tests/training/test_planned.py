@@ -13,6 +13,7 @@ from hf_gpipe.from_recipe import job
 from hf_gpipe.job.job import Job
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.recipe.pipeline.stages import PLANNED
 from hf_gpipe.training import checkpoints
 from hf_gpipe.training.longest import longest_mini_batch
@@ -34,27 +35,27 @@ evaluation: {{max_examples: 1, max_new_tokens: 2, samples: 0}}
 def test_the_longest_rows_are_planned_for() -> None:
     rows = Rows(50)
     longest = max(len(row) for row in rows.rows)
-    assert longest_mini_batch(rows, 8) == Workload(8, longest, longest + 1)
-    assert longest_mini_batch([{"input_ids": [1, 2, 3]}], 4) == Workload(4, 3, 3)
-    sorted_rows = longest_mini_batch(rows, 8, batch_tokens=100, by_length=True)
+    assert longest_mini_batch(rows, BatchSize(8)) == Workload(8, longest, longest + 1)
+    assert longest_mini_batch([{"input_ids": [1, 2, 3]}], BatchSize(4)) == Workload(4, 3, 3)
+    sorted_rows = longest_mini_batch(rows, BatchSize(8, 100), by_length=True)
     assert sorted_rows == Workload(-(-100 // (longest + 1)), longest, longest + 1)
     mean = sum(len(row["labels"]) for row in rows) // len(rows)
     assert mean < longest
-    assert longest_mini_batch(rows, 8, batch_tokens=100) == Workload(-(-100 // mean), longest, longest + 1)
-    packed = longest_mini_batch(rows, 8, packing=True)
+    assert longest_mini_batch(rows, BatchSize(8, 100)) == Workload(-(-100 // mean), longest, longest + 1)
+    packed = longest_mini_batch(rows, BatchSize(8), packing=True)
     assert packed is not None
     assert packed.is_packed
     assert mean <= packed.source_tokens <= packed.longest_source == longest
     assert mean <= packed.target_tokens <= packed.longest_target == longest + 1
     masked = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}]
-    assert longest_mini_batch(masked, 4, batch_tokens=9) == Workload(5, 4, 4)
+    assert longest_mini_batch(masked, BatchSize(4, 9)) == Workload(5, 4, 4)
     stream = Stream()
     stream.longest = (30, 40)  # type: ignore[attr-defined]  # as StreamedExamples has it
-    assert longest_mini_batch(stream, 8) == Workload(8, 30, 40)
-    assert longest_mini_batch(stream, 8, batch_tokens=100) == Workload(3, 30, 40)
-    assert longest_mini_batch(stream, 8, packing=True) == Workload.packed(8, (30, 30), (40, 40))
+    assert longest_mini_batch(stream, BatchSize(8)) == Workload(8, 30, 40)
+    assert longest_mini_batch(stream, BatchSize(8, 100)) == Workload(3, 30, 40)
+    assert longest_mini_batch(stream, BatchSize(8), packing=True) == Workload.packed(8, (30, 30), (40, 40))
     for unknown in (Stream(), [], ["text"], None):
-        assert longest_mini_batch(unknown, 8) is None
+        assert longest_mini_batch(unknown, BatchSize(8)) is None
 
 
 def test_what_is_auto_is_settled(tmp_path: Path) -> None:
