@@ -482,7 +482,7 @@ def test_a_table_from_a_file_says_the_chunks(tmp_path: Any) -> None:
 
 
 def test_a_schedule_without_an_order_is_an_error() -> None:
-    with pytest.raises(UserError, match="sequence_chunks is 2 and schedule is pipedream"):
+    with pytest.raises(UserError, match="schedule is pipedream and sequence_chunks is 2"):
         Pipeline(tiny_config("llama"), 2, 2, "pipedream", sequence_chunks=2)
     with pytest.raises(ScheduleError, match="schedule 'pipedream' has no order for rows that are cut into chunks"):
         build("pipedream", 2, 4, chunks=2)

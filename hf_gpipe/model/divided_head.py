@@ -61,8 +61,9 @@ def check_divides_head(adapter: Adapter, loss: Loss, config: DecidedConfig, *, h
     """
     if reason := why_not_divided(adapter, loss):
         raise _cannot(config.schedule, reason)
-    if what := "there is a teacher" if has_teacher else config.why_whole_head:
-        raise _cannot(config.schedule, what)
+    if has_teacher:
+        raise _cannot(config.schedule, "there is a teacher")
+    config.check_beside("divided head")
 
 
 def check_stages(schedule: str, partition: Sequence[range], placement: Placement) -> None:

@@ -21,6 +21,7 @@ from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
+from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Teacher:
     @classmethod
     def of(cls, spec: ModelSpec, adapter: Adapter, config: DecidedConfig) -> Teacher:
         """Cut a teacher that `open_teacher` has opened. Raises UserError where the pipeline can have none."""
-        config.check_beside_teacher()
+        if config.schedule in ASYNCHRONOUS_SCHEDULES:
+            raise UserError(f"there is a teacher and schedule is {config.schedule}, which do not go together; use 1f1b")
+        config.check_beside("teacher")
         check_division(adapter, config.division.of_layers_alone)
         return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
 

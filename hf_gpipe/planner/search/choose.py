@@ -131,7 +131,8 @@ class _Search:
         self._counts = micro_batch_counts(planner.rows, asked.num_micro_batches)
         self._schedules: Sequence[str] = (asked.schedule,)
         if asked.schedule == AUTO:
-            self._schedules = [name for name in AUTO_SCHEDULES if name not in DIVIDED_HEAD or not asked.why_whole_head]
+            is_whole = any(asked.given_not_with("divided head"))
+            self._schedules = [name for name in AUTO_SCHEDULES if not (is_whole and name in DIVIDED_HEAD)]
 
     def outcomes(self) -> list[Outcome]:
         """The outcomes that are worth a try. Raises UserError where there is none."""

@@ -8,9 +8,9 @@ from typing import Annotated, Any, NamedTuple, Self, cast
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.data import WITHOUT_IMAGES
 from hf_gpipe.recipe.pipeline.mesh import MeshKeys
-from hf_gpipe.recipe.pipeline.stages import AUTO, SYNCHRONOUS_SCHEDULES, NotWith
+from hf_gpipe.recipe.pipeline.stages import AUTO, NotWith
 from hf_gpipe.recipe.section import Count, NotNegative, OneOf, refuse_given, section
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DEALT, DIVIDED_HEAD, is_table_file
+from hf_gpipe.schedule import is_table_file
 
 CHUNK_UNIT = " tokens"
 
@@ -31,7 +31,12 @@ class ChunkKeys(MeshKeys):
     """How rows are cut into chunks."""
 
     sequence_chunks: Annotated[
-        Count | Annotated[str, OneOf((AUTO,), CHUNK_UNIT)], WITHOUT_IMAGES, NotWith("divided head"), NotWith("teacher")
+        Count | Annotated[str, OneOf((AUTO,), CHUNK_UNIT)],
+        WITHOUT_IMAGES,
+        NotWith("asynchronous schedule"),
+        NotWith("divided head"),
+        NotWith("dealt stages"),
+        NotWith("teacher"),
     ] = 1
     """Into how many chunks of tokens the rows are cut in training, which go through the stages one after another, each
     as a micro-batch would: for long rows, of which a mini-batch has few. For decoder-only models whose layers keep
@@ -58,13 +63,6 @@ class ChunkKeys(MeshKeys):
             raise UserError(
                 "chunk_taper is auto and partition is profile, which measures chunks of one length; give a number, "
                 "such as 0, or partition auto."
-            )
-        without_chunks = (*DIVIDED_HEAD, *DEALT)
-        if self.cuts_rows and self.schedule in (*ASYNCHRONOUS_SCHEDULES, *without_chunks):
-            others = [name for name in SYNCHRONOUS_SCHEDULES if name not in without_chunks]
-            raise UserError(
-                f"sequence_chunks is {self.sequence_chunks} and schedule is {self.schedule}, which has no order for "
-                f"rows that are cut into chunks; use one of {', '.join(others)}, or leave sequence_chunks out."
             )
 
     def is_open(self, name: str) -> bool:

@@ -43,22 +43,16 @@ class PipelineConfig(ProcessKeys):
         if vars(self)["num_stages"] is None:
             object.__setattr__(self, "num_stages", self.stages_of_processes())
         self.check()
+        if self.divides_head:
+            self.check_beside("divided head")
         if self.schedule in ASYNCHRONOUS_SCHEDULES:
-            self._check_asynchronous()
-
-    def _check_asynchronous(self) -> None:
-        """Raise UserError for what an asynchronous schedule cannot run with."""
-        if self.is_mesh_open:
-            name = "num_stages" if self.num_stages == AUTO else "replicas"
-            raise UserError(
-                f"schedule is {self.schedule} and {name} is auto; give {name}, for with it the numbers of an "
-                "asynchronous schedule change."
-            )
-        for name, why in self.given_not_with("asynchronous schedule"):
-            raise UserError(
-                f"schedule is {self.schedule} and {name} is {str(getattr(self, name)).lower()}, which do not go "
-                f"together{why}; leave {name} out, or use a synchronous schedule, such as 1f1b."
-            )
+            self.check_beside("asynchronous schedule")
+            if self.is_mesh_open:
+                name = "num_stages" if self.num_stages == AUTO else "replicas"
+                raise UserError(
+                    f"schedule is {self.schedule} and {name} is auto; give {name}, for with it the numbers of an "
+                    "asynchronous schedule change."
+                )
 
     @classmethod
     def of(cls, config: PipelineConfig | None, **given: Any) -> PipelineConfig:

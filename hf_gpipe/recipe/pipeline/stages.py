@@ -89,24 +89,22 @@ class StageKeys:
                     "entry for each stage."
                 )
 
+    def check_beside(self, other: Other) -> None:
+        """Raise UserError for a key that does not go with something else and differs from its default."""
+        beside, way = f"schedule is {self.schedule}", ", or use another schedule, such as 1f1b"
+        if other == "teacher":
+            beside, way = "there is a teacher", ""
+        for name, why in self.given_not_with(other):
+            value = str(getattr(self, name)).lower()
+            raise UserError(f"{beside} and {name} is {value}, which do not go together{why}; leave {name} out{way}.")
+
     def given_not_with(self, other: Other) -> Iterator[tuple[str, str]]:
-        """The names of the keys that do not go with something else and differ from their default, and why not."""
+        """The names of such keys, and why not."""
         cls: type = type(self)
         for name, key in keys_of(cls).items():
             for mark in key.marks:
                 if isinstance(mark, NotWith) and mark.other == other and getattr(self, name) != key.default:
                     yield name, mark.why
-
-    def check_beside_teacher(self) -> None:
-        """Raise UserError for keys that a teacher does not go with."""
-        names = [name for name, _ in self.given_not_with("teacher")]
-        for name in [*names, *(["schedule"] if self.schedule in ASYNCHRONOUS_SCHEDULES else [])]:
-            raise UserError(f"teacher: {name} is {getattr(self, name)}, which is not supported beside a teacher")
-
-    @property
-    def why_whole_head(self) -> str:
-        """The reason why no schedule can divide the head; empty: there is none."""
-        return next((f"{name} is {getattr(self, name)}" for name, _ in self.given_not_with("divided head")), "")
 
     def is_open(self, name: str) -> bool:
         """Whether the planner chooses the value of a key that it may choose."""

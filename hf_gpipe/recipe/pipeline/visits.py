@@ -64,8 +64,7 @@ class VisitKeys(ChunkKeys):
                 "dealt to all processes, so all weights visit, adapters too; set offload_weights to all, or use "
                 "another schedule."
             )
-        for name, _ in self.given_not_with("dealt stages"):
-            raise UserError(f"schedule {self.schedule!r} and {name} {getattr(self, name)}: use one of the two")
+        self.check_beside("dealt stages")
 
     @property
     def visitors(self) -> Visitors | None:
