@@ -131,9 +131,13 @@ class Layouts(Processes):
         other.chunks = chunks.within(self.inputs.mini_batch().target_tokens)
         return other
 
-    def taper(self, num_micro_batches: int) -> float:
-        """The taper with which the chunks of one of M micro-batches take as long."""
-        return taper_of(self.with_chunks(self.chunks._replace(taper=0.0))._all_sums(num_micro_batches)[1])
+    def tapered(self, chunks: Chunks, *, is_open: bool) -> list[Chunks]:
+        """Such chunks with their own taper, and if that is open also with the one by which they take as long."""
+        if not is_open or chunks.most == 1:
+            return [chunks]
+        # Of the longest rows, whatever M is.
+        alike = taper_of(self.with_chunks(chunks._replace(taper=0.0))._all_sums(self.rows)[1])
+        return [chunks._replace(taper=taper) for taper in sorted({chunks.taper, alike})]
 
     @property
     def known_costs(self) -> ModelCosts:

@@ -13,7 +13,7 @@ from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.job import failures
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts
-from hf_gpipe.planner.search.visiting import possible_visitors
+from hf_gpipe.planner.search.visiting import SETTING, possible_visitors
 from hf_gpipe.recipe import AUTO, DecidedConfig
 from hf_gpipe.text import seconds_text, size_text
 
@@ -45,7 +45,7 @@ def smallest_fix(plan: Plan) -> str:
     ]
     others += [f"with weights in CPU memory, {change}" for change in _visits_that_fit(planner, plan)]
     if not fix and plan.host_fullness > 1:
-        fix = "use machines with more CPU memory, an optimizer with less state, or adapters with offload_weights=frozen"
+        fix = f"use machines with more CPU memory, an optimizer with less state, or adapters with {SETTING}=frozen"
     elif not fix:
         fix = (
             f"no number of stages or micro-batches fits {planner.limit_text}: the leanest way needs "
@@ -87,7 +87,7 @@ def _visits_that_fit(planner: Planner, plan: Plan) -> Iterator[str]:
     if num_stages < 3 * settings.num_processes:
         return
     for visitors in possible_visitors(planner)[:1]:
-        change = {"offload_weights": visitors, "num_stages": num_stages, "schedule": "breadth_first"}
+        change = {SETTING: visitors, "num_stages": num_stages, "schedule": "breadth_first"}
         change |= {"recompute": "stage", "partition": "count"}
         with suppress(UserError):
             visiting = best_plan(planner, settings.replaced(placement=None, **change))

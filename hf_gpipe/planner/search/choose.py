@@ -110,12 +110,8 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
 
 def _searches(planner: Planner, config: PipelineConfig, cut: Chunks) -> Iterator[_Search]:
     """The search for a way to cut rows, and for that with the taper of the costs if it is open."""
-    own, tapers = planner.with_chunks(cut), {cut.taper}
-    if config.is_taper_open and cut.most > 1:
-        # Of the longest rows, whatever M is.
-        tapers.add(own.taper(planner.rows))
-    for way in (cut._replace(taper=taper) for taper in sorted(tapers)):
-        yield _Search(own.with_chunks(way), config.cut_into(way))
+    for way in planner.tapered(cut, is_open=config.is_taper_open):
+        yield _Search(planner.with_chunks(way), config.cut_into(way))
 
 
 class _Search:

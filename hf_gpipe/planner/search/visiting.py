@@ -14,6 +14,8 @@ from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
 from hf_gpipe.schedule.round_robin import dealt_table
 
+#: The key that says what visits, for messages.
+SETTING = "offload_weights"
 _BREADTH_FIRST, _ROUND_ROBIN = "breadth_first", DEALT[0]
 #: Numbers of stages that are tried: about as many as layers, and a half; and micro-batches for each process.
 _STAGES, _MICRO_BATCHES = (1, 2), (1, 2, 4)
@@ -43,7 +45,7 @@ def way_of(plan: Plan) -> str:
     if (visitors := plan.settings.visitors) is None:
         return "weights stay on their devices"
     order = _ROUND_ROBIN if plan.timeline.schedule.placement.is_dealt else _BREADTH_FIRST
-    return f"offload_weights={visitors}, {order}"
+    return f"{SETTING}={visitors}, {order}"
 
 
 def with_visitors(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfig]:
@@ -59,7 +61,7 @@ def untried(*plans: Plan) -> str:
         return ""
     return (
         "where layers are divided, weights that visit are not tried, for a stage has the memory of several devices "
-        "already; set pipeline.offload_weights to plan them"
+        f"already; set pipeline.{SETTING} to plan them"
     )
 
 
@@ -102,9 +104,9 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
                 )
     if not is_possible:
         raise UserError(
-            f"offload_weights is {config.visitors} and num_stages auto: a model of {planner.num_layers} layers "
+            f"{SETTING} is {config.visitors} and num_stages auto: a model of {planner.num_layers} layers "
             f"has not the three stages for each of {own_size} processes that {_BREADTH_FIRST} takes; use fewer "
-            f"processes, or offload_weights all with schedule {_ROUND_ROBIN}"
+            f"processes, or {SETTING} all with schedule {_ROUND_ROBIN}"
         )
 
 
