@@ -16,6 +16,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss, Reads, whole_logits
 from hf_gpipe.recipe import Division
+from hf_gpipe.recipe.pipeline.stages import HEAD_IN_PARTS
 from hf_gpipe.schedule.placement import Placement
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def check_divides_head(adapter: Adapter, loss: Loss, config: DecidedConfig, *, h
         raise _cannot(config.schedule, reason)
     if has_teacher:
         raise _cannot(config.schedule, "there is a teacher")
-    config.check_beside("divided head")
+    config.check_beside(HEAD_IN_PARTS)
 
 
 def check_stages(schedule: str, partition: Sequence[range], placement: Placement) -> None:

@@ -20,6 +20,7 @@ from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.recipe.pipeline.stages import TEACHER
 from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
 
@@ -43,7 +44,7 @@ class Teacher:
         """Cut a teacher that `open_teacher` has opened. Raises UserError where the pipeline can have none."""
         if config.schedule in ASYNCHRONOUS_SCHEDULES:
             raise UserError(f"there is a teacher and schedule is {config.schedule}, which do not go together; use 1f1b")
-        config.check_beside("teacher")
+        config.check_beside(TEACHER)
         check_division(adapter, config.division.of_layers_alone)
         return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
 

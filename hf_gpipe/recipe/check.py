@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe.data import LABELLED
-from hf_gpipe.recipe.fields import Recipe, all_keys
-from hf_gpipe.recipe.section import NotOf
+from hf_gpipe.recipe.fields import SECTIONS, Recipe, all_keys
+from hf_gpipe.recipe.section import given_not_with
 from hf_gpipe.recipe.strict_yaml import Locations
 from hf_gpipe.recipe.words import show
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
@@ -81,13 +81,9 @@ def _check_adapters(recipe: Recipe) -> None:
 
 def _check_rows(recipe: Recipe) -> None:
     kind = recipe.data.kind
-    for section, key in all_keys():
-        value = getattr(getattr(recipe, section), key.name)
-        for mark in key.marks if value != key.default else ():
-            if isinstance(mark, NotOf) and kind in mark.kinds:
-                raise RecipeError(
-                    f"{section}.{key.name} is {show(value)} and data.kind is {kind}, {mark.why}; leave it out."
-                )
+    for section in SECTIONS:
+        for name, value, why in given_not_with(getattr(recipe, section), kind):
+            raise RecipeError(f"{section}.{name} is {show(value)} and data.kind is {kind}, {why}; leave it out.")
     if recipe.data.kind == "image_text" and recipe.model.path is None:
         raise RecipeError(
             "data.kind is image_text and model.path is null; give a model's path, whose processor prepares the rows."

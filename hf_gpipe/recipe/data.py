@@ -8,7 +8,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hf_gpipe.errors import DataError
-from hf_gpipe.recipe.section import MAY_CHANGE, Count, Fraction, NotNegative, NotOf, OneOf, Text, refuse_given, section
+from hf_gpipe.recipe.section import (
+    MAY_CHANGE,
+    Count,
+    Fraction,
+    NotNegative,
+    NotWith,
+    OneOf,
+    Text,
+    refuse_given,
+    section,
+)
 from hf_gpipe.recipe.words import show
 
 #: The kinds of data that use a key, in its annotation; with another kind the key is an error.
@@ -40,11 +50,11 @@ BY_TARGETS = (*PAIRS, "text")
 READ = (*ROW_KINDS, *SEQUENCE_KINDS, *IMAGES)
 
 #: What keys of other sections are marked with.
-OF_ROWS_ALONE = NotOf(
+OF_ROWS_ALONE = NotWith(
     (*PAIRED_KINDS, "kto", "embeddings", "prompts"), "whose mini-batches and loss are of several rows together"
 )
-OF_MANY_LABELS = NotOf(LABELLED, "whose rows have one label each and are padded")
-WITHOUT_IMAGES = NotOf(IMAGE_TEXT, "whose rows have images")
+OF_MANY_LABELS = NotWith(LABELLED, "whose rows have one label each and are padded")
+WITHOUT_IMAGES = NotWith(IMAGE_TEXT, "whose rows have images")
 OF_THE_HUB = ("hub", *SEQUENCE_KINDS, *IMAGES)
 
 

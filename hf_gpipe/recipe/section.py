@@ -7,7 +7,7 @@ tuple of their names, and whether a resumed run may change it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
@@ -64,11 +64,11 @@ MAY_CHANGE = object()
 
 
 @dataclass(frozen=True)
-class NotOf:
-    """Marks a key of which some kinds of data allow the default alone, and why."""
+class NotWith:
+    """Marks a key of which only the default goes with some kinds of data or of schedules, and why."""
 
-    kinds: tuple[str, ...]
-    why: str
+    others: tuple[str, ...]
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,15 @@ def refuse_given(of_section: Any, names: Iterable[str], why: str, error: type[Us
     for name in names:
         if (value := getattr(of_section, name)) != keys_of(cls)[name].default:
             raise error(f"{name} is {show(value)} and {why}, or leave {name} out.")
+
+
+def given_not_with(of_section: Any, other: object) -> Iterator[tuple[str, Any, str]]:
+    """Of each key of a section that does not go with something, and differs from its default: name, value, why not."""
+    cls: type = type(of_section)
+    for name, key in keys_of(cls).items():
+        for mark in key.marks:
+            if isinstance(mark, NotWith) and other in mark.others and getattr(of_section, name) != key.default:
+                yield name, getattr(of_section, name), mark.why
 
 
 def check_by(cls: type, options: Any) -> None:

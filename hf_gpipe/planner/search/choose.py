@@ -23,6 +23,8 @@ from hf_gpipe.planner.search.listed import with_table
 from hf_gpipe.planner.search.meshes import Meshes, with_mesh
 from hf_gpipe.planner.search.visiting import visiting_ways, with_dealt_table, with_visitors
 from hf_gpipe.recipe import AUTO, Chunks, PipelineConfig
+from hf_gpipe.recipe.pipeline.stages import HEAD_IN_PARTS
+from hf_gpipe.recipe.section import given_not_with
 from hf_gpipe.schedule import (
     DIVIDED_HEAD,
     SPLIT_SCHEDULES,
@@ -127,7 +129,7 @@ class _Search:
         self._counts = micro_batch_counts(planner.rows, asked.num_micro_batches)
         self._schedules: Sequence[str] = (asked.schedule,)
         if asked.schedule == AUTO:
-            is_whole = any(asked.given_not_with("divided head"))
+            is_whole = any(given_not_with(asked, HEAD_IN_PARTS))
             self._schedules = [name for name in AUTO_SCHEDULES if not (is_whole and name in DIVIDED_HEAD)]
 
     def outcomes(self) -> list[Outcome]:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, NamedTuple, Self, cast
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.data import WITHOUT_IMAGES
 from hf_gpipe.recipe.pipeline.mesh import MeshKeys
-from hf_gpipe.recipe.pipeline.stages import AUTO, NotWith
-from hf_gpipe.recipe.section import Count, NotNegative, OneOf, refuse_given, section
+from hf_gpipe.recipe.pipeline.stages import ASYNCHRONOUS, AUTO, DEALT_STAGES, HEAD_IN_PARTS, TEACHER
+from hf_gpipe.recipe.section import Count, NotNegative, NotWith, OneOf, refuse_given, section
 from hf_gpipe.schedule import is_table_file
 
 CHUNK_UNIT = " tokens"
@@ -33,10 +33,7 @@ class ChunkKeys(MeshKeys):
     sequence_chunks: Annotated[
         Count | Annotated[str, OneOf((AUTO,), CHUNK_UNIT)],
         WITHOUT_IMAGES,
-        NotWith("asynchronous schedule"),
-        NotWith("divided head"),
-        NotWith("dealt stages"),
-        NotWith("teacher"),
+        NotWith((ASYNCHRONOUS, HEAD_IN_PARTS, DEALT_STAGES, TEACHER)),
     ] = 1
     """Into how many chunks of tokens the rows are cut in training, which go through the stages one after another, each
     as a micro-batch would: for long rows, of which a mini-batch has few. For decoder-only models whose layers keep

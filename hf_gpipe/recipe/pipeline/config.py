@@ -11,7 +11,9 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.pipeline.chunks import ChunkKeys
 from hf_gpipe.recipe.pipeline.processes import EACH_PROCESS, RUN, ProcessKeys
 from hf_gpipe.recipe.pipeline.stages import (
+    ASYNCHRONOUS,
     AUTO,
+    HEAD_IN_PARTS,
     MODES,
     PLANNED,
     SYNCHRONOUS_SCHEDULES,
@@ -44,9 +46,9 @@ class PipelineConfig(ProcessKeys):
             object.__setattr__(self, "num_stages", self.stages_of_processes())
         self.check()
         if self.divides_head:
-            self.check_beside("divided head")
+            self.check_beside(HEAD_IN_PARTS)
         if self.schedule in ASYNCHRONOUS_SCHEDULES:
-            self.check_beside("asynchronous schedule")
+            self.check_beside(ASYNCHRONOUS)
             if self.is_mesh_open:
                 name = "num_stages" if self.num_stages == AUTO else "replicas"
                 raise UserError(

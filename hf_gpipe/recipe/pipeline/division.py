@@ -8,8 +8,8 @@ from typing import Annotated, NamedTuple, TypeVar
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Cluster
-from hf_gpipe.recipe.pipeline.stages import NotWith, StageKeys
-from hf_gpipe.recipe.section import Count, refuse_given, section
+from hf_gpipe.recipe.pipeline.stages import ASYNCHRONOUS, DEALT_STAGES, HEAD_IN_PARTS, StageKeys
+from hf_gpipe.recipe.section import Count, NotWith, refuse_given, section
 from hf_gpipe.schedule import Placement
 
 T = TypeVar("T")
@@ -101,9 +101,7 @@ class Division(NamedTuple):
 class DivisionKeys(StageKeys):
     """How the layers of each stage are divided."""
 
-    tensor_parallel: Annotated[
-        Count, NotWith("asynchronous schedule"), NotWith("divided head"), NotWith("dealt stages")
-    ] = 1
+    tensor_parallel: Annotated[Count, NotWith((ASYNCHRONOUS, HEAD_IN_PARTS, DEALT_STAGES))] = 1
     """T: number of processes that divide the layers of each stage among them (tensor parallelism), each with a device
     of its own. Each of `num_processes`, and of `placement`, is then T processes, whose ranks follow each other."""
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.pipeline.division import DivisionKeys
-from hf_gpipe.recipe.pipeline.stages import AUTO, Listed, NotWith
-from hf_gpipe.recipe.section import Count, OneOf, Text, section
+from hf_gpipe.recipe.pipeline.stages import ASYNCHRONOUS, AUTO, Listed
+from hf_gpipe.recipe.section import Count, NotWith, OneOf, Text, section
 from hf_gpipe.schedule import DEALT, Placement, Schedule, is_table_file, placement_for, replicas_of
 from hf_gpipe.schedule.actions import parse_number
 
@@ -34,7 +34,7 @@ class MeshKeys(DivisionKeys):
     zero: Annotated[
         Literal[0, 1],
         NotWith(
-            "asynchronous schedule",
+            (ASYNCHRONOUS,),
             ": replicas share the whole step of an optimizer, and here each stage updates by itself",
         ),
     ] = 0

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.pipeline.stages import Listed, NotWith
+from hf_gpipe.recipe.pipeline.stages import ASYNCHRONOUS, HEAD_IN_PARTS, Listed
 from hf_gpipe.recipe.pipeline.visits import VisitKeys
-from hf_gpipe.recipe.section import Count, OneOf, Positive, Text, refuse_given, section
+from hf_gpipe.recipe.section import Count, NotWith, OneOf, Positive, Text, refuse_given, section
 from hf_gpipe.recipe.sizes import read_bytes
 
 #: About thirty years: longer times are none to a clock.
@@ -22,7 +22,7 @@ RUN, EACH_PROCESS = object(), object()
 class ProcessKeys(VisitKeys):
     """How processes compute and wait."""
 
-    boundary_dtype: Annotated[Literal["bfloat16", "float16", "float32"] | None, NotWith("divided head")] = None
+    boundary_dtype: Annotated[Literal["bfloat16", "float16", "float32"] | None, NotWith((HEAD_IN_PARTS,))] = None
     """The type in which hidden states and their gradients are sent from stage to stage, narrower than the model's, for
     slow links; it rounds them. null: the model's type, and nothing is rounded."""
 
@@ -45,7 +45,7 @@ class ProcessKeys(VisitKeys):
     torch_compile: Annotated[
         bool,
         RUN,
-        NotWith("asynchronous schedule", ": compiled blocks would not see the versions of the weights that it keeps"),
+        NotWith((ASYNCHRONOUS,), ": compiled blocks would not see the versions of the weights that it keeps"),
     ] = False
     """Whether to compile each block with torch.compile."""
 

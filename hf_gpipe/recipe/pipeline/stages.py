@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
 from pydantic import BeforeValidator
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import COST_STRATEGIES, COUNT
-from hf_gpipe.recipe.section import OR_NULL, Count, OneOf, keys_of, section
+from hf_gpipe.recipe.section import OR_NULL, Count, OneOf, given_not_with, section
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, SCHEDULES, TABLE_SUFFIX
 
 AUTO = "auto"
@@ -28,16 +26,8 @@ MODES = ("none", "block", "stage", "host")
 Entries = tuple[Annotated[str, OneOf(MODES)] | Count, ...]
 Listed = BeforeValidator(lambda value: tuple(value) if isinstance(value, list | range) else value)
 
-
-Other = Literal["asynchronous schedule", "divided head", "dealt stages", "teacher"]
-
-
-@dataclass(frozen=True)
-class NotWith:
-    """Marks a key of which only the default goes with something else; `why` not, if there is more to say."""
-
-    other: Other
-    why: str = ""
+#: What keys are marked with that do not go with it.
+ASYNCHRONOUS, HEAD_IN_PARTS, DEALT_STAGES, TEACHER = "asynchronous", "head in parts", "dealt stages", "teacher"
 
 
 @section(kw_only=False)
@@ -89,22 +79,14 @@ class StageKeys:
                     "entry for each stage."
                 )
 
-    def check_beside(self, other: Other) -> None:
-        """Raise UserError for a key that does not go with something else and differs from its default."""
+    def check_beside(self, other: str) -> None:
+        """Raise UserError for a key that is marked as going with something else by its default alone."""
         beside, way = f"schedule is {self.schedule}", ", or use another schedule, such as 1f1b"
-        if other == "teacher":
+        if other == TEACHER:
             beside, way = "there is a teacher", ""
-        for name, why in self.given_not_with(other):
-            value = str(getattr(self, name)).lower()
-            raise UserError(f"{beside} and {name} is {value}, which do not go together{why}; leave {name} out{way}.")
-
-    def given_not_with(self, other: Other) -> Iterator[tuple[str, str]]:
-        """The names of such keys, and why not."""
-        cls: type = type(self)
-        for name, key in keys_of(cls).items():
-            for mark in key.marks:
-                if isinstance(mark, NotWith) and mark.other == other and getattr(self, name) != key.default:
-                    yield name, mark.why
+        for name, value, why in given_not_with(self, other):
+            shown = str(value).lower()
+            raise UserError(f"{beside} and {name} is {shown}, which do not go together{why}; leave {name} out{way}.")
 
     def is_open(self, name: str) -> bool:
         """Whether the planner chooses the value of a key that it may choose."""

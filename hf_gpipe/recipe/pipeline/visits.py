@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self, cast
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.pipeline.chunks import ChunkKeys
-from hf_gpipe.recipe.pipeline.stages import AUTO, NotWith
-from hf_gpipe.recipe.section import OneOf, section
+from hf_gpipe.recipe.pipeline.stages import AUTO, DEALT_STAGES, HEAD_IN_PARTS, TEACHER
+from hf_gpipe.recipe.section import NotWith, OneOf, section
 from hf_gpipe.schedule import DEALT, Schedule, is_table_file
 from hf_gpipe.schedule.kinds import LOAD
 
@@ -20,9 +20,9 @@ Visitors = Literal["frozen", "all"]
 class VisitKeys(ChunkKeys):
     """The weights that visit their devices."""
 
-    offload_weights: Annotated[
-        Visitors | Annotated[str, OneOf((AUTO,))] | None, NotWith("divided head"), NotWith("teacher")
-    ] = None
+    offload_weights: Annotated[Visitors | Annotated[str, OneOf((AUTO,))] | None, NotWith((HEAD_IN_PARTS, TEACHER))] = (
+        None
+    )
     """Weights that stay in CPU memory and visit the device of their stage for each run of its actions, so
     that a device holds two stages of them and no more: for models larger than all devices together. frozen: those that
     are not trained, such as those under LoRA adapters; all: trained ones too, whose gradients go to the host, where the
@@ -64,7 +64,7 @@ class VisitKeys(ChunkKeys):
                 "dealt to all processes, so all weights visit, adapters too; set offload_weights to all, or use "
                 "another schedule."
             )
-        self.check_beside("dealt stages")
+        self.check_beside(DEALT_STAGES)
 
     @property
     def visitors(self) -> Visitors | None:
