@@ -143,8 +143,9 @@ def _in_the_best_order(request: PlanRequest) -> Plan:
 
 def _ranks(plan: Plan, per_node: int) -> str:
     """Which machines have the processes of each stage."""
-    workers = plan.timeline.schedule.placement.workers
-    machines = [sorted({rank // per_node for worker in own for rank in plan.ranks_of(worker)}) for own in workers]
+    placement = plan.timeline.schedule.placement
+    ranks = [[rank for worker in own for rank in placement.ranks_of(worker)] for own in placement.workers]
+    machines = [sorted({rank // per_node for rank in own}) for own in ranks]
     stages = "; ".join(f"stage {stage}: {', '.join(map(str, own))}" for stage, own in enumerate(machines))
     return f"Ranks 0 to {per_node - 1} are on machine 0, the next {per_node} on machine 1. Machines of {stages}"
 

@@ -38,11 +38,6 @@ class StopSignal:
         return False
 
     @property
-    def late_seconds(self) -> float:
-        """By how many seconds it has taken longer; negative before that."""
-        return self.seconds - self.within
-
-    @property
     def seconds(self) -> float:
         """Seconds since the first signal; 0 before it."""
         return 0.0 if self.signal is None else time.monotonic() - self._time

@@ -108,7 +108,7 @@ def wait_for_all(children: Sequence[Child], stop: StopSignal) -> None:
             deadline = min(deadline, now + GRACE_SECONDS)
         elif codes:
             deadline = min(deadline, now + LEAVE_SECONDS)
-        if now > deadline or stop.is_urgent or stop.late_seconds > GRACE_SECONDS:
+        if now > deadline or stop.is_urgent or stop.seconds > stop.within + GRACE_SECONDS:
             for child in running:
                 child.end()
         time.sleep(_POLL_SECONDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -92,10 +92,6 @@ class Plan:
     def settings(self) -> DecidedConfig:
         """The configuration."""
         return self.layout.settings
-
-    def ranks_of(self, process: int) -> Sequence[int]:
-        """The ranks that one of its processes stands for."""
-        return self.timeline.schedule.placement.ranks_of(process)
 
     @property
     def step_seconds(self) -> float:

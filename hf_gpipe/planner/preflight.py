@@ -46,7 +46,8 @@ def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Leve
     if planning.inputs.example is None:
         return [], assumed
     plan = planning.planner(config, decides=True).plan(config)
-    return [process.memory.total for process in plan.processes for _ in plan.ranks_of(process.number)], assumed
+    ranks = range(plan.planner.division.ranks_of(1))
+    return [process.memory.total for process in plan.processes for _ in ranks], assumed
 
 
 def memory_problems(ranks: Sequence[RankFacts], peaks: Sequence[int]) -> list[str]:

@@ -40,11 +40,6 @@ def _partition(pipe: Pipeline) -> tuple[Any, ...]:
     return sizes, pipe.given.partition, *(["count"] if tuple(map(len, counted)) == sizes else [])
 
 
-def _backend(pipe: Pipeline) -> tuple[Any, ...]:
-    # The arguments name the default backend of torch.compile as soon as they ask for it.
-    return (pipe.config.compile_backend,)
-
-
 def _half(name: str) -> Values:
     return lambda pipe: (pipe.adapter.autocast is not None and str(pipe.adapter.autocast.dtype) == f"torch.{name}",)
 
@@ -60,7 +55,8 @@ COMPARED: dict[str, Values] = {
     **{name: _field(name) for name in PIPELINE_ARGUMENTS},
     "partition": _partition,
     "memory": lambda pipe: (pipe.config.memory_bytes,),
-    "torch_compile_backend": _backend,
+    # The arguments name the default backend as soon as they ask for torch.compile.
+    "torch_compile_backend": lambda pipe: (pipe.config.compile_backend,),
     "packing": lambda pipe: (pipe.packing,),
     **{name: _of_loss(own) for name, own in SETTINGS.items()},
     "bf16": _half("bfloat16"),

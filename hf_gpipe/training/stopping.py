@@ -106,7 +106,7 @@ class StopRequest:
                     self._stop.receive(number)
             if self._stop.is_urgent:
                 self._end("a second one came")
-            if self._stop.late_seconds > 0:
+            if self._stop.seconds > self._stop.within:
                 self._end(f"its step did not end within {self._stop.within:g} seconds (training.stop_seconds)")
             if self.signal and any(not _is_running(peer) for peer in self._peers):
                 # Whatever this process waits for will not come. The peer's own message says why it ended, unless it
