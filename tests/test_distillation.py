@@ -231,7 +231,7 @@ def test_what_is_refused() -> None:
         ({"teacher": plain}, "teacher: it shares .* weights with the model, such as model.embed_tokens.weight"),
         ({"teacher": other.config}, "teacher: a configuration has no weights"),
         ({"packing": True}, "a DistillationLoss is computed from rows, and packed rows are one"),
-        ({"sequence_chunks": 2}, "there is a teacher and sequence_chunks is 2"),
+        ({"sequence_chunks": 2}, "sequence_chunks"),
         ({"schedule": "pipedream"}, "there is a teacher and schedule is pipedream"),
     ):
         given: dict[str, Any] = {"loss": loss, "teacher": other} | options

@@ -52,11 +52,11 @@ class Division(NamedTuple):
         return num_workers * self.num_ranks
 
     def total(self, of_rank: Number) -> Number:
-        """What all ranks of a worker have or send, where each has a part of its own, or its own copy."""
+        """So much for all ranks of a worker, where each has a part of its own, or its own copy."""
         return self.num_ranks * of_rank
 
     def by_worker(self, of_ranks: Sequence[T]) -> list[Sequence[T]]:
-        """What the ranks of each worker have, of a list with an entry for every rank."""
+        """A list with an entry for every rank, cut into the entries of each worker."""
         return [of_ranks[first : first + self.num_ranks] for first in range(0, len(of_ranks), self.num_ranks)]
 
     def workers_among(self, num_processes: int) -> int:
