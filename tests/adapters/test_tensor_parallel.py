@@ -232,7 +232,7 @@ def test_parts_of_weights_of_4_bits_have_their_values(kind: str, shared: int) ->
     adapter = adapter_for(config, torch.float32, quantization_config=quantisation(kind))
     layers, cpu = range(len(adapter.layers)), torch.device("cpu")
     whole, plan = assemble(adapter, layers, None, cpu), plan_of(adapter, 2)
-    expected = ModelLayers(adapter, 2).sizes
+    expected = ModelLayers(adapter, Division(2)).sizes
     for place in range(2):
 
         def of_rank(ranks: EmulatedRanks) -> StageModel:
