@@ -146,7 +146,8 @@ def _verified(check: Callable[[TextAdapter], str | None], config: PreTrainedConf
 def _divided(adapter: TextAdapter) -> str:
     """The share of the parameters that each of two ranks has."""
     verify_division(adapter, Division(2))
-    whole, part = (sum(parameters.count for parameters in ModelLayers(adapter, size).sizes.values()) for size in (1, 2))
+    layers = (ModelLayers(adapter, Division(size)) for size in (1, 2))
+    whole, part = (sum(parameters.count for parameters in own.sizes.values()) for own in layers)
     return f"{part / whole:.2f}"
 
 
