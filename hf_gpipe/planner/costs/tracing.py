@@ -305,7 +305,7 @@ def _ignore(tracker: Tracker, stage: Stage, context: Context) -> None:
     tracker.ignore([*model.parameters(), *model.buffers(), *micro_batch.inputs.values()])
     tracker.ignore(p.grad for p in model.parameters() if p.grad is not None)
     tracker.ignore(context.carry.values())
-    tracker.ignore(module.zero for module in model.modules() if isinstance(module, EmbeddingStub))
+    tracker.ignore(module.blank for module in model.modules() if isinstance(module, EmbeddingStub))
     if micro_batch.chunk is not None:
         # What is kept of whole rows: the first forward makes it.
         stage.forward(context, keep_graph=False)
