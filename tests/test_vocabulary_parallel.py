@@ -141,7 +141,10 @@ def test_what_does_not_go_together_is_an_error(tmp_path: Path) -> None:
         ({"partition": [2, 3, 1]}, "'vocab_1f1b' divides the head.*the last stage has the head alone"),
         ({"boundary_dtype": "float32"}, "schedule is vocab_1f1b and boundary_dtype is float32"),
         ({"loss": LogitsLoss(_sum_of_logits)}, "'vocab_1f1b' divides the head.*more than the losses of tokens"),
-        ({"peft_config": peft_of("q_proj")}, "'vocab_1f1b' divides the head.*its PEFT adapters are saved with the head"),
+        (
+            {"peft_config": peft_of("q_proj")},
+            "'vocab_1f1b' divides the head.*its PEFT adapters are saved with the head",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             Pipeline(copy.deepcopy(model), 3, 2, "vocab_1f1b", "none", **settings_)  # type: ignore[arg-type]
