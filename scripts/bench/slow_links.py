@@ -7,10 +7,10 @@ its receiver waits until then. A reduction begins when its last replica has aske
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,42 +26,31 @@ def wait_until(end: float) -> None:
         time.sleep(left)
 
 
-class SlowChannel(Channel):
+class SlowChannel:
     """A channel whose messages travel so many seconds, one after another. They have one float64, "hidden" (1,)."""
 
     def __init__(self, channel: Channel, seconds: float) -> None:
         self._channel, self._seconds = channel, seconds
         self._free_at = 0.0
 
-    def _send(self, key: Key, tensors: Tensors, names: Iterable[str]) -> None:
+    def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         self._free_at = max(self._free_at, time.perf_counter()) + self._seconds
         time_of_arrival = torch.tensor([self._free_at], dtype=torch.float64)
         self._channel.send(key, {"hidden": time_of_arrival}, {"hidden": (1,)})
 
-    def _receive(self, key: Key) -> dict[str, torch.Tensor]:
+    def receive(self, key: Key) -> dict[str, torch.Tensor]:
         received = self._channel.receive(key)
         wait_until(float(received["hidden"]))
         return received
 
-    def expect(self, key: Key, shapes: Shapes) -> None:
-        self._channel.expect(key, shapes)
-
-    def arrived(self, key: Key) -> None:
-        self._channel.arrived(key)
-
-    def flush(self) -> None:
-        self._channel.flush()
-
-    def reset(self) -> None:
-        self._channel.reset()
-
-    def check(self) -> None:
-        self._channel.check()
+    def __getattr__(self, name: str) -> Any:
+        """All else is that of the channel."""
+        return getattr(self._channel, name)
 
 
 def slow(edge: Edge, seconds: float) -> Edge:
     """An edge whose messages travel so long, in either direction."""
-    return Edge(SlowChannel(edge.down, seconds), SlowChannel(edge.up, seconds))
+    return Edge(*(cast(Channel, SlowChannel(channel, seconds)) for channel in (edge.down, edge.up)))
 
 
 class _Reduction:
