@@ -12,14 +12,14 @@ backwards without updates. The ratios are of one repetition each; medians, with 
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from bench.models import llama
-from bench.processes import meet, run_job
+from bench.processes import in_turns, run_job
 from bench.report import Spread, paired, table, write_json
 from bench.runner import bench_parser
 
@@ -66,18 +66,13 @@ def measure(given: Namespace) -> dict[str, Any]:
     table_of = (given.stages, given.micro_batches, given.schedule, given.recompute)
     common = {"attn_implementation": given.attention, "device": "cpu"}
     pipes = {way: Pipeline(config, *table_of, **common, **options) for way, options in WAYS.items()}
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     losses: dict[str, list[float]] = {}
-    for repetition in range(given.reps + 1):
-        for way, pipe in pipes.items():
-            meet()
-            start = time.perf_counter()
-            step_losses = [pipe.steps.train_on([batch]) for batch in (batches[way] if repetition else batches[way][:1])]
-            meet()
-            if repetition:  # the one before warms up
-                seconds[way].append(time.perf_counter() - start)
-            losses[way] = [float(loss) for loss in step_losses]
-            pipe.zero_grad()
+
+    def step(way: str) -> None:
+        losses[way] = [float(pipes[way].steps.train_on([batch])) for batch in batches[way]]
+        pipes[way].zero_grad()
+
+    seconds = in_turns({way: partial(step, way) for way in WAYS}, given.reps)
     computed = {way: sum(computed_tokens(pipes[way], batch) for batch in batches[way]) for way in WAYS}
     pairs = zip(losses["padded"], losses["packed"], strict=True)
     difference = max(abs(padded - packed) for padded, packed in pairs)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from bench.models import llama, random_batch
-from bench.processes import meet, run_job
+from bench.processes import in_turns, run_job
 from bench.report import Spread, table
 from bench.runner import parser
 from transformers import AutoModelForCausalLM
@@ -64,16 +63,7 @@ def measure(directory: str, num_steps: int) -> dict[str, list[float]]:
         "ours, K=2, 1f1b": of_pipeline(directory, num_stages=2, schedule="1f1b"),
         "transformers, tp_plan": of_transformers(directory, tp_plan="auto"),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(num_steps + WARM_UP):
-        for name, step in steps.items():
-            meet()
-            start = time.perf_counter()
-            step()
-            meet()
-            if number >= WARM_UP:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+    return in_turns(steps, num_steps, WARM_UP)
 
 
 def main() -> int:

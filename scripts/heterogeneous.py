@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 from bench.models import llama, random_batch
-from bench.processes import meet, run_job
+from bench.processes import in_turns, run_job
 from bench.runner import parser
 
 from hf_gpipe import Pipeline
@@ -48,14 +49,7 @@ def _train(factor: float, blocks: int, steps: int) -> tuple[dict[str, float], di
     pipes = {
         kind: Pipeline(config, num_processes, MICRO_BATCHES, speeds=speeds, **given) for kind, speeds in kinds.items()
     }
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for step in range(steps + 1):
-        for kind, pipe in pipes.items():
-            meet()
-            start = time.perf_counter()
-            pipe.train_step(batch)
-            if step:  # the first one warms up
-                seconds[kind].append(time.perf_counter() - start)
+    seconds = in_turns({kind: partial(pipe.train_step, batch) for kind, pipe in pipes.items()}, steps)
     medians = {kind: median(each) for kind, each in seconds.items()}
     partition = {kind: pipe.config.partition for kind, pipe in pipes.items()}
     return medians, partition, pipes[list(kinds)[-1]].config.speeds or [1.0]

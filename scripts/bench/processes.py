@@ -92,6 +92,20 @@ def meet() -> None:
         dist.all_reduce(torch.zeros(1))  # of the CPU, whatever the backend of a GPU
 
 
+def in_turns(steps: Mapping[str, Callable[[], object]], count: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """In each process the seconds of functions that all processes call in turn, each `count` times after `warm_up`."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(count + warm_up):
+        for name, step in steps.items():
+            meet()
+            start = time.perf_counter()
+            step()
+            meet()
+            if number >= warm_up:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
 def _work(
     rank: int, num_processes: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
