@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from examples import digit_questions
 from hf_gpipe.commands import plan
 from hf_gpipe.data import train_tokenizer
+from hf_gpipe.data.translation.cldr import coverage
 from hf_gpipe.from_recipe import job
-from hf_gpipe.from_recipe.checks import check_model
 from hf_gpipe.job.job import Job
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
@@ -275,10 +275,12 @@ def test_it_trains_once_it_is_small(
     models: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # tests/data/test_cldr.py asks 300 locales which of them can say what the recipes ask.
+    monkeypatch.setattr(coverage, "_qualified", lambda names: ("de", "fr", "ko"))
     out = tmp_path / "out"
     recipe = load_recipe(path, [*tiny(path, data, models), f"training.output_dir={out}"])
-    check_model(recipe)
     caplog.set_level(logging.ERROR, logger="hf_gpipe")
     job.run(recipe, Job.current())
     metrics = json.loads((out / "metrics.json").read_text())

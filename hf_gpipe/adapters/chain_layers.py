@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from hf_gpipe.adapters.layers import Layer
+from hf_gpipe.adapters.observation.fake_operations import KnownOperations
 from hf_gpipe.adapters.observation.observed import observe
 from hf_gpipe.errors import UnsupportedModelError
 
@@ -89,7 +90,8 @@ def _calls(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
 
     handles = [part.register_forward_pre_hook(partial(note, name)) for name, part in model.named_modules()]
     try:
-        forward()
+        with KnownOperations():
+            forward()
     finally:
         for handle in handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Eight steps beside the plain Trainer in one process: losses, learning rates, gradient norms, evaluations, tokens.
+"""Six steps beside the plain Trainer in one process: losses, learning rates, gradient norms, evaluations, tokens.
 
 Both read the rows in the same order, clip most steps and warm up; dropout is off, since the two draw other numbers.
 """
@@ -20,15 +20,13 @@ from hf_gpipe.data import PairCollator
 from tests.oracle import plain_model, tiny_config
 from tests.training.toy import CausalRows, Recorder, Rows, trainer
 
-STEPS, TOLERANCE = 8, 1e-4
+STEPS, TOLERANCE = 6, 1e-4
 #: Encoder-decoders of transformers average over mini-batches what they accumulate, not over tokens.
 ACCUMULATION = {"llama": 2, "marian": 1}
-#: Of the twelve pipelines each family has half, so that every pair of values meets in both.
+#: Every pair of values meets.
 PIPELINES = [
-    *(("llama", 1, 1, "gpipe"), ("llama", 1, 4, "1f1b"), ("llama", 2, 1, "1f1b")),
-    *(("llama", 2, 4, "gpipe"), ("llama", 3, 1, "gpipe"), ("llama", 3, 4, "1f1b")),
-    *(("marian", 1, 1, "1f1b"), ("marian", 1, 4, "gpipe"), ("marian", 2, 1, "gpipe")),
-    *(("marian", 2, 4, "1f1b"), ("marian", 3, 1, "1f1b"), ("marian", 3, 4, "gpipe")),
+    *(("llama", 1, 1, "gpipe"), ("llama", 2, 4, "1f1b"), ("llama", 3, 1, "1f1b")),
+    *(("marian", 1, 4, "1f1b"), ("marian", 2, 1, "gpipe"), ("marian", 3, 4, "gpipe")),
 ]
 
 
@@ -64,7 +62,7 @@ def options(family: str) -> dict[str, Any]:
         "train_sampling_strategy": "sequential",
         "logging_steps": 1,
         "eval_strategy": "steps",
-        "eval_steps": 4,
+        "eval_steps": 3,
         "save_strategy": "no",
         "use_cpu": True,
         "predict_with_generate": family == "marian",
@@ -118,11 +116,12 @@ def test_the_plain_trainer_s_trajectory(
                 compared += 1
                 assert found[name] == pytest.approx(wanted[name], abs=TOLERANCE), name
     assert compared > 4 * STEPS
-    found_predictions = made.predict(dataset(family, 8, 2)).predictions
+    predicted = made.predict(dataset(family, 8, 2))
+    found_predictions = predicted.predictions
     if family == "marian":
         width = found_predictions.shape[1]
         np.testing.assert_array_equal(found_predictions, predictions[:, :width])
     else:
         theirs = predictions[0] if isinstance(predictions, tuple) else predictions
-        is_target = made.predict(dataset(family, 8, 2)).label_ids != -100
+        is_target = predicted.label_ids != -100
         np.testing.assert_allclose(found_predictions[is_target], theirs[is_target], atol=1e-2)

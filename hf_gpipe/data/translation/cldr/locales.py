@@ -28,6 +28,8 @@ class IsolatedLocale(Locale):
 
 def _copied(data: Any) -> Any:
     """A copy of a data tree, twice as fast as deepcopy; words, patterns and aliases, which stay, are shared."""
+    if isinstance(data, str):  # most of them
+        return data
     if isinstance(data, localedata.LocaleDataDict):
         data = data._data
     if isinstance(data, dict):
