@@ -92,8 +92,12 @@ def step(pipe: Pipeline, batch: Any) -> Step:
     ],
 )
 def test_exact(family: str, attention: str, num_stages: int, chunks: int, options: dict[str, Any]) -> None:
-    # What blocks run again in backward is outside of the mode.
-    with nullcontext() if options.get("recompute") == "block" else InFloat64():
+    # What blocks run again in backward is outside of the mode. This clone is compared here, so none of it has to be;
+    # that the comparison of a clone lets families pass is seen with llama, and in the next test.
+    with (
+        nullcontext() if options.get("recompute") == "block" else InFloat64(),
+        nullcontext() if family == "llama" else unverified(),
+    ):
         model, batch = clone(family, attention), rows(4, 23)
         expected = plain_step(model, batch)
         pipe = Pipeline(model, num_stages, 2, sequence_chunks=chunks, **options)
@@ -173,7 +177,7 @@ def test_the_auxiliary_loss_of_experts_is_that_of_whole_rows(
         assert step(pipe, batch).difference(expected) <= TOLERANCE
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(
     num_stages=st.integers(1, 4),
     num_micro_batches=st.integers(1, 3),
@@ -228,7 +232,7 @@ def test_packed_rows(family: str, attention: str, num_stages: int, chunks: int, 
         assert step(pipe, batch).difference(expected) <= TOLERANCE
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5).filter(lambda lengths: max(lengths) > 1),
     window=st.sampled_from([None, 1, 2, 3, 5]),
