@@ -110,7 +110,7 @@ class Evaluator:
             inputs=inputs,
             losses=row_losses if "loss" in self._args.include_for_metrics else None,
         )
-        return denumpify_detensorize(self._trainer.compute_metrics(prediction, **options)) or {}
+        return _in_lists(denumpify_detensorize(self._trainer.compute_metrics(prediction, **options)) or {})
 
     def _arrays(self, columns: _Columns) -> tuple[Any, ...]:
         """Predictions, labels, inputs and losses of all rows, in one array each or as lists of mini-batches."""
@@ -148,6 +148,13 @@ class _Columns:
             self.inputs.append(self.input_of(predicted.batch).numpy())
         evaluation = predicted.evaluation
         self.row_losses.append((evaluation.row_nll / evaluation.row_tokens.clamp(min=1)).numpy())
+
+
+def _in_lists(metrics: Any) -> Any:
+    """Metrics with lists in place of arrays and tensors: logs and checkpoints are JSON."""
+    if isinstance(metrics, Mapping):
+        return {name: _in_lists(value) for name, value in metrics.items()}
+    return metrics.tolist() if hasattr(metrics, "tolist") else metrics
 
 
 def metric_of(args: PipelineTrainingArguments, metrics: Mapping[str, float]) -> float:

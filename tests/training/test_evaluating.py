@@ -97,13 +97,16 @@ def test_mini_batches_without_a_target(tmp_path: Path, caplog: pytest.LogCapture
 def test_metrics_in_parts_and_predictions_in_lists(tmp_path: Path) -> None:
     calls: list[tuple[int, bool]] = []
 
-    def compute(prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
+    def compute(prediction: EvalPrediction, compute_result: bool = True) -> dict[str, Any]:
         rows = prediction.predictions
         calls.append((len(rows), compute_result))
-        return {"rows": sum(count for count, _ in calls)} if compute_result else {}
+        counts = np.array([count for count, _ in calls])
+        return {"rows": counts.sum(), "each": counts, "of": {"torch": torch.tensor([1, 2])}} if compute_result else {}
 
     made = trainer(tmp_path, compute_metrics=compute, batch_eval_metrics=True, per_device_eval_batch_size=4)
-    assert made.evaluate(Rows(10, seed=3))["eval_rows"] == 10
+    found = made.evaluate(Rows(10, seed=3))
+    # As JSON has them: they are written into metrics.jsonl, and into checkpoints.
+    assert (found["eval_rows"], found["eval_each"], found["eval_of"]) == (10, [4, 4, 2], {"torch": [1, 2]})
     assert calls == [(4, False), (4, False), (2, True)]
     made = trainer(tmp_path, eval_do_concat_batches=False, per_device_eval_batch_size=4)
     prediction = made.predict(Rows(10, seed=3))
