@@ -209,6 +209,7 @@ def test_recipes_that_cannot_be_read(tmp_path: Path, refused: Callable[..., str]
         ),
         *(
             "pipeline.device=tpu",
+            "pipeline.threads_per_process=100000",
             "pipeline.timeout_seconds=0",
             "pipeline.timeout_seconds=.inf",
             "pipeline.timeout_seconds=1e300",

@@ -9,11 +9,13 @@ from pydantic import Field
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.pipeline.stages import ASYNCHRONOUS, HEAD_IN_PARTS, Listed
 from hf_gpipe.recipe.pipeline.visits import VisitKeys
-from hf_gpipe.recipe.section import Count, NotWith, OneOf, Positive, Text, refuse_given, section
+from hf_gpipe.recipe.section import NotWith, OneOf, Positive, Text, refuse_given, section
 from hf_gpipe.recipe.sizes import read_bytes
 
 #: About thirty years: longer times are none to a clock.
 MOST_SECONDS = 10**9
+#: More than the cores of any machine. With a hundred thousand torch ends the process by a segmentation fault.
+MOST_THREADS = 4096
 #: Marks keys of a run that a plan does not have; and those of them that may have another value in each process.
 RUN, EACH_PROCESS = object(), object()
 
@@ -60,7 +62,7 @@ class ProcessKeys(VisitKeys):
     """Whether the links between the processes are measured before the model is made, also where all are on one machine.
     Between machines they always are."""
 
-    threads_per_process: Annotated[Count | None, EACH_PROCESS] = None
+    threads_per_process: Annotated[Annotated[int, Field(ge=1, le=MOST_THREADS)] | None, EACH_PROCESS] = None
     """CPU threads per process; null: OMP_NUM_THREADS, or the machine's cores divided evenly."""
 
     def check(self) -> None:
