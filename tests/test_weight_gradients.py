@@ -273,7 +273,7 @@ def test_products_are_written_then_added_in_place_and_hooks_see_whole_gradients(
 
 
 def test_compiled_blocks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.Module, "compile", lambda module: None)  # its import takes seconds
+    monkeypatch.setattr(nn.Module, "compile", lambda module, backend: None)  # its import takes seconds
     path = written(tmp_path, 2, 2, ("none", "none"), 0, [0, 0])
     with pytest.raises(UserError, match=r"torch\.compile .* set torch_compile to false"):
         Pipeline(tiny_config("llama", tied=True), 2, 2, path, torch_compile=True)
