@@ -116,18 +116,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, num_stages, paper_layers, paper_count, paper_weights, paper_activations in PAPER:
         if num_stages not in options.stages:
             continue
-        count = model.costs(1, paper_layers).total.count
+        parameters = model.costs(1, paper_layers).total
         processes = model.plan(name, num_stages, paper_layers, is_limited=False).processes
         estimates = [process.memory for process in processes]
-        weights = sum(3 * estimate.parameters for estimate in estimates)
-        activations = sum(
-            estimate.total - estimate.parameters - estimate.gradients - estimate.optimizer for estimate in estimates
-        )
+        # What autocast makes of the weights counts as activations.
+        activations = sum(one.total - one.gradients - one.optimizer for one in estimates) - parameters.num_bytes
         most = model.most_layers(name, num_stages)
         peak = f"{model.plan(name, num_stages, most).peak_bytes / GIB:.2f}" if most else "none fits"
         print(
-            f"| {name} | {paper_layers} | {paper_count} | {printed(formula(paper_layers))} | {printed(count)} | "
-            f"{paper_weights} | {weights / GIB:.2f} | {paper_activations} | {activations / GIB:.2f} | {most} | "
+            f"| {name} | {paper_layers} | {paper_count} | {printed(formula(paper_layers))} | "
+            f"{printed(parameters.count)} | {paper_weights} | {3 * parameters.num_bytes / GIB:.2f} | {paper_activations} | {activations / GIB:.2f} | {most} | "
             f"{peak} |",
             flush=True,
         )

@@ -1,6 +1,6 @@
 """An uneven replication that beats every uniform one: python scripts/uneven_replication.py
 
-pythia-70m has a head of 50304 tokens, which is 42% of all seconds and cannot be divided: a pipeline with one worker per
+pythia-70m has a head of 50304 tokens, which is 67% of all seconds and cannot be divided: a pipeline with one worker per
 stage waits for it. Data parallelism reduces all 70M gradients over a slow link. 1-2 has two workers for the head and
 the blocks next to it, and reduces their gradients alone.
 
