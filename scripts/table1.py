@@ -125,8 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         peak = f"{model.plan(name, num_stages, most).peak_bytes / GIB:.2f}" if most else "none fits"
         print(
             f"| {name} | {paper_layers} | {paper_count} | {printed(formula(paper_layers))} | "
-            f"{printed(parameters.count)} | {paper_weights} | {3 * parameters.num_bytes / GIB:.2f} | {paper_activations} | {activations / GIB:.2f} | {most} | "
-            f"{peak} |",
+            f"{printed(parameters.count)} | {paper_weights} | {3 * parameters.num_bytes / GIB:.2f} | "
+            f"{paper_activations} | {activations / GIB:.2f} | {most} | {peak} |",
             flush=True,
         )
 

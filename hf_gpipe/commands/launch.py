@@ -111,10 +111,10 @@ def _planned(options: argparse.Namespace, per_node: int) -> tuple[list[str], lis
             words += [f"--{name}", value]
     request = read_request(words)
     plan = _in_the_best_order(request)
-    given = load_recipe(options.recipe, options.overrides).pipeline
+    given = request.given
     changed = []
     if given.is_mesh_open or given.mesh != (plan.settings.num_stages, plan.settings.replicas):
-        changed = shlex.split(overrides(plan))
+        changed = shlex.split(overrides(plan, given))
     elif plan.settings.placement != given.placement:
         values = {"placement": plan.settings.placement, "num_processes": plan.settings.num_processes}
         changed = [f"pipeline.{key}={value}" for key, value in values.items()]

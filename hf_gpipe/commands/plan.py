@@ -69,7 +69,7 @@ def _plan(options: argparse.Namespace) -> int:
             plans = {"fastest": [as_dict(plan) for plan in outcome.fastest], "leanest": as_dict(outcome.leanest)}
             print(json.dumps({"num_tried": outcome.num_tried, **plans}, indent=2))
         else:
-            print(search_report(outcome), file=words)
+            print(search_report(outcome, request.given), file=words)
     else:
         best = request.best()
         if options.json:
@@ -77,7 +77,7 @@ def _plan(options: argparse.Namespace) -> int:
         elif not options.table:
             print(report(best))
         if not options.json and not request.config.is_decided:
-            print(f"{'chosen':11} {overrides(best)}", file=words)
+            print(f"{'chosen':11} {overrides(best, request.given)}", file=words)
         if request.config.leaves_visits_open and (text := untried(best)):
             print(f"{'visits':11} {text}", file=words)
     if best.settings.schedule == TABLE_FILE:

@@ -37,6 +37,7 @@ class PlanRequest:
     Attributes:
         recipe: on the devices that the options name.
         config: its pipeline, with the limit of memory.
+        given: the pipeline of the recipe and its overrides alone.
         devices: of each process, or the one that all have.
         cluster: the links between the processes; None: every pair has the device's link.
         table: the schedule, where it is a file.
@@ -45,6 +46,7 @@ class PlanRequest:
 
     recipe: Recipe
     config: PipelineConfig
+    given: PipelineConfig
     devices: Sequence[Device]
     cluster: Cluster | None
     table: Schedule | None
@@ -76,6 +78,7 @@ class PlanRequest:
             )
         num_devices = 1 + len(others) if others else num_devices
         recipe = load_recipe(options.recipe, options.overrides)
+        given = recipe.pipeline
         if num_devices is not None:
             num_devices = recipe.pipeline.division.workers_among(num_devices)
         if others:
@@ -106,7 +109,7 @@ class PlanRequest:
         table = recipe.table(config.processes)
         if table is not None:
             config = replace(config, recompute=recompute_under(table, config.recompute))
-        request = cls(_with_vocabulary(recipe), config, (device, *others), cluster, table, options.profile)
+        request = cls(_with_vocabulary(recipe), config, given, (device, *others), cluster, table, options.profile)
         request.planner.lighter = {keys: partial(request._plan_with, keys, options) for keys in _lighter(recipe)}
         return request
 

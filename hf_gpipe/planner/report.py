@@ -28,7 +28,7 @@ from hf_gpipe.planner.search.search_all import SearchResult
 from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried, way_of
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
-from hf_gpipe.recipe import AUTO
+from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.schedule import DEALT, is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
 from hf_gpipe.text import bytes_text, count_text, seconds_text, size_text, table_text
@@ -178,7 +178,7 @@ def time_why(plan: Plan) -> str:
     )
 
 
-def search_report(result: SearchResult) -> str:
+def search_report(result: SearchResult, recipe: PipelineConfig) -> str:
     """The best plans of a search, by time under the limit, and the one with the least memory.
 
     The order of the processes is given where it is not the usual one.
@@ -189,7 +189,7 @@ def search_report(result: SearchResult) -> str:
     parts = [f"tried {result.num_tried} ways", ""]
     if shown:
         parts += ["fastest that fit, the best of each T, K, replicas and order:", header, *lines]
-        parts += ["", "as overrides: " + overrides(shown[0])]
+        parts += ["", "as overrides: " + overrides(shown[0], recipe)]
         parts += [f"{name:12}  {text}" for name, text in mesh_lines(shown[0])]
         if result.least is not None:
             parts.append(f"where weights stay on their devices, it takes {result.least.override} or more to fit them")
@@ -219,8 +219,9 @@ def _ways(result: SearchResult) -> list[str]:
     return table_text([*rows, *stays], left=(1, 2, 3)).split("\n")
 
 
-def overrides(plan: Plan) -> str:
-    """The plan as key=value arguments of a recipe. A table that was made for it, the planner makes again."""
+def overrides(plan: Plan, recipe: PipelineConfig) -> str:
+    """The plan as key=value arguments of a recipe that has this configuration. A table that was made for the plan is
+    not in them: the planner makes it again."""
     settings = plan.settings
     is_made, recompute = settings.schedule == TABLE_FILE, settings.recompute
     if not isinstance(recompute, str) or (is_made and recompute == "stage"):
@@ -229,12 +230,14 @@ def overrides(plan: Plan) -> str:
     values = settings.of_plan | {"recompute": recompute}
     if is_made:
         values["schedule"] = _schedule_asked(plan)
-    shown = settings.to_give(values)
+    shown = settings.to_give(values, recipe)
     return " ".join(f"pipeline.{name}={_argument(value)}" for name, value in shown.items())
 
 
 def _argument(value: Any) -> str:
     """A value for a shell and for YAML."""
+    if value is None:
+        return "null"
     return shlex.quote(value) if isinstance(value, str) else str(_listed(value)).replace(" ", "")
 
 

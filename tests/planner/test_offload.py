@@ -50,7 +50,7 @@ def test_the_price() -> None:
     assert [round(size / GRAPH) for size in quick.hosted_bytes] == [7, 6, 5, 4, 3, 0, 0, 0]
     found = report(quick)
     assert "schedule 1f1b, recompute host" in found
-    assert "pipeline.recompute=host" in overrides(quick)
+    assert "pipeline.recompute=host" in overrides(quick, way("none"))
     assert "activations are in CPU memory: 1000 MiB in all, at most 280 MiB (process 0)" in found
     assert limit_of_step(slow).startswith("copies of graphs; ")
 

@@ -122,8 +122,11 @@ def test_a_heavy_head_has_a_slot_of_its_own() -> None:
     best = best_plan(made, config)
     assert best.timeline.schedule.placement.is_dealt
     assert best.step_seconds < 0.9 * equal.step_seconds
-    assert "pipeline.schedule=round_robin pipeline.recompute=auto" in overrides(best)
-    assert "pipeline.offload_weights=all" in overrides(best)
+    assert "pipeline.schedule=round_robin pipeline.recompute=auto" in overrides(best, config)
+    assert "pipeline.offload_weights=all" in overrides(best, config)
+    # A recipe that has another value must be given the default.
+    assert "pipeline.replicas=1" not in overrides(best, config)
+    assert "pipeline.replicas=1" in overrides(best, replace(config, replicas=2))
     tight = best_plan(made.within(best.peak_bytes - MIB), config)
     assert tight.fits
     assert tight.step_seconds >= best.step_seconds
@@ -139,7 +142,8 @@ def test_visits_are_chosen_where_weights_do_not_fit_and_only_there() -> None:
     assert roomy.settings.offload_weights is None
     assert tight.fits
     assert tight.settings.offload_weights == "all"
-    found = search_report(search(with_host(planner(costs, rows=8, memory_bytes=900 * MIB), host), free))
+    assert "pipeline.offload_weights=null" in overrides(roomy, tight.settings)
+    found = search_report(search(with_host(planner(costs, rows=8, memory_bytes=900 * MIB), host), free), free)
     assert "does not fit  weights stay on their devices" in found
     assert "offload_weights=all, round_robin" in found
     assert "offload_weights=all, breadth_first" in found

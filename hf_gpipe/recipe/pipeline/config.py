@@ -203,12 +203,15 @@ class DecidedConfig(PipelineConfig):
         names = ("num_stages", "num_micro_batches", "schedule", "recompute")
         return {name: getattr(self, name) for name in names}
 
-    def to_give(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Of values of `of_plan` those that a recipe must be given: where the planner may have changed the recipe's,
-        or they differ from their default."""
+    def to_give(self, values: Mapping[str, Any], recipe: PipelineConfig) -> dict[str, Any]:
+        """Of values of `of_plan` those that a recipe must be given: they are not the recipe's, or not the default."""
         always = (*self.in_short, "partition", "num_processes", "zero")
         keys = keys_of(PipelineConfig)
-        return {name: value for name, value in values.items() if name in always or value != keys[name].default}
+        return {
+            name: value
+            for name, value in values.items()
+            if name in always or not value == keys[name].default == getattr(recipe, name)
+        }
 
     def replaced(self, **values: Any) -> PipelineConfig:
         """A copy with `values`, which may leave something to the planner again."""
