@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
+
 import pytest
 import torch
 from transformers import LlamaConfig, T5Config
@@ -9,6 +12,7 @@ from transformers import LlamaConfig, T5Config
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.checkpoint.hub import initialise
+from hf_gpipe.planner.costs import measure
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.measure import profile_layers
 from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds
@@ -105,3 +109,18 @@ def test_received_tensors_are_not_too_large_for_a_head_whose_weights_are() -> No
     initialise(head, CPU, seed=0)
     carry = context_of(head, WORKLOAD.micro_batch(adapter)).carry
     assert (carry["hidden"] @ head.model.lm_head.weight.T).abs().max() < 10
+
+
+def test_a_side_of_a_link_that_fails_while_it_is_measured_ends_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other waited for half an hour."""
+    sides = iter((1, 2))
+
+    def seconds(call: Callable[[], object], _: torch.device) -> float:
+        for _ in range(next(sides)):
+            call()
+        raise ValueError("this side fails")
+
+    monkeypatch.setattr(measure, "_seconds", seconds)
+    monkeypatch.setattr(measure, "_LOOPBACK_LIMIT", timedelta(seconds=1))
+    with pytest.raises(ValueError, match="this side fails"):
+        measure._loopback(4096)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache, partial
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -43,6 +45,8 @@ _BLOCKS_IN_A_ROW = 3
 _DTYPES = ("float32", "bfloat16", "float16")
 #: Rows and columns of the matrices whose product is timed, up to those that are large enough for a GPU.
 _PRODUCT_SIZES = {"cuda": (512, 2048, 4096), "cpu": (512,)}
+#: How long each sum of buckets may take: where one side fails, the other must not wait for it.
+_LOOPBACK_LIMIT = timedelta(seconds=60)
 #: Bytes of memory whose copy is timed.
 _COPIED_BYTES = 1 << 26
 #: A product that takes so long is large enough. Without units for its type a larger one would take minutes.
@@ -376,16 +380,18 @@ def _loopback(size_bytes: int = 1 << 25) -> Level:
     gloo: Any = dist.ProcessGroupGloo
     device, store = gloo.create_device(hostname="127.0.0.1"), dist.HashStore()
 
-    def sum_buckets(rank: int) -> float:
+    def sum_buckets(rank: int) -> tuple[float, Any]:
         options = gloo._Options()
-        options._devices = [device]
+        options._devices, options._timeout = [device], _LOOPBACK_LIMIT
         group = gloo(store, rank, 2, options)
 
         def sum_one() -> None:
             group.allreduce([torch.ones(size_bytes // 4)]).wait()
 
-        return _seconds(sum_one, torch.device("cpu"))
+        return _seconds(sum_one, torch.device("cpu")), group
 
     with ThreadPoolExecutor(2) as threads:
-        seconds = max(threads.map(sum_buckets, range(2)))
+        sides = [threads.submit(sum_buckets, rank) for rank in range(2)]
+        # The side that fails ends first. No group may end its connection while the other one is at work.
+        seconds = max([side.result() for side in as_completed(sides)], key=itemgetter(0))[0]
     return Level(2, size_bytes / seconds, 1e-4)
