@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types and tests. Arguments go to pytest; without them it runs the whole suite in five processes.
+# Style, types and tests. Arguments go to pytest; without them it runs the whole suite in four processes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -12,7 +12,7 @@ unset PYTHONDONTWRITEBYTECODE
 "$python" -m ruff format --check .
 "$python" -m mypy hf_gpipe
 if (($# == 0)); then
-    # Five keep two cores busy: tests wait for the processes that they start.
-    set -- --numprocesses 5
+    # Four keep two cores busy: tests wait for the processes that they start.
+    set -- --numprocesses 4
 fi
 "$python" -m pytest "$@"
