@@ -121,9 +121,8 @@ def _norm(gradient: torch.Tensor) -> torch.Tensor:
     values, num_rows = gradient.flatten(), -(-gradient.numel() // _ROW)
     # Every piece is converted into the same memory: new memory for each would take six times as long.
     rows = torch.empty(min(num_rows, _PIECE // _ROW), _ROW, dtype=torch.float64)
-    sums = torch.empty(num_rows, dtype=torch.float64)
+    flat, sums = rows.view(-1), torch.empty(num_rows, dtype=torch.float64)
     for piece, sums_of_piece in zip(values.split(_PIECE), sums.split(_PIECE // _ROW), strict=True):
-        flat = rows.view(-1)
         flat[: len(piece)].copy_(piece).square_()
         flat[len(piece) : len(sums_of_piece) * _ROW] = 0
         # One thread adds up a row, so the number of threads changes no digit.

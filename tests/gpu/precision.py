@@ -14,7 +14,7 @@ from hf_gpipe import Pipeline
 from tests.emulated_cuda.comparing import config_of
 from tests.gpu.checks import FAMILIES
 from tests.gpu.exact import NUM_MICRO_BATCHES, RECOMPUTE, Comparison
-from tests.oracle import padded_batch, plain_model, run_plain, run_scaled
+from tests.oracle import padded_batch, plain_model, run_pipeline, run_plain, run_scaled
 
 #: A loss in float16 is scaled, so that small gradients are not rounded to zero.
 _SCALES = {torch.bfloat16: 1.0, torch.float16: 1024.0}
@@ -62,7 +62,7 @@ def quantised(job: dict[str, Any]) -> dict[str, Any]:
         for kind in ("nf4", "nf4+", "fp4", "int8")[: 1 if job["quick"] else None]:
             for recompute in RECOMPUTE:
                 pipe = qlora.make(Path(folder), kind, 2, recompute=recompute, device="cuda:0")
-                found = run_scaled(pipe, padded_batch(qlora.config()), 1.0)
+                found = run_pipeline(pipe, padded_batch(qlora.config()))
                 model = qlora.plain_model(Path(folder), kind, device="cuda:0")
                 expected = qlora.expected_step(model, qlora.adapters_of(pipe))
                 comparison.judge(f"{kind} recompute={recompute}", [found], expected)
