@@ -26,7 +26,7 @@ from bench.runner import bench_parser
 from hf_gpipe import Pipeline
 from hf_gpipe.data import PairCollator
 from hf_gpipe.data.batches import length_bucketed_batches
-from hf_gpipe.runtime.micro_batch import make_micro_batches
+from hf_gpipe.runtime.cutting import make_micro_batches
 
 #: How `Pipeline` cuts the mini-batches of each way.
 WAYS: dict[str, dict[str, bool]] = {"padded": {}, "bucketed": {"length_bucketing": True}, "packed": {"packing": True}}

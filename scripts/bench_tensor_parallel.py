@@ -23,7 +23,7 @@ from bench.runner import parser
 from transformers import AutoModelForCausalLM
 
 from hf_gpipe import Pipeline
-from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.runtime.cutting import split_rows
 
 ROWS, TOKENS, MICRO_BATCHES, VOCABULARY, WARM_UP = 8, 128, 4, 8000, 2
 

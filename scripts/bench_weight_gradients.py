@@ -41,7 +41,8 @@ from hf_gpipe.losses.loss import TokenLoss
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.runtime import stage as stage_module
 from hf_gpipe.runtime.channel import LocalChannel
-from hf_gpipe.runtime.micro_batch import Context, Cutting, make_micro_batches
+from hf_gpipe.runtime.cutting import Cutting, make_micro_batches
+from hf_gpipe.runtime.micro_batch import Context
 from hf_gpipe.runtime.stage import Stage
 
 VOCABULARY = 64

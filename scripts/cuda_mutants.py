@@ -176,6 +176,8 @@ _CHANGES: dict[str, dict[str, str]] = {
         "tensor.contiguous()[-.pin_memory()-]": "micro-batches are not pinned: the host waits",
         "tensor.[-contiguous().-]pin_memory()": "a strided copy goes through memory that is not pinned",
         "tensor.to(device[-, non_blocking=True-])": "micro-batches are copied blocking: the host waits",
+    },
+    "runtime/cutting.py": {
         'batch = {name: tensor.[-cpu(-]{+to("cpu", non_blocking=True+}) for name': (
             "rows on a device are read early: the copy has not ended"
         ),

@@ -14,7 +14,7 @@ import transformers
 from torch.nn import functional as F
 
 from hf_gpipe import Pipeline
-from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.runtime.cutting import split_rows
 
 _IMAGE = {"image_size": 32, "patch_size": 4}
 _VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, **_IMAGE}

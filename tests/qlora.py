@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.losses.loss import TokenLoss
-from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.runtime.cutting import split_rows
 from scripts.bench.models import quantisation
 from tests.oracle import Result, padded_batch
 

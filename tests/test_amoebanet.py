@@ -14,7 +14,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters.chain import Chain
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.model_costs import NO_OPERATIONS
-from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.runtime.cutting import split_rows
 from scripts import amoebanet_tables
 from tests.oracle import Result, assert_same, run_pipeline
 

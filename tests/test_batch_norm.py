@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import HfGpipeError, UnsupportedModelError, UserError
-from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.runtime.cutting import split_rows
 from tests.gloo import run_gloo
 from tests.oracle import Batch, Result, assert_same
 

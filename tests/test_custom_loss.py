@@ -17,7 +17,7 @@ from hf_gpipe.adapters import StageModel
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, StageError, UserError
 from hf_gpipe.runtime import head
-from hf_gpipe.runtime.micro_batch import split_rows, split_tokens
+from hf_gpipe.runtime.cutting import split_rows, split_tokens
 from tests.oracle import (
     Batch,
     Result,

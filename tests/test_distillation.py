@@ -17,7 +17,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.planner.costs.tracker import Tracker
 from hf_gpipe.planner.report import report
 from hf_gpipe.runtime import head
-from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.runtime.cutting import split_rows
 from hf_gpipe.runtime.teacher import TeacherLogits
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo

@@ -22,7 +22,7 @@ from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.from_recipe.timeline import measure_step
 from hf_gpipe.planner.search.advice import advising
-from hf_gpipe.runtime.micro_batch import split_rows, split_tokens
+from hf_gpipe.runtime.cutting import split_rows, split_tokens
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.builders import placement_for
 from hf_gpipe.schedule.kinds import RECOMPUTE, UPDATE

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import UnsupportedModelError
-from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.runtime.cutting import split_rows
 from tests.image_families import BROKEN, EXACT, classifier, difference, images
 from tests.oracle import Result, assert_same, run_pipeline
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_gpipe import LogitsLoss, Pipeline
-from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.runtime.cutting import split_rows
 from tests.oracle import Result, assert_same, run_pipeline
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hf_gpipe import Loss, LossInputs, Pipeline, Reads
 from hf_gpipe.errors import StageError
-from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.runtime.cutting import split_rows
 from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pipeline, tiny_config
 
 

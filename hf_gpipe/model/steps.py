@@ -19,9 +19,10 @@ from hf_gpipe.model.clone import Batch
 from hf_gpipe.partition import partition
 from hf_gpipe.recipe import Chunks
 from hf_gpipe.runtime.channel import LocalChannel
+from hf_gpipe.runtime.cutting import Cutting, make_micro_batches, split_rows
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.executor import Executor
-from hf_gpipe.runtime.micro_batch import Cutting, chunks_of, make_micro_batches, split_rows
+from hf_gpipe.runtime.micro_batch import chunks_of
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.step import Row
 from hf_gpipe.runtime.ties import share_within_process

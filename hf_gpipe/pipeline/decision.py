@@ -31,7 +31,8 @@ from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.pipeline.config import OF_EACH_PROCESS
 from hf_gpipe.runtime.chunks import check_chunks
-from hf_gpipe.runtime.micro_batch import Batch, Cutting
+from hf_gpipe.runtime.cutting import Cutting
+from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.builders import build

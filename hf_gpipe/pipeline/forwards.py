@@ -18,19 +18,13 @@ from hf_gpipe.losses.loss import Loss
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision
 from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.cutting import Cutting, make_micro_batches
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.first_pass import gathered_rows, with_comparison
 from hf_gpipe.runtime.generation import Generator
-from hf_gpipe.runtime.micro_batch import (
-    Batch,
-    Cutting,
-    LogitsCallback,
-    MicroBatch,
-    StepOptions,
-    make_micro_batches,
-)
+from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, MicroBatch, StepOptions
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.visits import VisitingWeights
 

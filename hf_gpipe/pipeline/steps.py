@@ -14,6 +14,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.model.packing import verify_packing
 from hf_gpipe.pipeline.forwards import Forwards
 from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.cutting import make_micro_batches
 from hf_gpipe.runtime.gradient_norm import (
     LossAndNorm,
     begin_loss_and_norm,
@@ -21,13 +22,7 @@ from hf_gpipe.runtime.gradient_norm import (
     gradients_of,
     sums_of_squares,
 )
-from hf_gpipe.runtime.micro_batch import (
-    Batch,
-    MicroBatch,
-    StepOptions,
-    chunks_of,
-    make_micro_batches,
-)
+from hf_gpipe.runtime.micro_batch import Batch, MicroBatch, StepOptions, chunks_of
 from hf_gpipe.runtime.step import StepResult
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES

@@ -22,7 +22,8 @@ from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Chunks, PipelineCo
 from hf_gpipe.recipe.data import PAIRED_KINDS
 from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.runtime.batches import tensors_of
-from hf_gpipe.runtime.micro_batch import MicroBatch, in_chunks
+from hf_gpipe.runtime.cutting import in_chunks
+from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.schedule import Schedule
 
 #: A token that no family gives a meaning: past the special tokens, inside of the smallest vocabulary.

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from hf_gpipe import LogitsLoss, Pipeline
 from hf_gpipe.adapters.chain import Chain
 from hf_gpipe.errors import CheckpointError, DataError, UnsupportedModelError, UserError
-from hf_gpipe.runtime.micro_batch import split_rows
+from hf_gpipe.runtime.cutting import split_rows
 from tests.gloo import run_gloo
 from tests.oracle import Batch, Result, assert_same, run_pipeline
 

@@ -28,7 +28,7 @@ from hf_gpipe.data import SFTExamples
 from hf_gpipe.data.examples.packed_rows import packed_rows
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.loss import TokenLoss
-from hf_gpipe.runtime.micro_batch import Cutting, make_micro_batches
+from hf_gpipe.runtime.cutting import Cutting, make_micro_batches
 from tests.data.chat_templates import MARKED, tokenizer
 from tests.gloo import run_gloo
 from tests.oracle import plain_model

@@ -1,0 +1,266 @@
+"""Cuts a mini-batch into micro-batches, by rows, by tokens, or by documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters.modules.dropout import NoisyRows, key, mix
+from hf_gpipe.adapters.packing import packed_parts
+from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.losses.loss import PLAIN, Loss
+from hf_gpipe.recipe import Chunks
+from hf_gpipe.runtime.chunks import Chunk, check_batch, cut
+from hf_gpipe.runtime.micro_batch import Batch, MicroBatch
+
+#: Of a mini-batch whose entries all have a first dimension of rows.
+NO_LENGTHS: Batch = {}
+#: Under this name the numbers of the rows are cut together with their tensors.
+_NUMBER = "number of the row"
+
+
+@dataclass
+class Cutting:
+    """How mini-batches are cut into micro-batches.
+
+    Attributes:
+        num_micro_batches: M, of a mini-batch that has as many rows.
+        length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
+        packing: whether the rows of a mini-batch are packed, shared out by tokens. Those of a flattened one always are.
+        is_compiled: whether the blocks are compiled by torch.compile.
+        chunks: how rows are cut into chunks of tokens, each a micro-batch of the table; into fewer where a micro-batch
+            has fewer tokens in a row.
+    """
+
+    num_micro_batches: int
+    length_bucketing: bool = False
+    packing: bool = False
+    is_compiled: bool = False
+    chunks: Chunks = Chunks()
+
+
+_Parts = list[tuple[Mapping[str, torch.Tensor], NoisyRows]]
+"""The inputs of each micro-batch, and its rows."""
+
+
+def make_micro_batches(
+    adapter: Adapter,
+    batches: Sequence[Batch],
+    cutting: Cutting,
+    seed: int,
+    step: int,
+    first: int = 0,
+    loss: Loss = PLAIN,
+) -> list[MicroBatch]:
+    """The micro-batches of one step: of one mini-batch, or of several whose gradients are accumulated.
+
+    Args:
+        batches: mini-batches.
+        cutting: of each.
+        first: the index of the first one, where a table has several steps.
+        loss: says how many units there are, and which rows stay together.
+
+    Raises:
+        DataError: a mini-batch cannot be cut, a row is too long for the model, or an id is not in its vocabulary.
+        UserError: the rows cannot be packed, because of the model or the loss, or packed rows not be cut into chunks.
+    """
+    if not batches:
+        raise DataError("there is no mini-batch to run on")
+    parts: _Parts = []
+    owners: list[int] = []
+    num_rows = 0
+    for number, given in enumerate(batches):
+        # On the CPU, where reading a value makes nobody wait.
+        batch = {name: tensor.cpu() for name, tensor in given.items()}
+        adapter.check_keys(batch)
+        if "shift_labels" in batch and not loss.is_of_tokens:
+            raise UserError(f"the batch has 'shift_labels', which {type(loss).__name__} does not read; give labels")
+        is_packed, is_cut = cutting.packing or adapter.is_flattened(batch), cutting.chunks.most > 1
+        if is_packed or is_cut:
+            check_batch(adapter, batch, loss, packing=is_packed, is_cut=is_cut)
+        if is_packed:
+            parts += _of_documents(adapter, batch, cutting, partial(mix, seed, step), len(parts))
+        else:
+            seed_of = partial(mix, seed, step, key("row"))
+            parts += _of_rows(adapter, batch, cutting, loss.rows_per_unit, seed_of, num_rows)
+        num_rows += len(batch["labels"])
+        owners += [number] * (len(parts) - len(owners))
+    for inputs, _ in parts:
+        loss.check_inputs(adapter, inputs)
+    targets = [adapter.targets(inputs) for inputs, _ in parts]
+    num_units, num_tokens = (
+        max(1, sum(int(number(target).sum()) for target in targets)) for number in (loss.row_units, loss.row_tokens)
+    )
+    whole = [
+        MicroBatch(
+            first + i, inputs, mix(seed, step, i), num_units, len(parts), (step, owner), rows, num_tokens=num_tokens
+        )
+        for i, ((inputs, rows), owner) in enumerate(zip(parts, owners, strict=True))
+    ]
+    chunks = cutting.chunks
+    if chunks.most > 1:
+        chunks = chunks.within(min(adapter.main_input(inputs).shape[1] for inputs, _ in parts))
+    if chunks.most == 1:
+        return whole
+    of_chunks = (chunk for micro_batch in whole for chunk in in_chunks(micro_batch, chunks, adapter))
+    return [replace(chunk, index=first + number) for number, chunk in enumerate(of_chunks)]
+
+
+def _of_documents(
+    adapter: Adapter, batch: Batch, cutting: Cutting, seed_of: Callable[[int], int], first: int
+) -> _Parts:
+    """Cut a mini-batch by documents, each micro-batch with its documents in one row.
+
+    Args:
+        seed_of: the number of a micro-batch in the step -> the seed of its row.
+        first: the number of the first micro-batch.
+    """
+    parts = packed_parts(batch, cutting.num_micro_batches, adapter.target_keys)
+    inputs = [adapter.packed(documents, is_compiled=cutting.is_compiled) for documents in parts]
+    widths = [adapter.main_input(own).shape[1] for own in inputs]
+    rows = [NoisyRows((seed_of(number),), sum(widths), width) for number, width in enumerate(widths, first)]
+    return list(zip(inputs, rows, strict=True))
+
+
+def _of_rows(
+    adapter: Adapter, batch: Batch, cutting: Cutting, rows_per_unit: int, seed_of: Callable[[int], int], first: int
+) -> _Parts:
+    """Cut a mini-batch by rows, or by tokens where rows are sorted by length.
+
+    Args:
+        seed_of: the number of a row in the step -> its seed.
+        first: the number of the first row.
+    """
+    lengths = adapter.lengths_in_rows(batch)
+    numbered = {**batch, _NUMBER: first + torch.arange(len(batch["labels"]))}
+    if cutting.length_bucketing:
+        parts = split_tokens(numbered, cutting.num_micro_batches, adapter, rows_per_unit, lengths)
+    else:
+        parts = split_rows(numbered, cutting.num_micro_batches, rows_per_unit, lengths)
+    width = adapter.main_input(batch).shape[-1]
+    rows = [NoisyRows(tuple(map(seed_of, part.pop(_NUMBER).tolist())), width, width) for part in parts]
+    return [(adapter.with_known_masks(adapter.prepare(part)), own) for part, own in zip(parts, rows, strict=True)]
+
+
+def in_chunks(whole: MicroBatch, chunks: Chunks, adapter: Adapter) -> list[MicroBatch]:
+    """The chunks of a micro-batch in place of it, all with its index. A chunk's seed depends on its number too."""
+    length = adapter.main_input(whole.inputs).shape[1]
+    return [
+        replace(
+            whole,
+            inputs=part,
+            seed=mix(whole.seed, number),
+            rows=whole.rows._replace(start=whole.rows.start + start),
+            chunk=Chunk(whole.index, start, length, chunks.most),
+        )
+        for number, (start, part) in enumerate(cut(whole.inputs, chunks, adapter))
+    ]
+
+
+def split_rows(
+    batch: Batch, num_micro_batches: int, rows_per_unit: int = 1, lengths: Batch = NO_LENGTHS
+) -> list[dict[str, torch.Tensor]]:
+    """Cut a mini-batch of n units into min(M, n) parts whose sizes differ by at most one (GPipe, section 2.3).
+
+    Args:
+        batch: tensors whose first dimension is the row.
+        num_micro_batches: M.
+        rows_per_unit: rows next to each other that stay together.
+        lengths: of entries whose first dimension is not the row, how much of it each row has, (n,).
+
+    Raises:
+        DataError: there are no tensors or no rows, the tensors differ in their number of rows, or a unit is not whole.
+    """
+    num_units = _num_units(batch, rows_per_unit, lengths)
+    count = min(num_micro_batches, num_units)
+    sizes = [(num_units // count + (part < num_units % count)) * rows_per_unit for part in range(count)]
+    return _cut(batch, sizes, lengths)
+
+
+def _cut(batch: Batch, sizes: list[int], lengths: Batch) -> list[dict[str, torch.Tensor]]:
+    """Parts of so many rows, one after the other. A part of whose rows none has an entry lacks it."""
+    pieces = {
+        name: tensor.split([int(part.sum()) for part in lengths[name].split(sizes)] if name in lengths else sizes)
+        for name, tensor in batch.items()
+    }
+    return [{n: parts[i] for n, parts in pieces.items() if len(parts[i])} for i in range(len(sizes))]
+
+
+def _in_order(batch: Batch, order: torch.Tensor, lengths: Batch) -> tuple[dict[str, torch.Tensor], Batch]:
+    """The rows of a mini-batch in another order, and their lengths."""
+    sorted_rows = {}
+    for name, tensor in batch.items():
+        if name in lengths:
+            rows = tensor.split(lengths[name].tolist())
+            sorted_rows[name] = torch.cat([rows[row] for row in order.tolist()])
+        else:
+            sorted_rows[name] = tensor[order.to(tensor.device)]
+    return sorted_rows, {name: own[order] for name, own in lengths.items()}
+
+
+def _num_units(batch: Batch, rows_per_unit: int, lengths: Batch) -> int:
+    """Units of a mini-batch. Raises DataError like `split_rows`."""
+    rows = {
+        name: len(lengths[name]) if name in lengths else tensor.shape[0] if tensor.dim() else 0
+        for name, tensor in batch.items()
+        if name != _NUMBER
+    }
+    if len(set(rows.values())) != 1 or not all(rows.values()):
+        raise DataError(f"a mini-batch needs tensors with the same number of rows, at least one; found {rows}")
+    num_rows = next(iter(rows.values()))
+    if num_rows % rows_per_unit:
+        raise DataError(
+            f"a mini-batch has {num_rows} rows, and the loss needs them in groups of {rows_per_unit}; give whole groups"
+        )
+    return num_rows // rows_per_unit
+
+
+def split_tokens(
+    batch: Batch, num_micro_batches: int, adapter: Adapter, rows_per_unit: int = 1, lengths: Batch = NO_LENGTHS
+) -> list[dict[str, torch.Tensor]]:
+    """Cut a mini-batch as `split_rows` does, but by tokens: units of similar length together, the longest first.
+
+    Each of the min(M, n) parts is as long as its longest row. The sizes minimise the number of tokens, padding
+    included, of the largest part, so that no micro-batch slows the pipeline down.
+
+    Args:
+        batch: tensors whose first dimension is the row.
+        num_micro_batches: M.
+        adapter: gives the length of a row.
+        rows_per_unit: rows next to each other that stay together; the longest counts.
+        lengths: as of `split_rows`.
+    """
+    count = min(num_micro_batches, _num_units(batch, rows_per_unit, lengths))
+    tokens = adapter.row_lengths(batch).view(-1, rows_per_unit).amax(dim=1)
+    units = tokens.argsort(descending=True, stable=True)
+    order = (units[:, None] * rows_per_unit + torch.arange(rows_per_unit)).flatten()
+    sizes = [size * rows_per_unit for size in _even_cut(tokens[units].tolist(), count)]
+    ordered, lengths = _in_order(batch, order, lengths)
+    return _cut(ordered, sizes, lengths)
+
+
+def _even_cut(lengths: Sequence[int], count: int) -> list[int]:
+    """Cut rows, sorted from long to short, into `count` non-empty parts, and minimise the tokens of the largest part.
+
+    A part has as many tokens as its number of rows times the length of its first one. Returns the numbers of rows.
+    """
+
+    def runs(limit: int) -> list[int]:
+        """Parts of at most `limit` tokens, each as large as possible, with a row left for each part after it."""
+        sizes: list[int] = []
+        start = 0
+        while start < len(lengths):
+            most = len(lengths) - start - max(0, count - len(sizes) - 1)
+            sizes.append(max(1, min(limit // max(lengths[start], 1), most)))
+            start += sizes[-1]
+        return sizes
+
+    low, high = max(lengths[0], 1), max(lengths[0], 1) * len(lengths)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(runs(middle)) <= count else (middle + 1, high)
+    return runs(low)
