@@ -181,7 +181,7 @@ class _Pipeline:
         )
         # The executor is typed for stages that compute.
         own = self.table.placement.stages_run_by(world.worker)
-        waiting = {number: WaitingStage(setting, number, boundary) for number in own}
+        waiting = {number: WaitingStage(setting.table, setting.seconds, number, boundary) for number in own}
         stages = {number: cast(Stage, stage) for number, stage in waiting.items()}
         edges = connect(world, lambda stage, name: boundary.dtype)
         if is_slow:
@@ -192,7 +192,7 @@ class _Pipeline:
             ties = SimpleNamespace(names=frozenset(), owner_stage=names)
             self.replicas = SlowReplicas(waiting, ties, world, setting.reduce_seconds)
         of_head = connect_head(world, lambda name: boundary.dtype) if self.table.divides_head else {}
-        visits = cast(VisitingWeights, WaitingVisits(setting, most_loaded(self.table)[world.worker]))
+        visits = cast(VisitingWeights, WaitingVisits(setting.costs, most_loaded(self.table)[world.worker]))
         rows = {world.worker: Row(stages, visits)}
         self.executor = Executor(rows, edges, self.replicas, of_head, connect_relays(world))
         self.world = world

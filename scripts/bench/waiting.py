@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -14,11 +14,8 @@ from bench.slow_links import wait_until
 from hf_gpipe.adapters.modules.batch_norm import BatchNorms
 from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
-from hf_gpipe.schedule import kinds
+from hf_gpipe.schedule import Costs, Schedule, kinds
 from hf_gpipe.schedule.actions import Action
-
-if TYPE_CHECKING:
-    from bench.emulation import Emulated
 
 #: Layers of a stage with replicas, whose gradients are reduced one after another.
 _NUM_LAYERS = 8
@@ -31,17 +28,17 @@ class WaitingStage:
         parameters: with replicas one for each of several layers, which share the backward evenly.
     """
 
-    def __init__(self, setting: Emulated, number: int, boundary: torch.Tensor) -> None:
-        self._number, self._seconds = number, setting.seconds
-        self.is_first, self.is_last = number == 0, number == setting.table.num_stages - 1
-        count = _NUM_LAYERS if setting.table.placement.has_replicas else 0
+    def __init__(self, table: Schedule, seconds: Mapping[Action, float], number: int, boundary: torch.Tensor) -> None:
+        self._number, self._seconds = number, seconds
+        self.is_first, self.is_last = number == 0, number == table.num_stages - 1
+        count = _NUM_LAYERS if table.placement.has_replicas else 0
         self.parameters = {f"{number}.{i}": torch.nn.Parameter(torch.zeros(1)) for i in range(count)}
         self.device = boundary.device
         self.trainable_outputs: Mapping[str, bool] = {} if self.is_last else {"hidden": True}
         self.trainable_inputs: Mapping[str, bool] = {} if self.is_first else {"hidden": True}
         self._message = {"hidden": boundary}
         self._shapes: Shapes = {"hidden": tuple(boundary.shape)}
-        self.head = WaitingHead(setting, number, boundary) if setting.table.divides_head else None
+        self.head = WaitingHead(table, seconds, number, boundary) if table.divides_head else None
         # It normalises no batches, and its model has no other layers.
         self.batch_norms = BatchNorms(torch.nn.Identity())
         self.adapter = SimpleNamespace(reference=torch.nn.Identity())
@@ -113,14 +110,12 @@ class WaitingVisits:
     of gradients is under way at a time.
 
     Args:
-        setting: has the seconds of the copies.
+        costs: has the seconds of the copies.
         num_buffers: of the process.
     """
 
-    def __init__(self, setting: Emulated, num_buffers: int) -> None:
-        self._in_seconds, self._out_seconds = (
-            cast(Any, setting.costs.of(kind)[1]) for kind in (kinds.LOAD, kinds.DROP)
-        )
+    def __init__(self, costs: Costs, num_buffers: int) -> None:
+        self._in_seconds, self._out_seconds = (cast(Any, costs.of(kind)[1]) for kind in (kinds.LOAD, kinds.DROP))
         self._in_free = self._out_free = 0.0
         #: When each buffer is free, in order.
         self._buffers = [0.0] * num_buffers
@@ -160,9 +155,9 @@ class WaitingVisits:
 class WaitingHead:
     """The same of `HeadPart`: every message about the head is as large as one between stages."""
 
-    def __init__(self, setting: Emulated, number: int, boundary: torch.Tensor) -> None:
-        self._seconds, self._message, self._number = setting.seconds, boundary, number
-        self._last = setting.table.num_stages - 1
+    def __init__(self, table: Schedule, seconds: Mapping[Action, float], number: int, boundary: torch.Tensor) -> None:
+        self._seconds, self._message, self._number = seconds, boundary, number
+        self._last = table.num_stages - 1
 
     def begin(self, options: object) -> None:
         """There is nothing to note."""

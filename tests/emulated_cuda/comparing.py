@@ -9,35 +9,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, T5Config
+from transformers import PreTrainedConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.planner.costs import measure
+from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.processes import run_emulated
-from tests.oracle import VOCABULARY, padded_batch, plain_model, tiny_config
+from tests.oracle import padded_batch, plain_model
 
 #: Largest difference of a gradient or weight, as a share of the norm of all of them.
 TOLERANCE = 1e-15
-
-
-def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
-    """A tiny configuration; of T5 too."""
-    if family != "t5":
-        return tiny_config(family, **overrides)
-    dropout = overrides.pop("dropout", 0.0)
-    return T5Config(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=overrides.pop("num_layers", 2),
-        num_heads=2,
-        dropout_rate=dropout,
-        pad_token_id=0,
-        decoder_start_token_id=0,
-        tie_word_embeddings=overrides.pop("tied", True),
-        **overrides,
-    )
 
 
 @dataclass

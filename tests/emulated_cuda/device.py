@@ -17,13 +17,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from tests.emulated_cuda.build import library, torch_folder
-
-NUM_DEVICES = 8
-MEMORY_BYTES = 80 << 30
+from tests.emulated_cuda.native import load, native
 
 _LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
-_library: ctypes.CDLL | None = None
 
 
 def load_with_torch() -> None:
@@ -49,7 +45,7 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
         execute = loader.exec_module
 
         def execute_on_the_device(module: ModuleType) -> None:
-            _load()
+            load()
             execute(module)
             from tests.emulated_cuda import nccl, torch_cuda  # these need torch
 
@@ -58,27 +54,6 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
 
         loader.exec_module = execute_on_the_device
         return spec
-
-
-def _load() -> None:
-    """Load the C++ part. torch asks for CUDA's hooks and guards as soon as it is loaded itself."""
-    global _library
-    for name in ("libc10.so", "libtorch_cpu.so"):
-        ctypes.CDLL(str(torch_folder() / "lib" / name), ctypes.RTLD_GLOBAL)
-    _library = ctypes.CDLL(str(library("device")))
-    for name in ("emulated_cuda_allocated", "emulated_cuda_peak"):
-        getattr(_library, name).restype = ctypes.c_int64
-
-
-def is_loaded() -> bool:
-    """Whether this process has the emulated devices."""
-    return _library is not None
-
-
-def native() -> ctypes.CDLL:
-    """The C++ part."""
-    assert _library is not None, "this process has no emulated CUDA device"
-    return _library
 
 
 @dataclass(frozen=True)

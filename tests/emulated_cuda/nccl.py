@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.emulated_cuda.build import library
-from tests.emulated_cuda.device import native
+from tests.emulated_cuda.native import native
 
 
 class Options(SimpleNamespace):

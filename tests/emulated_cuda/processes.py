@@ -130,7 +130,7 @@ def run_emulated(
 
 def is_here() -> bool:
     """Whether this process has the devices."""
-    from tests.emulated_cuda.device import is_loaded
+    from tests.emulated_cuda.native import is_loaded
 
     return is_loaded()
 
@@ -182,7 +182,7 @@ def _observe() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from hf_gpipe.adapters import adapter_for
-    from tests.emulated_cuda.comparing import config_of
+    from tests.emulated_cuda.models import config_of
 
     get_checkpoint_conversion_mapping("llama")  # it compiles a thousand patterns
     for family, dropout in product(("llama", "marian", "t5"), (0.0, 0.2)):

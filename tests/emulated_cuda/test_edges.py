@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from hf_gpipe import Pipeline
 from hf_gpipe.runtime.edges import Edge, connect
-from tests.emulated_cuda.comparing import config_of
+from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.processes import on_emulated_cuda
 
 

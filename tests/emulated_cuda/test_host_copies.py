@@ -12,8 +12,8 @@ from hf_gpipe import Pipeline
 from hf_gpipe.checkpoint.copies import copied, on_cpu
 from hf_gpipe.runtime.host import read
 from hf_gpipe.runtime.timing import ActionTime
-from tests.emulated_cuda.comparing import config_of
 from tests.emulated_cuda.device import counting
+from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
 from tests.oracle import padded_batch, plain_model
 from tests.training.toy import trainer

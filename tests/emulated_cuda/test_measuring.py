@@ -19,7 +19,8 @@ from hf_gpipe.planner.costs import measure
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.memory import peak_memory_bytes
-from tests.emulated_cuda.comparing import config_of, measure_little
+from tests.emulated_cuda.comparing import measure_little
+from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
 from tests.oracle import plain_model
 from tests.test_execution import decisions, measured

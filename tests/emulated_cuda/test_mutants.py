@@ -11,7 +11,8 @@ import pytest
 from hf_gpipe.runtime import channel, micro_batch
 from hf_gpipe.schedule import messages
 from scripts.cuda_mutants import MUTANTS, ROOT, misfits
-from tests.emulated_cuda.comparing import Outcome, assert_same, config_of, on_the_cpu, outcome
+from tests.emulated_cuda.comparing import Outcome, assert_same, on_the_cpu, outcome
+from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.mutants import mutate
 from tests.emulated_cuda.processes import EmulatedError, run_emulated
 from tests.emulated_cuda.test_processes import blocking_way

@@ -16,9 +16,10 @@ from hf_gpipe.errors import StageError
 from hf_gpipe.runtime import offload
 from hf_gpipe.runtime.offload import HostCopies, SavedTensors
 from hf_gpipe.schedule.kinds import OFFLOAD
-from tests.emulated_cuda.comparing import assert_near, config_of
+from tests.emulated_cuda.comparing import assert_near
 from tests.emulated_cuda.device import counting
 from tests.emulated_cuda.happens_before import checking
+from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.mutants import mutate
 from tests.emulated_cuda.processes import on_emulated_cuda
 from tests.oracle import padded_batch, plain_model

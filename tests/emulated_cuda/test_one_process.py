@@ -10,7 +10,8 @@ from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_gpipe import Pipeline
-from tests.emulated_cuda.comparing import assert_near, compare, config_of
+from tests.emulated_cuda.comparing import assert_near, compare
+from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
 from tests.oracle import padded_batch, plain_model
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForSeq2SeqLM
 from hf_gpipe import Pipeline, RowLoss
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe import PipelineConfig
-from tests.emulated_cuda.comparing import assert_near, config_of, gathered
+from tests.emulated_cuda.comparing import assert_near, gathered
+from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
 from tests.oracle import padded_batch, plain_model, run_pipeline, run_plain
 from tests.test_custom_loss import margins

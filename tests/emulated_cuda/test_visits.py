@@ -17,9 +17,10 @@ from hf_gpipe.runtime import visits
 from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.schedule.kinds import DROP
 from hf_gpipe.schedule.visits import most_loaded
-from tests.emulated_cuda.comparing import assert_near, config_of, gathered
+from tests.emulated_cuda.comparing import assert_near, gathered
 from tests.emulated_cuda.device import counting
 from tests.emulated_cuda.happens_before import checking
+from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.mutants import mutate
 from tests.emulated_cuda.processes import on_emulated_cuda
 from tests.oracle import padded_batch, plain_model

@@ -11,7 +11,7 @@ from uuid import UUID
 
 import torch
 
-from tests.emulated_cuda.device import MEMORY_BYTES, NUM_DEVICES, native
+from tests.emulated_cuda.native import MEMORY_BYTES, NUM_DEVICES, native
 
 Device = torch.device | str | int | None
 

@@ -13,7 +13,7 @@ from hf_gpipe import Pipeline
 from hf_gpipe.recipe.pipeline.stages import SYNCHRONOUS_SCHEDULES
 from hf_gpipe.runtime import offload
 from hf_gpipe.schedule import DEALT
-from tests.emulated_cuda.comparing import config_of
+from tests.emulated_cuda.models import config_of
 from tests.gpu.checks import FAMILIES
 from tests.oracle import Result, padded_batch, plain_model, run_plain
 

@@ -23,7 +23,7 @@ from hf_gpipe.job.joining import join_job
 from hf_gpipe.job.launch import launch
 from hf_gpipe.runtime.stage import Stage
 from scripts.forked import fork_ahead
-from tests.emulated_cuda.comparing import config_of
+from tests.emulated_cuda.models import config_of
 from tests.oracle import padded_batch, plain_model
 
 #: From the fault to the end of the last process.

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_gpipe import Pipeline
-from tests.emulated_cuda.comparing import config_of
+from tests.emulated_cuda.models import config_of
 from tests.gpu.checks import FAMILIES
 from tests.gpu.exact import NUM_MICRO_BATCHES, RECOMPUTE, Comparison
 from tests.oracle import padded_batch, plain_model, run_pipeline, run_plain, run_scaled

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_gpipe import Pipeline
-from tests.emulated_cuda.comparing import config_of
+from tests.emulated_cuda.models import config_of
 from tests.oracle import padded_batch, plain_model
 
 

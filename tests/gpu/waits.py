@@ -12,7 +12,7 @@ import torch
 
 from hf_gpipe import Pipeline
 from hf_gpipe.runtime import offload
-from tests.emulated_cuda.comparing import config_of
+from tests.emulated_cuda.models import config_of
 from tests.oracle import padded_batch, plain_model
 
 #: Of a step of a dense model, in each process (docs/speed.md).
