@@ -127,8 +127,8 @@ def folded(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of one import cycle, or none."""
-    sorter = TopologicalSorter({module: imported for module, imported in graph.items() if "." in module})
+    """The modules of one import cycle, or none. A module that runs as a program may import itself."""
+    sorter = TopologicalSorter({module: imported - {module} for module, imported in graph.items() if "." in module})
     try:
         sorter.prepare()
     except CycleError as error:
