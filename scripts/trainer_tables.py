@@ -30,9 +30,9 @@ SUPPORTED = frozenset(
 
 #: Of these, what is supported only in part.
 LIMITS = {
-    "optim": "those of optimizers that treat each parameter alone: {optimizers}; with bitsandbytes {bitsandbytes}",
-    "neftune_noise_alpha": "of decoder-only models; the noise depends on the seed, the step and the row",
-    "dataloader_num_workers": "of a map-style dataset; an iterable one is read by the main process",
+    "optim": "optimizers that treat each parameter alone: {optimizers}; with bitsandbytes {bitsandbytes}",
+    "neftune_noise_alpha": "for decoder-only models; the noise depends on the seed, the step and the row",
+    "dataloader_num_workers": "for a map-style dataset; the main process reads an iterable dataset",
 }
 
 _SCRIPTS = "Trainer does not read it either; it is for scripts"
@@ -60,7 +60,7 @@ METHODS = {
     "metrics_format": "",
     "save_metrics": "",
     "save_state": "",
-    "save_model": "every process calls it; also for each checkpoint, with the checkpoint's directory",
+    "save_model": "every process calls it, also for each checkpoint, with the checkpoint's directory",
     "push_to_hub": "every process calls it",
     "create_model_card": "the main process writes it",
     "init_hf_repo": "every process calls it",
@@ -68,7 +68,7 @@ METHODS = {
     "pop_callback": "",
     "remove_callback": "",
     "call_model_init": "",
-    "create_optimizer": "it makes one of the parameters of this process's stages, `pipe.parameters()`",
+    "create_optimizer": "it makes an optimizer of the parameters of this process's stages, `pipe.parameters()`",
     "create_scheduler": "",
     "create_optimizer_and_scheduler": "",
     "get_optimizer_cls_and_kwargs": "",
@@ -88,7 +88,7 @@ ATTRIBUTES = {
     "eval_dataset": "",
     "lr_scheduler": "",
     "model_init": "",
-    "optimizer": "of the parameters of this process's stages",
+    "optimizer": "has the parameters of this process's stages",
     "optimizer_cls_and_kwargs": "",
     "preprocess_logits_for_metrics": "",
     "processing_class": "",

@@ -12,8 +12,8 @@ from hf_gpipe.recipe import load_recipe
 
 DESCRIPTION = """\
 Makes a tiny clone of a model's configuration, runs it in stages, and compares the loss and every gradient with the
-plain transformers model. No weights are read. The number of stages of a recipe is tried, otherwise 3 stages; and one
-stage per layer. Exit code: 0 exact, 1 not exact, 2 an error that you can correct.
+plain transformers model. No weights are read. The clone runs in the recipe's number of stages, or in 3 stages without a
+recipe, and in one stage per layer. Exit code: 0 exact, 1 not exact, 2 an error that you can correct.
 """
 
 

@@ -13,11 +13,11 @@ from hf_gpipe.commands.base import Parser, loading, run_with_options
 from hf_gpipe.errors import UserError
 
 DESCRIPTION = """\
-Generate with a checkpoint, in stages. The text is a chat turn if the tokenizer has a chat template, else the source of
-an encoder-decoder or the beginning of a text; only what the model adds to it is printed. Without TEXT each line of
-stdin is one. Options that are not given, but for --max-new-tokens, are those of the checkpoint's generation
-configuration. The stages are in this process, on its GPUs if there are several; under torchrun they are in the
-processes that it started.
+Generate with a checkpoint, in stages. The text is the user's turn of a chat if the tokenizer has a chat template, and
+otherwise the source of an encoder-decoder or the beginning of a text. Only what the model adds to the text is printed.
+Without TEXT, each line of stdin is a text. The checkpoint's generation configuration decides the options that you leave
+out, except --max-new-tokens. This process has all stages, spread over its GPUs; under torchrun the processes that
+torchrun started share them.
 """
 
 
@@ -29,21 +29,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(DESCRIPTION, "generate")
     parser.add_argument("model", help="Hub id or directory of a model with its tokenizer, or of peft adapters")
-    parser.add_argument("text", nargs="?", help="what to generate for (default: each line of stdin)")
+    parser.add_argument("text", nargs="?", help="the text (default: each line of stdin is a text)")
     parser.add_argument("--num-stages", type=int, help="number of stages (default: one for each process or GPU)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens to generate (default: 128)")
-    parser.add_argument("--num-beams", type=int, help="number of beams of a search")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="maximum number of new tokens (default: 128)")
+    parser.add_argument("--num-beams", type=int, help="number of beams of the search")
     parser.add_argument("--do-sample", action="store_true", default=None, help="sample instead of searching")
-    parser.add_argument("--temperature", type=float, help="the logits are divided by it when tokens are sampled")
+    parser.add_argument("--temperature", type=float, help="temperature of the sampling: logits are divided by it")
     parser.add_argument(
-        "--top-p", type=float, help="tokens are sampled from the likeliest ones that have this probability"
+        "--top-p", type=float, help="sample from the likeliest tokens that together have this probability"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--system", help="system turn of the chat")
+    parser.add_argument("--system", help="system message of the chat")
     parser.add_argument("--plain", action="store_true", help="do not use the chat template")
-    parser.add_argument("--batch-size", type=int, default=8, help="lines of stdin at a time (default: 8)")
+    parser.add_argument("--batch-size", type=int, default=8, help="number of lines of stdin in a batch (default: 8)")
     parser.add_argument("--dtype", help="type of the weights, such as bfloat16 (default: the checkpoint's)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="kind of device (default: auto)"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code of the model")
     return parser
 

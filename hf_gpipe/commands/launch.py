@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from hf_gpipe.planner.plan import Plan
 
 DESCRIPTION = """\
-Prints a file that starts the training of a recipe on several machines, and submits nothing. It stops the training in
-time to save (training.stop_seconds) and starts it again, and has the planner's estimate as comments.
+Prints a file that starts the training of a recipe on several machines, and submits nothing. The file stops the training
+in time to save (training.stop_seconds), starts it again, and has the planner's estimate as comments.
 
   python -m hf_gpipe launch slurm recipe.yaml --nodes 2 --nproc-per-node 4 > job.sh
 
-docs/clusters.md says what to do with it.
+docs/clusters.md says what to do with the file.
 """
 
 
@@ -162,13 +162,13 @@ def _parser() -> Parser:
         metavar="P",
         help="processes of each machine, one per GPU (default: the recipe's, divided by --nodes)",
     )
-    parser.add_argument("--device", help="the planner's name of the GPUs, such as a100-80")
-    parser.add_argument("--memory", help="memory limit of a process for the planner, such as 80GiB")
+    parser.add_argument("--device", help="for the planner: name of the GPUs, such as a100-80")
+    parser.add_argument("--memory", help="for the planner: memory limit of a process, such as 80GiB")
     parser.add_argument(
         "--links",
         metavar="25Gbit/s+50us,150GB/s",
-        help="links between machines and between the devices of one, for the planner (default: 100 Gbit/s, and the "
-        "device's)",
+        help="for the planner: the links between machines and between the devices of a machine (default: 100 Gbit/s "
+        "and the device's own)",
     )
     parser.add_argument("--no-plan", action="store_true", help="print the file without planning")
     parser.add_argument("--image", help="kubernetes: a container image with hf_gpipe")

@@ -24,14 +24,14 @@ _CHUNK_TOKENS = 2048
 DESCRIPTION = """\
 Says whether the training of a recipe fits the devices, and how long a step takes: the layers and the memory of each
 stage, the bubble, and, if it does not fit, the smallest change that makes it fit. It needs no GPU, no weights and no
-data: every example counts as long as data.max_source_tokens and data.max_target_tokens (or data.max_length) allow.
+data: every row counts as long as data.max_source_tokens and data.max_target_tokens, or data.max_length, allow.
 
   python -m hf_gpipe plan recipes/causal/lora.yaml --device rtx3090                  on the devices of the recipe
   python -m hf_gpipe plan recipe.yaml --devices 8 --device rtx4090 --search          the fastest way to use 8 cards
   python -m hf_gpipe plan recipe.yaml --devices 4x8@25Gbit/s+50us,150GB/s+5us        4 machines of 8 devices
 
-Exit code: 0 it fits, 1 it does not, 2 an error that you can correct, also where the partition is by cost and no split
-fits.
+Exit code: 0 it fits, 1 it does not fit, 2 an error that you can correct. If the partition is by cost and no split fits,
+the exit code is 2.
 """
 
 
@@ -125,8 +125,8 @@ def _parser() -> Parser:
         "--devices",
         metavar="8 or 4x8",
         help="number of devices, one process each (default: the recipe's), or a cluster: 4x8 is 4 machines of 8 "
-        "devices, 4x8@25Gbit/s+50us,150GB/s+5us also names the links, first that between machines; pipedream-a is a "
-        "cluster with a name",
+        "devices, and 4x8@25Gbit/s+50us,150GB/s+5us also gives the links between machines and inside of a machine; "
+        "pipedream-a is the name of a cluster",
     )
     parser.add_argument("--memory", help="memory limit of every process, such as 80GiB, or one for each: 24GiB,12GiB")
     parser.add_argument(
@@ -141,10 +141,10 @@ def _parser() -> Parser:
     parser.add_argument(
         "--host-link",
         metavar="pcie4/2",
-        help="the link between a device and its host, for weights that visit; /2: two devices share one",
+        help="for weights that visit: the link between a device and its host; /2: two devices share a link",
     )
-    parser.add_argument("--host-memory", help="CPU memory of a machine for weights that visit, such as 256GiB")
-    parser.add_argument("--host-bandwidth", help="of the CPU memory of a machine, such as 100GB/s")
+    parser.add_argument("--host-memory", help="for weights that visit: CPU memory of a machine, such as 256GiB")
+    parser.add_argument("--host-bandwidth", help="bandwidth of the CPU memory of a machine, such as 100GB/s")
     parser.add_argument("--profile", action="store_true", help="measure the layers on this machine's device")
     parser.add_argument(
         "--search",
@@ -155,13 +155,13 @@ def _parser() -> Parser:
     parser.add_argument(
         "--longest",
         action="store_true",
-        help="find the largest data.max_target_tokens (chats: max_length) that fits, with rows whole and in chunks",
+        help="find the largest data.max_length (or data.max_target_tokens) that fits, with rows whole and in chunks",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
         "--table",
         action="store_true",
-        help="print the schedule's table, which pipeline.schedule=FILE.txt runs; its drawing goes to stderr",
+        help="print the schedule's table, which pipeline.schedule=FILE.txt runs, and draw it on stderr",
     )
     parser.add_argument("--picture", metavar="FILE.png", help="draw the memory of each process and the predicted step")
     return parser

@@ -86,16 +86,15 @@ class DataSection:
     translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:
     documents for a decoder-only model, cut into blocks of `max_target_tokens`. chat: conversations for a decoder-only
     model, or prompts and completions. preferences: prompts with a chosen and a rejected answer, for a decoder-only
-    model and the loss of the section `preferences`. kto: prompts with an answer and a label, true where the answer is
-    wanted, for a decoder-only model and the loss of the section `kto`. rewards: rows of preferences, for a reward
-    model, a decoder-only model with a head of one number. classification: texts with a label, for a decoder-only model
-    with a new head, or the one that its checkpoint has. process_rewards: prompts with an answer in steps and a label
-    for each, for a decoder-only model with a head of two classes at the end of each step. embeddings: rows of two texts
-    or more, the first of which belongs to the second and not to the others, or of two texts and a score, for an encoder
-    or a decoder-only model without its head, and the loss of the section `embeddings`. prompts: prompts with an answer,
-    for a decoder-only model that learns from rewards of its own completions, by the section `grpo`. images: images with
-    a label, for an image classifier. image_text: conversations, or prompts and completions, with images, for a model of
-    images and text."""
+    model (section `preferences`). kto: prompts with an answer and a label, true where the answer is wanted, for a
+    decoder-only model (section `kto`). rewards: rows as for preferences, for a reward model, which is a decoder-only
+    model with a head of one number. classification: texts with a label, for a decoder-only model with a new head or
+    that of its checkpoint. process_rewards: prompts with the steps of an answer and a label for each step, for a
+    decoder-only model with a head of two classes at the end of each step. embeddings: rows of two texts or more, the
+    first of which belongs to the second and not to the others, or of two texts and a score, for an encoder or a
+    decoder-only model without its head (section `embeddings`). prompts: prompts with an answer, for a decoder-only
+    model that learns from rewards of its own completions (section `grpo`). images: images with a label, for an image
+    classifier. image_text: conversations, or prompts and completions, with images, for a model of images and text."""
 
     seed: int = 0
     """Seed for generating and sampling the corpus; `training.seed` decides the order of training examples."""
@@ -108,7 +107,7 @@ class DataSection:
     """Number of languages, instead of `languages`: those for which CLDR supports most of `templates` come first."""
 
     rank_seed: Annotated[int | None, CLDR] = None
-    """Seed that shuffles which language gets which size; null: sizes fall in the order of the languages."""
+    """Seed that shuffles the sizes among the languages; null: sizes fall in the order of the languages."""
 
     validation_fraction: Fraction = 0.05
     """Share of the pairs, documents or conversations held out for evaluation during training."""
@@ -117,31 +116,32 @@ class DataSection:
     """Share of the pairs, documents or conversations held out for evaluation at the end."""
 
     temperature: Annotated[float, Field(ge=1), PAIRS] = 1.0
-    """T: a language with a share s of the training pairs is sampled in proportion to s ** (1 / T). 1: by its share;
-    larger: small languages more often, large ones less often."""
+    """T: a language with a share s of the training pairs is sampled in proportion to s ** (1 / T). 1: in proportion to
+    the share; larger: small languages more often, large languages less often."""
 
     target_tag: Annotated[bool, PAIRS] = False
     """Whether sources start with a tag for the target language, such as <2de>; always if there are several
     target languages and one side is known to be English."""
 
     max_source_tokens: Annotated[int, Field(ge=2), PAIRS] = 128
-    """Maximum length of a source, special tokens included; longer ones are truncated."""
+    """Maximum length of a source in tokens, special tokens included; longer sources are truncated."""
 
     max_target_tokens: Annotated[int, Field(ge=2), BY_TARGETS] = 128
-    """Maximum length of a target, special tokens included; longer ones are truncated. text: tokens per block."""
+    """Maximum length of a target in tokens, special tokens included; longer targets are truncated. text: tokens per
+    block."""
 
     templates: Annotated[list[Text], CLDR] = field(default_factory=list)
     """Templates of the phrases, such as date_long or price; empty: all."""
 
     direction: Annotated[Literal["to_english", "from_english", "both"] | None, PAIRS] = None
-    """Direction of translation; the sides of a pair are swapped where it needs that. null: to_english for cldr, from
-    `source_field` to `target_field` for other kinds."""
+    """Direction of translation; the sides of a pair are swapped where the direction demands it. null: to_english for
+    cldr, from `source_field` to `target_field` for other kinds."""
 
     max_number: Annotated[Count, CLDR] = 999
     """Largest number in a measure, price or relative time."""
 
     examples_per_language: Annotated[Count, CLDR] = 2000
-    """Number of pairs of the first language; the n-th has this number divided by n ** `power_law_exponent`."""
+    """Number of pairs of the first language; the n-th language has this number divided by n ** `power_law_exponent`."""
 
     min_examples_per_language: Annotated[Count, CLDR] = 100
     """Minimum number of pairs of a language under the power law."""
@@ -151,13 +151,12 @@ class DataSection:
 
     path: Annotated[Text | None, READ] = None
     """A file, a directory of files, or a wildcard such as data/*.jsonl.gz; jsonl, csv, text and chat files may be
-    gzipped. hub, text, chat, preferences, kto, rewards, process_rewards, classification, embeddings, prompts: id
-    or directory of a data set.
-    images: a directory that has one of images for each class, .parquet files, or the id of a data set. image_text:
-    .parquet files, a directory of them, or the id of a data set. Required."""
+    gzipped. hub, text, chat, preferences, kto, rewards, process_rewards, classification, embeddings, prompts: id or
+    directory of a data set. images: a directory that has a directory of images for each class, .parquet files, or the
+    id of a data set. image_text: .parquet files, a directory of them, or the id of a data set. Required."""
 
     made_by: Annotated[Annotated[Text | None, MAY_CHANGE], ROW_KINDS] = None
-    """Command that makes the file at `path`; the error says it if the file is not there."""
+    """Command that makes the file at `path`; an error names the command if the file is not there."""
 
     target_path: Annotated[Text | None, ("parallel",)] = None
     """Like `path`, for the files with the targets; required."""
@@ -183,56 +182,57 @@ class DataSection:
     """Field that holds the language; null: none does."""
 
     english: Annotated[Literal["source", "target"] | None, ROW_KINDS] = None
-    """Which side is English; `direction` needs to know it. null: if only one side's field has {language} in it, the
-    other side."""
+    """The side that is English, which `direction` needs. null: if only one side's field has {language} in it, the other
+    side."""
 
     text_field: Annotated[Text, ("text", "classification", *IMAGE_TEXT)] = "text"
     """Field that holds a document, or the text to classify; in a .txt file each paragraph is a document."""
 
     images_per_row: Annotated[Count, IMAGE_TEXT] = 1
-    """Images of each row by which the planner counts; a row may have others."""
+    """Number of images in a row that the planner assumes; a row may have another number."""
 
     image_field: Annotated[Text, IMAGES] = "image"
     """Field that holds an image."""
 
     image_size: Annotated[Count | None, IMAGES] = None
-    """Rows and columns of pixels that the model reads; null: as the model's image processor says, or of a new model
-    its configuration."""
+    """Rows and columns of pixels that the model reads; null: the size of the model's image processor or, for a new
+    model, of its configuration."""
 
     augmentation: Annotated[dict[str, Any], IMAGES] = field(default_factory=dict)
     """Transforms of training images by torchvision (`torchvision.transforms.v2`), in this order: the arguments of
     each, by its name, such as {RandomCrop: {size: 32, padding: 4}, RandomHorizontalFlip: {}}."""
 
     label_field: Annotated[Text, LABELLED] = "label"
-    """Field that holds the label of a row: a name in `labels`, or its number, counted from 0."""
+    """Field that holds the label of a row: a name in `labels`, or the number of that name, counted from 0."""
 
     labels: Annotated[list[Text], LABELLED] = field(default_factory=list)
-    """Names of the classes, such as [negative, positive]: the model's first output is for the first. Required."""
+    """Names of the classes in the order of the model's outputs, such as [negative, positive]. Required."""
 
     max_length: Annotated[int, Field(ge=2), ROW_LENGTH_KINDS] = 1024
-    """Maximum length of a conversation, of a prompt with its answer, or of a single text, in tokens; longer ones
-    are truncated. Those that have no target left are dropped and counted. prompts: longer ones are an error."""
+    """Maximum length of a conversation, of a prompt with its answer, or of a single text, in tokens; longer rows are
+    truncated. Rows that have no target left are dropped and counted. prompts: longer prompts are an error."""
 
     truncation_mode: Annotated[Literal["keep_start", "keep_end"], CHAT] = "keep_start"
     """Which end of a conversation that is too long is kept."""
 
     step_separator: Annotated[str, Field(min_length=1), STEPS] = "\n"
-    """Text behind each step, whose last token has the label of the step."""
+    """Text that is put behind each step; its last token has the label of the step."""
 
     last_step_only: Annotated[bool, STEPS] = False
-    """Whether only the label of the last step is learnt, and not those of all steps."""
+    """Whether only the label of the last step is learnt, instead of the labels of all steps."""
 
     chat_template: Annotated[Text | None, MESSAGE_KINDS] = None
-    """File with a Jinja chat template, used and saved in place of the tokenizer's own; null: its own is used."""
+    """File with a Jinja chat template, which is used and saved in place of the tokenizer's own; null: the tokenizer's
+    own."""
 
     assistant_only_loss: Annotated[bool, CHAT] = True
     """Whether only what the assistant says is learnt, or all tokens of a conversation."""
 
     completion_only_loss: Annotated[bool, (*CHAT, *IMAGE_TEXT)] = True
-    """Whether only completions are learnt, or prompts too, where rows have a prompt and a completion."""
+    """Where rows have a prompt and a completion: whether only completions are learnt, or prompts too."""
 
     split_by: Annotated[Literal["source", "target"], ROW_KINDS] = "source"
-    """Pairs that are equal on this side go to the same split; splits that a data set has already stay as they are."""
+    """Pairs that are equal on this side go to the same split. A data set's own splits stay as they are."""
 
     skip_empty: Annotated[bool | None, ROW_KINDS] = None
     """Whether pairs without text on one side are skipped and counted, instead of an error; null: for parallel and hub
@@ -249,7 +249,7 @@ class DataSection:
 
     counts: Annotated[dict[str, Any] | None, ROW_KINDS] = None
     """With `streaming`: number of training pairs of each language, such as {de: 4500000, yo: 10000}, if the data do not
-    tell; `temperature` needs it."""
+    have it; `temperature` needs it."""
 
     shuffle_buffer: Annotated[Count, ROW_KINDS] = 1000
     """With `streaming`: number of rows per language that are held in memory and shuffled at a time."""

@@ -46,8 +46,8 @@ class ModelSection:
     """`model_type` (marian, llama, ...) and the fields of its transformers config; with `path`, fields to override."""
 
     transformer: Text | None = None
-    """Size of a new t5, mt5 or umt5 model, such as T(6, 8192, 16): layers of the encoder and of the decoder, width of
-    feed-forward layers, number of heads, whose width is 64 unless `config` has d_kv. null: `config` has the size."""
+    """Size of a new t5, mt5 or umt5 model, such as T(6, 8192, 16): 6 layers each in encoder and decoder, feed-forward
+    layers of width 8192, and 16 heads, whose width is 64 unless `config` has d_kv. null: `config` has the size."""
 
     depth_scaled_feed_forward: bool = False
     """Whether a new model scales the initial weights of the last projection of each feed-forward block by 1/L, where L
@@ -60,13 +60,13 @@ class ModelSection:
     """Attention implementation of transformers: eager, sdpa, flash_attention_2, ...; null: the model's default."""
 
     trust_remote_code: bool = False
-    """Whether to run Python code that comes with the model at `path`. Only the command line can say so
+    """Whether to run Python code that comes with the model at `path`. Give it on the command line
     (model.trust_remote_code=true); true in a file is an error."""
 
     quantization: Literal["nf4", "fp4", "int8"] | None = None
     """The form to which the weights of linear layers are quantised while they are loaded: nf4 or fp4, 4 bits each, or
-    int8. They are not trained: it needs `lora.r`, and the package bitsandbytes. null: they are as at `path`, where
-    bitsandbytes may have quantised them already."""
+    int8. Quantised weights are not trained, so this needs `lora.r` or `lora.path`, and the package bitsandbytes. null:
+    the weights stay as at `path`, where bitsandbytes may have quantised them already."""
 
     double_quantization: bool = False
     """With nf4 and fp4: whether the scales of the 4-bit blocks are quantised too, which saves 0.4 bits per weight."""
@@ -102,8 +102,8 @@ class LoraSection:
     """LoRA: small matrices beside linear layers are trained, and the weights of the model stay as they are."""
 
     r: Count | None = None
-    """Rank of the matrices; null: no new ones. Without `path`, all weights are then trained. The keys are those of the
-    package peft."""
+    """Rank of the matrices; null: no new matrices are made, and without `path` all weights are trained. The keys are
+    those of the package peft."""
 
     lora_alpha: Count = 16
     """The product of the matrices is multiplied by lora_alpha / r."""
@@ -112,15 +112,15 @@ class LoraSection:
     """Dropout of the input of the matrices."""
 
     target_modules: list[Text] = field(default_factory=list)
-    """Names of linear layers and embeddings with such matrices, such as [q_proj, v_proj, embed_tokens]; empty: all
+    """Names of the linear layers and embeddings that get matrices, such as [q_proj, v_proj, embed_tokens]; empty: all
     linear layers of the blocks."""
 
     modules_to_save: list[Text] = field(default_factory=list)
     """Names of modules that are trained whole beside the matrices, such as [embed_tokens, lm_head]."""
 
     path: Text | None = None
-    """A directory with saved adapters of the model at `model.path`, in peft's format, that are trained on. They bring
-    the settings of all other keys of this section."""
+    """A directory with saved adapters of the model at `model.path`, in peft's format, that are trained further. They
+    bring the settings of all other keys of this section."""
 
     def __post_init__(self) -> None:
         others = [name for name in keys_of(LoraSection) if name != "path"]
@@ -140,7 +140,8 @@ class TokenizerSection:
     """The tokenizer, loaded or trained on the corpus."""
 
     path: Annotated[Text | None, WITHOUT_IMAGES] = None
-    """Hub id or directory to load from; null: that of `model.path`, or, if it has none, one trained on the corpus."""
+    """Hub id or directory to load from; null: the tokenizer of `model.path`, or, without one, a tokenizer that is
+    trained on the corpus."""
 
     vocab_size: Annotated[int, Field(ge=1, le=2_000_000)] = 8000
     """Vocabulary size of a trained tokenizer, including the special tokens and the 256 bytes."""
@@ -152,7 +153,8 @@ class TokenizerSection:
     """Share of the corpus's characters that are covered by tokens; the others are encoded as bytes."""
 
     training_pairs: Count | None = None
-    """Number of pairs or documents to train it on, sampled from the corpus; null: 250,000, or 100,000 of a stream."""
+    """Number of pairs or documents, sampled from the corpus, on which a tokenizer is trained; null: 250,000, or 100,000
+    of a stream."""
 
 
 @section()
@@ -160,7 +162,7 @@ class EvaluationSection:
     """Evaluation after training: scores of translations, loss of text, accuracy on preferences."""
 
     max_examples: Count | None = None
-    """Number of pairs per language, of blocks of text or of conversations to evaluate; null: the whole split."""
+    """Number of pairs of each language, of blocks of text, or of other rows to evaluate; null: the whole split."""
 
     batch_size: Count = 64
     """Number of examples to translate or evaluate at a time."""

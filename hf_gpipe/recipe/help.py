@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import textwrap
 
@@ -62,7 +63,9 @@ def _shortened(key: Key, width: int) -> str:
 
 
 def default_text(key: Key) -> str:
-    """The default of a key as YAML, or that it is required."""
+    """The default of a key as YAML in one line, or that it is required."""
+    if isinstance(key.default, str) and "\n" in key.default:
+        return f"default: {json.dumps(key.default)}"
     return "required" if key.is_required else write({"default": key.default}).strip()
 
 

@@ -31,11 +31,11 @@ class _AgainstReference:
     """The keys of losses that compare the model with a reference, the model before its training."""
 
     beta: Positive = 0.1
-    """How far the model may go from the reference, the model before its training; larger: less far."""
+    """How closely the model stays to the reference, which is the model before its training; larger: more closely."""
 
     precompute_ref_log_probs: bool = False
     """Whether the reference's log-probabilities are computed once before the training, instead of in each step with the
-    adapters turned off. Without `lora.r` they always are."""
+    adapters turned off. Without `lora.r` they are always computed before."""
 
     disable_dropout: bool = True
     """Whether the model has no dropout in training."""
@@ -43,7 +43,7 @@ class _AgainstReference:
 
 @section(kinds=("preferences",))
 class PreferencesSection(_AgainstReference):
-    """The loss of preferences (DPO and others), for that kind of data; keys as in TRL."""
+    """Options of the loss for `data.kind: preferences` (DPO and others); keys as in TRL's DPOConfig."""
 
     loss_type: Literal[
         "sigmoid",
@@ -68,13 +68,13 @@ class PreferencesSection(_AgainstReference):
     simpo."""
 
     simpo_gamma: NotNegative | None = None
-    """The margin that simpo wants between the two answers; null: 0.5."""
+    """simpo: the margin between the two answers; null: 0.5."""
 
     cpo_alpha: NotNegative | None = None
-    """Of cpo and simpo, the weight of the cross-entropy of the chosen answers; null: 1 for cpo and 0 for simpo."""
+    """cpo and simpo: weight of the cross-entropy of the chosen answers; null: 1 for cpo and 0 for simpo."""
 
     reference_free: bool = False
-    """Whether the reference is left out."""
+    """Whether the loss leaves the reference out."""
 
     def __post_init__(self) -> None:
         for name, users in _LOSSES_THAT_READ.items():
@@ -85,22 +85,22 @@ class PreferencesSection(_AgainstReference):
 
 @section(kinds=("kto",))
 class KTOSection(_AgainstReference):
-    """The loss of answers that are wanted or not (KTO), for that kind of data; keys as in TRL's KTOConfig."""
+    """Options of the loss for `data.kind: kto`, answers that are wanted or not; keys as in TRL's KTOConfig."""
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """kto: beside the mean log-ratio of the mini-batch's prompts with the answers of other prompts, which two more
-    forwards give; apo_zero_unpaired: without it."""
+    """kto: an answer is compared with the mean log-ratio of the mini-batch's prompts with the answers of other prompts,
+    which needs two more forwards; apo_zero_unpaired: without this comparison."""
 
     desirable_weight: NotNegative = 1.0
-    """Factor of the loss of each answer that is wanted."""
+    """Factor of the loss of a wanted answer."""
 
     undesirable_weight: NotNegative = 1.0
-    """Factor of the loss of each other answer."""
+    """Factor of the loss of an answer that is not wanted."""
 
 
 @section(kinds=("rewards",))
 class RewardsSection:
-    """The loss of rewards (Bradley-Terry), for that kind of data; keys as in TRL's RewardConfig."""
+    """Options of the loss for `data.kind: rewards` (Bradley-Terry); keys as in TRL's RewardConfig."""
 
     center_rewards_coefficient: NotNegative | None = None
     """Factor of the square of the sum of a pair's rewards, which is added to the loss; null: 0."""
@@ -111,30 +111,32 @@ class RewardsSection:
 
 @section(kinds=("embeddings",))
 class EmbeddingsSection:
-    """The loss of embeddings, for that kind of data; names are those of sentence-transformers."""
+    """Options of the loss for `data.kind: embeddings`; names as in sentence-transformers."""
 
     loss_type: Literal["multiple_negatives", "triplet", "cosine"] = "multiple_negatives"
-    """multiple_negatives: the anchor's own text among those of all rows of the mini-batch (InfoNCE); triplet: the
-    negative is further away than the positive; cosine: the cosine of two texts is their score."""
+    """multiple_negatives: the model learns to find an anchor's own text among the texts of all rows of the mini-batch
+    (InfoNCE); triplet: to place the negative further away than the positive; cosine: to give two texts their score as
+    cosine."""
 
     pooling: Literal["mean", "cls", "lasttoken"] = "mean"
-    """How hidden states become an embedding: the mean of the tokens; cls: the first one, of encoders alone; lasttoken:
-    the last one, for decoder-only models."""
+    """How hidden states become an embedding. mean: the mean of the tokens; cls: the first token, for encoders only;
+    lasttoken: the last token, for decoder-only models."""
 
     texts: Count | None = None
-    """Texts of a row: 2, or more with negatives; null: 2, or 3 of triplet."""
+    """Number of texts in a row: 2, or more with negatives; null: 2, and 3 for triplet."""
 
     scale: Positive = 20.0
-    """Of multiple_negatives, the factor of cosines: the inverse of a temperature."""
+    """multiple_negatives: factor of the cosines, the inverse of a temperature."""
 
     margin: Positive = 5.0
-    """Of triplet, by how much the negative shall be further away."""
+    """triplet: by how much the negative shall be further away than the positive."""
 
     distance: Literal["euclidean", "cosine"] = "euclidean"
-    """Of triplet, the distance of two embeddings: euclidean or cosine."""
+    """triplet: how the distance of two embeddings is measured."""
 
     matryoshka_dims: list[Count] | None = None
-    """Sizes to which embeddings can be cut, such as [768, 256, 64]: the loss is the sum over them; null: the whole."""
+    """Sizes to which embeddings can be cut, such as [768, 256, 64]: the loss is the sum over them; null: embeddings are
+    not cut."""
 
     matryoshka_weights: list[Positive] | None = None
     """Factors of the losses of these sizes; null: 1 each."""
@@ -150,39 +152,40 @@ class EmbeddingsSection:
 
 @section(kinds=("prompts",))
 class GRPOSection:
-    """Rewards of a model's own completions (GRPO), for data of prompts; keys as in TRL's GRPOConfig."""
+    """Options for `data.kind: prompts` (GRPO): rewards of own completions; keys as in TRL's GRPOConfig."""
 
     reward: Literal["exact", "contains", "characters"] = "exact"
-    """Reward of a completion, from 0 to 1: exact, whether it is the row's `answer`; contains, whether the answer is in
-    it; characters, the share of characters that are the answer's at the same place."""
+    """Reward of a completion, from 0 to 1. exact: 1 if the completion is the row's `answer`; contains: 1 if the answer
+    is in the completion; characters: the share of characters that equal the answer's at the same place."""
 
     num_generations: Annotated[int, Field(ge=2)] = 8
-    """Completions of each prompt in a step."""
+    """Number of completions of each prompt in a step."""
 
     max_completion_length: Count = 512
-    """Tokens of a completion at most."""
+    """Maximum number of tokens of a completion."""
 
     temperature: Positive = 1.0
-    """Of sampling; the loss divides the logits by it too."""
+    """Temperature at which completions are sampled; the loss also divides the logits by it."""
 
     beta: NotNegative = 0.0
-    """Weight of the divergence from the model without its new adapters; it needs `lora.r`."""
+    """Weight of the divergence from the model without its new adapters; a weight above 0 needs `lora.r`."""
 
     num_iterations: Count = 1
-    """Updates from the same completions."""
+    """Number of updates from the same completions."""
 
     epsilon: NotNegative = 0.2
-    """How far below 1 the ratio of a token's probabilities counts, and above it unless `epsilon_high` says more."""
+    """The ratio of a token's probabilities is clipped at 1 - epsilon and, without `epsilon_high`, at 1 + epsilon."""
 
     epsilon_high: NotNegative | None = None
-    """How far above 1 it counts; null: `epsilon`."""
+    """The ratio is clipped at 1 + epsilon_high; null: `epsilon`."""
 
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
     """How tokens are averaged. grpo: over each row, then over rows; dapo, bnpo: over all tokens of the step; dr_grpo:
-    their sum by the longest completion."""
+    the sum, divided by rows times `max_completion_length`."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """By whose standard deviation advantages are divided: group, batch or none."""
+    """The rewards by whose standard deviation advantages are divided. group: of a prompt's completions; batch: of the
+    whole mini-batch; none: advantages are not divided."""
 
     disable_dropout: bool = False
     """Whether the model has no dropout in training."""
@@ -190,26 +193,26 @@ class GRPOSection:
 
 @section(kinds=(*PAIRS, "text", "chat"))
 class DistillationSection:
-    """A teacher, whose probabilities of tokens the model learns; keys as in TRL's GKDConfig."""
+    """A teacher whose token probabilities the model learns; keys as in TRL's GKDConfig."""
 
     teacher: Text | None = None
-    """Hub id or directory of the teacher, a decoder-only model with the same vocabulary; null: there is none. It is in
-    the same stages, in the type of its own checkpoint, and runs in forwards alone."""
+    """Hub id or directory of the teacher, a decoder-only model with the same vocabulary; null: no teacher. The teacher
+    is cut into as many stages, keeps the data type of its checkpoint, and runs only forwards."""
 
     quantization: Literal["nf4", "fp4", "int8"] | None = None
-    """The form to which the teacher's weights are quantised while they are loaded, as `model.quantization`; null: they
-    are as in its checkpoint."""
+    """The form to which the teacher's weights are quantised while they are loaded, as with `model.quantization`; null:
+    as in its checkpoint."""
 
     top_k_file: Text | None = None
-    """File with the teacher's most likely tokens for all rows, in place of the teacher, which is then not loaded;
-    `scripts/write_teacher.py` writes it. The other tokens count as one. null: the teacher runs beside the model."""
+    """File with the teacher's most likely tokens for all rows, which replaces the teacher; `scripts/write_teacher.py`
+    writes it. All other tokens together count as one token. null: the teacher runs beside the model."""
 
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
     """0: the divergence from the teacher, KL(teacher, model); 1: KL(model, teacher); between them the generalized
     divergence of Jensen and Shannon."""
 
     temperature: Positive = 1.0
-    """Number by which the logits of both are divided in the divergence."""
+    """Number by which the logits of both models are divided in the divergence."""
 
     cross_entropy_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the cross-entropy of the targets in the loss; the divergence has the rest."""

@@ -38,10 +38,10 @@ class TrainingSection:
     """Number of optimizer steps; null: `num_train_epochs` decides."""
 
     num_train_epochs: Annotated[Positive, MAY_CHANGE] = 3.0
-    """Number of passes over the training split, if `max_steps` is null."""
+    """Number of epochs, if `max_steps` is null."""
 
     batch_size: Count = 32
-    """Examples per mini-batch, in training and in evaluation during it."""
+    """Number of examples in a mini-batch of the training, and of evaluations during the training."""
 
     batch_tokens: Annotated[Count | None, OF_ROWS_ALONE, OF_MANY_LABELS, WITHOUT_IMAGES] = None
     """Approximate number of target tokens per training mini-batch, instead of `batch_size`; null: use `batch_size`."""
@@ -50,12 +50,12 @@ class TrainingSection:
     """Number of mini-batches whose gradients are accumulated before an update."""
 
     length_bucketing: Annotated[bool, OF_TEXT] = True
-    """Whether examples of similar length share a mini-batch, and within it a micro-batch, which saves padding."""
+    """Whether examples of similar length share a mini-batch and a micro-batch, which saves padding."""
 
     packing: Annotated[bool, OF_ROWS_ALONE, OF_MANY_LABELS, WITHOUT_IMAGES] = False
     """Whether the rows of a training mini-batch are packed: each micro-batch is one row of whole examples without
-    padding, which do not see each other. Mini-batches, loss and gradients stay those of the rows. Models that cannot
-    keep examples apart are not supported."""
+    padding. Examples do not attend to each other, and loss and gradients stay the same. Models that cannot keep
+    examples apart are not supported."""
 
     learning_rate: NotNegative = 5e-5
     """Peak learning rate."""
@@ -106,7 +106,7 @@ class TrainingSection:
 
     offload_optimizer: Annotated[bool, MAY_CHANGE] = False
     """Whether the optimizer's state is in CPU memory, where copies of the weights are updated: for GPUs that have too
-    little for it. A step then waits for the host, and for gradients and weights on their way."""
+    little memory for it. A step then waits for the CPU's update and for the copies of gradients and weights."""
 
     on_nonfinite_loss: Annotated[Literal["ignore", "skip", "stop"], MAY_CHANGE] = "ignore"
     """Action if a step's loss or gradient is inf or NaN. ignore: update anyway, as transformers' Trainer does; skip: no
@@ -126,22 +126,22 @@ class TrainingSection:
     """Number of optimizer steps between two lines of metrics."""
 
     timeline_steps: Annotated[Count | None, MAY_CHANGE] = 10
-    """With several processes, number of optimizer steps between two that are timed to log their idle share (`bubble`);
-    null: none is timed."""
+    """With several processes, every n-th optimizer step is timed to log its idle share (`bubble`); null: no step is
+    timed."""
 
     slow_machine_steps: Annotated[Count | None, MAY_CHANGE] = 100
-    """On several machines, the number of optimizer steps between two comparisons of how long each of them computes, so
-    that a slow one is named; ten of these steps are timed. null: none is compared."""
+    """On several machines, the number of optimizer steps between two comparisons of the time that each machine
+    computes. A message names a slow machine. Ten of these steps are timed. null: machines are not compared."""
 
     report_to: Annotated[list[Text], MAY_CHANGE] = field(default_factory=list)
     """Services that get the metrics besides the console and metrics.jsonl, such as [tensorboard], [wandb] or [mlflow],
     by transformers' names."""
 
     run_name: Annotated[Text | None, MAY_CHANGE] = None
-    """Name of the run in these services; null: theirs."""
+    """Name of the run in these services; null: the service's own."""
 
     push_to_hub: Annotated[bool, MAY_CHANGE] = False
-    """Whether the trained model, and each checkpoint's, is uploaded to the Hugging Face Hub."""
+    """Whether the trained model and the model of each checkpoint are uploaded to the Hugging Face Hub."""
 
     hub_model_id: Annotated[Text | None, MAY_CHANGE] = None
     """Repository of the upload, such as me/model, which is made if it does not exist; null: named like `output_dir`."""
@@ -157,25 +157,26 @@ class TrainingSection:
 
     memory_save_steps: Annotated[Count | None, MAY_CHANGE] = None
     """Number of optimizer steps between two checkpoints that the machines keep in their memory (/dev/shm), for a start
-    after a fault: each has the files of its own stages, and those of the machine before it. null: none."""
+    after a fault. Each machine keeps the files of its own stages and of the machine before it. null: no checkpoints in
+    memory."""
 
     save_total_limit: Annotated[Count | None, MAY_CHANGE] = 2
     """Number of checkpoints to keep, the newest ones; null: all."""
 
     load_best_model_at_end: Annotated[bool, MAY_CHANGE] = False
-    """Whether the trained model is that of the checkpoint with the least validation loss, not the last one; as many
-    steps must lie between two checkpoints as between two evaluations."""
+    """Whether the result is the model of the checkpoint with the least validation loss instead of the last model;
+    `save_steps` and `eval_steps` must then be equal."""
 
     save_in_background: Annotated[Literal["auto", "always", "never"], MAY_CHANGE] = "auto"
-    """Whether a checkpoint is copied to CPU memory and written while training goes on. auto: where the copies take at
-    most half of the memory that is available."""
+    """Whether a checkpoint is copied to CPU memory and written while training goes on. auto: if the copies take at most
+    half of the available memory."""
 
     stop_seconds: Annotated[Positive, MAY_CHANGE] = 30.0
-    """Seconds that training has after SIGTERM or SIGINT to end its step and save; after that it ends without saving."""
+    """Seconds that a training has after SIGTERM or SIGINT to end its step and save; then it ends without saving."""
 
     resume: Annotated[Literal["auto", "never"], MAY_CHANGE] = "auto"
-    """auto: resume from the last complete checkpoint in `output_dir`, if there is one; never: start from scratch and
-    delete the checkpoints in it."""
+    """auto: resume from the newest valid checkpoint in `output_dir`, if there is one; never: start from scratch and
+    delete the checkpoints in `output_dir`."""
 
     @property
     def size(self) -> BatchSize:

@@ -65,7 +65,7 @@ def _one(schema: Mapping[str, Any]) -> str:
             of_what = "the path of a file" if suffix.startswith(".") else "a text"
             return f"{of_what} that ends in {suffix.strip()}"
         case "string":
-            return "a string that is not empty" if "pattern" in schema else "a string"
+            return "a non-empty string" if "pattern" in schema else "a string"
         case str(name):
             bounds = " and".join(f" {words} {_plain(schema[key])}" for key, words in _BOUNDS.items() if key in schema)
             return _TYPES[name] + bounds

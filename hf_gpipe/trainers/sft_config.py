@@ -27,46 +27,47 @@ class PipelineSFTConfig(PipelineTrainingArguments):
     ]
 
     learning_rate: float = argument(2e-5, "Peak learning rate.")
-    logging_steps: float = argument(10, "Updates between two lines of metrics.")
-    bf16: bool | None = argument(None, "Whether forwards compute in bfloat16; None: unless fp16 is set.")
+    logging_steps: float = argument(10, "Number of optimizer steps between two lines of metrics.")
+    bf16: bool | None = argument(None, "Whether forwards compute in bfloat16; None: they do unless fp16 is set.")
     model_init_kwargs: dict[str, Any] | str | None = argument(
         None,
-        "Of a model that is a Hub id or directory: dtype (default: float32), attn_implementation, "
+        "Options of a model that is a Hub id or directory: dtype (default: float32), attn_implementation, "
         "trust_remote_code, quantization_config, and values of its configuration.",
     )
     trust_remote_code: bool = argument(False, "Whether a Hub model and its tokenizer may run Python code of their own.")
     router_aux_loss_coef: float | None = argument(
-        None, "Weight of a mixture of experts' auxiliary loss; 0: none; None: the one in its configuration."
+        None, "Weight of the auxiliary loss of a mixture of experts; 0: no such loss; None: as in its configuration."
     )
-    chat_template_path: str | None = argument(None, "A file with the chat template, that ends in .jinja or .j2.")
+    chat_template_path: str | None = argument(None, "File with the chat template; its name ends in .jinja or .j2.")
     dataset_text_field: str = argument("text", "The column of texts.")
     dataset_kwargs: dict[str, Any] | str | None = argument(
-        None, "skip_prepare_dataset: whether the data_collator gets the rows as they are."
+        None, "`skip_prepare_dataset: True`: the data_collator gets the rows as they are."
     )
-    dataset_num_proc: int | None = argument(
-        None, "No effect on the rows: they are tokenised in the main process, and packed as by one process."
-    )
+    dataset_num_proc: int | None = argument(None, "Has no effect: the main process tokenises and packs the rows.")
     eos_token: str | None = argument(None, "The token that ends a text; None: the tokenizer's.")
-    pad_token: str | None = argument(None, "The token that fills rows; None: the tokenizer's, or the one that ends.")
-    max_length: int | None = argument(
-        1024, "Tokens to which a row is cut, or with packing of a packed row; None: all of them."
+    pad_token: str | None = argument(
+        None, "The token that fills rows; None: the tokenizer's, or its end-of-sequence token."
     )
-    truncation_mode: str = argument("keep_start", "Which end of a row is kept: keep_start or keep_end.")
+    max_length: int | None = argument(
+        1024, "Maximum number of tokens of a row or, with packing, of a packed row; None: rows are not cut."
+    )
+    truncation_mode: str = argument("keep_start", "The end of a row that is kept: keep_start or keep_end.")
     shuffle_dataset: bool = argument(False, "Whether the rows are shuffled once, before the training.")
     packing: bool = argument(
-        False, "Whether rows are packed to rows of up to max_length tokens; each counts as one row of the batch."
+        False,
+        "Whether rows are packed into rows of up to max_length tokens; a packed row counts as one row of the batch.",
     )
     packing_strategy: str = argument("bfd", "bfd, bfd_split or wrapped.")
-    eval_packing: bool | None = argument(None, "Whether rows to evaluate are packed; None: as packing says.")
-    padding_free: bool = argument(False, "Whether micro-batches have no padding; with max_length=None or packing.")
+    eval_packing: bool | None = argument(None, "Whether rows are packed for evaluation; None: as `packing` says.")
+    padding_free: bool = argument(False, "Whether micro-batches have no padding; it needs max_length=None or packing.")
     pad_to_multiple_of: int | str | None = argument(
-        "auto", "None or auto: each micro-batch is as wide as its longest row; other values are not supported."
+        "auto", "None or auto: a micro-batch is as wide as its longest row; other values are not supported."
     )
     completion_only_loss: bool | None = argument(
-        None, "Whether of a prompt and its completion the completion alone is learnt; None: where rows have them."
+        None, "Whether only completions are learnt, and not prompts; None: where rows have a prompt and a completion."
     )
     assistant_only_loss: bool = argument(
-        False, "Whether assistant turns alone are learnt, for which rows need messages."
+        False, "Whether only the assistant's turns are learnt; rows then need messages."
     )
     loss_type: str = argument("nll", "nll, or dft (Dynamic Fine-Tuning).")
     activation_offloading: bool = argument(False, "Not supported: set recompute='host'.")

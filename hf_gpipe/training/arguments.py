@@ -97,34 +97,34 @@ class PipelineTrainingArguments(TrainingArguments):
     offload_optimizer: bool = key_of(TrainingSection, "offload_optimizer")
     batch_tokens: int | None = argument(
         TrainingSection.batch_tokens,
-        "Target tokens of a training mini-batch, about, in place of per_device_train_batch_size rows; None: rows.",
+        "Approximate number of target tokens in a training mini-batch; None: per_device_train_batch_size rows.",
     )
     # On a command line `--packing` alone means True.
     packing: bool | None = _decided("packing", TrainingSection, nargs="?", const=True)
     sampling_temperature: float = argument(
         DataSection.temperature,
-        "T: a language with a share s of the rows is drawn in proportion to s ** (1 / T); 1: every row "
-        "once an epoch. Other values need a dataset with `languages`, the language of each row.",
+        "T: a language with a share s of the rows is drawn in proportion to s ** (1 / T); 1: each epoch has every row "
+        "once. Other values need a dataset whose attribute `languages` or column `language` names each row's language.",
     )
     stop_seconds: float = argument(
         TrainingSection.stop_seconds,
-        "With enable_jit_checkpoint: how long after SIGTERM or SIGINT a training may take to end its step "
-        "and save, before it ends without.",
+        "With enable_jit_checkpoint: seconds that a training has after SIGTERM or SIGINT to end its step and save; "
+        "then it ends without saving.",
     )
     save_in_background: str = key_of(TrainingSection, "save_in_background")
     memory_save_steps: int | None = key_of(TrainingSection, "memory_save_steps")
     on_nonfinite_loss: str = key_of(TrainingSection, "on_nonfinite_loss")
     # The default is the library's, and one with that of recipes.
     ddp_timeout: int = argument(int(PipelineConfig.timeout_seconds), keys_of(PipelineConfig)["timeout_seconds"].text)
-    predict_with_generate: bool = argument(False, "Whether evaluation and prediction generate, for metrics of texts.")
+    predict_with_generate: bool = argument(False, "Whether evaluation and prediction generate texts for the metrics.")
     generation_max_length: int | None = argument(
-        None, "`max_length` of that generation; None: of the model's generation_config."
+        None, "`max_length` of this generation; None: as in the model's generation_config."
     )
     generation_num_beams: int | None = argument(
-        None, "`num_beams` of that generation; None: of the model's generation_config."
+        None, "`num_beams` of this generation; None: as in the model's generation_config."
     )
     generation_config: str | GenerationConfig | None = argument(
-        None, "In place of the model's own: the object, or a directory or Hub id to load."
+        None, "Replaces the model's own: a GenerationConfig, or a directory or Hub id to load it from."
     )
 
     def __new__(cls, *args: Any, **given: Any) -> Self:

@@ -17,19 +17,19 @@ _ROWS = "give the trainer the dataset and a data_collator; train_sampling_strate
 _STEP = "a step is a pass over stages and micro-batches; use a callback, such as on_step_end or on_pre_optimizer_step"
 #: Methods that are here and may not be overridden, since the trainer would not ask them. Name -> note.
 FIXED = {
-    "get_train_dataloader": f"the mini-batches, iterated over those of epoch 0; to change them {_ROWS}",
+    "get_train_dataloader": f"the mini-batches of epoch 0; to change them {_ROWS}",
     "get_eval_dataloader": "the mini-batches; to change them give another eval_dataset or data_collator",
     "get_test_dataloader": "the mini-batches; to change them give another dataset or data_collator",
-    "num_examples": "rows of a dataset",
-    "get_num_trainable_parameters": "of the whole model, in every process",
-    "get_total_train_batch_size": "rows of an update; set per_device_train_batch_size",
+    "num_examples": "the rows of a dataset",
+    "get_num_trainable_parameters": "counts the whole model, in every process",
+    "get_total_train_batch_size": "the rows of an update; set per_device_train_batch_size",
     "is_local_process_zero": "the processes are the launcher's",
     "is_world_process_zero": "the processes are the launcher's",
 }
 
 #: Attributes that are here and may not be set. Name -> note.
 READ_ONLY = {
-    "model": "the Hugging Face model over the trained tensors, `Pipeline.model`; other processes' are on meta",
+    "model": "`Pipeline.model`, the Hugging Face model with the trained tensors; other processes' tensors are on meta",
     "model_wrapped": "the same as `model`: nothing is wrapped around it",
     "compute_loss_func": "give it to the constructor",
     "hub_model_id": "set `hub_model_id` of the arguments",

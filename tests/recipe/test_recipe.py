@@ -124,13 +124,13 @@ def test_the_resolved_recipe_reads_back_as_the_same() -> None:
         ("pipeline.schedule=forward_only", "found 'forward_only' (a string), expected 'naive', 'gpipe'"),
         ("pipeline.partition=cout", "did you mean 'count'?"),
         ("pipeline.partition=[1, x]", "'profile', 'auto', a list, each entry a whole number of at least 1 or null"),
-        ("data.languages=[de, 3]", "data.languages[1]: found 3 (a whole number), expected a string"),
-        ("pipeline.devices=[cpu, 3]", "pipeline.devices[1]: found 3 (a whole number), expected a string"),
+        ("data.languages=[de, 3]", "data.languages[1]: found 3 (a whole number), expected a non-empty string"),
+        ("pipeline.devices=[cpu, 3]", "pipeline.devices[1]: found 3 (a whole number), expected a non-empty string"),
         ("data.test_fraction=1", "expected a number of at least 0 and below 1"),
         ("data.test_fraction=.nan", "not a finite number"),
         ("training.learning_rate=.inf", "not a finite number"),
         ("training.learning_rate='2e-3'", "found '2e-3' (a string), expected a number"),
-        ("training.output_dir=' '", "expected a string that is not empty"),
+        ("training.output_dir=' '", "expected a non-empty string"),
         ("tokenizer.character_coverage=1.5", "expected a number above 0 and at most 1"),
         ("model.config={3: 4}", "expected a mapping with strings for keys"),
         ("model.trust_remote_code=yes", "found 'yes' (a string), expected true or false"),
@@ -371,9 +371,10 @@ def test_help_of_the_sections_names_every_key_with_its_text() -> None:
         for name, key in all_keys():
             assert name != section or f"  {name}.{key.name}: " in text
     assert "pipeline.num_stages: a whole number of at least 1 or 'auto'; default: null" in section_help("pipeline")
-    assert "training.output_dir: a string that is not empty; required" in section_help("training")
+    assert "training.output_dir: a non-empty string; required" in section_help("training")
     assert "data.max_number: a whole number of at least 1; default: 999; data.kind: cldr\n" in section_help("data")
     assert "default: 1.0; data.kind: cldr, jsonl, csv, parquet,\n      parallel, hub\n" in section_help("data")
+    assert r'data.step_separator: a string; default: "\n"; data.kind' in section_help("data")
     with pytest.raises(UserError, match="'dat' is not a section of a recipe; did you mean 'data'"):
         section_help("dat")
 
@@ -382,7 +383,7 @@ def test_the_main_keys_fit_a_page_with_their_defaults() -> None:
     text = recipe_help()
     for name in MAIN_KEYS:
         assert f"  {name} " in text
-    assert "(32) Examples per mini-batch" in text
+    assert "(32) Number of examples in a mini-batch" in text
     assert len(text.splitlines()) < 40
     assert max(map(len, text.splitlines())) <= 120
 

@@ -35,15 +35,16 @@ class ChunkKeys(MeshKeys):
         WITHOUT_IMAGES,
         NotWith((ASYNCHRONOUS, HEAD_IN_PARTS, DEALT_STAGES, TEACHER)),
     ] = 1
-    """Into how many chunks of tokens the rows are cut in training, which go through the stages one after another, each
-    as a micro-batch would: for long rows, of which a mini-batch has few. For decoder-only models whose layers keep
-    nothing of earlier tokens but keys and values. Evaluation and generation do not cut rows. 1: rows are whole; auto:
-    the planner chooses; or the most tokens of a chunk, such as 4096 tokens, by which the longest rows are cut."""
+    """Number of chunks of tokens into which rows are cut in training; chunks go through the stages one after another,
+    as micro-batches do. It helps where a mini-batch has few and long rows, and needs a decoder-only model whose layers
+    keep only keys and values of earlier tokens. Evaluation and generation do not cut rows. 1: rows are whole; auto: the
+    planner chooses; or the most tokens of a chunk of the longest rows, such as 4096 tokens."""
 
     chunk_taper: NotNegative | Annotated[str, OneOf((AUTO,))] = 0.0
-    """How much shorter later chunks are. 0: all are equally long, which takes the least memory. R: each chunk takes as
-    long where the last token of a row takes 1 + R times as long as the first, for it attends to more tokens; the first
-    chunk is then the longest, and decides the memory. auto: the planner chooses between 0 and what its costs say."""
+    """How much shorter later chunks are. 0: all chunks have the same length, which takes the least memory. R: chunks
+    take equal times if the last token of a row takes 1 + R times as long as the first token, because it attends to more
+    tokens; the first chunk is then the longest, and decides the memory. auto: the planner compares 0 with the R of its
+    own estimate."""
 
     def check(self) -> None:
         super().check()

@@ -103,12 +103,11 @@ class DivisionKeys(StageKeys):
 
     tensor_parallel: Annotated[Count, NotWith((ASYNCHRONOUS, HEAD_IN_PARTS, DEALT_STAGES))] = 1
     """T: number of processes that divide the layers of each stage among them (tensor parallelism), each with a device
-    of its own. Each of `num_processes`, and of `placement`, is then T processes, whose ranks follow each other."""
+    of its own. Each process in `num_processes` and `placement` then stands for T processes with consecutive ranks."""
 
     sequence_parallel: bool = False
-    """With `tensor_parallel`: whether each of the T processes has a part of the positions alone between the divided
-    layers, where norms, dropout and residuals are, so that these keep 1/T of the memory. About half as many bytes more
-    are sent."""
+    """With `tensor_parallel`: whether each of the T processes has only 1/T of the positions between the divided layers,
+    so that norms, dropout and residuals take 1/T of the memory. About half as many bytes more are sent."""
 
     def check(self) -> None:
         super().check()

@@ -27,9 +27,9 @@ class MeshKeys(DivisionKeys):
     number of processes."""
 
     placement: Text | None = None
-    """The processes of each stage, those of its replicas with commas, such as "0,2 1,3" for two stages with two
-    replicas; null: the processes of a pipeline follow each other, or those of a stage if `replicas` is a list of
-    different numbers."""
+    """The processes of each stage, with commas between its replicas, such as "0,2 1,3" for two stages with two
+    replicas. null: the processes of a pipeline follow each other; if `replicas` is a list of different numbers, those
+    of a stage do."""
 
     zero: Annotated[
         Literal[0, 1],
@@ -38,9 +38,9 @@ class MeshKeys(DivisionKeys):
             ": replicas share the whole step of an optimizer, and here each stage updates by itself",
         ),
     ] = 0
-    """1: of the optimizer's state, and of float32 master weights, each replica of a stage keeps a part alone, updates
-    its part of the weights, and gets the rest from the others (ZeRO-1); 0: each replica keeps and updates all. With
-    `replicas` auto, 1 counts where the planner chooses replicas."""
+    """1: each replica of a stage keeps only a part of the optimizer's state and of float32 master weights, updates this
+    part of the weights, and gets the rest from the other replicas (ZeRO-1); 0: each replica keeps and updates
+    everything. With `replicas: auto`, 1 has an effect if the planner chooses replicas."""
 
     num_processes: Count | None = None
     """Number of processes that share the stages; null: one per replica of a stage, but at most one per GPU, or one for

@@ -25,17 +25,17 @@ class ProcessKeys(VisitKeys):
     """How processes compute and wait."""
 
     boundary_dtype: Annotated[Literal["bfloat16", "float16", "float32"] | None, NotWith((HEAD_IN_PARTS,))] = None
-    """The type in which hidden states and their gradients are sent from stage to stage, narrower than the model's, for
-    slow links; it rounds them. null: the model's type, and nothing is rounded."""
+    """The data type in which hidden states and their gradients are sent from stage to stage. A narrower type than the
+    model's helps over slow links, and rounds them. null: the model's type, and nothing is rounded."""
 
     memory: Annotated[Text | tuple[Text, ...] | None, Listed, EACH_PROCESS] = None
     """The memory limit of each process that the planner plans for, with a unit, such as 80GiB; or a list with one limit
     per process, such as [24GiB, 12GiB]; null: the memory of its device."""
 
     speeds: Annotated[tuple[Positive, ...] | Annotated[str, OneOf(("profile",))] | None, Listed, RUN] = None
-    """The relative speed of each process, for the planner, such as [1, 0.5] where the second is half as fast. profile:
-    measured before training, by a block of the model. null: measured where the processes have GPUs of different models
-    and something is left to the planner; otherwise all are equally fast."""
+    """The relative speed of each process, for the planner, such as [1, 0.5] if the second process is half as fast.
+    profile: measured before training, by a block of the model. null: measured where the processes have GPUs of
+    different models and something is left to the planner; otherwise all are equally fast."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], EACH_PROCESS] = "auto"
     """The type of device that stages run on; auto: GPUs if there are any."""
@@ -55,12 +55,12 @@ class ProcessKeys(VisitKeys):
     """The backend of torch.compile; null: its default, inductor."""
 
     timeout_seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS), RUN] = 1800.0
-    """How many seconds a process waits for another one before the run fails; six times as long for one that writes a
-    checkpoint and says that it is still there."""
+    """Seconds that a process waits for another process before the run fails; six times as long for a process that
+    writes a checkpoint and reports that it is still working."""
 
     measure_links: Annotated[bool, RUN] = False
-    """Whether the links between the processes are measured before the model is made, also where all are on one machine.
-    Between machines they always are."""
+    """Whether the links between processes of one machine are measured before the model is made. Links between machines
+    are always measured."""
 
     threads_per_process: Annotated[Annotated[int, Field(ge=1, le=MOST_THREADS)] | None, EACH_PROCESS] = None
     """CPU threads per process; null: OMP_NUM_THREADS, or the machine's cores divided evenly."""

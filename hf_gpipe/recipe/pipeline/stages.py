@@ -36,11 +36,12 @@ class StageKeys:
 
     num_stages: Count | Annotated[str, OneOf((AUTO,))] = None  # type: ignore[assignment]  # until it is made
     """K: number of consecutive stages that the model's layers are split into; auto: the planner chooses for the number
-    of processes; not given: one per process that torchrun or accelerate launch started, or per replicas of them."""
+    of processes; not given: the number of processes that torchrun or accelerate launch started, divided by the
+    replicas."""
 
     num_micro_batches: Annotated[Count | Annotated[str, OneOf((AUTO,))], OR_NULL] = None  # type: ignore[assignment]
-    """M: number of micro-batches that a mini-batch is split into; a mini-batch of fewer rows gives one per row; auto:
-    the planner chooses; null: auto, or 1 where nothing can be planned."""
+    """M: number of micro-batches that a mini-batch is split into; a mini-batch with fewer rows is split into single
+    rows; auto: the planner chooses; null: auto, or 1 where nothing can be planned."""
 
     schedule: Annotated[str, OneOf((*TRAINING_SCHEDULES, AUTO), TABLE_SUFFIX), OR_NULL] = None  # type: ignore[assignment]
     """Order of work. gpipe: as in the paper; gpipe_fused: the last stage runs each backward right after its forward;
@@ -59,16 +60,17 @@ class StageKeys:
     kept, so that backwards use other weights than their forwards. null: auto, or gpipe where nothing can be planned."""
 
     recompute: Annotated[Annotated[str, OneOf((*MODES, AUTO))] | Entries, OR_NULL, Listed] = None  # type: ignore[assignment]
-    """The activations that are recomputed in backward, not kept. none: nothing; block: the inside of each block; stage:
-    all but the stage's input; host: nothing, and they are in CPU memory between forward and backward; auto: for each
-    stage as little as `memory` allows. Or a list with one entry per stage, in which a number is the most autograd
-    graphs that the stage keeps alive. null: auto, or stage where nothing can be planned."""
+    """The activations that are recomputed in the backward instead of being kept. none: nothing; block: the inside of
+    each block; stage: everything but the stage's input; host: nothing, and activations wait in CPU memory between
+    forward and backward; auto: for each stage as little as `memory` allows. Or a list with one entry per stage, in
+    which a number is the most micro-batches whose activations the stage keeps. null: auto, or stage where nothing can
+    be planned."""
 
     partition: Annotated[Annotated[str, OneOf(PARTITIONS)] | tuple[Count, ...], OR_NULL, Listed] = None  # type: ignore[assignment]
-    """How layers are divided among stages. count: equal numbers, give or take one; parameters, flops, profile: minimise
-    the largest stage by parameters, by operations, or by the time measured before training; auto: minimise the
-    planner's estimate of time; or the number of layers of each stage, such as [3, 4, 2]; null: auto, or count where
-    nothing can be planned."""
+    """How layers are divided among stages. count: equal numbers, give or take one; parameters, flops, profile: the
+    largest stage is as small as possible by parameters, by operations, or by the time measured before training; auto:
+    by the planner's estimate of time; or the number of layers of each stage, such as [3, 4, 2]; null: auto, or count
+    where nothing can be planned."""
 
     def check(self) -> None:
         """Raise UserError where keys contradict each other; the message has both, and what to do."""

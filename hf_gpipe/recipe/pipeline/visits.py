@@ -23,13 +23,13 @@ class VisitKeys(ChunkKeys):
     offload_weights: Annotated[Visitors | Annotated[str, OneOf((AUTO,))] | None, NotWith((HEAD_IN_PARTS, TEACHER))] = (
         None
     )
-    """Weights that stay in CPU memory and visit the device of their stage for each run of its actions, so
-    that a device holds two stages of them and no more: for models larger than all devices together. frozen: those that
-    are not trained, such as those under LoRA adapters; all: trained ones too, whose gradients go to the host, where the
-    optimizer updates them. It takes at least three stages per device, `recompute: stage`, and by default
-    `schedule: breadth_first`, in which each stage visits twice. `schedule: round_robin`, with all, deals the stages to
-    the processes of a machine. On the CPU frozen weights stay in the checkpoint's
-    files. auto: the planner chooses, also whether any weights visit. null: all weights stay on their devices."""
+    """The weights that stay in CPU memory and visit the device when their stage runs, so that a device holds at most
+    two stages: for models larger than all devices together. frozen: weights that are not trained, such as those under
+    LoRA adapters; all: also trained weights, whose gradients go to CPU memory, where the optimizer updates the weights.
+    Give each device at least three stages, and set `recompute: stage`. In the default schedule, `breadth_first`, each
+    stage visits twice in a step; `schedule: round_robin`, with all, deals the stages to the processes of a machine. On
+    the CPU frozen weights stay in the checkpoint's files. auto: the planner chooses, also whether any weights visit.
+    null: all weights stay on their devices."""
 
     def check(self) -> None:
         super().check()
