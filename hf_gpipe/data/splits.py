@@ -99,31 +99,17 @@ def read_splits(
 def split_beside(
     own: Collection[str], items: Sequence[Item], data: DataSection, text_of: Callable[[Item], str], what: str
 ) -> dict[str, list[Item]]:
-    """The splits of `data.max_examples` of the items; those whose names are in `own` get none."""
-    return split(
-        drawn(items, data.max_examples, "max_examples", data.seed),
-        text_of,
-        what,
-        validation_fraction=0.0 if "validation" in own else data.validation_fraction,
-        test_fraction=0.0 if "test" in own else data.test_fraction,
-    )
+    """Distribute `data.max_examples` of the items over the splits; those whose names are in `own` get none.
 
-
-def split(
-    items: Sequence[Item],
-    text_of: Callable[[Item], str],
-    what: str,
-    *,
-    validation_fraction: float,
-    test_fraction: float,
-) -> dict[str, list[Item]]:
-    """Distribute items over the splits by a hash of their text, so that equal ones are in the same split.
-
-    The split does not depend on a seed or on other items, so it stays when the corpus grows, and a model trained on one
-    corpus has never seen the test texts of another. The fractions are met on average.
+    It is by a hash of their text, so that equal ones are in the same split. The split does not depend on a seed or on
+    other items, so it stays when the corpus grows, and a model trained on one corpus has never seen the test texts of
+    another. The fractions are met on average.
 
     Raises DataError if there is nothing to train on.
     """
+    validation_fraction = 0.0 if "validation" in own else data.validation_fraction
+    test_fraction = 0.0 if "test" in own else data.test_fraction
+    items = drawn(items, data.max_examples, "max_examples", data.seed)
     splits: dict[str, list[Item]] = {name: [] for name in SPLITS}
     if not validation_fraction and not test_fraction:
         splits["train"] = list(items)

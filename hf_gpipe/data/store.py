@@ -33,7 +33,7 @@ T = TypeVar("T")
 _Counts = Annotated[list[strict_json.Number], Field(min_length=2, max_length=2)]
 
 #: To be raised when the same inputs give another content.
-VERSION = 1
+VERSION = 2
 #: The content of smaller files is hashed; of a larger one, its path, size and time of writing identify it.
 _HASHED_BYTES = 16 * 2**20
 #: Rows of a batch in a file, which is what is decoded at a time.
@@ -141,13 +141,6 @@ def table_writer(path: Path, schema: pyarrow.Schema) -> Iterator[Any]:
         yield writer
 
 
-def write_table(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch]) -> None:
-    """Write an Arrow file, batch by batch."""
-    with table_writer(path, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-
-
 def read_table(path: Path) -> pyarrow.Table:
     """The table in an Arrow file, memory-mapped: only what is accessed is read. Raises DataError if it is not one."""
     try:
@@ -160,10 +153,30 @@ def read_table(path: Path) -> pyarrow.Table:
     return table
 
 
-def read_counts(path: Path) -> list[int]:
-    """The two numbers in a JSON file. Raises DataError for anything else."""
-    counts: list[int] = strict_json.read(path, _Counts, error=DataError)
-    return counts
+def cached_table(
+    name: str,
+    key: str,
+    schema: pyarrow.Schema,
+    batches: Iterable[pyarrow.RecordBatch],
+    counts: Callable[[], Sequence[int]],
+) -> tuple[pyarrow.Table, list[int]]:
+    """The table of an entry, and two numbers that were counted while it was written.
+
+    Args:
+        name, key: as of `cached`; so are the errors.
+        schema: of the table.
+        batches: iterated over if the entry is written.
+        counts: asked for the numbers after the last batch.
+    """
+
+    def write(folder: Path) -> None:
+        with table_writer(folder / "tokens.arrow", schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        (folder / "counts.json").write_text(json.dumps(list(counts())))
+
+    folder = cached(name, key, write)
+    return read_table(folder / "tokens.arrow"), strict_json.read(folder / "counts.json", _Counts, error=DataError)
 
 
 def in_blocks(items: Sequence[T], size: int = BATCH_ROWS) -> Iterator[Sequence[T]]:

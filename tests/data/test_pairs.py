@@ -19,13 +19,8 @@ def pairs_with_keys(keys: list[str]) -> list[Pair]:
 
 
 def split(keys: list[str], validation_fraction: float = 0.2, test_fraction: float = 0.2):
-    parts = splits.split(
-        pairs_with_keys(keys),
-        lambda pair: pair.split_key,
-        "pairs",
-        validation_fraction=validation_fraction,
-        test_fraction=test_fraction,
-    )
+    data = DataSection(kind="jsonl", path="x", validation_fraction=validation_fraction, test_fraction=test_fraction)
+    parts = splits.split_beside((), pairs_with_keys(keys), data, lambda pair: pair.split_key, "pairs")
     return Corpus(**parts, languages=["de"], texts_of=texts_of)
 
 

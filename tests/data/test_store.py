@@ -247,6 +247,7 @@ def test_pairs_are_tokenized_once(tmp_path, cache, monkeypatch):
 
     def stop(*args, **options):
         raise AssertionError("pairs are tokenized")
+        yield
 
     monkeypatch.setattr(tokenized._Tokenize, "batches", stop)
     again = TokenizedPairs(found.train, AutoTokenizer.from_pretrained(tmp_path / "a"), **LIMITS)

@@ -103,22 +103,23 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         of(str(tmp_path / "absent.txt"))
 
 
-def split(documents: list[str], **fractions: float) -> splits.Corpus:
-    return splits.Corpus(**splits.split(documents, str, "documents", **fractions))
+def split(documents: list[str]) -> splits.Corpus:
+    data = DataSection(kind="text", path="x.txt", validation_fraction=0.2, test_fraction=0.2)
+    return splits.Corpus(**splits.split_beside((), documents, data, str, "documents"))
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=1, max_size=60))
 def test_a_document_s_split_depends_on_it_alone(documents: list[str]) -> None:
     try:
-        corpus = split(documents, validation_fraction=0.2, test_fraction=0.2)
+        corpus = split(documents)
     except DataError:
         return
     everything = [*corpus.train, *corpus.validation, *corpus.test]
     assert sorted(everything) == sorted(documents)
     assert not set(corpus.train) & {*corpus.validation, *corpus.test}, "equal documents are in the same split"
     assert not set(corpus.validation) & set(corpus.test)
-    again = split([*documents, "another"], validation_fraction=0.2, test_fraction=0.2)
+    again = split([*documents, "another"])
     assert set(corpus.test) <= set(again.test)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_gpipe.adapters.text_entries import IDS, token_ids
 from hf_gpipe.data.examples.rows import Read, ReadRow
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, in_blocks, read_counts, read_table, write_table
+from hf_gpipe.data.store import BATCH_ROWS, cached_table, fingerprint, in_blocks
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.errors import DataError
 
@@ -52,8 +50,6 @@ class EncodedRows(ABC):
     _numbers: tuple[str, ...] = ()
     #: What is kept of a plain row.
     _read: Read
-    num_truncated: int
-    num_dropped: int
 
     def __init__(
         self,
@@ -80,9 +76,12 @@ class EncodedRows(ABC):
         for row in read:
             digest.update(f"{row.text}\n".encode())
         key = fingerprint(self._name, digest.hexdigest(), identity_of_tokenizer(tokenizer), [max_length, *options])
-        folder = cached(self._name, key, lambda folder: self._write(folder, read))
-        self._table = read_table(folder / "tokens.arrow")
-        self.num_truncated, self.num_dropped = read_counts(folder / "counts.json")
+        kinds = [pyarrow.float64() if name in self._numbers else pyarrow.int32() for name in self.columns]
+        schema = pyarrow.schema([*zip(self.columns, map(pyarrow.list_, kinds), strict=True)])
+        self.num_truncated = self.num_dropped = 0
+        self._table, (self.num_truncated, self.num_dropped) = cached_table(
+            self._name, key, schema, self._batches(read, schema), lambda: (self.num_truncated, self.num_dropped)
+        )
         count, what, why = len(read), self._what, self._dropped
         if self._dropped and not self._table.num_rows:
             raise DataError(
@@ -107,13 +106,6 @@ class EncodedRows(ABC):
         if not all(rows):
             raise DataError(f"{where}: the tokenizer leaves no tokens of a text; leave the row out")
         return rows
-
-    def _write(self, folder: Path, read: list[ReadRow]) -> None:
-        self.num_truncated = self.num_dropped = 0
-        kinds = [pyarrow.float64() if name in self._numbers else pyarrow.int32() for name in self.columns]
-        schema = pyarrow.schema([*zip(self.columns, map(pyarrow.list_, kinds), strict=True)])
-        write_table(folder / "tokens.arrow", schema, self._batches(read, schema))
-        (folder / "counts.json").write_text(json.dumps([self.num_truncated, self.num_dropped]))
 
     def _batches(self, read: list[ReadRow], schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
         with progress(None, "tokenising", self._what, len(read)) as shown:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cached_property, partial
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.store import cached, fingerprint, read_counts, read_table, write_table
+from hf_gpipe.data.store import cached_table, fingerprint
 from hf_gpipe.data.threads import in_turn
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
 from hf_gpipe.data.translation.pairs import Pair, languages_of, texts_in_blocks
@@ -66,15 +64,13 @@ class TokenizedPairs:
         tokenize = _Tokenize(tokenizer, max_source_tokens, max_target_tokens, decoder_only)
         made_of: str | None = getattr(pairs, "fingerprint", None)
         if made_of is None:
-            batches = list(tokenize.batches(pairs))
-            self._table = pyarrow.Table.from_batches(batches, _SCHEMA)
+            self._table = pyarrow.Table.from_batches(list(tokenize.batches(pairs)), _SCHEMA)
             truncated = tokenize.num_truncated
         else:
             limits = [max_source_tokens, max_target_tokens, decoder_only]
             key = fingerprint("tokens", made_of, identity_of_tokenizer(tokenizer), limits)
-            folder = cached("tokens", key, lambda folder: tokenize.write(folder, pairs))
-            self._table = read_table(folder / "tokens.arrow")
-            truncated = read_counts(folder / "truncated.json")
+            batches = tokenize.batches(pairs)
+            self._table, truncated = cached_table("tokens", key, _SCHEMA, batches, lambda: tokenize.num_truncated)
         self.num_truncated_sources, self.num_truncated_targets = truncated
         if warns and (self.num_truncated_sources or self.num_truncated_targets):
             logger.warning(
@@ -164,11 +160,6 @@ class _Tokenize:
     def counts(self) -> list[int]:
         """The sources and targets that were cut."""
         return [side.num_truncated for side in self._sides]
-
-    def write(self, folder: Path, pairs: Sequence[Pair]) -> None:
-        """Fill an entry of the cache."""
-        write_table(folder / "tokens.arrow", _SCHEMA, self.batches(pairs))
-        (folder / "truncated.json").write_text(json.dumps(self.num_truncated))
 
 
 class _Side:

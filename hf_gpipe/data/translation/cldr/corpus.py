@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from hf_gpipe.data.deterministic import stable_fraction, stable_random
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.splits import Corpus, split
+from hf_gpipe.data.splits import Corpus, split_beside
 from hf_gpipe.data.translation.cldr.coverage import cldr_languages, own_words
 from hf_gpipe.data.translation.cldr.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
 from hf_gpipe.data.translation.cldr.templates import TEMPLATES, Phrase
@@ -78,13 +78,7 @@ def cldr_corpus(data: DataSection) -> Corpus[Pair]:
                 pairs.append(Pair(tagged(english, language) if with_tag else english, text, language, english))
     if shortages:
         _warn_of(shortages, len(languages))
-    splits = split(
-        pairs,
-        lambda pair: pair.split_key,
-        "pairs",
-        validation_fraction=data.validation_fraction,
-        test_fraction=data.test_fraction,
-    )
+    splits = split_beside((), pairs, data, lambda pair: pair.split_key, "pairs")
     tags = [language_tag(target) for target in targets] if with_tag else []
     return Corpus(**splits, languages=languages, target_tags=tags, texts_of=texts_of)
 
