@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
+from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
 from hf_gpipe.errors import DataError, UserError, check_number
 from hf_gpipe.losses import vocabulary as vocabulary_loss
 from hf_gpipe.losses.cached_teacher import TEACHER_LOG_PROBS, TEACHER_TOKENS, TopK

@@ -20,8 +20,7 @@ from hf_gpipe.adapters.observation import tiny
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.adapters.tensor_parallel import plan as plans
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
-from hf_gpipe.adapters.tensor_parallel.cuts import Cut, Heads, dealt, scaled
-from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
+from hf_gpipe.adapters.tensor_parallel.cuts import Cut, Heads, VocabularyPart, dealt, scaled
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
 from hf_gpipe.job.emulated_ranks import EmulatedRanks, emulate

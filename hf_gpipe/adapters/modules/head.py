@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.modules.intercept import extend_class
-from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
+from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
 
 #: Largest difference between logits made in parts and whole ones, of the largest logit.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}

@@ -146,3 +146,23 @@ class Cut:
             if not counts:
                 whole.narrow(self.dim, start, stop - start).zero_()
         return ranks.total(whole.view(torch.uint8)).view(whole.dtype)
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The part of the vocabulary whose logits a rank makes: a run of tokens.
+
+    Attributes:
+        first: number of its first token.
+        size: V, the number of tokens of all ranks together.
+        ranks: that have the other parts.
+    """
+
+    first: int
+    size: int
+    ranks: Ranks
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest part."""
+        return -(-self.size // self.ranks.size)

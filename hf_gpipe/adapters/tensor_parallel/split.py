@@ -24,12 +24,11 @@ from hf_gpipe.adapters.modules.intercept import extend_class, hidden_of, with_hi
 from hf_gpipe.adapters.modules.linear import hand_over
 from hf_gpipe.adapters.modules.quantised import is_4bit, part_of_4bit
 from hf_gpipe.adapters.modules.weight_gradients import DuringSums, WeightGradients
-from hf_gpipe.adapters.tensor_parallel.cuts import Cut
+from hf_gpipe.adapters.tensor_parallel.cuts import Cut, VocabularyPart
 from hf_gpipe.adapters.tensor_parallel.masks import WholeMasks
 from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, exchange, leave
 from hf_gpipe.adapters.tensor_parallel.region import Region
-from hf_gpipe.adapters.tensor_parallel.vocabulary import VocabularyPart
 from hf_gpipe.errors import CheckpointError
 
 
