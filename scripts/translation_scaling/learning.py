@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import pandas as pd
 from bench.report import table
 
-from hf_gpipe.adapters.transformer_size import body_parameters, total_parameters
 from hf_gpipe.data import build_corpus
 from hf_gpipe.errors import UserError
 from hf_gpipe.from_recipe.model import model_config
 from hf_gpipe.recipe import Recipe
 from translation_scaling.curves import Curve, read_curve
 from translation_scaling.results import Finished
+from translation_scaling.sizes import body_parameters, total_parameters
 from translation_scaling.to_end import Verdict, begin_of_decay, judge
 
 CURVES_PICTURE = "curves.png"

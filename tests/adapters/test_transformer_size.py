@@ -10,12 +10,21 @@ import torch
 from transformers import LlamaConfig
 
 import hf_gpipe
-from hf_gpipe.adapters.transformer_size import PAPER_SIZES, body_parameters, total_parameters, transformer_config
+from hf_gpipe.adapters.transformer_size import transformer_config
 from hf_gpipe.errors import RecipeError
+from scripts.translation_scaling.sizes import body_parameters, total_parameters
 from tests.oracle import tiny_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "translation_models.md"
 WIDTH, VOCABULARY = 1024, 64000
+PAPER_SIZES = {
+    "T(6, 8192, 16)": 400_000_000,
+    "T(24, 8192, 16)": 1_300_000_000,
+    "T(12, 16384, 32)": 1_300_000_000,
+    "T(32, 16384, 32)": 3_000_000_000,
+    "T(64, 16384, 32)": 6_000_000_000,
+}
+"""GPipe's translation models -> their number of parameters as the paper rounds it (arXiv 1811.06965, section 5)."""
 
 
 def sizes(text: str) -> tuple[int, int, int]:
