@@ -10,18 +10,19 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.auto_classes import HEADLESS, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
-from hf_gpipe.adapters.base import IGNORED_LABEL, Adapter
+from hf_gpipe.adapters.base import IGNORED_LABEL as IGNORED_LABEL
+from hf_gpipe.adapters.base import Adapter as Adapter
 from hf_gpipe.adapters.classifiers import Classifier, check_classifier
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.embedders import Embedder
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
 from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_LATER, VERIFIED_VERSIONS
 from hf_gpipe.adapters.image_text import FORMS, ImageText
-from hf_gpipe.adapters.modules.autocast import Autocast
+from hf_gpipe.adapters.modules.autocast import Autocast as Autocast
 from hf_gpipe.adapters.modules.quantised import Quantisation, find_quantisation, quantised_layers
-from hf_gpipe.adapters.observation.skeleton import Blueprint
+from hf_gpipe.adapters.observation.skeleton import Blueprint as Blueprint
 from hf_gpipe.adapters.observation.structure import unlike_default
-from hf_gpipe.adapters.stage_model import StageModel
+from hf_gpipe.adapters.stage_model import StageModel as StageModel
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.token_classifiers import TokenClassifier, check_token_classifier
 from hf_gpipe.errors import UnsupportedModelError, UserError
@@ -114,17 +115,3 @@ def unsupported(config: PreTrainedConfig, reason: str) -> UnsupportedModelError:
         f"the model family {config.model_type!r} is not supported: {reason}; among the {len(EXACT)} families that are: "
         f"{', '.join(_WELL_KNOWN)}"
     )
-
-
-__all__ = [
-    "IGNORED_LABEL",
-    "Adapter",
-    "Autocast",
-    "Blueprint",
-    "StageModel",
-    "adapter_for",
-    "build_adapter",
-    "is_known_exact",
-    "is_listed",
-    "unsupported",
-]

@@ -7,67 +7,39 @@ table can be run, and `simulate` predicts its time. `draw_text`, `draw_png`, `wr
 executor runs it.
 """
 
-from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES, LONGEST_WINDOW
-from hf_gpipe.schedule.breakdown import Breakdown, Parts, breakdown
-from hf_gpipe.schedule.builders import (
-    DEALT,
-    DIVIDED_HEAD,
-    IN_TURN,
-    RECOMPUTE_MODES,
-    SCHEDULES,
-    SPLIT_SCHEDULES,
-    V_SHAPED,
-    build,
-    check_once,
-    placement_for,
-)
-from hf_gpipe.schedule.draw import draw_png, draw_text
-from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, read_table, recompute_under
-from hf_gpipe.schedule.kinds import ActionKind
-from hf_gpipe.schedule.offload import with_offloads
-from hf_gpipe.schedule.placement import Placement, replicas_of
-from hf_gpipe.schedule.simulate import Costs, Span, Timeline, seconds_of_steps, simulate
-from hf_gpipe.schedule.table import Schedule
-from hf_gpipe.schedule.trace import write_trace
-from hf_gpipe.schedule.validate import check_table
-from hf_gpipe.schedule.versions import num_stashes, staleness
-
-__all__ = [
-    "ASYNCHRONOUS_SCHEDULES",
-    "DEALT",
-    "DIVIDED_HEAD",
-    "IN_TURN",
-    "LONGEST_WINDOW",
-    "RECOMPUTE_MODES",
-    "SCHEDULES",
-    "SPLIT_SCHEDULES",
-    "TABLE_SUFFIX",
-    "V_SHAPED",
-    "Action",
-    "ActionKind",
-    "Breakdown",
-    "Costs",
-    "Parts",
-    "Placement",
-    "Schedule",
-    "Span",
-    "Timeline",
-    "breakdown",
-    "build",
-    "check_once",
-    "check_table",
-    "draw_png",
-    "draw_text",
-    "is_table_file",
-    "num_stashes",
-    "placement_for",
-    "read_table",
-    "recompute_under",
-    "replicas_of",
-    "seconds_of_steps",
-    "simulate",
-    "staleness",
-    "with_offloads",
-    "write_trace",
-]
+from hf_gpipe.schedule.actions import Action as Action
+from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES as ASYNCHRONOUS_SCHEDULES
+from hf_gpipe.schedule.asynchronous import LONGEST_WINDOW as LONGEST_WINDOW
+from hf_gpipe.schedule.breakdown import Breakdown as Breakdown
+from hf_gpipe.schedule.breakdown import Parts as Parts
+from hf_gpipe.schedule.breakdown import breakdown as breakdown
+from hf_gpipe.schedule.builders import DEALT as DEALT
+from hf_gpipe.schedule.builders import DIVIDED_HEAD as DIVIDED_HEAD
+from hf_gpipe.schedule.builders import IN_TURN as IN_TURN
+from hf_gpipe.schedule.builders import RECOMPUTE_MODES as RECOMPUTE_MODES
+from hf_gpipe.schedule.builders import SCHEDULES as SCHEDULES
+from hf_gpipe.schedule.builders import SPLIT_SCHEDULES as SPLIT_SCHEDULES
+from hf_gpipe.schedule.builders import V_SHAPED as V_SHAPED
+from hf_gpipe.schedule.builders import build as build
+from hf_gpipe.schedule.builders import check_once as check_once
+from hf_gpipe.schedule.builders import placement_for as placement_for
+from hf_gpipe.schedule.draw import draw_png as draw_png
+from hf_gpipe.schedule.draw import draw_text as draw_text
+from hf_gpipe.schedule.file import TABLE_SUFFIX as TABLE_SUFFIX
+from hf_gpipe.schedule.file import is_table_file as is_table_file
+from hf_gpipe.schedule.file import read_table as read_table
+from hf_gpipe.schedule.file import recompute_under as recompute_under
+from hf_gpipe.schedule.kinds import ActionKind as ActionKind
+from hf_gpipe.schedule.offload import with_offloads as with_offloads
+from hf_gpipe.schedule.placement import Placement as Placement
+from hf_gpipe.schedule.placement import replicas_of as replicas_of
+from hf_gpipe.schedule.simulate import Costs as Costs
+from hf_gpipe.schedule.simulate import Span as Span
+from hf_gpipe.schedule.simulate import Timeline as Timeline
+from hf_gpipe.schedule.simulate import seconds_of_steps as seconds_of_steps
+from hf_gpipe.schedule.simulate import simulate as simulate
+from hf_gpipe.schedule.table import Schedule as Schedule
+from hf_gpipe.schedule.trace import write_trace as write_trace
+from hf_gpipe.schedule.validate import check_table as check_table
+from hf_gpipe.schedule.versions import num_stashes as num_stashes
+from hf_gpipe.schedule.versions import staleness as staleness
