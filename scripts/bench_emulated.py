@@ -33,7 +33,7 @@ from bench.runner import await_quiet, bench_parser, say
 
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, Costs, Schedule, build, placement_for
 from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT, RECOMPUTE
-from hf_gpipe.schedule.round_robin import dealt_table
+from hf_gpipe.schedule.round_robin import deal_of, dealt_table
 from hf_gpipe.schedule.updates import with_updates_beside
 
 KIBIBYTE = 1024
@@ -171,7 +171,8 @@ def dealt_settings(pace: Pace, *, quick: bool) -> list[Emulated]:
     visiting = {"schedule": "round_robin", "others": {LOAD: copies, DROP: copies}}
     forward, backward = ([seconds / each] * (stages - 1) + [5 * seconds / each] for seconds in pace[:2])
     headed = common | {"forward_seconds": forward, "backward_seconds": backward}
-    table = dealt_table(placement_for("round_robin", stages, count), micro_batches, forward, forward, backward)
+    size = placement_for("round_robin", stages, count), micro_batches
+    table = dealt_table(*size, deal_of(*size, forward, forward, backward))
     return [
         emulated(**common, **visiting),
         *(emulated(**common, **visiting, update_seconds=8 * copies, updates_beside=beside) for beside in (False, True)),

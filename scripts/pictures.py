@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -29,8 +30,8 @@ from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.commands.plan import read_request
-from hf_gpipe.planner.memory import stage_amounts
-from hf_gpipe.planner.picture import COLOURS, draw_plan
+from hf_gpipe.planner.memory import MemoryEstimate, stage_amounts
+from hf_gpipe.planner.picture import draw_plan
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.schedule import Costs, build, simulate
 from hf_gpipe.schedule.draw import draw_png
@@ -109,6 +110,7 @@ def memory(path: Path) -> None:
     plans = [planned(*column) for column in columns]
     picture = canvas(10, 6.4)
     panels = picture.subplots(4, len(plans), sharex="col", sharey=True)
+    colours = {item.name: item.metadata["colour"] for item in fields(MemoryEstimate)}
     for column, (of, (schedule, recompute)) in enumerate(zip(plans, columns, strict=True)):
         sums = of.layout.sums
         for process, stage in zip(of.processes, of.layout.stages, strict=True):
@@ -118,9 +120,9 @@ def memory(path: Path) -> None:
             times = [float(time) for time, _ in levels] + [of.step_seconds]
             fixed = {"parameters": process.memory.parameters, "optimizer": process.memory.optimizer}
             shown = [level | fixed for _, level in [*levels, levels[-1]]]
-            items = {item: [level.get(item, 0) / GIB for level in shown] for item in COLOURS}
+            items = {item: [level.get(item, 0) / GIB for level in shown] for item in colours}
             items = {item: values for item, values in items.items() if any(values)}
-            look = {"colors": [COLOURS[item] for item in items], "labels": [item.replace("_", " ") for item in items]}
+            look = {"colors": [colours[item] for item in items], "labels": [item.replace("_", " ") for item in items]}
             panel.stackplot(times, *items.values(), **look, step="post")
             panel.axhline(of.planner.memory_bytes / GIB, color="black", linestyle="--", linewidth=1)
             panel.spines[["top", "right"]].set_visible(False)

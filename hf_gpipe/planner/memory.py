@@ -8,9 +8,9 @@ the running action. The estimate is for the moment at which the sum is largest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
@@ -22,37 +22,42 @@ from hf_gpipe.schedule.occupancy import Amounts, most_of_equal_stages, occupancy
 from hf_gpipe.schedule.visits import most_loaded
 
 
+def _item(words: str, colour: str) -> Any:
+    """An item of an estimate: its words in reports, and its colour in pictures, apart for colour-blind readers too."""
+    return field(default=0, metadata={"words": words, "colour": colour})
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes at the peak of a step."""
 
-    parameters: int = 0
+    parameters: int = _item("weights", "#4c78a8")
     """Weights, a tied one once per process, what autocast makes of them once for a step, and buffers."""
-    gradients: int = 0
+    gradients: int = _item("weights' gradients", "#72b7b2")
     """Gradients of the weights."""
-    optimizer: int = 0
+    optimizer: int = _item("optimizer state", "#9ecae9")
     """Its state, where the weight is owned."""
-    stashes: int = 0
+    stashes: int = _item("old versions of weights", "#2f4b7c")
     """Old versions of the weights, which an asynchronous schedule keeps."""
-    boundaries: int = 0
+    boundaries: int = _item("boundary tensors and ids", "#f58518")
     """Received boundary tensors, and the micro-batches' ids, masks and labels."""
-    activations: int = 0
+    activations: int = _item("stored activations", "#ffbf79")
     """Tensors that the stored graphs keep, without the head's."""
-    logits: int = 0
+    logits: int = _item("logits", "#b0413e")
     """Tensors that the stored graphs keep of the head and the loss."""
-    early_gradients: int = 0
+    early_gradients: int = _item("gradients that wait", "#8e5ea2")
     """Gradients that have come before their backward could begin."""
-    working: int = 0
+    working: int = _item("what the running action works with", "#a0a0a0")
     """Working memory of the action that runs at that moment."""
-    reserve: int = 0
+    reserve: int = _item("what the allocator holds besides", "#dcdcdc")
     """Held by the allocator beyond all of these."""
-    libraries: int = 0
+    libraries: int = _item("what cuBLAS and NCCL hold", "#54a24b")
     """Held on a GPU by cuBLAS, by NCCL, and by the allocator in segments that are not full."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, item.name) for item in fields(self))
 
     @property
     def of_tensors(self) -> int:

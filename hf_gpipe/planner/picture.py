@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.schedule.draw import figure as timeline_figure
 
@@ -14,20 +15,6 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
-#: Of each item of a memory estimate; they stay apart for colour-blind readers.
-COLOURS = {
-    "parameters": "#4c78a8",
-    "gradients": "#72b7b2",
-    "optimizer": "#9ecae9",
-    "stashes": "#2f4b7c",
-    "boundaries": "#f58518",
-    "activations": "#ffbf79",
-    "logits": "#b0413e",
-    "early_gradients": "#8e5ea2",
-    "working": "#a0a0a0",
-    "reserve": "#dcdcdc",
-    "libraries": "#54a24b",
-}
 _GIB = 1 << 30
 
 
@@ -65,9 +52,10 @@ def memory_figure(plan: Plan, width_inches: float) -> Figure:
     panel = picture.subplots()
     left = [0.0] * len(processes)
     rows = range(len(processes))
-    for item, colour in COLOURS.items():
-        widths = [asdict(process.memory)[item] / _GIB for process in processes]
-        panel.barh(rows, widths, left=left, height=0.84, color=colour, label=item.replace("_", " "))
+    for item in fields(MemoryEstimate):
+        widths = [getattr(process.memory, item.name) / _GIB for process in processes]
+        look = {"color": item.metadata["colour"], "label": item.name.replace("_", " ")}
+        panel.barh(rows, widths, left=left, height=0.84, **look)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     if (limit := plan.planner.memory_bytes) is not None:
         limits = limit if isinstance(limit, tuple) else (limit,) * len(processes)

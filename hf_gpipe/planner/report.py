@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -35,20 +35,6 @@ from hf_gpipe.text import bytes_text, count_text, seconds_text, size_text, table
 
 #: From here on consecutive stages that are alike share a line of the table.
 _MANY_STAGES = 17
-_ITEMS = {
-    "parameters": "weights",
-    "gradients": "weights' gradients",
-    "optimizer": "optimizer state",
-    "stashes": "old versions of weights",
-    "boundaries": "boundary tensors and ids",
-    "activations": "stored activations",
-    "logits": "logits",
-    "early_gradients": "gradients that wait",
-    "working": "what the running action works with",
-    "reserve": "what the allocator holds besides",
-    "libraries": "what cuBLAS and NCCL hold",
-}
-
 _SEARCH_HEADER = (
     *("step", "bubble", "memory", "sent a row", "K", "M", "T"),
     *("replicas", "schedule", "recompute", "layers"),
@@ -156,8 +142,9 @@ def verdict(plan: Plan) -> str:
 def memory_why(plan: Plan) -> str:
     """The process with the highest peak memory, and its largest items."""
     process = plan.fullest_process
-    items = sorted(asdict(process.memory).items(), key=lambda item: -item[1])
-    largest = ", ".join(f"{size_text(size)} {_ITEMS[name]}" for name, size in items[:3])
+    items = [(getattr(process.memory, item.name), item.metadata["words"]) for item in fields(process.memory)]
+    items.sort(key=lambda item: -item[0])
+    largest = ", ".join(f"{size_text(size)} {words}" for size, words in items[:3])
     stages = f"stage {process.stages[0]}" if len(process.stages) == 1 else f"stages {list(process.stages)}"
     return f"process {process.number} ({stages}) has the peak: {size_text(process.memory.total)}, of it {largest}"
 
@@ -252,10 +239,6 @@ def _listed(value: Any) -> Any:
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """A plan for a JSON file: bytes, seconds, numbers and names."""
-    return _as_dict(plan) | (mesh_dict(plan) if is_mesh(plan) else {})
-
-
-def _as_dict(plan: Plan) -> dict[str, Any]:
     chunks = plan.costs.workload.chunks
     return {
         "settings": plan.settings.of_plan | plan.planner.inputs.of_optimizer,
@@ -304,6 +287,7 @@ def _as_dict(plan: Plan) -> dict[str, Any]:
         ],
         # Of each machine, for checkpoints in memory.
         "kept_bytes": kept_bytes(plan),
+        **(mesh_dict(plan) if is_mesh(plan) else {}),
     }
 
 

@@ -21,11 +21,6 @@ class TimeEstimate:
     bubble: float
     """Waiting, for other stages and for messages."""
 
-    @property
-    def total(self) -> float:
-        """The step."""
-        return self.forward + self.recompute + self.backward + self.update + self.bubble
-
 
 def time_of(timeline: Timeline, process: int) -> TimeEstimate:
     """How a process spends a step; of several in a table, the mean."""

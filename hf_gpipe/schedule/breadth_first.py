@@ -22,6 +22,9 @@ def breadth_first(num_micro_batches: int, placement: Placement, limits: Limits) 
     The pipeline fills once with stages a fraction as long, so with P processes and enough micro-batches the bubble is
     gpipe's divided by K / P. Weights that visit their device (`hf_gpipe.schedule.visits`) come twice in a step.
 
+    The last stage runs each micro-batch's backward right after its forward, and those of a row's chunks, the last one
+    first, right after their forwards. The backwards of the other stages follow in the order in which gradients arrive.
+
     K = 4, M = 2, on two processes, without recomputation:
 
         stage 0  F0 F1 .. .. .. .. .. .. .. .. .. B0 -- B1 --
@@ -29,16 +32,7 @@ def breadth_first(num_micro_batches: int, placement: Placement, limits: Limits) 
         stage 2  .. .. F0 F1 .. .. B0 -- B1 -- .. .. .. .. ..
         stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. ..
     """
-    orders = _breadth_first_orders(num_micro_batches, placement)
-    return merge_with_recomputations(orders, placement, fused_last(limits))
-
-
-def _breadth_first_orders(num_micro_batches: int, placement: Placement) -> list[list[Action]]:
-    """The forwards and backwards of each device of each process, whose stages may be anywhere.
-
-    The last stage runs each micro-batch's backward right after its forward, and those of a row's chunks, the last one
-    first, right after their forwards. The backwards of the other stages follow in the order in which gradients arrive.
-    """
+    #: Of each device of each process, whose stages may be anywhere.
     orders: dict[tuple[int, str | None], list[Action]] = {}
 
     def run(stage: int, *kinds: ActionKind) -> None:
@@ -54,4 +48,4 @@ def _breadth_first_orders(num_micro_batches: int, placement: Placement) -> list[
     run(last, FORWARD, BACKWARD)
     for stage in reversed(range(last)):
         run(stage, BACKWARD)
-    return list(orders.values())
+    return merge_with_recomputations(list(orders.values()), placement, fused_last(limits))

@@ -139,21 +139,8 @@ def _groups(seconds: Sequence[Seconds], limit: Seconds, most: int | None) -> lis
     return [*groups, range(start, len(seconds))] if seconds else []
 
 
-def dealt_table(
-    placement: Placement,
-    count: int,
-    forward: Sequence[Seconds],
-    recompute: Sequence[Seconds],
-    backward: Sequence[Seconds],
-    name: str = "round_robin",
-    most_stages: int | None = None,
-    num_rounds: int | None = None,
-) -> Schedule:
-    """A table whose slots are made for stages of unequal cost; `check_table` has not seen it.
-
-    The arguments are those of `deal_of`, and the name of the table; so is the error.
-    """
-    deal = deal_of(placement, count, forward, recompute, backward, most_stages, num_rounds)
+def dealt_table(placement: Placement, count: int, deal: Deal, name: str = "round_robin") -> Schedule:
+    """The table of slots that are made for stages of unequal cost; `check_table` has not seen it."""
     orders = round_robin_orders(placement, count, deal)
     return Schedule(name, placement.num_stages, count, placement, tuple(map(tuple, with_updates(orders, placement))))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_gpipe.commands.plan import _longest, main
-from hf_gpipe.planner import layout
+from hf_gpipe.planner import plan
 from hf_gpipe.schedule import build
 
 TINY = """\
@@ -25,7 +25,7 @@ training: {output_dir: never, batch_size: 4}
 @pytest.fixture(autouse=True)
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of these tests are smaller than what CUDA's libraries hold."""
-    monkeypatch.setattr(layout, "library_bytes", lambda _, placement, **__: [0] * placement.num_processes)
+    monkeypatch.setattr(plan, "library_bytes", lambda _, placement, **__: [0] * placement.num_processes)
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_updates_beside_backwards_owners_and_messages() -> None:
     assert HOST_UPDATE not in last.schedule.kinds
     assert beside.total_seconds < last.total_seconds
     assert beside.schedule.placement == last.schedule.placement
-    sizes = [stage.owned_parameters for stage in plans[True].stages]
+    sizes = [plans[True].layout.sums.owned(*stage.run).count for stage in plans[True].layout.stages]
     loads = [sum(sizes[stage] for stage in process.stages) for process in plans[True].processes]
     assert max(loads) - min(loads) <= max(sizes[1:])
     # What the table sends: a recomputation on another worker than its forward receives the inputs too.

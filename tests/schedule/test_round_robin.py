@@ -53,10 +53,10 @@ def test_every_table_has_two_slots_of_weights_on_a_device(
     shares = data.draw(st.lists(st.integers(1, 5), min_size=num_stages, max_size=num_stages))
     placement = placement_for("round_robin", num_stages, num_workers * replicas, replicas)
     backward = [2 * share for share in shares]
-    table = dealt_table(placement, num_micro_batches, shares, shares, backward)
+    deal = deal_of(placement, num_micro_batches, shares, shares, backward)
+    table = dealt_table(placement, num_micro_batches, deal)
     check_table(table)
     assert Schedule.from_text(str(table)) == table
-    deal = deal_of(placement, num_micro_batches, shares, shares, backward)
     assert max(most_loaded(table)) <= 2 * max(len(slot.stages) for slot in deal.slots)
     if replicas == 1:
         check_updates_beside(table, shares, backward)
@@ -136,7 +136,8 @@ def test_a_heavy_head_binds_no_worker() -> None:
     """16 stages on 4 workers, the last five times as long as the others, against an interleaved pipeline."""
     shares = [1] * 15 + [5]
     backward, costs = [2 * share for share in shares], Costs(shares, [2 * share for share in shares])
-    table = dealt_table(placement_for("round_robin", 16, 4), 32, shares, shares, backward)
+    placement = placement_for("round_robin", 16, 4)
+    table = dealt_table(placement, 32, deal_of(placement, 32, shares, shares, backward))
     others = build("interleaved_1f1b", 16, 32, placement_for("interleaved_1f1b", 16, 4), "stage")
     found, expected = simulate(table, costs), simulate(others, costs)
     assert expected.total_seconds / found.total_seconds > 1.35

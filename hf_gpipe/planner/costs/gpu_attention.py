@@ -102,13 +102,15 @@ class AttentionOfAGpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def attention_flops(query: Any, key: Any, value: Any, is_causal: bool) -> int:
+def attention_flops(query: Any, key: Any, value: Any, is_causal: bool, **_: Any) -> int:
     """The operations of attention; kernels leave out the keys that a causal mask hides."""
     whole = int(sdpa_flop_count(query.shape, _of_all_heads(key, query), _of_all_heads(value, query)))
     return whole - _hidden(whole, query, key) if is_causal else whole
 
 
-def attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, is_causal: bool) -> int:
+def attention_backward_flops(
+    gradient: Any, query: Any, key: Any, value: Any, output: Any, softmax: Any, is_causal: bool, **_: Any
+) -> int:
     """Those of its backward."""
     shapes = query.shape, _of_all_heads(key, query), _of_all_heads(value, query)
     whole = int(sdpa_backward_flop_count(gradient.shape, *shapes))

@@ -239,17 +239,7 @@ def _attention(query: Any, key: Any, value: Any, _: Any = 0.0, is_causal: bool =
 def _attention_backward(
     gradient: Any, query: Any, key: Any, value: Any, output: Any, softmax: Any, _: Any, is_causal: bool, **__: Any
 ) -> int:
-    return attention_backward_flops(gradient, query, key, value, is_causal)
-
-
-def _attention_of_groups(query: Any, key: Any, value: Any, is_causal: bool, **_: Any) -> int:
-    return attention_flops(query, key, value, is_causal)
-
-
-def _backward_of_groups(
-    gradient: Any, query: Any, key: Any, value: Any, output: Any, softmax: Any, is_causal: bool, **_: Any
-) -> int:
-    return attention_backward_flops(gradient, query, key, value, is_causal)
+    return attention_backward_flops(gradient, query, key, value, output, softmax, is_causal)
 
 
 def _grouped_output(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *_: Any, **__: Any) -> torch.Tensor:
@@ -276,8 +266,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     _aten.addmm_: flop_registry[_aten.addmm],
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    torch.ops.hf_gpipe.kernel_attention: _attention_of_groups,
-    torch.ops.hf_gpipe.kernel_attention_backward: _backward_of_groups,
+    torch.ops.hf_gpipe.kernel_attention: attention_flops,
+    torch.ops.hf_gpipe.kernel_attention_backward: attention_backward_flops,
     _aten._grouped_mm: _grouped,
 }
 #: With as few rows or columns, or as short a sum, a product takes as long as it reads and writes its matrices.

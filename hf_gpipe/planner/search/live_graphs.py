@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_gpipe.planner.costs.model_costs import InnerRecompute
-from hf_gpipe.planner.layout import Layouts, StageLayers
+from hf_gpipe.planner.layout import StageLayers
 from hf_gpipe.planner.memory import MemoryBound
+from hf_gpipe.planner.plan import Planner
 from hf_gpipe.recipe import DecidedConfig, RecomputeChoice
 from hf_gpipe.schedule.kinds import Held
 
 
-def choose_recompute(planner: Layouts, settings: DecidedConfig) -> RecomputeChoice:
+def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoice:
     """For each stage the largest number of stored graphs that fits the planner's limit.
 
     Each graph above the first spares the recomputation of a micro-batch. Where not even one whole graph fits, the stage

@@ -12,7 +12,7 @@ from hf_gpipe.planner.tables import with_updates_of_run
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
-from hf_gpipe.schedule.round_robin import dealt_table
+from hf_gpipe.schedule.round_robin import deal_of, dealt_table
 
 #: The key that says what visits, for messages.
 SETTING = "offload_weights"
@@ -141,8 +141,10 @@ def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
 
     most_rounds = table.num_micro_batches // len(table.placement.workers[0]) // len(table.placement.crew_of(0))
     for most in _SLOTS:
-        given = table.placement, table.num_micro_batches, forward, again, backward, TABLE_FILE, most
-        every = {dealt_table(*given, rounds) for rounds in _ROUNDS if (rounds or 0) <= most_rounds}
+        size = table.placement, table.num_micro_batches
+        rounds = [number for number in _ROUNDS if (number or 0) <= most_rounds]
+        deals = [deal_of(*size, forward, again, backward, most, number) for number in rounds]
+        every = {dealt_table(*size, deal, TABLE_FILE) for deal in deals}
         for made in sorted(every - tables, key=seconds)[:_TRIES]:
             tables.add(made)
             check_table(made)
