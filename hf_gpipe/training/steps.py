@@ -29,14 +29,12 @@ class TrainingLength:
 
     Attributes:
         mini_batches_per_epoch: None where only reading an iterable dataset tells.
-        steps_per_epoch: optimizer updates of an epoch; without a known length, those of the whole training.
         max_steps: optimizer updates of the training.
         num_epochs: epochs begun, the last one possibly not finished.
         accumulation: mini-batches of a step.
     """
 
     mini_batches_per_epoch: int | None
-    steps_per_epoch: int
     max_steps: int
     num_epochs: int
     accumulation: int
@@ -52,7 +50,7 @@ class TrainingLength:
         if mini_batches_per_epoch is None:
             if args.max_steps <= 0:
                 raise UserError("max_steps: the training dataset has no length, so give the number of steps")
-            return cls(None, args.max_steps, args.max_steps, sys.maxsize, accumulation)
+            return cls(None, args.max_steps, sys.maxsize, accumulation)
         if mini_batches_per_epoch == 0:
             raise UserError(
                 "the training dataset gives no mini-batch: it is empty, or dataloader_drop_last drops its only one"
@@ -63,7 +61,7 @@ class TrainingLength:
         else:
             max_steps = math.ceil(args.num_train_epochs * steps_per_epoch)
             num_epochs = math.ceil(args.num_train_epochs)
-        return cls(mini_batches_per_epoch, steps_per_epoch, max_steps, num_epochs, accumulation)
+        return cls(mini_batches_per_epoch, max_steps, num_epochs, accumulation)
 
     def fraction_of_epoch(self, mini_batches: int) -> float:
         """Which part of an epoch so many mini-batches are."""
