@@ -25,7 +25,7 @@ import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 
 from hf_gpipe import strict_json
-from hf_gpipe.errors import DataError
+from hf_gpipe.errors import DataError, one_line
 
 Row = tuple[str, Mapping[str, Any]]
 """A row's name in messages, such as "pairs.jsonl, line 7", and its values by name."""
@@ -280,7 +280,7 @@ def _guarded(path: Path, read_some: Callable[[], T]) -> T:
     try:
         return read_some()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"data file {path} cannot be read as Parquet: {' '.join(str(error).split())[:200]}") from error
+        raise DataError(f"data file {path} cannot be read as Parquet: {one_line(str(error), 200)}") from error
 
 
 # ---- line-aligned text

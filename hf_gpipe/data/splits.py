@@ -107,17 +107,23 @@ def split_beside(
 
     Raises DataError if there is nothing to train on.
     """
-    validation_fraction = 0.0 if "validation" in own else data.validation_fraction
-    test_fraction = 0.0 if "test" in own else data.test_fraction
+    fractions = held_out_of(own, data)
     items = drawn(items, data.max_examples, "max_examples", data.seed)
     splits: dict[str, list[Item]] = {name: [] for name in SPLITS}
-    if not validation_fraction and not test_fraction:
+    if not any(fractions):
         splits["train"] = list(items)
     else:
         for item in items:
-            splits[split_of(text_of(item), validation_fraction, test_fraction)].append(item)
+            splits[split_of(text_of(item), *fractions)].append(item)
     check_training({name: len(own) for name, own in splits.items()}, what)
     return splits
+
+
+def held_out_of(own: Collection[str], data: DataSection) -> tuple[float, float]:
+    """The shares of training items that are held out for validation and test: 0 of a split that the data have."""
+    fractions = {"validation": data.validation_fraction, "test": data.test_fraction}
+    validation, test = (0.0 if split in own else fraction for split, fraction in fractions.items())
+    return validation, test
 
 
 def check_training(counts: Mapping[str, int], what: str) -> None:

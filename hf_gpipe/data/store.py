@@ -25,7 +25,7 @@ from pydantic import Field
 from hf_gpipe import strict_json
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests
-from hf_gpipe.errors import CheckpointError, DataError
+from hf_gpipe.errors import CheckpointError, DataError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +148,9 @@ def read_table(path: Path) -> pyarrow.Table:
             table = reader.read_all()
         table.validate()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        what = " ".join(str(error).split())[:200]
-        raise DataError(f"the prepared data in {path.parent} cannot be read ({what}); delete that directory") from error
+        raise DataError(
+            f"the prepared data in {path.parent} cannot be read ({one_line(str(error), 200)}); delete that directory"
+        ) from error
     return table
 
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
+from hf_gpipe.errors import one_line
 
 #: Largest difference between logits made in parts and whole ones, of the largest logit.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -235,7 +236,7 @@ def find_projection(
         raise  # of this process, which must not compute otherwise than the others
     except Exception as error:
         reason = str(error) if isinstance(error, _NotByPositionError) else f"{type(error).__name__}: {error}"
-        return FoundProjection((), " ".join(reason.split())[:200])
+        return FoundProjection((), one_line(reason, 200))
     whole = logits.detach().flatten(0, -2)
     if in_parts.shape != whole.shape or in_parts.dtype != whole.dtype:
         return FoundProjection((), "its logits made in parts have another shape or type")

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters.text_entries import token_ids
 from hf_gpipe.data.examples.chats import num_common, text_of_message
-from hf_gpipe.errors import DataError
+from hf_gpipe.errors import DataError, one_line
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -135,7 +135,7 @@ def apply_template(
         return tokenizer.apply_chat_template(list(messages), tools=row.get("tools"), **options)
     except Exception as error:  # templates raise errors of Jinja, and any of Python's
         raise DataError(
-            f"{where}: the chat template refuses the conversation: {' '.join(str(error).split())}; correct the row, or "
+            f"{where}: the chat template refuses the conversation: {one_line(str(error))}; correct the row, or "
             "give another template in data.chat_template"
         ) from error
 

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from hf_gpipe import strict_json
 from hf_gpipe.data.deterministic import SPLITS, split_of, stable_fraction
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.splits import Corpus, check_training
+from hf_gpipe.data.splits import Corpus, check_training, held_out_of
 from hf_gpipe.data.store import BATCH_ROWS, cached, fingerprint, read_table, table_writer
 from hf_gpipe.data.translation.cldr import cldr_corpus
 from hf_gpipe.data.translation.fields import PairFields
@@ -27,7 +27,7 @@ from hf_gpipe.data.translation.pairs import (
     language_tag,
     texts_of,
 )
-from hf_gpipe.data.translation.reader import PairReader, held_out_of, tags_of, warn_of_few
+from hf_gpipe.data.translation.reader import PairReader, tags_of, warn_of_few
 from hf_gpipe.data.translation.sources import Part, file_parts
 from hf_gpipe.data.translation.stream import streamed_corpus
 from hf_gpipe.errors import DataError
@@ -125,7 +125,7 @@ def _write(folder: Path, parts: Sequence[Part], fields: PairFields, data: DataSe
                 flush(split)
 
         for place, part in enumerate(parts):
-            fractions = held_out_of(part, data)
+            fractions = held_out_of(part.held_out, data)
             for pair in _shown(part, train.pairs(part, part.train())) if drawn is None else drawn[place]:
                 add(split_of(pair.split_key, *fractions), pair)
             for split, open_rows in part.held_out.items():

@@ -11,7 +11,6 @@ from hf_gpipe.data.translation.fields import ONE_LANGUAGE, PairFields
 from hf_gpipe.data.translation.pairs import Pair
 from hf_gpipe.data.translation.sources import Part
 from hf_gpipe.errors import DataError, listed, nearest
-from hf_gpipe.recipe import DataSection
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +54,6 @@ def tags_of(parts: Sequence[Part], fields: PairFields, languages: Sequence[str])
     if not languages and fields.language_field is None:
         languages = [part.language or ONE_LANGUAGE for part in parts]
     return fields.has_tags(languages)
-
-
-def held_out_of(part: Part, data: DataSection) -> tuple[float, float]:
-    """The shares of a part's training rows that are held out for validation and test: 0 if it has its own split."""
-    fractions = {"validation": data.validation_fraction, "test": data.test_fraction}
-    validation, test = (0.0 if split in part.held_out else fraction for split, fraction in fractions.items())
-    return validation, test
 
 
 def warn_of_few(counts: Mapping[str, Mapping[str, int]], languages: Sequence[str], totals: Mapping[str, int]) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 from hf_gpipe.data.deterministic import split_of, stable_fraction, stable_random
 from hf_gpipe.data.formats import Row
 from hf_gpipe.data.progress import progress
-from hf_gpipe.data.splits import Corpus
+from hf_gpipe.data.splits import Corpus, held_out_of
 from hf_gpipe.data.translation.fields import ONE_LANGUAGE, PairFields
 from hf_gpipe.data.translation.pairs import Pair, language_tag, texts_of
-from hf_gpipe.data.translation.reader import PairReader, held_out_of, tags_of, warn_of_few
+from hf_gpipe.data.translation.reader import PairReader, tags_of, warn_of_few
 from hf_gpipe.data.translation.sampling import language_probabilities
 from hf_gpipe.data.translation.sources import Part, Rows, counts_of
 from hf_gpipe.errors import CheckpointError, DataError
@@ -230,7 +230,7 @@ def streamed_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection
         name: BlockReader(
             part,
             PairReader(fields, data.languages, tags),
-            held_out_of(part, data),
+            held_out_of(part.held_out, data),
             data.shuffle_buffer,
             order_seed,
         )
@@ -254,7 +254,7 @@ def _held_out(
         for split, open_rows in part.held_out.items():
             pairs = ((split, pair) for pair in reader.pairs(part, open_rows()))
             splits[split] += _first(pairs, [split], of_part, limit)[split]
-        fractions = held_out_of(part, data)
+        fractions = held_out_of(part.held_out, data)
         wanted = [split for split, fraction in zip(("validation", "test"), fractions, strict=True) if fraction > 0]
         if wanted:
             read = progress(reader.pairs(part, part.train()), f"finding held-out pairs of {part.name}", "pairs")
