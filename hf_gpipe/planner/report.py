@@ -216,7 +216,8 @@ def overrides(plan: Plan, recipe: PipelineConfig) -> str:
         recompute = "stage" if is_table_file(settings.schedule) and not is_made else AUTO
     values = settings.of_plan | {"recompute": recompute}
     if is_made:
-        values["schedule"] = _schedule_asked(plan)
+        # With these the planner makes the table again.
+        values["schedule"] = DEALT[0] if plan.timeline.schedule.placement.is_dealt else AUTO
     shown = settings.to_give(values, recipe)
     return " ".join(f"pipeline.{name}={_argument(value)}" for name, value in shown.items())
 
@@ -226,11 +227,6 @@ def _argument(value: Any) -> str:
     if value is None:
         return "null"
     return shlex.quote(value) if isinstance(value, str) else str(_listed(value)).replace(" ", "")
-
-
-def _schedule_asked(plan: Plan) -> str:
-    """The schedule with which the planner makes the table of a plan again."""
-    return DEALT[0] if plan.timeline.schedule.placement.is_dealt else AUTO
 
 
 def _listed(value: Any) -> Any:

@@ -7,14 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard
 from transformers import Trainer, trainer_pt_utils
+from transformers.modelcard import TrainingSummary
 
 from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.save import make_directory
 from hf_gpipe.job.calls import by_every_process
 from hf_gpipe.job.world import World
 from hf_gpipe.training.hub import HubUploads
-from hf_gpipe.training.model_card import write_model_card
 from hf_gpipe.training.trainer_interface import TrainerInterface
 
 
@@ -66,13 +67,34 @@ class SavingTrainer(TrainerInterface):
         """Draft the model card, README.md in `args.output_dir`; the main process does.
 
         The arguments, such as `language`, `tags` and `dataset`, are those of transformers' `Trainer.create_model_card`.
+        The tags of a card that is there are kept.
 
         Raises UserError where the directory cannot be made.
         """
-        card = inspect.signature(Trainer.create_model_card).bind(self, *entries, **named_entries).arguments
-        if self.is_world_process_zero():
-            make_directory(self._output_dir)
-            write_model_card(self, self._output_dir / "README.md", **{k: v for k, v in card.items() if k != "self"})
+        given = inspect.signature(Trainer.create_model_card).bind(self, *entries, **named_entries).arguments
+        if not self.is_world_process_zero():
+            return
+        make_directory(self._output_dir)
+        path, kept = self._output_dir / "README.md", {name: value for name, value in given.items() if name != "self"}
+        if path.exists():
+            before = ModelCard.load(path, ignore_metadata_errors=True).data.tags
+            tags = kept.get("tags")
+            if before and tags is not None:
+                tags = [tags] if isinstance(tags, str) else list(tags)
+                kept["tags"] = [*tags, *(tag for tag in before if tag not in tags)]
+        summary: Any = TrainingSummary.from_trainer(self, **kept)
+        # Trainer counts every process as a replica, which a stage is not.
+        for name in ("distributed_type", "num_devices", "total_train_batch_size", "total_eval_batch_size"):
+            summary.hyperparameters.pop(name, None)
+        if self.args.rows_of_update not in (None, self.args.per_device_train_batch_size):
+            summary.hyperparameters["total_train_batch_size"] = self.args.rows_of_update
+        summary.hyperparameters |= self.pipe.config.in_short
+        path.write_text(summary.to_model_card(), encoding="utf-8")
+        if self.pipe.adapter.peft is not None:
+            card = ModelCard.load(path)
+            card.data.library_name = "peft"
+            card.data.base_model = card.data.base_model or self.pipe.model.config.name_or_path or None
+            card.save(path)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write metrics into `{split}_results.json` of `args.output_dir`; the main process does.

@@ -13,7 +13,7 @@ import pytest
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.commands import plan
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.planner.costs.chunks import chunk_counts, each_chunk, taper_of, ways_to_cut
+from hf_gpipe.planner.costs.chunks import each_chunk, taper_of, ways_to_cut
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
@@ -156,7 +156,7 @@ def test_chunks_fill_a_pipeline_that_one_row_does_not() -> None:
     [(3, 100, [3]), ("auto", 100, [1]), ("auto", 1024, [1, 2, 4]), ("1000 tokens", 4096, [5])],
 )
 def test_the_numbers_of_chunks_that_are_tried(given: Any, tokens: int, counts: list[int]) -> None:
-    assert chunk_counts(PipelineConfig(2, sequence_chunks=given), tokens) == counts
+    assert [way.most for way in ways_to_cut(PipelineConfig(2, sequence_chunks=given), tokens)] == counts
 
 
 def test_rows_that_are_not_cut_have_no_taper() -> None:

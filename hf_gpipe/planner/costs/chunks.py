@@ -16,17 +16,13 @@ from hf_gpipe.recipe import Chunks, PipelineConfig
 MOST_CHUNKS, SHORTEST_CHUNK = 64, 256
 
 
-def chunk_counts(config: PipelineConfig, tokens: int) -> list[int]:
-    """The numbers of chunks that a configuration allows for rows of so many tokens; of "auto" powers of two."""
-    if (count := config.num_chunks(tokens)) is not None:
-        return [count]
-    limit = min(MOST_CHUNKS, max(tokens // SHORTEST_CHUNK, 1))
-    return [2**power for power in range(limit.bit_length())]
-
-
 def ways_to_cut(config: PipelineConfig, tokens: int) -> list[Chunks]:
-    """The ways to cut rows of so many tokens that a configuration allows; where its taper is open, that is 0."""
-    return [config.with_chunks(count) for count in chunk_counts(config, tokens)]
+    """The ways to cut rows of so many tokens that a configuration allows, of "auto" into powers of two; where its taper
+    is open, that is 0."""
+    if (count := config.num_chunks(tokens)) is not None:
+        return [config.with_chunks(count)]
+    limit = min(MOST_CHUNKS, max(tokens // SHORTEST_CHUNK, 1))
+    return [config.with_chunks(2**power) for power in range(limit.bit_length())]
 
 
 def each_chunk(

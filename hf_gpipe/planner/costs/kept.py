@@ -137,13 +137,9 @@ class _Identity:
         files = dict.fromkeys(cls.__module__ for cls in classes)
         namespaces = [vars(cls) for cls in classes] + [vars(sys.modules[file]) for file in files if file in sys.modules]
         return [
-            tuple((name, entry) for name, entry in names.items() if type(entry) in _PLAIN or _is_code(entry))
+            tuple((name, entry) for name, entry in names.items() if type(entry) in _PLAIN or isinstance(entry, _CODE))
             for names in map(dict, namespaces)
         ]
-
-
-def _is_code(value: Any) -> bool:
-    return isinstance(value, _CODE)
 
 
 def _is_known(code: Any) -> bool:

@@ -230,15 +230,12 @@ class LayerTracer:
         own, outside = trace.saved - trace.saved_outside, trace.saved_outside
         if (second := self._second_of_shared_tables(index)) is not None:
             # The first block of a stage makes the bias, and the others are handed it.
-            saved, saved_before = self._saved_of_pair(second, workload, recompute_blocks=recompute_blocks)
+            pair = second - 1, second + 1, recompute_blocks
+            saved, saved_before = self._of_stage(*pair, workload, StageTracer.saved_bytes, second)
             own = saved - saved_before
             between = boundary_bytes(self.run.adapter, second, inputs).get("hidden", 0)
             outside = max(trace.saved - own, saved - between - 2 * own, 0)
         return GraphCost(own, saved_input, outside, trace.backward_peak)
-
-    def _saved_of_pair(self, second: int, workload: Workload, *, recompute_blocks: bool) -> tuple[int, int]:
-        """Of block `second` and the one before it, what their graph keeps, and what of it the one before does."""
-        return self._of_stage(second - 1, second + 1, recompute_blocks, workload, StageTracer.saved_bytes, second)
 
     def _second_of_shared_tables(self, index: int) -> int | None:
         """Number of the second block of a stack whose first block makes something for all of them, as T5's bias."""

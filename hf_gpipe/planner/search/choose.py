@@ -22,7 +22,7 @@ from hf_gpipe.planner.search.cut import cut_plan
 from hf_gpipe.planner.search.listed import with_table
 from hf_gpipe.planner.search.meshes import Meshes, with_mesh
 from hf_gpipe.planner.search.visiting import visiting_ways, with_dealt_table, with_visitors
-from hf_gpipe.recipe import AUTO, Chunks, PipelineConfig
+from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.recipe.pipeline.stages import HEAD_IN_PARTS
 from hf_gpipe.recipe.section import given_not_with
 from hf_gpipe.schedule import (
@@ -102,18 +102,14 @@ def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     """The plans that a configuration allows and that are worth a try, of named schedules, at least one. Raises as
     `best_plan`."""
     config = config.settled(can_plan=True)
-    cuts = ways_to_cut(config, planner.inputs.mini_batch().target_tokens)
-    outcomes = [outcome for cut in cuts for search in _searches(planner, config, cut) for outcome in search.outcomes()]
+    outcomes: list[Outcome] = []
+    for cut in ways_to_cut(config, planner.inputs.mini_batch().target_tokens):
+        for way in planner.tapered(cut, is_open=config.is_taper_open):
+            outcomes += _Search(planner.with_chunks(way), config.cut_into(way)).outcomes()
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     if not plans:
         raise min((outcome for outcome in outcomes if not isinstance(outcome, Plan)), key=_sort_key)
     return plans
-
-
-def _searches(planner: Planner, config: PipelineConfig, cut: Chunks) -> Iterator[_Search]:
-    """The search for a way to cut rows, and for that with the taper of the costs if it is open."""
-    for way in planner.tapered(cut, is_open=config.is_taper_open):
-        yield _Search(planner.with_chunks(way), config.cut_into(way))
 
 
 class _Search:
