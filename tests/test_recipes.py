@@ -152,7 +152,7 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
         if recipe.data.kind == "images":
             return [*small, f"data.path={data / 'digits.parquet'}", "data.test_fraction=0.2"]
         return [*small, f"data.path={data}/questions/data", f"model.path={data}/questions/model"]
-    overrides = [*small, f"tokenizer.path={models}"]
+    overrides = [*small, f"tokenizer={{path: {models}}}"]
     if recipe.data.kind not in SEQUENCE_KINDS:
         overrides.append("evaluation.samples=1")
     if recipe.model.path is not None:

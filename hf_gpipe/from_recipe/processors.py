@@ -15,7 +15,7 @@ from hf_gpipe.data.examples.images import image_processor
 from hf_gpipe.data.files import read_template
 from hf_gpipe.data.splits import Corpus
 from hf_gpipe.data.tokenizer import has_tokenizer, read_tokenizer, trained_tokenizer
-from hf_gpipe.errors import DataError
+from hf_gpipe.errors import DataError, RecipeError, UserError
 from hf_gpipe.from_recipe.model import model_config
 from hf_gpipe.recipe import Recipe
 
@@ -32,13 +32,24 @@ def _tokenizer(recipe: Recipe, corpus: Corpus[Any], checkpoint: Path | None) -> 
     source = checkpoint or recipe.tokenizer.path or recipe.model.path
     if source is not None:
         try:
-            return read_tokenizer(source, trust_remote_code=recipe.model.trust_remote_code)
+            tokenizer = read_tokenizer(source, trust_remote_code=recipe.model.trust_remote_code)
         except DataError:
             # A directory with weights alone has no tokenizer: one is trained.
             is_expected = checkpoint is not None or recipe.tokenizer.path is not None
             if is_expected or has_tokenizer(source):
                 raise
+        else:
+            if checkpoint is None:
+                _check_loaded(recipe, source)
+            return tokenizer
     return trained_tokenizer(corpus, recipe.tokenizer)
+
+
+def _check_loaded(recipe: Recipe, source: str | Path) -> None:
+    try:
+        recipe.tokenizer.check_loaded(f"{source!r} has a tokenizer; choose a model without one")
+    except UserError as error:
+        raise RecipeError(f"tokenizer.{error}") from None
 
 
 def image_processor_of(recipe: Recipe, corpus: Any = None, checkpoint: Path | None = None) -> Any:

@@ -46,6 +46,7 @@ IMAGE_TEXT = ("image_text",)
 LABELLED = ("classification", *IMAGES)
 PAIRS = (*CLDR, *ROW_KINDS)
 OF_TEXT = (*PAIRS, *SEQUENCE_KINDS)
+TOKENIZED = tuple(kind for kind in OF_TEXT if kind not in IMAGE_TEXT)
 BY_TARGETS = (*PAIRS, "text")
 READ = (*ROW_KINDS, *SEQUENCE_KINDS, *IMAGES)
 
@@ -295,6 +296,9 @@ class DataSection:
                 f"languages names {len(self.languages)} languages and num_languages is {self.num_languages}; leave one "
                 "of the two out."
             )
+        if not self.power_law_exponent:
+            why = "power_law_exponent is 0, so all languages have the same size; set that above 0"
+            refuse_given(self, ("rank_seed",), why, DataError)
         if self.min_examples_per_language > self.examples_per_language:
             raise DataError(
                 f"min_examples_per_language is {self.min_examples_per_language}, more than examples_per_language, "

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import Field
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.data import PAIRS, WITHOUT_IMAGES, DataSection
+from hf_gpipe.recipe.data import PAIRS, TOKENIZED, DataSection
 from hf_gpipe.recipe.losses import (
     DistillationSection,
     EmbeddingsSection,
@@ -135,11 +135,11 @@ class LoraSection:
         return self.r is not None or self.path is not None
 
 
-@section()
+@section(kinds=TOKENIZED)
 class TokenizerSection:
-    """The tokenizer, loaded or trained on the corpus."""
+    """The tokenizer, loaded, or trained on the corpus as the other keys say."""
 
-    path: Annotated[Text | None, WITHOUT_IMAGES] = None
+    path: Text | None = None
     """Hub id or directory to load from; null: the tokenizer of `model.path`, or, without one, a tokenizer that is
     trained on the corpus."""
 
@@ -155,6 +155,14 @@ class TokenizerSection:
     training_pairs: Count | None = None
     """Number of pairs or documents, sampled from the corpus, on which a tokenizer is trained; null: 250,000, or 100,000
     of a stream."""
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            self.check_loaded(f"path is {self.path!r}, whose tokenizer is trained already; leave path out")
+
+    def check_loaded(self, why: str) -> None:
+        """Raise UserError for a key of a trained tokenizer, because the tokenizer is loaded, as `why` says."""
+        refuse_given(self, [name for name in keys_of(TokenizerSection) if name != "path"], why)
 
 
 @section()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -23,7 +23,18 @@ _LOSSES_THAT_READ = {
     "label_smoothing": ("sigmoid", "robust", "cpo", "simpo"),
     "simpo_gamma": ("simpo",),
     "cpo_alpha": ("cpo", "simpo"),
+    "scale": ("multiple_negatives",),
+    "margin": ("triplet",),
+    "distance": ("triplet",),
 }
+
+
+def _check_read(section: Any) -> None:
+    """Raise UserError for a key of a section that its `loss_type` does not read."""
+    for name in _LOSSES_THAT_READ.keys() & keys_of(type(section)).keys():
+        if section.loss_type not in (users := _LOSSES_THAT_READ[name]):
+            why = f"loss_type is {section.loss_type}, which does not use it; choose {' or '.join(users)}"
+            refuse_given(section, (name,), why)
 
 
 @section()
@@ -77,10 +88,10 @@ class PreferencesSection(_AgainstReference):
     """Whether the loss leaves the reference out."""
 
     def __post_init__(self) -> None:
-        for name, users in _LOSSES_THAT_READ.items():
-            if self.loss_type not in users:
-                why = f"loss_type is {self.loss_type}, which does not use it; choose {' or '.join(users)}"
-                refuse_given(self, (name,), why)
+        _check_read(self)
+        if self.reference_free or self.loss_type in WITHOUT_REFERENCE:
+            free = "reference_free is true" if self.reference_free else f"loss_type is {self.loss_type}"
+            refuse_given(self, ("precompute_ref_log_probs",), f"{free}, so no reference is read; change that")
 
 
 @section(kinds=("kto",))
@@ -143,6 +154,9 @@ class EmbeddingsSection:
 
     disable_dropout: bool = False
     """Whether the model has no dropout in training."""
+
+    def __post_init__(self) -> None:
+        _check_read(self)
 
     @property
     def num_texts(self) -> int:
@@ -220,3 +234,5 @@ class DistillationSection:
     def __post_init__(self) -> None:
         if self.teacher is None and self.top_k_file is None:
             refuse_given(self, keys_of(DistillationSection), "teacher is null; name a teacher")
+        elif self.teacher is None:
+            refuse_given(self, ("quantization",), "teacher is null, so no weights are loaded; name a teacher")

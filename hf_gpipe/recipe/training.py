@@ -191,9 +191,17 @@ class TrainingSection:
     def __post_init__(self) -> None:
         if not self.push_to_hub:
             refuse_given(self, ("hub_model_id", "hub_private_repo"), "push_to_hub is false; set it to true")
+        if not self.report_to:
+            refuse_given(self, ("run_name",), "report_to is empty; name a service, such as [tensorboard]")
         if self.lr_scheduler_type != "warmup_stable_decay":
             why = f"lr_scheduler_type is {self.lr_scheduler_type}, which does not use it; use warmup_stable_decay"
             refuse_given(self, ("decay_steps",), why)
+        if self.lr_scheduler_type == "constant":
+            why = "lr_scheduler_type is constant, which has no warm-up; use constant_with_warmup"
+            refuse_given(self, ("warmup_steps",), why)
+        if not self.optim.startswith("adamw"):
+            why = f"optim is {self.optim}, which does not use it; use adamw_torch_fused"
+            refuse_given(self, ("adam_beta1", "adam_beta2", "adam_epsilon"), why)
         if self.bf16 and self.fp16:
             raise UserError("bf16 and fp16 are both true; set one of them to false.")
         every, saved = self.eval_steps, self.save_steps

@@ -41,8 +41,6 @@ class PipelineDPOConfig(ReferenceArguments):
                 raise UserError(f"loss_type={given!r}: a sum of losses is not supported; name one")
             (self.loss_type,) = given
         super().check()
-        if self.make_loss().reference_free and self.precompute_ref_log_probs:
-            raise UserError(f"precompute_ref_log_probs=True: {self.loss_text} reads no reference; leave it out")
 
     @property
     def loss_text(self) -> str:

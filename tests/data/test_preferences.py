@@ -11,6 +11,7 @@ import pytest
 
 from hf_gpipe.data import PreferenceCollator, PreferenceExamples
 from hf_gpipe.data.examples.chats import preference_of
+from hf_gpipe.data.examples.rewards import RewardExamples
 from hf_gpipe.data.examples.rows import corpus_of_rows
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe import DataSection
@@ -72,6 +73,18 @@ def test_the_ids_are_those_of_trl(form: str, plain: Any) -> None:
     assert mine.lengths == [len(row["prompt_ids"]) + more for row, more in zip(expected, longer, strict=True)]
 
 
+@pytest.mark.parametrize("examples", [PreferenceExamples, RewardExamples])
+def test_an_empty_answer_is_its_end_token(examples: Any) -> None:
+    """As in TRL; it was an error. Without such a token nothing would be left of the answer."""
+    made, rows = tokenizer(), [{"prompt": "", "chosen": "", "rejected": "b"}]
+    if examples is PreferenceExamples:
+        rows[0]["prompt"] = "a "
+    assert examples(rows, made)[0]["chosen_ids"] == [made.eos_token_id]
+    made.eos_token = None
+    with pytest.raises(DataError, match="leave no tokens of an answer"):
+        examples(rows, made)
+
+
 def test_mini_batches_have_pairs_of_rows() -> None:
     rows = [
         {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5]},
@@ -97,7 +110,6 @@ def test_mini_batches_have_pairs_of_rows() -> None:
         ({"prompt": "a", "chosen": GOOD, "rejected": BAD}, "'prompt' is text, 'chosen' is not, 'rejected' is not"),
         ({"prompt": ASKED, "chosen": GOOD, "rejected": [{"role": "x"}]}, "x: rejected[0].role is 'x'"),
         ({"prompt": ASKED, "chosen": GOOD, "rejected": []}, "x: rejected is []; it must be a list of messages"),
-        ({"prompt": "a", "chosen": "", "rejected": "b"}, "x: 'chosen' is empty"),
         ({"chosen": "ab", "rejected": "b"}, "x: there is no prompt, or it is empty"),
         ({"prompt": ASKED, "chosen": GOOD, "rejected": BAD, "tools": "["}, "tools is text that is not JSON"),
     ],

@@ -87,9 +87,6 @@ def preference_of(where: str, row: Mapping[str, Any], *, needs_prompt: bool = Tr
         elif shared and chosen[shared - 1] == " ":
             shared -= 1
         given |= {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
-    for name in ("chosen", "rejected"):
-        if not given[name]:
-            raise DataError(f"{where}: {name!r} is empty; leave the row out")
     if needs_prompt and not given["prompt"]:
         raise DataError(f"{where}: there is no prompt, or it is empty; give 'prompt', or begin both answers with it")
     _read_tools(where, given)

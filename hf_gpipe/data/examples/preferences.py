@@ -56,12 +56,13 @@ class PreferenceExamples(EncodedRows):
             return None
         self.num_truncated += most is not None and max(map(len, wholes)) > most
         answers = [whole[start : most if self._cuts_answers else None] for whole in wholes]
-        if not start or not all(answers):
-            what = "its prompt" if not start else "an answer"
-            raise DataError(
-                f"{read.where}: the tokenizer and its template leave no tokens of {what}; leave the row out"
-            )
+        self._check_tokens(read.where, "its prompt", prompt[:start])
+        self._check_tokens(read.where, "an answer", *answers)
         return prompt[:start], *answers
+
+    def _check_tokens(self, where: str, what: str, *parts: Sequence[int]) -> None:
+        if not all(parts):
+            raise DataError(f"{where}: the tokenizer and its template leave no tokens of {what}; leave the row out")
 
     def _answered(self, where: str, row: Mapping[str, Any]) -> list[list[int]]:
         """The ids of the prompt with each answer; text has the end-of-sequence token behind it."""

@@ -51,6 +51,7 @@ class RewardExamples(PreferenceExamples):
     def _example(self, read: ReadRow) -> tuple[Sequence[int] | Sequence[float], ...] | None:
         row = read.row
         wholes = self._answered(read.where, row)
+        self._check_tokens(read.where, "an answer", *wholes)
         if self._max_length is not None and max(map(len, wholes)) > self._max_length:
             self.num_dropped += 1
             return None
