@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -30,6 +31,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils import logging as transformers_logging
 
 from hf_gpipe import strict_json
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.feed_forward import divide_by_depth
 from hf_gpipe.adapters.modules.dropout import default_generator, keeping_random_numbers, key, mix
 from hf_gpipe.adapters.modules.quantised import BySlices, quantised_layers, restore
@@ -264,22 +266,62 @@ def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[
 
     Raises CheckpointError if there are none or the index names a file outside of the directory.
     """
+    main = _main_file(path)
+    if main.name == SAFE_WEIGHTS_NAME:
+        return [main]
+    weight_map = read_weight_map(main)
+    needed = sorted({file for key, file in weight_map.items() if is_own(key)}) or sorted(set(weight_map.values()))
+    return [found for file in needed if (found := _cached(path, file)) is not None]
+
+
+def _main_file(path: str | os.PathLike[str]) -> Path:
+    """The file of a Hub directory or id that has all weights, or the index of several."""
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        if (found := _cached(path, name, _raise_exceptions_for_missing_entries=False)) is not None:
+            return found
+    raise CheckpointError(
+        f"{str(path)!r} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; "
+        "give a checkpoint in safetensors format"
+    )
+
+
+def _cached(path: str | os.PathLike[str], file: str, **options: Any) -> Path | None:
     try:
-        single = cached_file(str(path), SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
-        if single is not None:
-            return [Path(single)]
-        index = cached_file(str(path), SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-        if index is None:
-            raise CheckpointError(
-                f"{str(path)!r} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; "
-                "give a checkpoint in safetensors format"
-            )
-        weight_map = read_weight_map(Path(index))
-        needed = sorted({file for key, file in weight_map.items() if is_own(key)}) or sorted(set(weight_map.values()))
-        files = [cached_file(str(path), file) for file in needed]
+        found = cached_file(str(path), file, **options)
     except OSError as error:
         raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
-    return [Path(file) for file in files if file is not None]
+    return None if found is None else Path(found)
+
+
+def unexpected_tensors(adapter: Adapter, path: str | os.PathLike[str]) -> list[str]:
+    """The tensors of a Hub directory or id that the model does not have, where transformers would warn of them.
+
+    Raises CheckpointError where the files are missing or damaged, or where a layer could have the tensor, such as a
+    bias that the configuration turns off: the model would compute something else.
+    """
+    model, quantisation = adapter.reference, adapter.quantisation
+    main = _main_file(path)
+    if main.name == SAFE_WEIGHTS_NAME:
+        try:
+            with safe_open(main, framework="pt") as opened:
+                keys = list(opened.keys())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
+    else:
+        keys = list(read_weight_map(main))
+    state = model.state_dict()
+    renamed = _renaming(model, None if quantisation is None else quantisation.quantizer())
+    info = SimpleNamespace(missing_keys=set(), unexpected_keys={renamed(key) for key in keys} - state.keys())
+    model._adjust_missing_and_unexpected_keys(info)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in sorted(info.unexpected_keys):
+        module, _, leaf = name.rpartition(".")
+        if module in modules and leaf in modules[module]._parameters:
+            raise CheckpointError(
+                f"the checkpoint {str(path)!r} has {name}, which the model's configuration turns off; correct the "
+                "configuration, such as its attention_bias, or give a checkpoint without it"
+            )
+    return sorted(info.unexpected_keys)
 
 
 def _check(directory: Path, files: Sequence[Path], is_own: Callable[[str], bool]) -> None:
@@ -306,17 +348,22 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 def _own_keys(model: PreTrainedModel, quantizer: Any = None) -> Callable[[str], bool]:
     """Return a function: whether a checkpoint's key, after the library's conversions, is a tensor of this stage."""
+    state, renamed = model.state_dict(), _renaming(model, quantizer)
+    return lambda key: renamed(key) in state
+
+
+def _renaming(model: PreTrainedModel, quantizer: Any = None) -> Callable[[str], str]:
+    """Return a function: the name of a checkpoint's tensor in a model, by the library's conversions."""
     state = model.state_dict()
     # A new mapping: entries record that they were used, and saving reverts the used ones.
     mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
 
-    def is_own(key: str) -> bool:
-        renamed, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        return key in state or renamed in state
+    def renamed(key: str) -> str:
+        return key if key in state else rename_source_key(key, renamings, converters, model.base_model_prefix, state)[0]
 
-    return is_own
+    return renamed
 
 
 def saved_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Tensor]:

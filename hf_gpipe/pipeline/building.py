@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.modules.batch_norm import batch_norms_of
-from hf_gpipe.errors import UserError
+from hf_gpipe.checkpoint import hub
+from hf_gpipe.errors import UserError, listed
 from hf_gpipe.losses.loss import whole_logits
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.divided_head import divide_head
@@ -39,6 +41,13 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     sent = _boundary_dtype(config.boundary_dtype, adapter)
     seed = TrainingSection.seed if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
+    if isinstance(weights, str | os.PathLike) and (others := hub.unexpected_tensors(adapter, weights)):
+        if world.is_reporter:
+            logger.warning(
+                f"{len(others)} tensors of the checkpoint {str(weights)!r} are not read, for the model has no such "
+                f"parameters: {listed(others, 3)}; that is right for a head of another task, and else the model's "
+                "configuration should have them"
+            )
     ranks, divides_head = world.worker_ranks(config.division), decision.full_table.divides_head
     num_layers, visitors = len(adapter.layers), config.visitors
     homes = Homes(world) if world.placement.is_dealt else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -73,6 +73,35 @@ def test_initial_weights_follow_the_family_and_leave_the_generator_alone() -> No
     plain = plain_model(tiny_config("marian", d_model=32), dtype=torch.float32)
     table = "model.encoder.embed_positions.weight"
     assert torch.equal(found[table], plain.get_parameter(table))
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_tensors_that_the_model_does_not_have(
+    is_sharded: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were ignored without a word, where transformers warns; with a bias the model would be another one."""
+    names = ["model.layers.9.mlp.up_proj.weight", "more.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
+    tensors = {**plain_model(tiny_config("llama")).state_dict(), **{name: torch.zeros(2) for name in names}}
+
+    file = "all.safetensors" if is_sharded else "model.safetensors"
+
+    def write() -> None:
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / file, {"format": "pt"})
+        if is_sharded:
+            index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, file)}
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    tiny_config("llama").save_pretrained(tmp_path)
+    write()
+    with caplog.at_level("WARNING"):
+        Pipeline(tmp_path, 2)
+    (warning,) = [record.message for record in caplog.records if "not read" in record.message]
+    assert warning.startswith("2 tensors of the checkpoint")
+    assert f"no such parameters: {names[0]}, {names[1]};" in warning
+    tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(8)
+    write()
+    with pytest.raises(CheckpointError, match="q_proj.bias, which the model's configuration turns off"):
+        Pipeline(tmp_path, 2)
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("marian", False), ("bart", False)])
