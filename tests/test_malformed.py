@@ -216,7 +216,9 @@ def test_recipes_that_cannot_be_read(tmp_path: Path, refused: Callable[..., str]
             "model.dtype=int8",
         ),
         *("model.config.d_model=x", "model.config.d_model=0", "model.config.d_model=-8", "model.config.d_model=.nan"),
-        *("model.config.encoder_attention_heads=3", "model.config.dropout=x"),
+        *("model.config.encoder_attention_heads=3", "model.config.dropout=x", "model.config.encoder_attention_heads=-1"),
+        # A model without blocks was trained.
+        *("model.config.encoder_layers=-1", "model.config.init_std=.nan", "model.config.max_position_embeddings=0"),
         *("model.config.model_type=../..", "model.config.model_type=[]", "model.config.model_type=vit"),
         *("model.config.activation_function=gelo", "model.config.vocab_size=-5", "model.config.vocab_size=x"),
         *("model.config.encoder_layers=10000000", "model.attn_implementation=kernels-community/flash-attn"),
@@ -427,6 +429,13 @@ def test_broken_configurations(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | values))
     refused("model.config={}", f"model.path={folder}")
+
+
+def test_keys_of_a_trained_tokenizer_beside_the_model_s_own(prepared: Path, refused: Callable[..., str]) -> None:
+    """They were ignored without a word."""
+    words = ("model.config={}", f"model.path={prepared / 'model'}", "tokenizer={vocab_size: 300}")
+    assert "tokenizer.vocab_size is 300 (a whole number) and '" in (message := refused(*words))
+    assert "has a tokenizer; choose a model without one, or leave vocab_size out" in message
 
 
 def test_a_tokenizer_s_longest_text_that_is_no_number(

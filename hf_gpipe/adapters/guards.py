@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from types import FunctionType
@@ -30,6 +31,12 @@ _LARGEST = (
     (re.compile(r"num_labels$"), 1_000_000),
     (re.compile(""), 2**40),
 )
+#: The smallest of a number whose name matches: of -1 layers transformers makes a model without blocks.
+_SMALLEST = (
+    (re.compile(r"(hidden_size|d_model|n_embd|n_head|heads|per_tok(en)?|max_position_embeddings|n_positions)$"), 1),
+    (re.compile(r"(^n_layer|layers|blocks|depth|experts|intermediate_size|_dim)$"), 0),
+    (re.compile(""), -(2**40)),
+)
 #: Names of probabilities. Of another number some kernels raise an error in the first step, and others never do.
 _PROBABILITY = re.compile(r"(dropout|pdrop|layerdrop|dropout_(p|prob|rate)|drop(_path)?_rate)$")
 
@@ -57,9 +64,15 @@ def check_sizes(fields: Mapping[str, Any], prefix: str = "") -> None:
                 raise UserError(f"{key} is {show(number)}, expected a whole number; correct it")
             if _PROBABILITY.search(str(name)) and isinstance(number, int | float) and not 0 <= number <= 1:
                 raise UserError(f"{key} is {show(number)}, expected a number of at least 0 and at most 1; correct it")
-            most = next(largest for pattern, largest in _LARGEST if pattern.search(str(name)))
-            if isinstance(number, int) and abs(number) > most:
-                raise UserError(f"{key} is {shorten(str(number))}, and at most {most} is allowed; correct it")
+            if isinstance(number, float) and math.isnan(number):
+                raise UserError(f"{key} is {show(number)}, expected a number; correct it")
+            least, most = (
+                next(limit for pattern, limit in limits if pattern.search(str(name)))
+                for limits in (_SMALLEST, _LARGEST)
+            )
+            if type(number) is int and not least <= number <= most:
+                limit = f"at least {least}" if number < least else f"at most {most}"
+                raise UserError(f"{key} is {shorten(str(number))}, and {limit} is allowed; correct it")
 
 
 def check_attention(config: PreTrainedConfig, asked: str | None = None) -> None:
