@@ -216,7 +216,11 @@ def test_recipes_that_cannot_be_read(tmp_path: Path, refused: Callable[..., str]
             "model.dtype=int8",
         ),
         *("model.config.d_model=x", "model.config.d_model=0", "model.config.d_model=-8", "model.config.d_model=.nan"),
-        *("model.config.encoder_attention_heads=3", "model.config.dropout=x", "model.config.encoder_attention_heads=-1"),
+        *(
+            "model.config.encoder_attention_heads=3",
+            "model.config.dropout=x",
+            "model.config.encoder_attention_heads=-1",
+        ),
         # A model without blocks was trained.
         *("model.config.encoder_layers=-1", "model.config.init_std=.nan", "model.config.max_position_embeddings=0"),
         *("model.config.model_type=../..", "model.config.model_type=[]", "model.config.model_type=vit"),

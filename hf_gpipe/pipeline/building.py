@@ -41,13 +41,13 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     sent = _boundary_dtype(config.boundary_dtype, adapter)
     seed = TrainingSection.seed if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
-    if isinstance(weights, str | os.PathLike) and (others := hub.unexpected_tensors(adapter, weights)):
-        if world.is_reporter:
-            logger.warning(
-                f"{len(others)} tensors of the checkpoint {str(weights)!r} are not read, for the model has no such "
-                f"parameters: {listed(others, 3)}; that is right for a head of another task, and else the model's "
-                "configuration should have them"
-            )
+    others = hub.unexpected_tensors(adapter, weights) if isinstance(weights, str | os.PathLike) else []
+    if others and world.is_reporter:
+        logger.warning(
+            f"{len(others)} tensors of the checkpoint {str(weights)!r} are not read, for the model has no such "
+            f"parameters: {listed(others, 3)}; that is right for a head of another task, and else the model's "
+            "configuration should have them"
+        )
     ranks, divides_head = world.worker_ranks(config.division), decision.full_table.divides_head
     num_layers, visitors = len(adapter.layers), config.visitors
     homes = Homes(world) if world.placement.is_dealt else None

@@ -31,8 +31,8 @@ _LOSSES_THAT_READ = {
 
 def _check_read(section: Any) -> None:
     """Raise UserError for a key of a section that its `loss_type` does not read."""
-    for name in _LOSSES_THAT_READ.keys() & keys_of(type(section)).keys():
-        if section.loss_type not in (users := _LOSSES_THAT_READ[name]):
+    for name, users in _LOSSES_THAT_READ.items():
+        if name in vars(section) and section.loss_type not in users:
             why = f"loss_type is {section.loss_type}, which does not use it; choose {' or '.join(users)}"
             refuse_given(section, (name,), why)
 

@@ -29,7 +29,10 @@ def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     kept = {name: value for name, value in batch.items() if name not in ("max_length_q", "max_length_k")}
     for name, value in kept.items():
         if not isinstance(value, torch.Tensor):
-            raise DataError(f"mini-batch entry {name!r} is a {type(value).__name__}; only tensors can be trained on")
+            raise DataError(
+                f"mini-batch entry {name!r} is a {type(value).__name__}; only tensors can be trained on: let the data "
+                "collator make a tensor of it, or leave it out"
+            )
     shifted = kept.get("shift_labels")
     if "labels" not in kept and shifted is not None and shifted.dim() == 2:
         # The labels that these are the shifted ones of; the first has no position before it.

@@ -207,13 +207,23 @@ class MiniBatches:
     def _read_pools(
         self, epoch: int, start: int, number: int, pools: Pools, positions: DataPositions
     ) -> Iterator[Batch]:
-        rows = iter(self.dataset)
+        rows, done = iter(self.dataset), number * (self.size.known_rows or 0)
+        length = None if self.count() is None else len(self.dataset)
         while True:
             _seed_generators(mix(self.seed, epoch, number))
-            batches = self._without_rest(pools.cut(pools.read(rows), epoch, number))
+            done += len(pool := pools.read(rows))
+            batches = self._without_rest(pools.cut(pool, epoch, number))
+            if batches:
+                positions.pool_ends(number + len(batches))
+            has_more = done == length and next(rows, self) is not self
+            if length is not None and (has_more or done > length or (not batches and done < length)):
+                raise DataError(
+                    f"the length of the dataset, a {type(self.dataset).__name__}, is {length}, and it gives "
+                    f"{'more' if has_more or done > length else done} rows: epochs are counted by it; correct its "
+                    "__len__, or leave that out and give max_steps"
+                )
             if not batches:
                 return
-            positions.pool_ends(number + len(batches))
             for index, batch in enumerate(batches, start=number):
                 if index > number:
                     _seed_generators(mix(self.seed, epoch, index))
@@ -245,7 +255,10 @@ class MiniBatches:
             ]
         batch = self.collate(rows)
         if not isinstance(batch, Mapping):
-            raise DataError(f"the data collator returned a {type(batch).__name__}; a mini-batch is a dict of tensors")
+            raise DataError(
+                f"the data collator returned a {type(batch).__name__}; a mini-batch is a dict of tensors, such as "
+                f"{{{IDS!r}: ..., 'labels': ...}}: let it return that"
+            )
         return dict(batch)
 
 

@@ -100,7 +100,7 @@ def test_tensors_that_the_model_does_not_have(
     assert f"no such parameters: {names[0]}, {names[1]};" in warning
     tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(8)
     write()
-    with pytest.raises(CheckpointError, match="q_proj.bias, which the model's configuration turns off"):
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias, which the model's configuration turns off"):
         Pipeline(tmp_path, 2)
 
 

@@ -191,15 +191,24 @@ def test_a_bad_file_is_refused_with_the_line(text: str, message: str) -> None:
             "lora.r is 4 (a whole number) and path is 'there', whose adapters have their own",
         ),
         # Such keys were ignored without a word.
-        ("tokenizer={path: t, vocab_size: 9000}", "tokenizer.vocab_size is 9000 (a whole number) and path is 't', whose"),
-        ("training={output_dir: o, optim: sgd, adam_beta2: 0.95}", "training.adam_beta2 is 0.95 (a number) and optim is"),
+        (
+            "tokenizer={path: t, vocab_size: 9000}",
+            "tokenizer.vocab_size is 9000 (a whole number) and path is 't', whose",
+        ),
+        (
+            "training={output_dir: o, optim: sgd, adam_beta2: 0.95}",
+            "training.adam_beta2 is 0.95 (a number) and optim is",
+        ),
         (
             "training={output_dir: o, lr_scheduler_type: constant, warmup_steps: 9}",
             "training.warmup_steps is 9.0 (a number) and lr_scheduler_type is constant, which has no warm-up",
         ),
         ("training={output_dir: o, run_name: mine}", "training.run_name is 'mine' (a string) and report_to is empty"),
         ("data.rank_seed=0", "data.rank_seed is 0 (a whole number) and power_law_exponent is 0, so all languages"),
-        ("distillation={top_k_file: f, quantization: nf4}", "distillation.quantization is 'nf4' (a string) and teacher"),
+        (
+            "distillation={top_k_file: f, quantization: nf4}",
+            "distillation.quantization is 'nf4' (a string) and teacher",
+        ),
         (
             "preferences={reference_free: true, precompute_ref_log_probs: true}",
             "preferences.precompute_ref_log_probs is true (a boolean) and reference_free is true, so no reference",

@@ -383,7 +383,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ({"simpo_gamma": 0.0}, "simpo_gamma is 0.0 .*loss_type is sigmoid, which does not use it; choose simpo"),
         ({"cpo_alpha": 0.5}, "cpo_alpha is 0.5 .*loss_type is sigmoid, which does not use it; choose cpo or simpo"),
         ({"loss_type": "simpo", "simpo_gamma": -1.0}, "simpo_gamma: found -1.0 .*expected a number of at least 0"),
-        ({"loss_type": "cpo", "precompute_ref_log_probs": True}, "precompute_ref_log_probs is true .*loss_type is cpo, so no"),
+        (
+            {"loss_type": "cpo", "precompute_ref_log_probs": True},
+            "precompute_ref_log_probs is true .*loss_type is cpo, so no",
+        ),
         ({"packing": True}, "packing=True: mini-batches are made of whole examples"),
         ({"label_smoothing_factor": 0.1}, "the loss is not the cross-entropy"),
         ({"logit_clipping": 5.0}, r"logit_clipping=5\.0: .* the loss is not the cross-entropy"),

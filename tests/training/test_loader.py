@@ -19,6 +19,7 @@ from hf_gpipe.data import PairCollator
 from hf_gpipe.data.translation.sampling import draws_of
 from hf_gpipe.errors import CheckpointError, DataError, UserError
 from hf_gpipe.recipe.batch_size import BatchSize
+from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.training.loader import MiniBatches
 from tests.training.toy import CausalRows, Recorder, Rows, Stream, trainer, weights
 
@@ -199,6 +200,24 @@ def test_an_iterable_dataset_with_a_length_is_still_iterable() -> None:
     batches = MiniBatches(SizedStream(10), COLLATE, BatchSize(4))
     assert batches.is_iterable
     assert batches.count() == len(list(batches.epoch(0))) == 3
+
+
+@pytest.mark.parametrize(("said", "gives"), [(8, "gives more rows"), (9, "gives more rows"), (12, "gives 10 rows")])
+@pytest.mark.parametrize("start", [0, 1])
+def test_the_length_of_an_iterable_dataset_is_that_of_its_rows(said: int, gives: str, start: int) -> None:
+    """Epochs are counted by it: of another one, epochs and their mini-batches had wrong numbers without a word."""
+    dataset = SizedStream(10)
+    dataset.__class__ = type("Wrong", (SizedStream,), {"__len__": lambda self: said})
+    with pytest.raises(DataError, match=f"the length of the dataset, a Wrong, is {said}, and it {gives}"):
+        list(MiniBatches(dataset, COLLATE, BatchSize(4)).epoch(0, start))
+
+
+def test_what_a_collator_may_not_return() -> None:
+    """The errors named no next step."""
+    with pytest.raises(DataError, match=r"'text' is a list; .*: let the data collator make a tensor of it"):
+        tensors_of({"text": ["a"]})
+    with pytest.raises(DataError, match=r"returned a list; .* such as \{'input_ids': .*: let it return that"):
+        next(MiniBatches(Rows(4), list, BatchSize(2)).epoch(0))
 
 
 def test_a_data_set_that_was_gone_on_with_begins_anew_when_it_is_asked_to() -> None:
