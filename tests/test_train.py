@@ -340,7 +340,7 @@ def test_a_run_with_a_table_goes_on_from_its_own_recipe(recipe: Path, tmp_path: 
         ("data.languages=[de, xx]", "'xx'"),
         ("data.test_fraction=0", "no test pairs.*data.test_fraction"),
         ("tokenizer.vocab_size=9999", "vocab_size is 9999"),
-        ("tokenizer.path=/nowhere", "no tokenizer that can be read in '/nowhere'"),
+        ("tokenizer={path: /nowhere}", "no tokenizer that can be read in '/nowhere'"),
         ("training.output_dir=/proc/nowhere", "cannot write into the directory '/proc/nowhere'"),
     ],
 )
