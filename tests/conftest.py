@@ -36,6 +36,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Some models take the softmax of attention in float32, even where the rest is float64. With vectors of 8 numbers
 # (AVX2) a row whose padding was cut off is then added up in another order: 1e-8 of the gradient norm.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
+# On a CPU with AMX, torch 2.13 has no attention in bfloat16 without AVX-512, and products in float16 are rounded
+# otherwise for other shapes.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 # How long examples take to draw says how busy the machine is, and nothing of the code.
 # The tests of tests/gpu run without hypothesis too.
 if importlib.util.find_spec("hypothesis") is not None:

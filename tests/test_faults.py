@@ -329,9 +329,10 @@ def test_a_process_that_looks_for_advice_is_told_to_end(what: str, told: str, tm
 
 def test_the_handlers_are_given_back(tmp_path: Path) -> None:
     program = """
-import os, signal
+import os, signal, warnings
 from hf_gpipe.job.world import World
 from hf_gpipe.training.stopping import StopRequest
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 has one of forks beside threads
 before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 with StopRequest(World.of_job(), 5.0) as request:
     is_there, say = os.pipe()

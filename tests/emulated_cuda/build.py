@@ -20,7 +20,11 @@ LIBRARIES = {"device": ("torch_cpu", "c10"), "nccl": ("torch_cpu", "c10", "torch
 FLAGS = ("-O1", "-std=c++20", "-shared", "-fPIC")
 
 
-class NoCompilerError(Exception):
+class NoDeviceError(Exception):
+    """There can be no emulated device here."""
+
+
+class NoCompilerError(NoDeviceError):
     """The device cannot be built here."""
 
 
@@ -37,8 +41,11 @@ def library(name: str) -> Path:
     """The shared library made from a C++ file of this folder. All are compiled if this version of them was not yet.
 
     Raises:
+        NoDeviceError: the installed torch has real CUDA devices.
         NoCompilerError: there is no C++ compiler, or the system is not Linux; the message says which.
     """
+    if (torch_folder() / "lib" / "libtorch_cuda.so").exists():
+        raise NoDeviceError("the emulated CUDA device needs a build of torch without CUDA, and this one has it")
     if sys.platform != "linux":
         raise NoCompilerError(f"the emulated CUDA device is built on Linux only; this is {sys.platform}")
     targets = {one: _target(one) for one in LIBRARIES}
