@@ -33,7 +33,7 @@ T = TypeVar("T")
 _Counts = Annotated[list[strict_json.Number], Field(min_length=2, max_length=2)]
 
 #: To be raised when the same inputs give another content.
-VERSION = 2
+VERSION = 1
 #: The content of smaller files is hashed; of a larger one, its path, size and time of writing identify it.
 _HASHED_BYTES = 16 * 2**20
 #: Rows of a batch in a file, which is what is decoded at a time.

@@ -68,7 +68,8 @@ class TokenizedPairs:
             truncated = tokenize.num_truncated
         else:
             limits = [max_source_tokens, max_target_tokens, decoder_only]
-            key = fingerprint("tokens", made_of, identity_of_tokenizer(tokenizer), limits)
+            # Entries of "tokens" alone, of earlier releases, have another file with the counts.
+            key = fingerprint("counted tokens", made_of, identity_of_tokenizer(tokenizer), limits)
             batches = tokenize.batches(pairs)
             self._table, truncated = cached_table("tokens", key, _SCHEMA, batches, lambda: tokenize.num_truncated)
         self.num_truncated_sources, self.num_truncated_targets = truncated
