@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_MAPPING,
-    MODEL_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto as auto
 
 from hf_gpipe.errors import UnsupportedModelError
 
@@ -73,26 +63,26 @@ def _flat(names: Mapping[str, str | tuple[str, ...]]) -> frozenset[str]:
 
 IMAGE_CLASSIFICATION = AutoClass(
     "AutoModelForImageClassification",
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-    _flat(MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+    auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    _flat(auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
     "resnet or vit",
 )
 SEQUENCE_CLASSIFICATION = AutoClass(
     "AutoModelForSequenceClassification",
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    _flat(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    _flat(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
     "llama or qwen3",
 )
 TOKEN_CLASSIFICATION = AutoClass(
     "AutoModelForTokenClassification",
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    _flat(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+    auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    _flat(auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
     "llama or qwen3",
 )
 #: Models without a head. In some families the class is that of the language model.
 HEADLESS = AutoClass(
     "AutoModel",
-    MODEL_MAPPING,
-    _flat(MODEL_MAPPING_NAMES) - _flat(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    auto.MODEL_MAPPING,
+    _flat(auto.MODEL_MAPPING_NAMES) - _flat(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "bert, xlm-roberta or qwen3",
 )

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hf_gpipe.data.translation.fields import PLACEHOLDER
@@ -108,11 +108,22 @@ def check_files(data: DataSection) -> None:
         if is_a_directory and PLACEHOLDER not in path and not Path(path).is_dir():
             raise DataError(f"data.path: there is no directory {path} (looked in {Path.cwd()}); correct the path")
         return
+    for key, name in _paths(data):
+        try:
+            files_of(name, data.kind, key)
+        except DataError as error:
+            if data.made_by is None:
+                raise
+            raise DataError(f"{error}, or make the file: {data.made_by}") from error
+
+
+def _paths(data: DataSection) -> Iterator[tuple[str, str]]:
+    """The paths of a corpus of files, each with its key; one with a place for a language once for each."""
     target_path = data.target_path if data.kind == "parallel" else None
-    for key, name in (("data.path", path), ("data.target_path", target_path)):
-        for language in data.languages if name and PLACEHOLDER in name else [""]:
-            if name:
-                _check_file(name.replace(PLACEHOLDER, language), data, key)
+    for key, name in (("data.path", data.path), ("data.target_path", target_path)):
+        if name is not None:
+            for language in data.languages if PLACEHOLDER in name else [""]:
+                yield key, name.replace(PLACEHOLDER, language)
 
 
 def digest_of_files(data: DataSection) -> str:
@@ -121,22 +132,19 @@ def digest_of_files(data: DataSection) -> str:
     It reads little, so that two machines can compare their copies of a large corpus.
     """
     digest, is_empty = hashlib.blake2b(digest_size=8), True
-    for key, name in (("data.path", data.path), ("data.target_path", data.target_path)):
-        if name is None or data.kind not in SUFFIXES:
+    for key, name in _paths(data) if data.kind in SUFFIXES else ():
+        try:
+            files = files_of(name, data.kind, key)
+        except DataError:
             continue
-        for language in data.languages if PLACEHOLDER in name else [""]:
-            try:
-                files = files_of(name.replace(PLACEHOLDER, language), data.kind, key)
-            except DataError:
-                continue
-            for path in files:
-                is_empty = False
-                with path.open("rb") as file:
-                    size = file.seek(0, os.SEEK_END)
-                    digest.update(f"{path.name} {size}".encode())
-                    for place in (0, max(0, size - _END_BYTES)):
-                        file.seek(place)
-                        digest.update(file.read(_END_BYTES))
+        for path in files:
+            is_empty = False
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                digest.update(f"{path.name} {size}".encode())
+                for place in (0, max(0, size - _END_BYTES)):
+                    file.seek(place)
+                    digest.update(file.read(_END_BYTES))
     return "" if is_empty else digest.hexdigest()
 
 
@@ -149,12 +157,3 @@ def read_template(path: str) -> str:
             f"data.chat_template: {path} cannot be read ({error}; looked in {Path.cwd()}); give a file with a Jinja "
             "template"
         ) from error
-
-
-def _check_file(path: str, data: DataSection, key: str) -> None:
-    try:
-        files_of(path, data.kind, key)
-    except DataError as error:
-        if data.made_by is None:
-            raise
-        raise DataError(f"{error}, or make the file: {data.made_by}") from error
