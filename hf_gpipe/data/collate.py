@@ -43,6 +43,15 @@ class PairCollator:
         """The same, padded on the left."""
         return {name: tensor.flip(1) for name, tensor in self.of_ids([row[::-1] for row in rows]).items()}
 
+    def of_answers(
+        self, pairs: Sequence[tuple[list[int], list[int]]], max_length: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Prompts with an answer each as rows (N, T), cut to `max_length` tokens; labels are -100 in prompts."""
+        kept = slice(max_length)
+        labels = [([IGNORED_LABEL] * len(prompt) + answer)[kept] for prompt, answer in pairs]
+        batch = self.of_ids([(prompt + answer)[kept] for prompt, answer in pairs])
+        return batch | {"labels": self._pad(labels, IGNORED_LABEL)}
+
     def _pad(self, rows: list[list[int]], filler: int) -> torch.Tensor:
         longest = max(map(len, rows))
         return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])

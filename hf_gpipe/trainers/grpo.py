@@ -17,7 +17,6 @@ from hf_gpipe.adapters.modules.dropout import key, mix
 from hf_gpipe.checkpoint.directory import written_whole
 from hf_gpipe.checkpoint.peft import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from hf_gpipe.data.collate import PairCollator, tokens_of
-from hf_gpipe.data.examples.preferences import answered
 from hf_gpipe.data.examples.prompts import PromptCollator, PromptExamples
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.grpo import GRPOLoss, advantages_of, advantages_of_each, deviations, summed
@@ -211,7 +210,7 @@ class PipelineGRPOTrainer(OwnLossTrainer):
             )
         )
         prompts = [prompt for prompt in tokens_of(batch) for _ in range(count)]
-        made = answered([*zip(prompts, completions, strict=True)], end or 0)
+        made = PairCollator(end or 0).of_answers([*zip(prompts, completions, strict=True)])
         if args.mask_truncated_completions:
             made["labels"][torch.tensor([own[-1] != end for own in completions])] = IGNORED_LABEL
         total = summed(rewards, self._reward_weights)

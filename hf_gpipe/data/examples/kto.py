@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.examples.chats import conversation_of
-from hf_gpipe.data.examples.preferences import PreferenceExamples, answered
+from hf_gpipe.data.examples.preferences import PreferenceExamples
 from hf_gpipe.data.examples.rows import ReadRow
 from hf_gpipe.errors import DataError
 
@@ -64,7 +65,7 @@ class KTOExamples(PreferenceExamples):
 
 
 @dataclass(frozen=True)
-class KTOCollator:
+class KTOCollator(PairCollator):
     """Mini-batches of {"prompt_ids", "completion_ids", "label"}.
 
     Returns input_ids, attention_mask and labels (N, T), padded on the right; labels are -100 in prompts; and desirable
@@ -73,18 +74,16 @@ class KTOCollator:
     in float64. Rows are cut to `max_length` tokens.
     """
 
-    pad_token_id: int
     max_length: int | None = None
     has_mismatches: bool = True
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        kept = self.pad_token_id, self.max_length
-        batch = answered([(row["prompt_ids"], row["completion_ids"]) for row in rows], *kept)
+        batch = self.of_answers([(row["prompt_ids"], row["completion_ids"]) for row in rows], self.max_length)
         batch["desirable"] = torch.tensor([row["label"] for row in rows]).view(-1).bool()
         if self.has_mismatches:
             shifted = [rows[-1], *rows[:-1]]
             pairs = [(row["prompt_ids"], other["completion_ids"]) for row, other in zip(rows, shifted, strict=True)]
-            batch |= {f"KL_{name}": tensor for name, tensor in answered(pairs, *kept).items()}
+            batch |= {f"KL_{name}": tensor for name, tensor in self.of_answers(pairs, self.max_length).items()}
         for name in ("ref_logps", "ref_KL_logps"):
             if name in rows[0]:
                 batch[name] = torch.tensor([row[name] for row in rows], dtype=torch.float64)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.adapters.text_entries import text_entries
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.examples.chat_labels import ids_of
 from hf_gpipe.data.examples.chats import num_common, preference_of
@@ -78,28 +75,16 @@ class PreferenceExamples(EncodedRows):
         return [a + b for a, b in zip(self._lengths_of("prompt_ids"), longest, strict=True)]
 
 
-def answered(
-    pairs: Sequence[tuple[list[int], list[int]]], pad_token_id: int, max_length: int | None = None
-) -> dict[str, torch.Tensor]:
-    """A mini-batch (N, T) of prompts with an answer each, cut to `max_length` tokens; labels are -100 in prompts."""
-    kept = slice(max_length)
-    rows = [text_entries((p + a)[kept], labels=([IGNORED_LABEL] * len(p) + a)[kept]) for p, a in pairs]
-    return PairCollator(pad_token_id)(rows)
-
-
-@dataclass(frozen=True)
-class PreferenceCollator:
+class PreferenceCollator(PairCollator):
     """Mini-batches of {"prompt_ids", "chosen_ids", "rejected_ids"}: each chosen row is followed by its rejected one.
 
     Returns input_ids, attention_mask and labels (2 N, T), padded on the right; labels are -100 in prompts. Where the
     rows have "ref_chosen_logps" and "ref_rejected_logps", also ref_logps (2 N,) in float64.
     """
 
-    pad_token_id: int
-
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         both = [(row["prompt_ids"], row[name]) for row in rows for name in ("chosen_ids", "rejected_ids")]
-        batch = answered(both, self.pad_token_id)
+        batch = self.of_answers(both)
         if "ref_chosen_logps" in rows[0]:
             values = [row[name] for row in rows for name in ("ref_chosen_logps", "ref_rejected_logps")]
             batch["ref_logps"] = torch.tensor(values, dtype=torch.float64)

@@ -146,21 +146,19 @@ class SFTExamples(ChatExamples):
 
 
 @dataclass(frozen=True)
-class SFTCollator:
+class SFTCollator(PairCollator):
     """Mini-batches of {"input_ids", "labels"}, padded on the right as by `PairCollator`, or flattened.
 
     Attributes:
-        pad_token_id: fills input_ids.
         padding_free: whether a mini-batch is one row of documents, (1, T), with position_ids that begin anew in each. A
             row with "seq_lengths" has several of them.
     """
 
-    pad_token_id: int
     padding_free: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
         if not self.padding_free:
-            return PairCollator(self.pad_token_id)([{"labels": list(row["input_ids"]), **row} for row in rows])
+            return super().__call__([{"labels": list(row["input_ids"]), **row} for row in rows])
         lengths = [length for row in rows for length in row.get("seq_lengths", [len(row["input_ids"])])]
         columns = {
             "input_ids": [token for row in rows for token in row["input_ids"]],
