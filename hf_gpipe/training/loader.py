@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch.utils.data import DataLoader, Dataset
 
 from hf_gpipe.adapters.modules.dropout import mix
@@ -23,6 +24,8 @@ from hf_gpipe.data.translation.sampling import epoch_rows
 from hf_gpipe.errors import DataError, UserError, listed
 from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.training.pools import DataPositions, Pools, has_index, target_tokens
+
+logger = transformers.logging.get_logger(__name__)
 
 Batch = Mapping[str, torch.Tensor]
 Collate = Callable[[list[Any]], Batch]
@@ -215,12 +218,11 @@ class MiniBatches:
             batches = self._without_rest(pools.cut(pool, epoch, number))
             if batches:
                 positions.pool_ends(number + len(batches))
-            has_more = done == length and next(rows, self) is not self
-            if length is not None and (has_more or done > length or (not batches and done < length)):
-                raise DataError(
+            if length is not None and (done > length or (not batches and done < length)):
+                logger.warning_once(
                     f"the length of the dataset, a {type(self.dataset).__name__}, is {length}, and it gives "
-                    f"{'more' if has_more or done > length else done} rows: epochs are counted by it; correct its "
-                    "__len__, or leave that out and give max_steps"
+                    f"{'more' if done > length else done} rows: epochs, steps and the learning rate follow from the "
+                    "length; correct its __len__, or leave that out and give max_steps"
                 )
             if not batches:
                 return
