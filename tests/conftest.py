@@ -47,8 +47,11 @@ if importlib.util.find_spec("hypothesis") is not None:
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")
 # What tests prepare is not for the cache of whoever runs them; their commands inherit this one.
-_CACHE = os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="hf_gpipe-cache-")
-atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+_CACHES = os.environ.get("HF_GPIPE_TEST_CACHES")
+_CACHE = os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="hf_gpipe-cache-", dir=_CACHES)
+if _CACHES is None:  # the first process removes those of all that it starts, which may be killed
+    os.environ["HF_GPIPE_TEST_CACHES"] = _CACHE
+    atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -32,7 +32,7 @@ SIZES = {"de": 90, "fr": 31, "yo": 5}
 @cache
 def folder() -> Path:
     """Three languages in two or three files each: as a data set of the Hub's form, and as files of each kind."""
-    path = Path(mkdtemp())
+    path = Path(mkdtemp(dir=os.environ["HF_DATASETS_CACHE"]))  # removed at the end, as tests/conftest.py says
     sizes = {f"{code}-zz": {"train": size, "validation": 2} for code, size in SIZES.items()}
     hub_directories.write(path / "hub", sizes, shards=3)
     for kind in ("jsonl", "csv", "parquet"):
