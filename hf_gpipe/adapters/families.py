@@ -59,12 +59,12 @@ REFUSED = {
     "bigbird_pegasus": "all its blocks change their type of attention with the length of the batch",
     "cpmant": "it puts prompts of its own before the ids, so that hidden states are longer than the ids",
     "ctrl": "it scales the embeddings in place",
-    "encoder-decoder": "it masks the decoder's inputs only where it makes them itself, from labels",
+    "encoder-decoder": "it masks the decoder's inputs only if it makes them itself, from labels",
     "hrm_text": "its blocks run several times in a forward",
-    "hy_v4": "some of its blocks attend to what earlier blocks have chosen",
+    "hy_v4": "some of its blocks attend to tokens that earlier blocks have chosen",
     "inkling2_text": "its forward reads the type of attention from every block, also from blocks of other stages",
     "led": "it embeds a second input, its padding, in the middle of a forward",
-    "mllama": "it skips blocks where there is no image",
+    "mllama": "it skips blocks if there is no image",
     "openai-gpt": "every stage would need a weight of a block to choose the type of its mask",
     "pegasus_x": "it lengthens hidden states to a multiple of its block size",
     "roformer": "its blocks share a table of positions in a form that is not supported",
@@ -76,16 +76,16 @@ REFUSED = {
     "zaya": "it has weights outside of any layer (input_hidden_states_scale)",
 }
 
-_OF_UNLIKE_SIZES = "its images have unlike numbers of tokens, which follow from image_sizes"
-_DEEP = "what the tower makes enters several blocks"
-_OF_TIMM = "its tower is timm's, which was not there to compare"
-_OF_OWN_FORM = "its entries of images have another form than those that are read"
+_OF_SEVERAL_SIZES = "its images have different numbers of tokens, which follow from image_sizes"
+_DEEP = "features of the tower enter several blocks"
+_OF_TIMM = "its tower needs timm, which was not installed for the comparison"
+_OF_OWN_FORM = "its image entries have a form that is not supported"
 _FAILS = "a tiny clone of the plain model fails with images"
-#: Why the images of a family are not read (image_text.py has those that are); others no one has compared.
+#: Why the images of a family are not read (image_text.py has the others); other families were not compared.
 UNREAD = {
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "mistral3"), _OF_UNLIKE_SIZES),
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "mistral3"), _OF_SEVERAL_SIZES),
     **dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), _FAILS),
-    "lighton_ocr": _OF_UNLIKE_SIZES,
+    "lighton_ocr": _OF_SEVERAL_SIZES,
     **dict.fromkeys(("granite_docling", "paddleocr_vl", "video_llama_3"), _OF_OWN_FORM),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _DEEP),
     **dict.fromkeys(("fast_vlm", "perception_lm"), _OF_TIMM),
