@@ -56,7 +56,7 @@ class Action:
     micro_batch: int | None = None
     """Counted over all steps of the table. None for a kind that concerns a whole step, such as a reduction."""
     step: int = 0
-    """Of such a kind: the step that it ends, or the visit that it begins or ends, counted from 0."""
+    """The step that an action without a micro-batch ends, or the visit that it begins or ends, counted from 0."""
 
     def __post_init__(self) -> None:
         if self.kind.is_of_mini_batch != (self.micro_batch is None) or (self.step and not self.kind.is_of_mini_batch):
@@ -119,7 +119,7 @@ Split: TypeAlias = AbstractSet[tuple[int, int | None]]
 
 
 def head_sources(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """Where the head is divided, the actions of other stages whose messages about it an action receives."""
+    """The actions of other stages whose messages about a divided head an action receives."""
     last, m = num_stages - 1, action.micro_batch
     if m is None:
         return ()

@@ -32,7 +32,7 @@ def breadth_first(num_micro_batches: int, placement: Placement, limits: Limits) 
         stage 2  .. .. F0 F1 .. .. B0 -- B1 -- .. .. .. .. ..
         stage 3  .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. ..
     """
-    #: Of each device of each process, whose stages may be anywhere.
+    #: The actions of each device of each process, whose stages may be anywhere.
     orders: dict[tuple[int, str | None], list[Action]] = {}
 
     def run(stage: int, *kinds: ActionKind) -> None:

@@ -50,7 +50,7 @@ class Breakdown:
     total_seconds: Seconds
     processes: tuple[Parts, ...]
     stages_of: tuple[Mapping[int, Parts], ...]
-    """For each process the parts of each of its stages."""
+    """The parts of the step of each stage, by the stage's number, for each process."""
 
     @property
     def mean(self) -> Parts:
@@ -59,7 +59,7 @@ class Breakdown:
 
     @property
     def stages(self) -> tuple[Parts, ...]:
-        """For each stage the mean of its replicas, of a dealt one that of the processes."""
+        """The parts of the step of each stage: the mean of its replicas, or of all processes where stages are dealt."""
         replicas: dict[int, list[Parts]] = {}
         for own in self.stages_of:
             for stage, parts in own.items():
@@ -67,7 +67,7 @@ class Breakdown:
         return tuple(_mean(replicas[stage]) for stage in sorted(replicas))
 
     def to_dict(self) -> dict[str, Any]:
-        """For a JSON file: seconds as floats."""
+        """The breakdown as values of JSON, with seconds as floats."""
         processes = zip(self.stages_of, self.processes, strict=True)
         return {
             "total_seconds": float(self.total_seconds),

@@ -63,19 +63,19 @@ def round_robin(num_micro_batches: int, placement: Placement, limits: Limits) ->
 
 
 SPLIT_SCHEDULES: dict[str, Builder] = {"zb_h1": zb_h1, "zb_h2": zb_h2, "zb_v": zb_v, "v_half": v_half}
-"""Those whose backward is split into I and W."""
+"""The schedules whose backward is split into I and W."""
 
 V_SHAPED = ("zb_v", "v_half")
-"""Those whose stages are placed in the shape of a V."""
+"""The schedules whose stages are placed in the shape of a V."""
 
 DIVIDED_HEAD = ("vocab_1f1b", "vocab_gpipe")
-"""Those that divide the head over the stages."""
+"""The schedules that divide the head over the stages."""
 
 IN_TURN = ("interleaved_1f1b", "breadth_first")
-"""Those whose stages are assigned to the processes in turn."""
+"""The schedules whose stages are assigned to the processes in turn."""
 
 DEALT = ("round_robin",)
-"""Those whose stages are dealt: their weights are in memory that the processes share, and visit."""
+"""The schedules whose stages are dealt: their weights are in memory that the processes share, and visit."""
 
 #: The synchronous ones. `hf_gpipe.schedule.asynchronous` has the others.
 SCHEDULES: dict[str, Builder] = {

@@ -49,7 +49,7 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
 
     num_stages = placement.num_stages
     split = {(a.stage, a.micro_batch) for queue in queues for a in queue if a.kind == INPUT}
-    #: Of each kind those that it needs of its own stage, in another order.
+    #: The kinds that each kind needs of its own stage, where these stand in another order.
     needs = {kind: [need for need in needs_of(kind) if need in kinds and (need.turn or kind.turn)] for kind in kinds}
     next_index = [0] * len(queues)
     of_process: dict[int, list[int]] = {}
@@ -57,9 +57,9 @@ def merge(stage_orders: Sequence[Sequence[Action]], placement: Placement) -> lis
         of_process.setdefault(_worker_of(queue[0], placement), []).append(number)
     free_at: dict[tuple[int, str | None], Fraction | int] = {}
     finished_at: dict[Action, Fraction | int] = {}
-    #: By queue, its next action where that can start: (start, fills idle time, rank, action, queue).
+    #: The next action of each queue whose next action can start: (start, fills idle time, rank, action, queue).
     choices: dict[int, tuple[Fraction | int, bool, int, Action, int]] = {}
-    #: By action, the queues whose next action depends on when it ends.
+    #: The queues whose next action depends on when an action ends, by that action.
     watching: dict[Action, list[int]] = {}
 
     def look_at(number: int) -> None:

@@ -84,7 +84,7 @@ def _cell(placement: Placement, columns: Sequence[Span | None], index: int, widt
 
 
 def _columns(spans: Sequence[Span], num_columns: int, column_seconds: Seconds) -> list[Span | None]:
-    """For each column the span that fills most of it, or None if the stage is mostly idle."""
+    """The span that fills most of each column, or None where the stage is mostly idle."""
     filled: list[Span | None] = []
     first = 0
     for column in range(num_columns):

@@ -63,42 +63,43 @@ class Held(StrEnum):
     """Things that a stage holds for a while."""
 
     MICRO_BATCH = "micro-batch"
-    """From its first to its last action, both included."""
+    """The micro-batch itself, from its first to its last action, both included."""
     INPUT = "input"
     """The tensors received from the stage before."""
     GRAPH = "graph"
+    """The activations that the graph of a micro-batch saves."""
     AWAY = "graph on the host"
-    """From the beginning of O to the end of P."""
+    """The saved activations in CPU memory, from the beginning of O to the end of P."""
     GRADIENT = "gradient"
     """The gradient received from the stage after, while it waits for its backward."""
     DEFERRED = "deferred"
     """The tensors that W needs: inputs and output gradients of linear layers, from the end of I to the end of W."""
     FORWARD_ONLY = "forward only"
-    """Working memory of a forward without a graph, while it runs; the next three are alike."""
+    """The working memory of a forward without a graph, while it runs."""
     FORWARD = "forward"
-    """Or the recomputation that makes the graph."""
+    """The working memory of a forward or a recomputation that makes a graph."""
     BACKWARD = "backward"
-    """Or I."""
+    """The working memory of B or I."""
     WEIGHT = "weight gradient"
-    """W."""
+    """The working memory of W."""
     FIRST_BACKWARD = "first backward"
     """The extra memory of the stage's first B or W, which makes the gradients of the weights."""
     WEIGHT_GRADIENTS = "gradients of weights"
-    """From the end of the first B or W on."""
+    """The gradients of the stage's weights, from the end of the first B or W on."""
     VISITING_GRADIENTS = "gradients of visiting weights"
-    """The same of weights that visit: until D of the next gradients on the device begins."""
+    """The gradients of weights that visit, until D of the next gradients on the device begins."""
 
     ROW = "row"
     """The keys and values of a row that is cut into chunks: from its first F to the end of its last B or I."""
     ROW_GRADIENTS = "gradients of a row"
-    """Those of its keys and values: from its first B or I on."""
+    """The gradients of the row's keys and values, from its first B or I on."""
 
     HEAD_INPUT = "head input"
     """The hidden states that S receives."""
     LOGITS = "logits"
-    """Of a part of the vocabulary, with these hidden states: from the end of S to the end of T."""
+    """The logits of a part of the vocabulary with their hidden states, from the end of S to the end of T."""
     HEAD = "head"
-    """Working memory of S or T."""
+    """The working memory of S or T."""
 
     __hash__ = str.__hash__
 
@@ -121,9 +122,8 @@ class ActionKind(str):
     needed_by: tuple[ActionKind, ...] = ()
     """Kinds that it comes before. So a new kind need not change another record."""
     chunk_before: int = 0
-    """Where rows are cut into chunks: the chunk of which the same work comes before it on the stage. -1: the one before
-    it in the row, as a forward attends to what comes before; 1: the one after it, whose backward leaves the gradients
-    of keys and values; 0: none."""
+    """The chunk of a row whose action of the same kind comes first on the stage. -1: the chunk before, as a forward
+    attends to earlier tokens; 1: the chunk after, whose backward leaves the gradients of keys and values; 0: none."""
     after_update: bool = False
     """Whether it comes after U of the step before, at which the gradients of that step are dropped."""
     way: int = -1
@@ -131,7 +131,7 @@ class ActionKind(str):
     sends: bool = False
     """Whether it waits for the message that the stage before it on that way sends, and sends one on."""
     turn: int = 0
-    """Where the head is divided, the number of its step between the way down and the way up: 1 of S, 2 of T."""
+    """The number of the action's step between the way down and the way up of a divided head: 1 of S, 2 of T."""
     fills_idle: bool = False
     """Whether it may run while the gradient of its micro-batch is still on its way."""
     is_of_mini_batch: bool = False
@@ -146,7 +146,7 @@ class ActionKind(str):
     is_collective: bool = False
     """Whether all replicas of the stage do it together; a stage without replicas has none."""
     rule: str | None = None
-    """Of a kind that a table must have: what to say where it is missing."""
+    """The words of the error where a table lacks the kind. None: a table need not have it."""
     is_optional: bool = False
     """Whether a table may do without it. Where a table has one of the kinds that are optional, it has all of them."""
     in_training_only: bool = True
@@ -164,7 +164,7 @@ class ActionKind(str):
     working: Held | None = None
     """The memory that it takes while it runs."""
     working_alone: Held | None = None
-    """The same where it makes nothing, for nothing frees it or a later action makes it."""
+    """The working memory where it makes nothing, because nothing frees that thing or a later action makes it."""
     completes_micro_batch: bool = False
     """Whether the gradients of the weights have the micro-batch's part after it."""
     reads_weights: bool = True

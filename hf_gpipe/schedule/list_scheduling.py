@@ -46,7 +46,7 @@ PRIORITIES: tuple[tuple[Rule, ...], ...] = (
 before those of the first, for they free room earlier. Over many numbers of stages and micro-batches, one of these five
 was as short as the best of all orders with this property."""
 
-#: Of rules that are tried in a search the share that is made anew; the others are changed in one to three places.
+#: The share of rules in a search that are drawn anew; the others are changed in one to three places.
 _NEW = 0.2
 #: The share of a search's effort that goes into few micro-batches, and how many these are for each process.
 _FEW, _FEW_OF_PROCESS = 0.6, 2
@@ -105,7 +105,7 @@ class _Search:
         self._num_stages = placement.num_stages
         self._recomputes = work.recompute_seconds is not None
         room = [max(limits[process] for process in own) for own in placement.workers]
-        #: For each stage the most graphs that there is room for.
+        #: The most graphs that there is room for, for each stage.
         self._most = [min(int(all_of / held), 99) if held else 99 for all_of, held in zip(room, work.held, strict=True)]
 
     def climbed(self, run: Callable[..., Run], rules: Rules, effort: float) -> tuple[Rules, Run]:

@@ -31,7 +31,7 @@ class Work:
 
     forward_seconds: Sequence[float]
     input_seconds: Sequence[float]
-    """Of I, with R where the stage recomputes every micro-batch."""
+    """The time of I, and of R too where the stage recomputes every micro-batch."""
     weight_seconds: Sequence[float]
     held: Sequence[float]
     """The part of the limit that a micro-batch takes from the start of its F, or R, to the end of its I."""
@@ -39,9 +39,9 @@ class Work:
     """The part that it takes from then to the end of its W; at most as much."""
     transfer_seconds: Sequence[float]
     recompute_seconds: Sequence[float] | None = None
-    """Of R. None: the table has none."""
+    """The time of R. None: the table has no R."""
     received: Sequence[float] | None = None
-    """With R: the part that a micro-batch without a graph takes from the start of its F to that of its R."""
+    """The part that a micro-batch without a graph takes from the start of its F to the start of its R."""
 
     @classmethod
     def of_equal_stages(cls, num_stages: int, recomputed: Sequence[bool] | None = None) -> Work:
@@ -68,7 +68,7 @@ class StageRules(NamedTuple):
 
 
 Rules: TypeAlias = tuple[StageRules, ...]
-"""Those of each stage."""
+"""The rules of each stage."""
 
 
 class _Lane:
@@ -87,7 +87,7 @@ class _Lane:
         #: The room that R takes.
         self.again = self.held - self.received
         self.forwards = self.inputs = self.weights = 0
-        #: By micro-batch, when what its F, I and W need has come.
+        #: The time at which what F, I and W of a micro-batch need has come, by micro-batch.
         self.arrived: dict[int, float] = {}
         self.gradients: dict[int, float] = {}
         self.deferred: dict[int, float] = {}
@@ -176,7 +176,7 @@ class Run:
         self.seconds = 0.0
         self._waiting: list[tuple[float, int, int, int, int, _Lane, int, bool]] = []
         self._places: list[_Place] = []
-        #: For each stage its lanes, in the order of its workers, and the numbers of their places.
+        #: The lanes of each stage, in the order of its workers, with the numbers of their places.
         self._lanes: list[list[tuple[_Lane, int]]] = [[] for _ in range(placement.num_stages)]
         numbers: dict[tuple[int, str | None], int] = {}
         for stage in reversed(range(placement.num_stages)):

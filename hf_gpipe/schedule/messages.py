@@ -81,7 +81,7 @@ class Link(NamedTuple):
     sender: int
     receiver: int
     sender_device: str | None
-    """As in the placement; None: the process's default device."""
+    """The sender's device as the placement names it; None: the process's default device."""
     receiver_device: str | None
 
 
@@ -100,7 +100,7 @@ def communicators(placement: Placement) -> tuple[Link, ...]:
 
 
 def head_communicators(placement: Placement) -> tuple[Link, ...]:
-    """The same of the messages about a divided head, which have communicators of their own."""
+    """The links of the messages about a divided head, as `communicators` has those of the others."""
     return _links(placement, ((*edge, placement.num_stages - 1) for edge in placement.head_edges))
 
 

@@ -26,7 +26,7 @@ _AWAY_FOR = 2
 
 @lru_cache(maxsize=64)
 def with_offloads(schedule: Schedule, stages: AbstractSet[int]) -> Schedule:
-    """The same table in which graphs of some stages go to the host; these stages recompute nothing in it."""
+    """Let graphs of some stages go to the host. These stages recompute nothing in the returned table."""
     if not (stages and schedule.is_training):
         return schedule
     rows = tuple(_row(schedule, worker, stages) for worker in range(len(schedule.actions)))

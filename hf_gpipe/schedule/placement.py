@@ -40,7 +40,7 @@ class Placement:
     """
 
     workers: tuple[tuple[int, ...], ...]
-    """Of each stage the workers of its replicas. The workers are numbered from 0, and each holds a stage."""
+    """The workers of each stage's replicas. The workers are numbered from 0, and each holds a stage."""
     devices: tuple[str, ...] | None
     chunks: int
     ranks_per_worker: int
@@ -167,8 +167,8 @@ class Placement:
         return cls(tuple(stage % num_workers for stage in range(num_stages)), is_dealt=True)
 
     def balanced(self, sizes: Sequence[int]) -> Placement:
-        """The same where stages are dealt, with updates shared out by the `sizes` of the stages: the largest first,
-        always to the worker of its pipeline that has least. Equal stages stay where `dealt` has them."""
+        """Share the updates of dealt stages out by the `sizes` of the stages: the largest stage first, always to the
+        worker of its pipeline that has least. Equal stages stay where `dealt` has them."""
         if not self.is_dealt:
             return self
         owners: list[list[int]] = [[] for _ in self.workers]
@@ -240,7 +240,7 @@ class Placement:
 
     @property
     def crews(self) -> tuple[tuple[int, ...], ...]:
-        """Where stages are dealt, of each replica of the pipeline its workers, ascending."""
+        """The workers of each replica of the pipeline, ascending, where stages are dealt."""
         return tuple(tuple(sorted({own[r] for own in self.workers})) for r in range(min(self.replicas)))
 
     def crew_of(self, worker: int) -> tuple[int, ...]:
@@ -258,7 +258,7 @@ class Placement:
         return tuple((None, worker) for worker in range(self.num_processes)) if self.is_dealt else self.places
 
     def row_of(self, stage: int, process: int) -> tuple[int | None, int]:
-        """That of a stage's action in one of its workers."""
+        """The row in which a stage's actions on one of its workers are drawn."""
         return None if self.is_dealt else stage, process
 
     def ranks_of(self, worker: int) -> tuple[int, ...]:
@@ -327,7 +327,7 @@ class Placement:
 
     @property
     def edges(self) -> tuple[tuple[int, int, int], ...]:
-        """Where two workers exchange a micro-batch: (stage, its worker, the worker of the next stage), ascending.
+        """The pairs of workers that exchange a micro-batch: (stage, its worker, the next stage's worker), ascending.
 
         A worker that holds both stages is in it too: its edge is within the process.
         """
@@ -338,7 +338,7 @@ class Placement:
 
     @property
     def head_edges(self) -> tuple[tuple[int, int, int], ...]:
-        """The same where the head is divided: (stage, its worker, the worker of the last stage)."""
+        """The pairs of workers that exchange messages about a divided head: (stage, its worker, the last stage's)."""
         return _edges((own, self.workers[-1]) for own in self.workers[:-1])
 
     @property
@@ -348,7 +348,7 @@ class Placement:
 
 
 def _edges(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[tuple[int, int, int], ...]:
-    """Of each stage with the workers of the stage that it exchanges a micro-batch with."""
+    """The edges of stages, from the workers of each stage and of the stage that it exchanges micro-batches with."""
     edges = set()
     for stage, (own, others) in enumerate(pairs):
         # The replicas of both stages are the same again after so many micro-batches.

@@ -22,7 +22,7 @@ from hf_gpipe.schedule.kinds import FORWARD, RECOMPUTE
 from hf_gpipe.schedule.placement import Placement
 
 Limits: TypeAlias = tuple[int | None, ...]
-"""For each stage the most graphs alive at once. None: no limit, so no R; 0: R before every B or I, needed or not."""
+"""The most graphs alive at once, for each stage. None: no limit, so no R; 0: R before every B or I, needed or not."""
 
 
 def fused_last(limits: Limits) -> Limits:

@@ -51,25 +51,26 @@ class Costs:
     """
 
     forward_seconds: OfStages
-    """Of each stage (K values), for one micro-batch, as the next two."""
+    """The time of F of one micro-batch, for each stage (K values)."""
     backward_seconds: OfStages
+    """The time of B of one micro-batch, for each stage."""
     recompute_seconds: OfStages | None = None
-    """None: as long as the forward."""
+    """The time of R of one micro-batch, for each stage. None: as long as the forward."""
     update_seconds: Seconds | Sequence[Seconds] = 0
-    """Of each stage, for the whole mini-batch."""
+    """The time of a stage's update, once in a step."""
     transfer_seconds: Seconds | Sequence[Seconds] | Mapping[tuple[int, int, int], Seconds] = 0
-    """Of each boundary (K-1 values, boundary s lies between stages s and s+1), or of each of `Placement.edges`, in
-    either direction."""
+    """The time of a message in either direction, for each boundary (K-1 values, boundary s lies between stages s and
+    s+1), or for each of `Placement.edges`."""
     reduce_seconds: Seconds | Sequence[Seconds] = 0
-    """Of each stage, for the reduction of its gradients over its replicas; a stage without replicas has none."""
+    """The time of the reduction of a stage's gradients over its replicas. A stage without replicas has none."""
     input_seconds: OfStages | None = None
-    """Of each stage, of I: the gradient of the stage's inputs. None: half of the backward."""
+    """The time of I, the gradient of the stage's inputs. None: half of the backward."""
     weight_seconds: OfStages | None = None
-    """Of each stage, of W: the gradients of the weights. None: half of the backward."""
+    """The time of W, the gradients of the stage's weights. None: half of the backward."""
     others: Mapping[str, Seconds | Sequence[Seconds]] | None = None
-    """Of each stage, of the kinds of actions that name no field, by letter; 0 where it is missing."""
+    """The times of kinds of actions whose record names no field of this class, by letter. A missing kind takes 0."""
     head_transfer_seconds: Seconds = 0
-    """Where the head is divided, of the hidden states from the last stage to all others, or of their gradients back."""
+    """The time in which hidden states go from the last stage to all others, or gradients back, for a divided head."""
 
     def of(self, kind: ActionKind) -> tuple[str, OfStages, Fraction | int]:
         """The price of an action of a kind: the name of the cost, the cost, and the share of it."""
@@ -185,7 +186,7 @@ class Timeline:
 
     @cached_property
     def spans_of(self) -> tuple[Mapping[int, list[Span]], ...]:
-        """For each stage, by micro-batch, the spans of its actions in order, all of which run on one replica."""
+        """The spans of the actions of each stage and micro-batch, in order. They all run on one replica."""
         stages: tuple[defaultdict[int, list[Span]], ...]
         stages = tuple(defaultdict(list) for _ in range(self.schedule.num_stages))
         for span in self.spans:
@@ -240,7 +241,7 @@ class _Clock:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         num_stages = schedule.num_stages
 
-        #: Of each kind and stage one number for each chunk of a row, or a single one.
+        #: The seconds of each kind and stage: a number for each chunk of a row, or one for all.
         self._seconds: dict[ActionKind, list[tuple[Seconds, ...]]] = {}
         for kind in KINDS.values():
             name, value, share = costs.of(kind)
@@ -262,9 +263,9 @@ class _Clock:
         spans: list[Span] = []
         arrives_at: dict[tuple[Action, Action], Seconds] = {}
         reached_at: defaultdict[Action, list[Seconds]] = defaultdict(list)
-        #: By process, when actions that wait for what goes on beside others may begin: mostly at its end.
+        #: The time from which actions that wait for another one may begin, by process: mostly the end of that one.
         ends_at: dict[tuple[int, Action], Seconds] = {}
-        #: Of a table whose stages are dealt, when everything but the updates ends.
+        #: The time at which everything but the updates has ended, of a table whose stages are dealt.
         all_end: Seconds = 0
 
         def collect() -> None:

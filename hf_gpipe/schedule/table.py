@@ -48,8 +48,8 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     """One ordered list per worker."""
     steps: tuple[int, ...] | None = None
-    """Of an asynchronous table, whose stages update their weights after each step by themselves: the number of
-    micro-batches of each step. None: a synchronous table, of one step that all stages end together."""
+    """The number of micro-batches of each step of an asynchronous table, whose stages update their weights after each
+    step by themselves. None: the table is synchronous and has one step, which all stages end together."""
     versions: frozenset[tuple[int, int, int]] = frozenset()
     """(stage, micro-batch, version) of those that read another version of the weights than the newest."""
     stashes: bool = True
@@ -167,11 +167,11 @@ class Schedule:
 
     @cached_property
     def _far_sources(self) -> Mapping[Action, tuple[Action, ...]]:
-        """Where stages are dealt, of actions on other workers than those before them on the stage: whose messages they
-        receive beside those of their neighbours. A recomputation receives the inputs of its forward; the first backward
-        of a visit waits for the D of the visit before, which leaves the gradients of the stage's weights. An update on
-        the host waits for the last D of its stage, and of those after it that no update before it in its row waits for:
-        a tied weight belongs to the lowest stage that uses it."""
+        """The actions from other workers whose messages an action receives beside those of its neighbours, where stages
+        are dealt. A recomputation receives the inputs of its forward; the first backward of a visit waits for the D of
+        the visit before, which leaves the gradients of the stage's weights. An update on the host waits for the last D
+        of its stage, and of those after it that no update before it in its row waits for: a tied weight belongs to the
+        lowest stage that uses it."""
         sources: dict[Action, tuple[Action, ...]] = {}
         for action, worker in self._worker_of.items():
             if action.kind.receives is Held.INPUT and not action.kind.sends and action.stage:
@@ -191,8 +191,8 @@ class Schedule:
 
     @cached_property
     def _backward_visits(self) -> Mapping[tuple[int, tuple[int, ...]], list[tuple[int, int, Action, Action | None]]]:
-        """Of each dealt stage in each pipeline its visits with backwards, in their order: (first micro-batch, worker,
-        first backward, D)."""
+        """The visits with backwards of each dealt stage in each pipeline, in order: (first micro-batch, worker, first
+        backward, D)."""
         backward_visits: dict[tuple[int, tuple[int, ...]], list[tuple[int, int, Action, Action | None]]] = {}
         for worker in range(len(self.actions)):
             crew = self.placement.crew_of(worker)
@@ -207,7 +207,7 @@ class Schedule:
 
     @cached_property
     def last_drops(self) -> Mapping[int, Action]:
-        """Of each dealt stage without replicas the D after which its gradients are complete, where there is one."""
+        """The D after which the gradients of a dealt stage without replicas are complete, where there is one."""
         return {stage: visits[-1][3] for (stage, _), visits in self._backward_visits.items() if visits[-1][3]}
 
     def concerned(self, process: int, action: Action, kinds: Iterable[ActionKind]) -> Iterator[Action]:
@@ -252,7 +252,7 @@ class Schedule:
 
     @cached_property
     def _visit_of(self) -> tuple[Mapping[Action, Visit], ...]:
-        """For each worker, the visit of each action that has one."""
+        """The visit of each action that has one, for each worker."""
         every = []
         for worker, row in enumerate(self.actions):
             visits = visits_of(row, self.placement, worker) if self.kinds & {LOAD, DROP} else []
@@ -261,7 +261,7 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> frozenset[ActionKind]:
-        """Those that the table has."""
+        """The kinds of actions that the table has."""
         return frozenset(action.kind for row in self.actions for action in row)
 
     def awaited_by(self, kind: ActionKind) -> tuple[ActionKind, ...]:
@@ -331,8 +331,8 @@ class Schedule:
         }
 
     def is_moving(self, action: Action) -> bool:
-        """Of a forward or recomputation of a dealt stage: whether the other one, and the backward, are on another
-        worker."""
+        """Whether the forward of a micro-batch is on another worker than its recomputation and its backward, where the
+        action is one of the first two."""
         if not self.placement.is_dealt or action.micro_batch is None or not self.is_training:
             return False
         if action.kind != FORWARD and (action.kind.sends or action.kind.receives is not Held.INPUT):
@@ -353,7 +353,7 @@ class Schedule:
         return {where: tuple(sorted(own)) for where, own in micro_batches.items()}
 
     def of_first(self, num_micro_batches: int) -> Schedule:
-        """The same table for its first n micro-batches: the actions of the others are left out.
+        """The table of the first n micro-batches, without the actions of the others.
 
         A valid table stays valid, for an action needs no other micro-batch's actions: run what is left in the order in
         which the whole table can be run, and each action finds its message where it did. A replica without a

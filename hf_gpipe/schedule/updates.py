@@ -52,7 +52,7 @@ def can_update_beside(schedule: Schedule) -> bool:
 
 @lru_cache(maxsize=64)
 def with_updates_beside(schedule: Schedule) -> Schedule:
-    """The same table with an H of each stage in place of its U.
+    """Put an H of each stage in place of its U.
 
     H stands where the gradients are complete on a clock with equal stages, before the worker's next action. A worker's
     last H is the last action of its row, where it waits for the updates before it.
@@ -90,7 +90,7 @@ def with_updates_beside(schedule: Schedule) -> Schedule:
 
 @lru_cache(maxsize=64)
 def with_updates_last(schedule: Schedule) -> Schedule:
-    """The same table with a U of each stage at the end, where it has H."""
+    """Put a U of each stage at the end of a table in place of its H."""
     if HOST_UPDATE not in schedule.kinds:
         return schedule
     orders = [[action for action in row if action.kind != HOST_UPDATE] for row in schedule.actions]

@@ -23,7 +23,7 @@ from hf_gpipe.schedule.table import Schedule
 
 @lru_cache(maxsize=64)
 def with_visits(schedule: Schedule) -> Schedule:
-    """The same table with an L and a D around each run of a stage's actions on its device; one that has them already.
+    """Put an L and a D around each run of a stage's actions on its device. A table that has them is returned as it is.
 
     Without backwards, each process runs its stages one after the other, so that each has one run.
 
@@ -61,7 +61,7 @@ def with_visits(schedule: Schedule) -> Schedule:
 
 
 def _runs(schedule: Schedule, worker: int) -> list[list[tuple[int, int, int]]]:
-    """For each device of a worker the (stage, first, last) of its runs, by their places in its row, in their order."""
+    """The runs (stage, first, last) on each device of a worker, in order; first and last are places in the row."""
     row, placement = schedule.actions[worker], schedule.placement
     runs: dict[str | None, list[list[int]]] = {}
     graphs: defaultdict[int, int] = defaultdict(int)
@@ -81,7 +81,7 @@ def _runs(schedule: Schedule, worker: int) -> list[list[tuple[int, int, int]]]:
 
 @lru_cache(maxsize=8)
 def most_loaded(schedule: Schedule) -> tuple[int, ...]:
-    """For each worker the most stages whose weights are on one of its devices at once."""
+    """The largest number of stages whose weights are on one device at once, for each worker."""
     most = []
     for worker in range(len(schedule.actions)):
         # Each buffer has a first visit.
