@@ -230,16 +230,18 @@ class Checkpoints:
                 saving.outcome.result()
         return saving
 
-    def give_up(self, error: BaseException) -> None:
-        """Before the training ends by an error, let a checkpoint be written that all processes have copied."""
+    def give_up(self, error: BaseException, within: float) -> None:
+        """Before the training ends by an error, let a checkpoint be written that all processes have copied.
+
+        A process that has others waits for so many seconds, since one of them may have ended.
+        """
         if self._saving is None or self._saving.outcome is None:
             return
         if isinstance(error, Exception):
             # Other processes may fail because this one does, while it waits.
             failures.note(error)
-        alone = self._world.num_processes == 1
         with Job.current().during(f"saving {self._saving.path.name}"):
-            wait([self._saving.outcome], None if alone else self._args.stop_seconds)
+            wait([self._saving.outcome], within if self._world.num_processes > 1 else None)
 
     def _state_to_save(self, directory: Path, run: RunState) -> PendingWrite:
         masters, scheduler = self._trainer.master_weights, self._trainer.lr_scheduler

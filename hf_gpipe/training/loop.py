@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -71,9 +70,7 @@ class TrainingLoop:
         self._num_parameters = self._pipe.adapter.num_parameters(exclude_embeddings=True)
         self._updates = Updates(trainer, logs)
         self._agreement = Agreement(self._world)
-        self._stop_request: StopRequest | None = None
-        if self._args.enable_jit_checkpoint:
-            self._stop_request = StopRequest(self._world, self._args.stop_seconds)
+        self._stop_request = StopRequest.of(self._args, self._world)
 
     def train(self) -> TrainOutput:
         """Train to the end of the training.
@@ -82,12 +79,12 @@ class TrainingLoop:
             TrainingStopped: a signal came, and the last step is saved.
         """
         try:
-            with self._stop_request or nullcontext(), advising(self._pipe.plan, self._pipe.world.worker):
+            with self._stop_request, advising(self._pipe.plan, self._pipe.world.worker):
                 self._run_epochs()
                 self._end_save()
             return self._finish()
         except BaseException as error:
-            self._checkpoints.give_up(error)
+            self._checkpoints.give_up(error, self._stop_request.within)
             raise
 
     @property
@@ -204,9 +201,8 @@ class TrainingLoop:
             Whether a checkpoint that was begun is written, and the signal on which the training stops; 0: none.
         """
         asked = [int(getattr(self._control, flag)) for flag in _FLAGS]
-        # When the first process has seen it, all are done or have failed.
-        asked.append(int(self._checkpoints.is_written))
-        asked.append(self._stop_request.signal if self._stop_request is not None else 0)
+        # When the first process has seen that it is written, all are done or have failed.
+        asked += [int(self._checkpoints.is_written), self._stop_request.signal]
         agreed = self._agreement.reach(asked, waits=waits)
         for flag, value in zip(_FLAGS, agreed, strict=False):
             setattr(self._control, flag, bool(value))
@@ -290,7 +286,6 @@ class TrainingLoop:
         self._end_save()
         self._checkpoints.forget_memory()
         self._trainer.fire("on_train_end")
-        assert self._stop_request is not None
         self._stop_request.forget_peers()
         self._world.barrier()
         if self._world.is_reporter:

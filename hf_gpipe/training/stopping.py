@@ -13,7 +13,7 @@ import select
 import signal
 import threading
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.errors import EXIT_FAILURE, EXIT_STOPPED
 from hf_gpipe.job import failures
@@ -21,6 +21,9 @@ from hf_gpipe.job.failures import Failure
 from hf_gpipe.job.job import Job
 from hf_gpipe.job.signals import STOP_SIGNALS, StopSignal
 from hf_gpipe.job.world import World
+
+if TYPE_CHECKING:
+    from hf_gpipe.training.arguments import PipelineTrainingArguments
 
 _POLL_SECONDS = 0.25
 
@@ -42,18 +45,29 @@ class TrainingStopped(SystemExit):
 
 
 class StopRequest:
-    """Context manager in which SIGTERM and SIGINT ask the training to stop instead of ending this process.
+    """Context manager in which SIGTERM and SIGINT ask the training to stop instead of ending this process, if `is_on`.
 
     The process still ends at once, without saving, on a second signal, where the step does not end within
-    `stop_seconds`, and where another process of this machine has ended meanwhile. Python handles signals in the main
+    `within` seconds, and where another process of this machine has ended meanwhile. Python handles signals in the main
     thread only: in another one, the context manager changes nothing.
     """
 
-    def __init__(self, world: World, stop_seconds: float) -> None:
+    def __init__(self, world: World, within: float, *, is_on: bool = True) -> None:
         #: The other processes of the pipeline that are on this machine.
         self._peers = [world.ranks[rank].pid for rank in world.neighbours if rank != world.rank]
         self._rank = world.rank
-        self._stop = StopSignal(stop_seconds)
+        self._stop = StopSignal(within)
+        self._is_on = is_on
+
+    @classmethod
+    def of(cls, args: PipelineTrainingArguments, world: World) -> StopRequest:
+        """As the arguments of a trainer say."""
+        return cls(world, args.stop_seconds, is_on=args.enable_jit_checkpoint)
+
+    @property
+    def within(self) -> float:
+        """Seconds that this process waits for a step, or for another process that writes."""
+        return self._stop.within
 
     @property
     def signal(self) -> int:
@@ -61,7 +75,7 @@ class StopRequest:
         return self._stop.signal or 0
 
     def __enter__(self) -> StopRequest:
-        self._is_active = threading.current_thread() is threading.main_thread()
+        self._is_active = self._is_on and threading.current_thread() is threading.main_thread()
         if not self._is_active:
             return self
         self._pipe = os.pipe()
