@@ -18,7 +18,9 @@ import torch
 
 from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.errors import UserError
+from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.shards import SETTING, Shards
+from hf_gpipe.training.arguments import PipelineTrainingArguments
 
 #: Name of the copy among the state that the optimizer keeps of a parameter, in a checkpoint.
 SLOT = "master_weight"
@@ -52,9 +54,19 @@ class MasterWeights:
                     "there already; leave the argument out"
                 )
         self._in_float32, self._on_host = in_float32, on_host
+        #: The argument that asks for the copies.
+        self.asked_by = "fp32_master_weights" if in_float32 else "offload_optimizer"
         self._shards: Shards | None = None
         #: The copies, by name; with `shard` of this replica's shards, and without elements where it has none.
         self.copies = {name: torch.nn.Parameter(self._copy(weight)) for name, weight in self._weights.items()}
+
+    @classmethod
+    def of(cls, args: PipelineTrainingArguments, pipe: Pipeline) -> MasterWeights | None:
+        """The copies that the arguments ask for. Raises UserError where there can be none."""
+        if not (args.fp32_master_weights or args.offload_optimizer):
+            return None
+        parameters = dict(pipe.named_parameters())
+        return cls(parameters, in_float32=args.fp32_master_weights, on_host=args.offload_optimizer)
 
     @torch.no_grad()
     def _copy(self, weight: torch.Tensor) -> torch.Tensor:

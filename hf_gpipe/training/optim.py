@@ -150,23 +150,15 @@ def check_optimizer(optimizer: Optimizer, parameters: Iterable[torch.nn.Paramete
         )
 
 
-def master_weights_of(pipe: Pipeline, args: PipelineTrainingArguments) -> MasterWeights | None:
-    """The copies of the weights that the arguments ask for. Raises UserError where there can be none."""
-    if not (args.fp32_master_weights or args.offload_optimizer):
-        return None
-    parameters = dict(pipe.named_parameters())
-    return MasterWeights(parameters, in_float32=args.fp32_master_weights, on_host=args.offload_optimizer)
-
-
 def check_optimizers(
-    optimizer: Optimizer | None, scheduler: Scheduler | None, args: PipelineTrainingArguments, pipe: Pipeline
+    optimizer: Optimizer | None, scheduler: Scheduler | None, master_weights: MasterWeights | None, pipe: Pipeline
 ) -> None:
     """Raise UserError where the given optimizer and scheduler cannot be used."""
     if optimizer is not None:
         check_optimizer(optimizer, pipe.parameters())
-        for name in ("fp32_master_weights", "offload_optimizer"):
-            if getattr(args, name):
-                raise UserError(f"optimizers: {name} needs an optimizer that the trainer makes; leave one out")
+        if master_weights is not None:
+            asked = master_weights.asked_by
+            raise UserError(f"optimizers: {asked} needs an optimizer that the trainer makes; leave one out")
     elif scheduler is not None:
         raise UserError("optimizers: a scheduler needs its optimizer; give both or leave both out")
 

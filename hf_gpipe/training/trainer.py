@@ -54,12 +54,12 @@ from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.loader import Collate
 from hf_gpipe.training.logs import Logs
 from hf_gpipe.training.loop import TrainingLoop
+from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.optim import (
     check_optimizer,
     check_optimizers,
     make_optimizer,
     make_scheduler,
-    master_weights_of,
     shard_optimizer,
     updated_parameters,
 )
@@ -161,12 +161,12 @@ class PipelineTrainer(EvaluatingTrainer):
         set_up_model(self.pipe, self.args)
         self._take_pipeline()
         self.scaler = loss_scaler(self.pipe)
-        self.master_weights = master_weights_of(self.pipe, self.args)
+        self.master_weights = MasterWeights.of(self.args, self.pipe)
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer = optimizers[0]
         self.lr_scheduler = optimizers[1]
-        check_optimizers(*optimizers, self.args, self.pipe)
+        check_optimizers(*optimizers, self.master_weights, self.pipe)
         self._makes_scheduler = self.lr_scheduler is None
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
 
