@@ -27,7 +27,6 @@ from hf_gpipe.model.opening import adapter_of, chain_of, open_chain
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe
-from hf_gpipe.recipe.data import OF_TEXT
 
 
 def check_model(recipe: Recipe) -> None:
@@ -139,8 +138,3 @@ def loss_of(recipe: Recipe) -> Loss:
         return TokenLoss.of_settings(training)
     values = {name: getattr(distilled, name) for name in ("beta", "temperature", "cross_entropy_share")}
     return DistillationLoss.of_settings(training, **values, from_rows=distilled.top_k_file is not None)
-
-
-def sorts_rows(recipe: Recipe) -> bool:
-    """Whether rows of similar length share a mini-batch; images are all alike."""
-    return recipe.training.length_bucketing and recipe.data.kind in OF_TEXT

@@ -21,7 +21,7 @@ from hf_gpipe.checkpoint.state import read_state
 from hf_gpipe.data.files import check_files, digest_of_files
 from hf_gpipe.errors import DataError, RecipeError
 from hf_gpipe.from_recipe import summary
-from hf_gpipe.from_recipe.checks import check_model, loss_of, sorts_rows, workload_of
+from hf_gpipe.from_recipe.checks import check_model, loss_of, workload_of
 from hf_gpipe.from_recipe.cost import CostMeter
 from hf_gpipe.from_recipe.model import model_config, spec_of, teacher_of
 from hf_gpipe.from_recipe.tasks import Task, task_of
@@ -268,6 +268,6 @@ def _pipeline(recipe: Recipe, config: PreTrainedConfig, checkpoint: Path | None,
     inputs = PlanInputs.of_recipe(recipe, workload_of(recipe, config))
     if checkpoint is not None:
         inputs = replace(inputs, earlier_num_micro_batches=read_state(checkpoint).run.num_micro_batches)
-    loss, by_length = loss_of(recipe), sorts_rows(recipe)
+    loss, by_length = loss_of(recipe), training.sorts_rows(recipe.data.kind)
     request = PipelineRequest(spec, recipe.pipeline, inputs, training.seed, loss, by_length, teacher_of(recipe))
     return Pipeline.of(request, world)

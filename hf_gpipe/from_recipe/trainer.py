@@ -9,7 +9,6 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.data.examples.teacher_file import TeacherCollator, TeacherFile, WithTeacher
 from hf_gpipe.data.splits import Corpus
-from hf_gpipe.from_recipe.checks import sorts_rows
 from hf_gpipe.from_recipe.evaluate_translation import PerCharacter, without_logits
 from hf_gpipe.from_recipe.tasks import Task, task_of
 from hf_gpipe.pipeline import Pipeline
@@ -29,7 +28,7 @@ class Prepared(NamedTuple):
 def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
     """The trainer's arguments, for a `Pipeline` that the recipe has made: its own settings need not be repeated."""
     training, pipeline = recipe.training, recipe.pipeline
-    made_as = task_of(recipe).arguments
+    made_as, sorts_rows = task_of(recipe).arguments, training.sorts_rows(recipe.data.kind)
     values = {name: value for name, value in vars(training).items() if name in made_as.__dataclass_fields__}
     if recipe.of_loss is not None:
         of_loss = {name: value for name, value in vars(recipe.of_loss).items() if name != "reward"}
@@ -42,7 +41,7 @@ def arguments_of(recipe: Recipe) -> PipelineTrainingArguments:
         "per_device_eval_batch_size": training.batch_size,
         # A stream draws its pairs by temperature itself.
         "sampling_temperature": 1.0 if recipe.data.streaming else recipe.data.temperature,
-        "train_sampling_strategy": "group_by_length" if sorts_rows(recipe) else made_as.train_sampling_strategy,
+        "train_sampling_strategy": "group_by_length" if sorts_rows else made_as.train_sampling_strategy,
         "logging_first_step": True,
         "eval_strategy": "steps" if training.eval_steps else "no",
         "save_strategy": "steps" if training.save_steps else "no",

@@ -52,7 +52,7 @@ class PipelineRequest:
         inputs: of the planner; its `packing` says whether training packs rows.
         seed: None: the default of recipes.
         loss: of training; of a model that classifies rows in another way, the plain one is replaced.
-        length_bucketing: whether training sorts rows by length.
+        by_length: whether training sorts rows by length.
         teacher: whose probabilities the loss reads; None: there is none.
     """
 
@@ -61,13 +61,13 @@ class PipelineRequest:
     inputs: PlanInputs = field(default_factory=PlanInputs)
     seed: int | None = None
     loss: Loss = PLAIN
-    length_bucketing: bool = False
+    by_length: bool = False
     teacher: ModelSpec | None = None
 
     def cutting(self, config: DecidedConfig) -> Cutting:
         """How mini-batches are cut, by the decided configuration."""
         is_compiled = config.compile_backend is not None
-        return Cutting(config.num_micro_batches, self.length_bucketing, self.inputs.packing, is_compiled, config.chunks)
+        return Cutting(config.num_micro_batches, self.by_length, self.inputs.packing, is_compiled, config.chunks)
 
     def compare(self) -> None:
         """Compare it with that of the other processes. Every process calls it. Raises DisagreementError."""
@@ -79,7 +79,7 @@ class PipelineRequest:
             same["schedule"] = TABLE_SUFFIX  # the main process reads it, and the others may know another path
         same |= {name: value for name, value in vars(self.inputs).items() if name not in OF_THE_READER}
         same |= {name: value for name, value in vars(self.loss.of_tokens).items() if name != "metrics"}
-        same |= {"seed": self.seed, "loss": self.loss, "length_bucketing": self.length_bucketing}
+        same |= {"seed": self.seed, "loss": self.loss, "length_bucketing": self.by_length}
         teacher = {} if self.teacher is None else self.teacher.compared()
         return same | {f"teacher: {name}": value for name, value in teacher.items()} | self.model.compared()
 

@@ -226,7 +226,7 @@ class Pipeline:
     stash_bytes: int = _attribute("steps", "stash_bytes")
     loss_scale: float = _attribute("steps", "loss_scale")
     num_micro_batches: int = _attribute("cutting", "num_micro_batches")
-    length_bucketing: bool = _attribute("cutting", "length_bucketing")
+    length_bucketing: bool = _attribute("cutting", "by_length")
     packing: bool = _attribute("cutting", "packing")
     has_new_adapters: bool = _attribute("forwards", "has_new_adapters")
     seed: int = _attribute("weights", "seed")

@@ -183,6 +183,10 @@ class TrainingSection:
         """Of a mini-batch of the training."""
         return BatchSize(self.batch_size, self.batch_tokens)
 
+    def sorts_rows(self, kind: str) -> bool:
+        """Whether rows of similar length share a mini-batch, where the data are of this kind; images are all alike."""
+        return self.length_bucketing and kind in OF_TEXT
+
     @property
     def keeps_in_memory(self) -> bool:
         """Whether the machines keep checkpoints in their memory."""

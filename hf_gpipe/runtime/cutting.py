@@ -29,7 +29,7 @@ class Cutting:
 
     Attributes:
         num_micro_batches: M, of a mini-batch that has as many rows.
-        length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
+        by_length: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
         packing: whether the rows of a mini-batch are packed, shared out by tokens. Those of a flattened one always are.
         is_compiled: whether the blocks are compiled by torch.compile.
         chunks: how rows are cut into chunks of tokens, each a micro-batch of the table; into fewer where a micro-batch
@@ -37,7 +37,7 @@ class Cutting:
     """
 
     num_micro_batches: int
-    length_bucketing: bool = False
+    by_length: bool = False
     packing: bool = False
     is_compiled: bool = False
     chunks: Chunks = Chunks()
@@ -137,7 +137,7 @@ def _of_rows(
     """
     lengths = adapter.lengths_in_rows(batch)
     numbered = {**batch, _NUMBER: first + torch.arange(len(batch["labels"]))}
-    if cutting.length_bucketing:
+    if cutting.by_length:
         parts = split_tokens(numbered, cutting.num_micro_batches, adapter, rows_per_unit, lengths)
     else:
         parts = split_rows(numbered, cutting.num_micro_batches, rows_per_unit, lengths)

@@ -283,6 +283,17 @@ class PipelineTrainingArguments(TrainingArguments):
         return self.memory_save_steps is not None
 
     @property
+    def sorts_rows(self) -> bool:
+        """Whether rows of similar length share a mini-batch and a micro-batch."""
+        return self.train_sampling_strategy == "group_by_length"
+
+    @property
+    def of_text(self) -> list[str]:
+        """The names of the given arguments that a model of text alone can have."""
+        names = ("batch_tokens", "neftune_noise_alpha", "predict_with_generate")
+        return [name for name in names if getattr(self, name)] + ["train_sampling_strategy"] * self.sorts_rows
+
+    @property
     def packs_rows(self) -> bool:
         """Whether micro-batches are rows of documents without padding."""
         return bool(self.packing)

@@ -78,13 +78,7 @@ def options_of(optimizer: torch.optim.Optimizer | None) -> Any:
 
 def set_up_model(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
     """Set what the arguments say of a pipeline's model. Raises UserError where the model has nothing of the kind."""
-    asked = {
-        "batch_tokens": args.batch_tokens,
-        "neftune_noise_alpha": args.neftune_noise_alpha,
-        "predict_with_generate": args.predict_with_generate,
-        "train_sampling_strategy": args.train_sampling_strategy == "group_by_length",
-    }
-    for name in [name for name, value in asked.items() if value]:
+    for name in args.of_text:
         check_reads_text(pipe.adapter, f"{name}={getattr(args, name)!r}")
     if args.predict_with_generate:
         check_generates(pipe.adapter)
@@ -168,8 +162,7 @@ def make_pipeline(
         before = world.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
         inputs = replace(inputs, earlier_num_micro_batches=before)
     loss = asked_loss(loss, args.of_tokens)
-    by_length = args.train_sampling_strategy == "group_by_length"
-    return Pipeline.of(PipelineRequest(spec, config, inputs, args.seed, loss, by_length), world)
+    return Pipeline.of(PipelineRequest(spec, config, inputs, args.seed, loss, args.sorts_rows), world)
 
 
 def _num_micro_batches_before(output_dir: Path) -> int | None:
@@ -184,8 +177,7 @@ def example_of(dataset: Any, args: PipelineTrainingArguments) -> Mapping[str, to
     """The longest mini-batch to come, or its shape, for the planner."""
     if (largest := getattr(dataset, "largest", None)) is not None:  # of rows with images
         return largest(args.per_device_train_batch_size)
-    by_length = args.train_sampling_strategy == "group_by_length"
-    return longest_mini_batch(dataset, args.size, by_length=by_length, packing=args.packs_rows)
+    return longest_mini_batch(dataset, args.size, by_length=args.sorts_rows, packing=args.packs_rows)
 
 
 def loss_scaler(pipe: Pipeline) -> LossScaler | None:

@@ -95,9 +95,9 @@ class TrainerInterface:
         return self.world.is_reporter
 
     def get_total_train_batch_size(self, args: PipelineTrainingArguments) -> int:
-        """Rows of one update. Raises UserError with `batch_tokens`, where it varies."""
+        """Rows of one update. Raises UserError where their number varies."""
         if (rows := args.rows_of_update) is None:
-            raise UserError("get_total_train_batch_size: with batch_tokens the rows of an update vary")
+            raise UserError(f"get_total_train_batch_size: a mini-batch has {args.size}, so the rows of an update vary")
         return rows
 
     def num_examples(self, dataloader: Any) -> int:
