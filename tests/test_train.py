@@ -352,6 +352,14 @@ def test_bad_input_is_one_clear_line(
     assert re.fullmatch(rf"error: .*{message}.*\n", err), err
 
 
+def test_devices_are_of_a_machine_and_processes_of_all(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The devices of each machine were compared with the processes of all: two machines of two could not train."""
+    words = ["pipeline.num_stages=4", "pipeline.num_processes=4", "pipeline.devices=[cpu, cpu]"]
+    load_recipe(recipe, words)
+    assert main([str(recipe), *words]) == 2
+    assert "pipeline.devices ['cpu', 'cpu'] cannot be shared out evenly between 4 processes" in capsys.readouterr().err
+
+
 def test_a_replica_without_a_micro_batch_is_told_before_any_process_starts(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

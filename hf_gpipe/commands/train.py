@@ -186,7 +186,13 @@ def _num_workers(recipe: Recipe) -> int:
         return started
     if pipeline.devices is not None:
         num_devices = pipeline.division.workers_among(len(pipeline.devices))
-        return asked or (num_devices if pipeline.is_mesh_open else min(pipeline.processes, num_devices))
+        count = asked or (num_devices if pipeline.is_mesh_open else min(pipeline.processes, num_devices))
+        if num_devices % count:
+            raise RecipeError(
+                f"pipeline.devices {list(pipeline.devices)} cannot be shared out evenly between {count} processes; "
+                "give the same number of devices to each"
+            )
+        return count
     if pipeline.device == "cpu" or not torch.cuda.is_available():
         if pipeline.processes > _MOST_PROCESSES:
             raise RecipeError(

@@ -48,7 +48,8 @@ _TASK_TYPES = {
 
 def _autocast_of(recipe: Recipe) -> torch.dtype | None:
     """The half precision that forwards compute in, if any."""
-    return torch.bfloat16 if recipe.training.bf16 else torch.float16 if recipe.training.fp16 else None
+    name = recipe.training.half_precision
+    return None if name is None else getattr(torch, name)
 
 
 def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:

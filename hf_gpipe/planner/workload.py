@@ -272,7 +272,7 @@ class PlanInputs:
     optim: str = TrainingSection.optim
     fp32_master_weights: bool = TrainingSection.fp32_master_weights
     offload_optimizer: bool = TrainingSection.offload_optimizer
-    accumulation: int = TrainingSection.gradient_accumulation_steps
+    accumulation: int = 1
     packing: bool = False
     saved: Literal["model", "adapters"] = "model"
     saves_in_background: bool = True
@@ -302,10 +302,10 @@ class PlanInputs:
             optim=str(getattr(given.optim, "value", given.optim)),
             fp32_master_weights=given.fp32_master_weights,
             offload_optimizer=given.offload_optimizer,
-            accumulation=given.gradient_accumulation_steps,
+            accumulation=given.size.accumulation,
             saves_in_background=given.save_in_background != "never",
             keeps_in_memory=given.keeps_in_memory,
-            needs_norm=bool(given.max_grad_norm) or given.fp16 or given.on_nonfinite_loss == "skip",
+            needs_norm=given.needs_norm,
             **others,
         )
 

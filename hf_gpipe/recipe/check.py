@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_gpipe.errors import RecipeError
+from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe.data import LABELLED
 from hf_gpipe.recipe.fields import SECTIONS, Recipe, all_keys
 from hf_gpipe.recipe.section import given_not_with
@@ -20,7 +20,7 @@ def check(recipe: Recipe, locations: Locations | None = None) -> None:
     """
     _check_kind(recipe, locations)
     try:
-        for check_some in (_check_training, _check_adapters, _check_rows, _check_devices, _check_precision):
+        for check_some in (_check_training, _check_adapters, _check_rows, _check_precision):
             check_some(recipe)
     except RecipeError as error:
         raise RecipeError(f"{locations.source}: {error}" if locations else str(error)) from None
@@ -44,11 +44,11 @@ def _check_kind(recipe: Recipe, locations: Locations | None) -> None:
 
 def _check_training(recipe: Recipe) -> None:
     training, schedule = recipe.training, recipe.pipeline.schedule
-    if training.on_nonfinite_loss == "skip" and schedule in ASYNCHRONOUS_SCHEDULES:
-        raise RecipeError(
-            f"training.on_nonfinite_loss is skip and pipeline.schedule is {schedule}: the loss of a step is known "
-            "after most stages have updated; use stop or ignore, or a synchronous schedule, such as 1f1b."
-        )
+    if schedule in ASYNCHRONOUS_SCHEDULES:
+        try:
+            training.check_asynchronous(f"pipeline.schedule is {schedule}", scales_loss=training.fp16)
+        except UserError as error:
+            raise RecipeError(f"training.{error}.") from None
     if recipe.data.streaming and training.max_steps is None:
         raise RecipeError(
             "data.streaming is true, and a stream has no end; set training.max_steps to the number of updates."
@@ -106,22 +106,8 @@ def _check_rows(recipe: Recipe) -> None:
         )
 
 
-def _check_devices(recipe: Recipe) -> None:
-    devices, processes = recipe.pipeline.devices, recipe.pipeline.num_processes or 1
-    if devices is not None and len(devices) % processes:
-        raise RecipeError(
-            f"pipeline.devices {list(devices)} cannot be shared out evenly between {processes} processes; give the "
-            "same number of devices to each."
-        )
-
-
 def _check_precision(recipe: Recipe) -> None:
     training, dtype = recipe.training, recipe.model.dtype
-    if training.fp16 and recipe.pipeline.schedule in ASYNCHRONOUS_SCHEDULES:
-        raise RecipeError(
-            f"training.fp16 is true and pipeline.schedule is {recipe.pipeline.schedule}: the scale of the loss needs "
-            "the gradients of all stages before an update; use training.bf16, or a synchronous schedule, such as 1f1b."
-        )
     if training.fp16 and dtype != "float32":
         raise RecipeError(f"training.fp16 needs model.dtype float32, and it is {dtype}; set it, or use training.bf16.")
     if training.fp32_master_weights and dtype not in ("bfloat16", "float16"):

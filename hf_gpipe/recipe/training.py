@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,8 +24,51 @@ from hf_gpipe.recipe.section import (
 from hf_gpipe.recipe.words import show
 
 
+class TrainingMeaning:
+    """The meaning of keys of `training`, which arguments of a trainer have by the same names."""
+
+    bf16: Any
+    fp16: Any
+    max_grad_norm: Any
+    memory_save_steps: Any
+    on_nonfinite_loss: Any
+
+    @property
+    def keeps_in_memory(self) -> bool:
+        """Whether the machines keep checkpoints in their memory."""
+        return self.memory_save_steps is not None
+
+    @property
+    def half_precision(self) -> str | None:
+        """The type that forwards compute in under autocast; None: there is no autocast."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else None
+
+    @property
+    def clips(self) -> bool:
+        """Whether a gradient may be scaled down."""
+        return (self.max_grad_norm or 0) > 0
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether an update needs the loss or the norm of the whole gradient."""
+        return self.clips or bool(self.fp16) or self.on_nonfinite_loss == "skip"
+
+    def check_asynchronous(self, schedule: str, *, scales_loss: bool) -> None:
+        """Raise UserError for what needs the gradients of all stages; `schedule` says that each updates by itself."""
+        if scales_loss:
+            raise UserError(
+                f"fp16 is true and {schedule}: the scale of the loss needs the gradients of all stages before an "
+                "update; use bf16, or a synchronous schedule, such as 1f1b"
+            )
+        if self.on_nonfinite_loss == "skip":
+            raise UserError(
+                f"on_nonfinite_loss is skip and {schedule}: the loss of a step is known after most stages have "
+                "updated; use stop or ignore, or a synchronous schedule, such as 1f1b"
+            )
+
+
 @section()
-class TrainingSection:
+class TrainingSection(TrainingMeaning):
     """Optimization, logging and checkpoints; names have their meaning in transformers.TrainingArguments."""
 
     output_dir: Annotated[Text, MAY_CHANGE]
@@ -180,17 +223,12 @@ class TrainingSection:
 
     @property
     def size(self) -> BatchSize:
-        """Of a mini-batch of the training."""
-        return BatchSize(self.batch_size, self.batch_tokens)
+        """Of a mini-batch and of a step of the training."""
+        return BatchSize(self.batch_size, self.batch_tokens, self.gradient_accumulation_steps)
 
     def sorts_rows(self, kind: str) -> bool:
         """Whether rows of similar length share a mini-batch, where the data are of this kind; images are all alike."""
         return self.length_bucketing and kind in OF_TEXT
-
-    @property
-    def keeps_in_memory(self) -> bool:
-        """Whether the machines keep checkpoints in their memory."""
-        return self.memory_save_steps is not None
 
     def __post_init__(self) -> None:
         if not self.push_to_hub:

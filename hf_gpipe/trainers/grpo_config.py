@@ -74,7 +74,7 @@ class PipelineGRPOConfig(OwnLossArguments):
                 "and set temperature, top_p or top_k"
             )
         check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
-        if self.loss_type == "bnpo" and self.gradient_accumulation_steps > 1:
+        if self.loss_type == "bnpo" and self.size.accumulation > 1:
             raise UserError(
                 "loss_type='bnpo': it is a mean over the tokens of each mini-batch, and several are accumulated; use "
                 "dapo, the mean over all of them"

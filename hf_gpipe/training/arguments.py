@@ -23,6 +23,7 @@ from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
 from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.recipe.pipeline.stages import PLANNED
+from hf_gpipe.recipe.training import TrainingMeaning
 from hf_gpipe.training.supported import (
     BITSANDBYTES_OPTIMIZERS,
     HARMLESS_ARGUMENTS,
@@ -65,7 +66,7 @@ def _decided(name: str, section: type = PipelineConfig, **metadata: Any) -> Any:
 
 
 @dataclass
-class PipelineTrainingArguments(TrainingArguments):
+class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
     """Arguments of `PipelineTrainer`: those of transformers' Trainer, and how the model is cut into stages.
 
     `per_device_train_batch_size` is the rows of a mini-batch of the whole pipeline, `gradient_accumulation_steps` the
@@ -268,19 +269,8 @@ class PipelineTrainingArguments(TrainingArguments):
 
     @property
     def size(self) -> BatchSize:
-        """Of a mini-batch of the training."""
-        return BatchSize(self.per_device_train_batch_size, self.batch_tokens)
-
-    @property
-    def rows_of_update(self) -> int | None:
-        """Rows of one update; None: they vary."""
-        rows = self.size.known_rows
-        return None if rows is None else rows * self.gradient_accumulation_steps
-
-    @property
-    def keeps_in_memory(self) -> bool:
-        """Whether the machines keep checkpoints in their memory."""
-        return self.memory_save_steps is not None
+        """Of a mini-batch and of a step of the training."""
+        return BatchSize(self.per_device_train_batch_size, self.batch_tokens, self.gradient_accumulation_steps)
 
     @property
     def sorts_rows(self) -> bool:
@@ -300,8 +290,8 @@ class PipelineTrainingArguments(TrainingArguments):
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The half precision that forwards compute in, by `bf16` or `fp16`."""
-        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
+        """The half precision that forwards compute in, if any."""
+        return None if self.half_precision is None else getattr(torch, self.half_precision)
 
     def _take_mixed_precision_of_launcher(self) -> None:
         """`accelerate launch --mixed_precision bf16` asks for what `bf16` does."""

@@ -80,7 +80,8 @@ class Logs:
         """The metrics of the whole training, for this process; `train_loss` is the mean loss."""
         state = self._trainer.state
         steps = state.global_step - self._first_step
-        rows = self._num_rows if self._args.rows_of_update is None else steps * self._args.rows_of_update
+        rows_of_step = self._args.size.rows_of_step
+        rows = self._num_rows if rows_of_step is None else steps * rows_of_step
         metrics: dict[str, float] = speed_metrics("train", self._start_time, num_samples=rows, num_steps=steps)
         loss = (self._logged_loss + self._loss) / max(steps, 1)
         return metrics | {"total_flos": state.total_flos, "train_loss": loss}

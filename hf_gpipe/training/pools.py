@@ -45,8 +45,8 @@ class Pools:
     def read(self, rows: Iterator[Any]) -> list[Any]:
         """The rows of the next pool; none at the end."""
         pool: list[Any] = []
-        done, (num_rows, num_tokens) = 0, self.size
-        size, most = (num_rows, _MOST_ROWS) if num_tokens is None else (num_tokens, _MOST_TOKENS)
+        done, num_tokens = 0, self.size.tokens
+        size, most = (self.size.rows, _MOST_ROWS) if num_tokens is None else (num_tokens, _MOST_TOKENS)
         enough = size * (max(1, min(POOL_BATCHES, most // size)) if self.by_length else 1)
         for row in rows:
             pool.append(row)
@@ -61,7 +61,7 @@ class Pools:
         if self.by_length:
             lengths = [row_length(row) for row in pool]
             order.sort(key=lengths.__getitem__)
-        num_rows, num_tokens = self.size
+        num_rows, num_tokens = self.size.rows, self.size.tokens
         if num_tokens is None:
             batches = [order[start : start + num_rows] for start in range(0, len(order), num_rows)]
         else:

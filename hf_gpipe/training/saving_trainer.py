@@ -86,8 +86,8 @@ class SavingTrainer(TrainerInterface):
         # Trainer counts every process as a replica, which a stage is not.
         for name in ("distributed_type", "num_devices", "total_train_batch_size", "total_eval_batch_size"):
             summary.hyperparameters.pop(name, None)
-        if self.args.rows_of_update not in (None, self.args.per_device_train_batch_size):
-            summary.hyperparameters["total_train_batch_size"] = self.args.rows_of_update
+        if (size := self.args.size).rows_of_step not in (None, size.rows):
+            summary.hyperparameters["total_train_batch_size"] = size.rows_of_step
         summary.hyperparameters |= self.pipe.config.in_short
         path.write_text(summary.to_model_card(), encoding="utf-8")
         if self.pipe.adapter.peft is not None:

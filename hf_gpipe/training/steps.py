@@ -46,7 +46,7 @@ class TrainingLength:
         Raises:
             UserError: no mini-batch, or no length and no `max_steps`.
         """
-        accumulation = args.gradient_accumulation_steps
+        accumulation = args.size.accumulation
         if mini_batches_per_epoch is None:
             if args.max_steps <= 0:
                 raise UserError("max_steps: the training dataset has no length, so give the number of steps")

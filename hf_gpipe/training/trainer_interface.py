@@ -96,7 +96,7 @@ class TrainerInterface:
 
     def get_total_train_batch_size(self, args: PipelineTrainingArguments) -> int:
         """Rows of one update. Raises UserError where their number varies."""
-        if (rows := args.rows_of_update) is None:
+        if (rows := args.size.rows_of_step) is None:
             raise UserError(f"get_total_train_batch_size: a mini-batch has {args.size}, so the rows of an update vary")
         return rows
 

@@ -38,11 +38,7 @@ def are_beside(trainer: TrainerInterface) -> bool:
 
 def _needs_numbers(trainer: TrainerInterface) -> bool:
     """Whether an update needs the loss or the norm."""
-    return _clips(trainer) or trainer.scaler is not None or trainer.args.on_nonfinite_loss == "skip"
-
-
-def _clips(trainer: TrainerInterface) -> bool:
-    return trainer.args.max_grad_norm is not None and trainer.args.max_grad_norm > 0
+    return trainer.args.needs_norm or trainer.scaler is not None
 
 
 class Updates:
@@ -180,7 +176,7 @@ class Updates:
         own = float(norm) / self._scale
         if self._trainer.scaler is not None:
             self._trainer.scaler.unscale_(self._pipe.parameters())
-        if _clips(self._trainer):
+        if self._args.clips:
             self._pipe.clip_grad_norm_(self._args.max_grad_norm, own)
         return own
 

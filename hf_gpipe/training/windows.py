@@ -63,16 +63,7 @@ def check_asynchronous(trainer: TrainerInterface) -> None:
     if not trainer.pipe.is_asynchronous:
         return
     asked = f"the schedule is {trainer.pipe.schedule_name!r}"
-    if trainer.scaler is not None:
-        raise UserError(
-            f"{asked} and fp16 is true: whether a scaled gradient is too large is known when all stages have theirs, "
-            "and here each stage updates by itself; use bf16, or a synchronous schedule, such as 1f1b"
-        )
-    if trainer.args.on_nonfinite_loss == "skip":
-        raise UserError(
-            f"{asked} and on_nonfinite_loss is skip: the loss of a step is known after most stages have updated; use "
-            "stop or ignore, or a synchronous schedule, such as 1f1b"
-        )
+    trainer.args.check_asynchronous(asked, scales_loss=trainer.scaler is not None)
     for callback, event in callbacks_of_update(trainer.callback_handler.callbacks):
         raise UserError(
             f"{asked} and the callback {type(callback).__name__} has {event}: each stage updates by itself, so "

@@ -426,7 +426,6 @@ def test_every_shipped_recipe_reads_and_reads_back(path: Path) -> None:
     ("overrides", "message"),
     [
         (["pipeline.devices=[]"], "pipeline.devices [] is empty"),
-        (["pipeline.devices=[cpu]", "pipeline.num_stages=2", "pipeline.num_processes=2"], "cannot be shared out"),
         (
             ["pipeline.torch_compile_backend=aot_eager"],
             "pipeline.torch_compile_backend is 'aot_eager' (a string) and torch_compile is false",

@@ -149,9 +149,9 @@ class _Another(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"on_nonfinite_loss": "skip"}, "the schedule is 'pipedream' and on_nonfinite_loss is skip"),
+        ({"on_nonfinite_loss": "skip"}, "on_nonfinite_loss is skip and the schedule is 'pipedream'"),
         ({"callbacks": [_Updated]}, "the callback _Updated has on_optimizer_step"),
-        ({"fp16": True}, "the schedule is 'pipedream' and fp16 is true"),
+        ({"fp16": True}, "fp16 is true and the schedule is 'pipedream'"),
     ],
 )
 def test_what_needs_all_stages_before_an_update_is_refused(
