@@ -158,7 +158,8 @@ def _check(recipe: Recipe) -> None:
     if "RANK" not in os.environ:
         # In another launcher's job the main process reads it.
         recipe.table(_num_workers(recipe))
-    recipe.check_micro_batches()
+    size = recipe.training.size
+    recipe.pipeline.check_micro_batches(size.accumulation, size.known_rows)
 
 
 def _num_workers(recipe: Recipe) -> int:

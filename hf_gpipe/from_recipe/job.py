@@ -116,11 +116,13 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
             (output_dir / METRICS_FILE).write_text(f"{metrics}\n")
             _write_timelines(output_dir, measured, predicted)
     if world.is_reporter:
-        summary.say(summary.step_text(breakdown(measured), output_dir / TRACE_FILE))
-        files = {"one step's timeline": TIMELINE_FILE, "metrics": METRICS_FILE}
+        parts, trace = breakdown(measured), output_dir / TRACE_FILE
+        where = f"Where one step of {float(parts.total_seconds):.4g} s goes (in detail: {trace}, for ui.perfetto.dev)"
+        summary.say(f"\n{where}\n\n{parts.text()}\n\n{report.text(recipe.evaluation.split)}")
+        files = {"model and tokenizer": "", "one step's timeline": TIMELINE_FILE, "metrics": METRICS_FILE}
         if report.translations:
             files["all translations"] = TRANSLATIONS_FILE
-        summary.say(summary.end_text(report.text(recipe.evaluation.split), output_dir, files))
+        summary.say("\n".join(f"{word:<19}  {output_dir / name}" for word, name in files.items()))
 
 
 def _finite(value: Any) -> Any:

@@ -1,14 +1,12 @@
-"""Texts that the command prints before and after a training."""
+"""The text that the command prints before a training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from hf_gpipe.job.preflight import machines
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.schedule import Breakdown
 from hf_gpipe.text import count_text
 
 
@@ -34,23 +32,3 @@ def start_text(recipe: Recipe, pipe: Pipeline, corpus: str, checkpoint: Path | N
     if checkpoint is not None:
         lines.append(f"resuming   from {checkpoint}")
     return "\n".join(lines)
-
-
-def step_text(parts: Breakdown, trace: Path) -> str:
-    """Where the time of one measured step went."""
-    return (
-        f"\nWhere one step of {float(parts.total_seconds):.4g} s goes (in detail: {trace}, for ui.perfetto.dev)\n\n"
-        f"{parts.text()}"
-    )
-
-
-def end_text(quality: str, output_dir: Path, files: Mapping[str, str]) -> str:
-    """The quality, in words or tables, and where everything is.
-
-    Args:
-        quality: of the model.
-        output_dir: of the run.
-        files: a word for each file there -> its name.
-    """
-    lines = [f"{word:<19}  {output_dir / name}" for word, name in files.items()]
-    return "\n".join(["", quality, f"model and tokenizer  {output_dir}", *lines])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -109,7 +109,9 @@ def _assign(wishes: Sequence[_DeviceRequest], hosts: Sequence[str]) -> list[list
         for name in _own_names(rank, wishes, hosts):
             if name.startswith("cuda"):
                 host = hosts[rank]
-                number = _free(host, wish, taken) if name == "cuda" else int(name.removeprefix("cuda:"))
+                # The first GPU that no process has; without one, the first.
+                free = (number for number, gpu in enumerate(wish.gpus) if (host, gpu) not in taken)
+                number = next(free, 0) if name == "cuda" else int(name.removeprefix("cuda:"))
                 other = taken.setdefault((host, wish.gpus[number]), rank)
                 if other != rank:
                     raise UserError(
@@ -138,11 +140,6 @@ def _own_names(rank: int, wishes: Sequence[_DeviceRequest], hosts: Sequence[str]
         )
     first = share * neighbours.index(rank)
     return mine.names[first : first + share]
-
-
-def _free(host: str, wish: _DeviceRequest, taken: Mapping[tuple[str, str], int]) -> int:
-    """The number of the first GPU that no process has; without one, of the first."""
-    return next((number for number, gpu in enumerate(wish.gpus) if (host, gpu) not in taken), 0)
 
 
 def _check_kinds(assigned: Sequence[Sequence[str]]) -> None:

@@ -21,6 +21,7 @@ from hf_gpipe.errors import MessageError, UserError
 from hf_gpipe.job.network import addresses, gloo_address, is_loopback
 from hf_gpipe.job.wire import sendable
 
+_version_of = cache(version)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -137,11 +138,6 @@ def available_memory() -> int:
 def boot_id() -> str:
     """A mark that tells this machine from others of its name, and from itself before its last start; else empty."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-
-
-@cache
-def _version_of(package: str) -> str:
-    return version(package)
 
 
 def _digest_of_package() -> str:

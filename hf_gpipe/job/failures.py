@@ -141,7 +141,25 @@ def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers:
     """
     with telling:
         Job.current().is_failing = True
-        return _tell(failure, traceback_file, store_answers)
+        failure = replace(failure, is_told=not store_answers)
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            earlier = read_error_file(Path(path))
+            _write_error_file(Path(path), replace(failure, time=earlier.time) if earlier else failure)
+        if not store_answers:
+            if _speaks_for_machine():
+                show(failure, traceback_file)
+        elif LAUNCHER_PID in os.environ:
+            pass  # it tells the failure
+        elif not failure.is_consequence:
+            if _is_first():
+                show(failure, traceback_file)
+        elif _has_other_machines() or (Job.current().has_met and _AGENT_VARIABLE not in os.environ):
+            # The cause may be a machine that is gone, or a process that was killed and has no launcher that tells it.
+            time.sleep(_CAUSE_SECONDS)
+            if _is_first():
+                lost = _LOST_MACHINE if _has_other_machines() else _LOST_PROCESS
+                show(replace(failure, message=f"{failure.message} ({lost})"), traceback_file)
+        return failure.exit_code
 
 
 def end(failure: Failure, *, store_answers: bool = True) -> NoReturn:
@@ -150,29 +168,6 @@ def end(failure: Failure, *, store_answers: bool = True) -> NoReturn:
         if not Job.current().is_failing:
             tell(failure, store_answers=store_answers)
     os._exit(failure.exit_code)
-
-
-def _tell(failure: Failure, traceback_file: Path | None, store_answers: bool) -> int:
-    failure = replace(failure, is_told=not store_answers)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        earlier = read_error_file(Path(path))
-        _write_error_file(Path(path), replace(failure, time=earlier.time) if earlier else failure)
-    if not store_answers:
-        if _speaks_for_machine():
-            show(failure, traceback_file)
-        return failure.exit_code
-    if LAUNCHER_PID in os.environ:
-        return failure.exit_code
-    if not failure.is_consequence:
-        if _is_first():
-            show(failure, traceback_file)
-    elif _has_other_machines() or (Job.current().has_met and _AGENT_VARIABLE not in os.environ):
-        # The cause may be a machine that is gone, or a process that was killed and has no launcher that tells it.
-        time.sleep(_CAUSE_SECONDS)
-        if _is_first():
-            lost = _LOST_MACHINE if _has_other_machines() else _LOST_PROCESS
-            show(replace(failure, message=f"{failure.message} ({lost})"), traceback_file)
-    return failure.exit_code
 
 
 def show(failure: Failure, traceback_file: Path | None = None) -> None:

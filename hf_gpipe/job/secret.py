@@ -35,17 +35,6 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
-def secret_of_run() -> bytes:
-    """The secret of this process's run; empty if it has none. Raises UserError where it is too short."""
-    secret = os.environ.get(SECRET_VARIABLE, "").encode()
-    if secret and len(secret) < LEAST_CHARACTERS:
-        raise UserError(
-            f"{SECRET_VARIABLE} has {len(secret)} characters, and a secret needs at least {LEAST_CHARACTERS}; make one "
-            "with: openssl rand -hex 32"
-        )
-    return secret
-
-
 def store_on_loopback() -> dist.TCPStore:
     """A store for the processes of this machine alone, at a free port. torch's own would listen on all interfaces."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -131,5 +120,10 @@ class SignedStore(dist.Store):
 
 def signed(store: dist.Store, purpose: str) -> dist.Store:
     """The store, whose values are signed if this process's run has a secret. Raises UserError where it is too short."""
-    secret = secret_of_run()
+    secret = os.environ.get(SECRET_VARIABLE, "").encode()
+    if secret and len(secret) < LEAST_CHARACTERS:
+        raise UserError(
+            f"{SECRET_VARIABLE} has {len(secret)} characters, and a secret needs at least {LEAST_CHARACTERS}; make one "
+            "with: openssl rand -hex 32"
+        )
     return SignedStore(store, secret, purpose) if secret else store

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -19,6 +18,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import LossInputs, Reads
 from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.recipe.losses import EmbeddingsSection
+from hf_gpipe.recipe.section import check_by
 
 _DISTANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     # Of equal rows the derivative is 0.
@@ -55,7 +55,7 @@ class EmbeddingLoss(NotingLoss):
             "triplet": max(0, d(anchor, positive) - d(anchor, negative) + margin) (arXiv 1503.03832); "cosine": the
             square of cos(first, second) - score (arXiv 1908.10084).
         pooling: "mean", "cls" or "lasttoken", as of `pooled`. "cls" of a decoder-only model is an error of `Pipeline`.
-        texts: rows of an example: 2, or more with negatives; 3 of a triplet.
+        texts: rows of an example: 2, or more with negatives; 3 of a triplet; None: 2, or 3 of a triplet.
         scale: of "multiple_negatives", the factor of cosines, the inverse of a temperature.
         margin: of "triplet".
         distance: of "triplet", "euclidean" or "cosine" (1 - cos).
@@ -67,12 +67,12 @@ class EmbeddingLoss(NotingLoss):
         UserError: a value that is not allowed.
     """
 
-    loss_type: str = "multiple_negatives"
-    pooling: str = "mean"
-    texts: int = 2
-    scale: float = field(default=20.0, kw_only=True)
-    margin: float = field(default=5.0, kw_only=True)
-    distance: str = field(default="euclidean", kw_only=True)
+    loss_type: str = EmbeddingsSection.loss_type
+    pooling: str = EmbeddingsSection.pooling
+    texts: int = None  # type: ignore[assignment]  # until it is made
+    scale: float = field(default=EmbeddingsSection.scale, kw_only=True)
+    margin: float = field(default=EmbeddingsSection.margin, kw_only=True)
+    distance: str = field(default=EmbeddingsSection.distance, kw_only=True)
     matryoshka_dims: tuple[int, ...] = field(default=(), kw_only=True)
     matryoshka_weights: tuple[float, ...] = field(default=(), kw_only=True)
 
@@ -83,9 +83,12 @@ class EmbeddingLoss(NotingLoss):
     compares_units: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows_per_unit", self.texts)
+        section: EmbeddingsSection = check_by(EmbeddingsSection, self)
+        for name in ("matryoshka_dims", "matryoshka_weights"):
+            object.__setattr__(self, name, tuple(getattr(section, name) or ()))
+        for name in ("texts", "rows_per_unit"):
+            object.__setattr__(self, name, section.num_texts)
         object.__setattr__(self, "compares_units", self.loss_type == "multiple_negatives")
-        super().__post_init__()
         least, most = {"triplet": (3, 3), "cosine": (2, 2)}.get(self.loss_type, (2, math.inf))
         if not least <= self.texts <= most:
             expected = f"{least}" if least == most else f"{least} or more"
@@ -93,14 +96,6 @@ class EmbeddingLoss(NotingLoss):
         dims, weights = self.matryoshka_dims, self.matryoshka_weights
         if weights and len(weights) != len(dims):
             raise UserError(f"matryoshka_weights={weights}: expected one for each of matryoshka_dims={dims}")
-
-    @classmethod
-    def of(cls, options: Any) -> EmbeddingLoss:
-        """The loss that the arguments of a trainer, or the section of a recipe, ask for by these names."""
-        texts = options.texts or (3 if options.loss_type == "triplet" else cls.texts)
-        values: dict[str, Any] = {name: getattr(options, name) for name in ("scale", "margin", "distance")}
-        values |= {name: tuple(getattr(options, name) or ()) for name in ("matryoshka_dims", "matryoshka_weights")}
-        return cls(options.loss_type, options.pooling, texts, **values)
 
     def check_model(self, adapter: Adapter) -> None:
         if self.pooling == "cls" and is_causal(adapter.reference):

@@ -98,14 +98,14 @@ class GRPOLoss(NotingLoss):
         UserError: a value that is not allowed.
     """
 
-    beta: float = 0.0
-    loss_type: str = "dapo"
-    max_completion_length: int = 512
-    epsilon: float = field(default=0.2, kw_only=True)
+    beta: float = GRPOSection.beta
+    loss_type: str = GRPOSection.loss_type
+    max_completion_length: int = GRPOSection.max_completion_length
+    epsilon: float = field(default=GRPOSection.epsilon, kw_only=True)
     epsilon_high: float | None = field(default=None, kw_only=True)
     delta: float | None = field(default=None, kw_only=True)
     importance_sampling_level: str = field(default="token", kw_only=True)
-    temperature: float = field(default=1.0, kw_only=True)
+    temperature: float = field(default=GRPOSection.temperature, kw_only=True)
 
     metrics = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
     reads, section = Reads.ROWS, GRPOSection
@@ -167,10 +167,7 @@ class GRPOLoss(NotingLoss):
         is_high = (unclipped > 1 + high) & (advantages > 0)
         noted = (divergence, is_low, is_high, is_low | is_high)
         # Means over all tokens: the sums of rows, and their tokens in place of the number of units.
-        values, counts = (
-            [(column * mask).sum(dim=1) for column in noted],
-            [mask.sum(dim=1)] * len(noted),
-        )
+        values, counts = [(column * mask).sum(dim=1) for column in noted], [mask.sum(dim=1)] * len(noted)
         if self.importance_sampling_level == "sequence":  # a ratio of each row
             values[1:] = [column[:, 0].to(mask) for column in noted[1:]]
             counts[1:] = [torch.ones_like(counts[0])] * 3

@@ -215,11 +215,6 @@ class Recipe:
         """The table of a step from the file that `pipeline.schedule` names; raises as `PipelineConfig.table`."""
         return self.pipeline.table(self.training.size.accumulation, num_processes)
 
-    def check_micro_batches(self) -> None:
-        """Raise UserError where a replica would never get a micro-batch."""
-        size = self.training.size
-        self.pipeline.check_micro_batches(size.accumulation, size.known_rows)
-
     def to_yaml(self) -> str:
         """The resolved recipe as YAML, with the defaults of the keys that its kind of data uses.
 

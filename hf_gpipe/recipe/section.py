@@ -215,10 +215,10 @@ def given_not_with(of_section: Any, other: object) -> Iterator[tuple[str, Any, s
                 yield name, getattr(of_section, name), mark.why
 
 
-def check_by(cls: type, options: Any) -> None:
-    """Raise UserError where options have the names of keys of a section, and values that it does not allow."""
+def check_by(cls: type, options: Any) -> Any:
+    """The section with the values of options of the names of its keys. Raises UserError for what it does not allow."""
     values = {name: getattr(options, name) for name in keys_of(cls) if hasattr(options, name)}
-    cls(**{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()})
+    return cls(**{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()})
 
 
 @functools.cache

@@ -152,7 +152,8 @@ def _recipe(folder: Path, prepared: Path) -> None:
     recipe = load_recipe(folder / "recipe.yaml")
     num_processes = _num_workers(recipe)
     recipe.table(num_processes)
-    recipe.check_micro_batches()
+    size = recipe.training.size
+    recipe.pipeline.check_micro_batches(size.accumulation, size.known_rows)
 
 
 def _table(folder: Path, prepared: Path) -> None:

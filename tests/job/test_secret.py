@@ -17,7 +17,6 @@ import pytest
 import torch.distributed as dist
 
 from hf_gpipe.errors import MessageError, UserError
-from hf_gpipe.job import secret
 from hf_gpipe.job.facts import RankFacts
 from hf_gpipe.job.meeting import meet
 from hf_gpipe.job.secret import SECRET_VARIABLE, SignedStore, new_secret, signed, store_on_loopback
@@ -174,7 +173,7 @@ def test_a_secret_has_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert signed(store, "start") is store
     monkeypatch.setenv(SECRET_VARIABLE, "short")
     with pytest.raises(UserError, match="has 5 characters, and a secret needs at least 16"):
-        secret.secret_of_run()
+        signed(store, "start")
 
 
 def test_processes_meet_in_a_signed_store() -> None:
