@@ -60,7 +60,7 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _with_tokenizer(adapters: str, base: str) -> str | None:
-    """Where the tokenizer is: beside the adapters, or else the model's; None: the model's directory has none."""
+    """The directory or Hub id of the tokenizer: the adapters', or else the model's. None: neither directory has one."""
     from hf_gpipe.data.tokenizer import has_tokenizer
 
     if has_tokenizer(adapters):

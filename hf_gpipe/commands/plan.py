@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Longer texts are not tried.
 _MOST_TOKENS = 1 << 20
-#: Of a chunk, where --longest looks for the longest rows in chunks.
+#: Tokens of a chunk, where --longest looks for the longest rows in chunks.
 _CHUNK_TOKENS = 2048
 
 DESCRIPTION = """\

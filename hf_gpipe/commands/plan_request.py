@@ -125,7 +125,7 @@ class PlanRequest:
             return lighter._unlimited()
 
     def divided(self, options: argparse.Namespace) -> Iterator[PlanRequest]:
-        """The same with layers divided among 2, 4 and 8 devices, where devices are given and the model allows it."""
+        """Yield requests with layers divided among 2, 4 and 8 devices, where devices are given and the model allows it."""
         is_given = _is_given("pipeline.tensor_parallel", options.overrides)
         has_devices = options.devices is not None or len(self.devices) > 1
         for size in (2, 4, 8) if has_devices and self.config.division.is_whole and not is_given else ():
@@ -135,7 +135,7 @@ class PlanRequest:
 
     @cached_property
     def planner(self) -> Planner:
-        """Of all this; the layers are measured or traced when it is made."""
+        """The planner of this request. Making it measures or traces the layers."""
         from hf_gpipe.from_recipe.checks import loss_of, workload_of
         from hf_gpipe.from_recipe.model import teacher_of
         from hf_gpipe.model.tensor_parallel import check_division
@@ -360,7 +360,7 @@ def _here() -> torch.device:
 
 
 def _adapter(recipe: Recipe) -> Adapter:
-    """Of the recipe's model. Without CUDA the types under autocast are observed on the CPU, which has nearly all."""
+    """The adapter of the recipe's model. Without CUDA the CPU shows the types under autocast; nearly all agree."""
     from hf_gpipe.from_recipe.checks import checked_adapter
 
     return checked_adapter(recipe, _here())

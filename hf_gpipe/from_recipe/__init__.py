@@ -1,1 +1,1 @@
-"""From a recipe to its training: the model, the trainer, the job of the train command, and its results."""
+"""Makes the training of a recipe: the model, the trainer, the job of the train command, and its results."""

@@ -1,4 +1,4 @@
-"""From a recipe to its loss, the shape of its mini-batches, and the checks of its model."""
+"""Makes the loss of a recipe and the shape of its mini-batches, and checks its model."""
 
 from __future__ import annotations
 

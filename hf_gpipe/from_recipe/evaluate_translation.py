@@ -255,7 +255,7 @@ def evaluate_translation(
     pad_token_id = pipe.world.from_reader(lambda: None if tokenizer is None else tokenizer.pad_token_id)
     options = {name: getattr(evaluation, name) for name in ("max_new_tokens", "num_beams")}
     options |= {"do_sample": False, "num_return_sequences": 1}
-    #: Of each pair its translation, and the number of the reference's tokens.
+    #: The translation of each pair, with the number of the reference's tokens.
     outcomes: dict[int, tuple[Translated, int]] = {}
     for predicted in predict(pipe, batches, generation=Generation(pipe, options, pad_token_id)):
         if tokenizer is None or not pipe.world.is_reader:

@@ -66,7 +66,7 @@ def run(recipe: Recipe, job: Job) -> None:
 
 
 def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMeter) -> None:
-    """The same with the output directory to itself."""
+    """Run the job of a recipe whose output directory no other run uses."""
     output_dir = Path(recipe.training.output_dir)
     say: Callable[[str], None] = summary.say if world.is_reporter else lambda text: None
     checkpoint = _checkpoint_of(recipe, output_dir, world, job)

@@ -1,4 +1,4 @@
-"""From a recipe to its model: the configuration, the `ModelSpec`, and that of a teacher."""
+"""Makes the model of a recipe: its configuration, its `ModelSpec`, and the `ModelSpec` of a teacher."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hf_gpipe.recipe.transformer import with_transformer
 _STARTS_WITH_PADDING = ("marian", "pegasus", "t5", "mt5", "umt5")
 #: Fields of a configuration that name a token.
 _TOKENS = ("pad_token_id", "eos_token_id", "bos_token_id", "forced_eos_token_id", "decoder_start_token_id")
-#: Of these, the recipe's to choose: which token a decoder starts with, and whether one is forced at the end.
+#: The fields among these that a recipe may set: the token that a decoder starts with, and a forced last token.
 _FREE_TOKENS = ("forced_eos_token_id", "decoder_start_token_id")
 
 

@@ -65,17 +65,17 @@ class Child:
 
 
 def error_file(folder: Path, rank: int) -> Path:
-    """Where a process notes its failure."""
+    """The file in which a process notes its failure."""
     return folder / f"{rank}.error.json"
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where a process writes its stack on STACK_SIGNAL. The file exists once the process handles the signal."""
+    """The file to which a process writes its stack on STACK_SIGNAL. It exists once the process handles the signal."""
     return folder / f"{rank}.stack"
 
 
 def work_file(folder: Path, rank: int) -> Path:
-    """Where a process notes its current work."""
+    """The file in which a process notes its current work."""
     return folder / f"{rank}.work"
 
 

@@ -31,7 +31,7 @@ def tell_uncaught() -> None:
 
 
 class _Hook:
-    """In place of `sys.excepthook`, which it calls for faults of this process itself."""
+    """Replaces `sys.excepthook`, and calls the one before for faults of this process itself."""
 
     first: ClassVar[_Hook | None] = None
 

@@ -73,7 +73,7 @@ def _stopped_parent() -> str:
 
 
 def _innermost() -> str:
-    """Where the main thread is, as text."""
+    """The function and the line at which the main thread is, as text."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return ""

@@ -37,9 +37,9 @@ from hf_gpipe.schedule.table import Schedule
 
 Class = TypeVar("Class", bound=type)
 
-#: A longer message is refused before any memory is taken for it.
+#: The most bytes of a message. A longer message is refused before any memory is taken for it.
 MOST_BYTES = 1 << 36
-#: The same of its JSON text.
+#: The most bytes of a message's JSON text.
 MOST_TEXT_BYTES = 1 << 28
 #: So many bytes of what every process gathers come with its size; a longer value takes a second exchange.
 _FIRST_BYTES, _SIZE_BYTES = 4096, 8
@@ -229,7 +229,7 @@ def _read_dtype(rest: list[Any], read: Callable[[Any], Any], tensors: Mapping[st
     return dtype
 
 
-#: By the first word of an array: what makes its value, and the types of the rest.
+#: The function that makes the value of an array, and the types of its other entries, by its first word.
 _READERS: dict[str, tuple[_Reader, tuple[Any, ...]]] = {
     **{name: (_sequence_reader(sequence), (list,)) for name, sequence in _SEQUENCES.items()},
     "dict": (_read_dict, (list,)),

@@ -69,7 +69,7 @@ class World:
     """Name of the thread that sends messages here, if it is not the main one: each thread needs groups of its own."""
 
     stages_placed: Placement | None = field(default=None, kw_only=True)
-    """Where the stages are, once a pipeline has placed them."""
+    """The places of the stages, once a pipeline has placed them; None before."""
     links: dict[frozenset[str], MeasuredLink] = field(default_factory=dict, kw_only=True, compare=False)
     """The measured links between machines, by the machines' names."""
 
@@ -84,7 +84,7 @@ class World:
         return cls(dist.get_rank(), Job.current().ranks())
 
     def on(self, devices: Sequence[str]) -> Self:
-        """The same processes, this one on these devices. Every process calls it with its own."""
+        """Put this process on these devices. Every process calls it with its own devices, and gets the new world."""
         mine = tuple(DeviceFacts.of(torch.device(name)) for name in devices)
         everyone = zip(self.ranks, self.gather_objects(mine), strict=True)
         return replace(self, ranks=tuple(replace(rank, devices=own) for rank, own in everyone))
@@ -125,7 +125,7 @@ class World:
         return self.devices[0]
 
     def for_thread(self, name: str) -> Self:
-        """The same processes, for messages that a thread of this name sends while the main thread sends others."""
+        """A world for a thread of this name, which sends messages while the main thread sends others."""
         return replace(self, thread=name)
 
     # ------------------------------------------------------------------ stages
@@ -231,7 +231,7 @@ class World:
 
     @cached_property
     def own_workers(self) -> Mapping[int, int]:
-        """Of each stage of this process, ascending, the worker that has it."""
+        """The worker of each stage of this process, by stage, ascending."""
         return dict(sorted((stage, worker) for worker in self.workers for stage in self.placement.stages_of(worker)))
 
     @property

@@ -27,7 +27,7 @@ class TopK:
 
     @classmethod
     def of_inputs(cls, inputs: Mapping[str, torch.Tensor]) -> TopK | None:
-        """Those of a micro-batch, all positions in one row; None: it has none. Columns of padding are cut off."""
+        """The tokens of a micro-batch, all positions in one row and without columns of padding; None: it has none."""
         if TEACHER_TOKENS not in inputs:
             return None
         columns = slice(inputs["labels"].shape[1])
@@ -35,7 +35,7 @@ class TopK:
         return cls(tokens.long(), log_probs)
 
     def of(self, rows: slice) -> TopK:
-        """Those of some positions, as `TeacherLogits.of`."""
+        """The tokens of some positions, as `TeacherLogits.of`."""
         return TopK(self.tokens[rows], self.log_probs[rows])
 
     whole = __getitem__ = of

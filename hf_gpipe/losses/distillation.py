@@ -163,7 +163,7 @@ class DistillationLoss(TokenLoss):
 
 
 class _Planned(DistillationLoss):
-    """The same loss without a teacher, whose logits are the student's own."""
+    """The loss as a plan prices it: without a teacher, with the student's own logits in place of the teacher's."""
 
     def with_gradient(
         self, logits: torch.Tensor, targets: torch.Tensor, **options: Any

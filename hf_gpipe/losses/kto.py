@@ -47,7 +47,7 @@ class KTOLoss(NotingLoss):
         return self.loss_type == "kto"
 
     def num_forwards(self, *, has_reference: bool) -> int:
-        """With the forwards of mismatched rows, by the model and by the reference."""
+        """Count the forwards of mismatched rows too, by the model and by the reference."""
         mismatched = (1 + has_reference) * self.reads_mismatches
         return super().num_forwards(has_reference=has_reference) + mismatched
 

@@ -164,7 +164,7 @@ class Loss:
         return int(self.compares_units) + int(self.needs_reference and has_reference)
 
     def of_mini_batch(self, name: tuple[int, int], *, is_training: bool) -> Loss:
-        """The same loss, which notes its metrics under the name of a mini-batch; in evaluation without clipping."""
+        """The loss of a mini-batch: its metrics are noted under this name, and evaluation does not clip logits."""
         return self
 
     def with_passes(

@@ -21,9 +21,9 @@ class NotingLoss(Loss):
     """
 
     metrics: ClassVar[tuple[str, ...]]
-    #: Of a recipe, with keys of the options, whose values it checks; None: a recipe has none.
+    #: The section of a recipe whose keys are the options. It checks their values. None: recipes have no such section.
     section: ClassVar[type | None] = None
-    #: In training and in evaluation: the sums of the metrics, and the number of values of each.
+    #: The sums of the metrics and the number of values of each, in training (True) and in evaluation (False).
     _sums: dict[bool, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

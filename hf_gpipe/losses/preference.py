@@ -22,7 +22,7 @@ METRICS = (
 )
 #: TRL's default.
 _SIMPO_GAMMA = 0.5
-#: Those whose log-probabilities are of a token, the mean over the answer.
+#: The values of `loss_type` that read the mean log-probability of an answer's tokens, where others read the sum.
 _PER_TOKEN = ("ipo", "sigmoid_norm", "simpo", "orpo")
 
 
@@ -75,7 +75,7 @@ class PreferenceLoss(NotingLoss):
 
     @property
     def _weight_of_chosen(self) -> float:
-        """Of the cross-entropy of the chosen answers."""
+        """The weight of the cross-entropy of the chosen answers."""
         if self.cpo_alpha is not None:
             return self.cpo_alpha
         return float(self.loss_type in ("cpo", "orpo"))

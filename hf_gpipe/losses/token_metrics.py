@@ -31,7 +31,7 @@ class TokenMetrics:
     _sums: dict[tuple[bool, tuple[int, int]], torch.Tensor] = field(default_factory=dict)
 
     def of(self, mini_batch: tuple[int, int], *, is_training: bool) -> TokenMetrics:
-        """The same metrics, to which a mini-batch adds."""
+        """The metrics as a mini-batch adds to them, under its name."""
         return replace(self, mini_batch=(is_training, mini_batch))
 
     def add(

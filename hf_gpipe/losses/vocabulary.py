@@ -69,7 +69,7 @@ class TokenOptions:
         return {name: value for name, value in values.items() if value}
 
     def unclipped(self) -> Self:
-        """The same without clipping."""
+        """The loss without clipping of logits."""
         return self if self.logit_clipping is None else replace(self, logit_clipping=None)
 
     def seen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

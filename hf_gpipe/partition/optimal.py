@@ -29,7 +29,7 @@ StageCost = Callable[[int, int, int], float]
 #: Costs that differ by less than this share of the bottleneck are equal; otherwise rounding would decide among equal
 #: splits.
 _EQUAL = 1e-9
-#: Of the bottleneck in the sums of squares.
+#: Bits in which the bottleneck is written in the sums of squares.
 _BITS = 40
 
 
@@ -171,7 +171,7 @@ class _Search:
         return ends
 
     def windows(self, bound: float) -> list[range] | None:
-        """Where each stage can end if none costs more than `bound`, or None where there is no such place.
+        """The layers at which each stage can end if none costs more than `bound`, or None where there is no such cut.
 
         Cuts outside of a window are impossible; those inside need not be possible.
         """

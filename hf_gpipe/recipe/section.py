@@ -207,7 +207,7 @@ def refuse_given(of_section: Any, names: Iterable[str], why: str, error: type[Us
 
 
 def given_not_with(of_section: Any, other: object) -> Iterator[tuple[str, Any, str]]:
-    """Of each key of a section that does not go with something, and differs from its default: name, value, why not."""
+    """Yield (name, value, why not) for each key of a section that does not go with `other` and has not its default."""
     cls: type = type(of_section)
     for name, key in keys_of(cls).items():
         for mark in key.marks:

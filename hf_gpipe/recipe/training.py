@@ -223,7 +223,7 @@ class TrainingSection(TrainingMeaning):
 
     @property
     def size(self) -> BatchSize:
-        """Of a mini-batch and of a step of the training."""
+        """The size of a mini-batch and of a step of the training."""
         return BatchSize(self.batch_size, self.batch_tokens, self.gradient_accumulation_steps)
 
     def sorts_rows(self, kind: str) -> bool:

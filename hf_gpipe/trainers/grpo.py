@@ -78,7 +78,7 @@ class PipelineGRPOTrainer(OwnLossTrainer):
     ) -> None:
         self._rewards = Rewards(reward_funcs, reward_processing_classes)
         self._rollout_func = rollout_func
-        #: Of the completions of each mini-batch since the last log, in training and in evaluation: their metrics.
+        #: The metrics of each mini-batch's completions since the last log, in training (True) and evaluation (False).
         self._noted: dict[bool, list[dict[str, float]]] = {True: [], False: []}
         #: The step at which the server's weights were written; None: not yet.
         self._served_step: int | None = None

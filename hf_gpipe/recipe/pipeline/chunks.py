@@ -22,7 +22,7 @@ class Chunks(NamedTuple):
     taper: float = 0.0
 
     def within(self, tokens: int) -> Chunks:
-        """The same for rows of so many tokens: a chunk has at least one."""
+        """The chunks of rows of so many tokens: a chunk has at least one token."""
         return self._replace(most=min(self.most, tokens))
 
 

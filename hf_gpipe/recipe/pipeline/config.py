@@ -204,7 +204,7 @@ class DecidedConfig(PipelineConfig):
         return {name: getattr(self, name) for name in names}
 
     def to_give(self, values: Mapping[str, Any], recipe: PipelineConfig) -> dict[str, Any]:
-        """Of values of `of_plan` those that a recipe must be given: they are not the recipe's, or not the default."""
+        """The values of `of_plan` that a recipe must be given, because they are not the recipe's or not the default."""
         always = (*self.in_short, "partition", "num_processes", "zero")
         keys = keys_of(PipelineConfig)
         return {

@@ -87,7 +87,7 @@ class ProcessKeys(VisitKeys):
 
     @property
     def compile_backend(self) -> str | None:
-        """By which backend of torch.compile blocks are compiled; None: they are not."""
+        """The backend of torch.compile for blocks; None: blocks are not compiled."""
         return (self.torch_compile_backend or "inductor") if self.torch_compile else None
 
     @property
