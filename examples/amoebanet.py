@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-#: Of each cell the pairs of (number of a state, operation on it), whose sums are the states from 2 on; 0 and 1 are what
-#: the cell before and the one before that have made. Then the states that are the cell's result.
+#: For each cell the pairs of (number of a state, operation on it), whose sums are the states from 2 on. States 0 and 1
+#: are the results of the cell before and of the cell before that. Then come the states that are the cell's result.
 NORMAL = (
     ((1, "1x1"), (1, "max_3x3")),
     ((1, "none"), (0, "1x7_7x1")),

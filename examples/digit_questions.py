@@ -1,7 +1,8 @@
 """Write questions about scikit-learn's handwritten digits, and a small new LLaVA, for recipes/images/questions.yaml.
 
-Of every five rows one has no image, and one has two: "which digits are these ? three seven". The digits are 1797 images
-of 8 by 8 pixels (E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository). Every sixth is held out.
+One in five rows has no image, and one in five has two images: "which digits are these ? three seven". The digits are
+1797 images of 8 by 8 pixels (E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository). Every sixth is held
+out.
 
     pip install scikit-learn
     python examples/digit_questions.py questions

@@ -42,4 +42,6 @@ def main(model: str, path: str, output: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/translate.py MODEL PAIRS OUTPUT --num_stages 4
     accelerate launch --num_processes 4 examples/translate.py MODEL PAIRS OUTPUT --num_stages 4
 
-PAIRS is a file of JSON lines {"source": ..., "target": ...}; its last tenth is kept for evaluation. Whatever
-transformers' TrainingArguments take may follow, such as --max_steps 1000 --bf16 --learning_rate 1e-4.
+PAIRS is a file of JSON lines {"source": ..., "target": ...}; its last tenth is kept for evaluation. All
+arguments of PipelineTrainingArguments may follow, such as --max_steps 1000 --bf16 --learning_rate 1e-4.
 """
 
 from __future__ import annotations
@@ -55,4 +55,6 @@ def main(model: str, pairs: str, output: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

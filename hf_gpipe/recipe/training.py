@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -27,11 +27,12 @@ from hf_gpipe.recipe.words import show
 class TrainingMeaning:
     """The meaning of keys of `training`, which arguments of a trainer have by the same names."""
 
-    bf16: Any
-    fp16: Any
-    max_grad_norm: Any
-    memory_save_steps: Any
-    on_nonfinite_loss: Any
+    if TYPE_CHECKING:  # a parser of a command line would take these types for those of the arguments
+        bf16: Any
+        fp16: Any
+        max_grad_norm: Any
+        memory_save_steps: Any
+        on_nonfinite_loss: Any
 
     @property
     def keeps_in_memory(self) -> bool:

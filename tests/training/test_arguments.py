@@ -218,6 +218,9 @@ def test_from_a_command_line() -> None:
     (args,) = parser.parse_args_into_dataclasses(words)
     assert (args.partition, args.config.partition) == (None, None)
     assert args.config.replicas == 1
+    # The meaning that keys and arguments share once hid their types: "--bf16" alone was an error, the norm a text.
+    (args,) = parser.parse_args_into_dataclasses([*words, "--bf16", "--max_grad_norm", "0.5"])
+    assert (args.bf16, args.max_grad_norm) == (True, 0.5)
 
 
 def _main_first(folder: str) -> bool:
