@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -135,8 +136,8 @@ class Adapter(ABC):
     padding_predicts_in_chunks = False
     #: Whether a checkpoint may lack the head's weights, which are then new.
     may_lack_head = False
-    #: Whether the feed-forward layers of new weights start smaller in a deeper model (feed_forward.py).
-    depth_scaled_feed_forward = False
+    #: New weights of these modules are divided by so many layers, those of their stack (feed_forward.py).
+    divided_by_depth: Mapping[str, int] = MappingProxyType({})
     #: Functions on modules of the model in memory that its stages run in place of the library's.
     patches: tuple[Patch, ...] = ()
     #: The PEFT adapter that alone is trained (peft_resolve.py).

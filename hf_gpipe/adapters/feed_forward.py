@@ -66,13 +66,13 @@ def feed_forward_outputs(adapter: Adapter) -> dict[str, int]:
 
 
 def divide_by_depth(stage: StageModel) -> None:
-    """Divide the last feed-forward projection of each block of a stage, weight and bias, by the layers of its stack.
+    """Divide weight and bias of each of a stage's modules in `divided_by_depth` by the layers of its stack.
 
     Must be called after the stage was initialised and before `StageModel.seal`.
     """
     own = tuple(f"{layer.name}." for layer in stage.layers if layer.kind == "block")
     with torch.no_grad():
-        for name, num_layers in feed_forward_outputs(stage.adapter).items():
+        for name, num_layers in stage.adapter.divided_by_depth.items():
             if name.startswith(own):
                 for parameter in stage.model.get_submodule(name).parameters():
                     parameter.div_(num_layers)

@@ -101,8 +101,7 @@ def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
     model.tie_weights(recompute_mapping=False)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
-    if stage.adapter.depth_scaled_feed_forward:
-        divide_by_depth(stage)
+    divide_by_depth(stage)
     if quantisation is not None:
         with BySlices():
             quantisation.quantise(model)

@@ -158,8 +158,7 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapt
     is_unlike = has_classes and "architectures" in (spec.config_overrides or {})
     adapter.may_lack_head = is_unlike and adapter.ends_with_head
     if spec.depth_scaled_feed_forward:
-        feed_forward_outputs(adapter)  # raises its error before any weight is made
-        adapter.depth_scaled_feed_forward = True
+        adapter.divided_by_depth = feed_forward_outputs(adapter)
     if spec.peft_config is not None:
         resolve_peft(adapter, spec.peft_name, spec.peft_config, is_new=not spec.has_peft_layers)
     return adapter
