@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from hf_gpipe.commands.base import Parser, run_with_options
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe import ROW_LENGTH_KINDS
 from hf_gpipe.schedule import draw_text
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def _plan(options: argparse.Namespace) -> int:
     if best.settings.schedule == TABLE_FILE:
         print(f"{'table':11} made for this plan by pipeline.schedule=auto; --table > mine.txt writes it", file=words)
     if options.longest:
-        key = "max_length" if request.recipe.data.kind in ROW_LENGTH_KINDS else "max_target_tokens"
+        key = request.recipe.data.length_key
         longest = _longest(f"data.{key}", lambda tokens: request.fits_with(best, {key: tokens}))
         print(f"{'longest':11} {longest}", file=words)
         if not best.settings.cuts_rows and request.can_cut_rows:

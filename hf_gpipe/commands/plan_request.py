@@ -306,10 +306,14 @@ def _replicas_on_devices(recipe: Recipe, replicas: int, devices: int) -> Recipe:
 
 def _devices(options: argparse.Namespace) -> list[Device]:
     """The device of each process, or the one that all have. The slowest link joins those that differ."""
-    names = (options.device or "").split(",")
+    from hf_gpipe.planner.machines.devices import read_host
+
+    names = options.device.split(",") if options.device else [options.device]
+    alone = [_device_alone(argparse.Namespace(**{**vars(options), "device": name})) for name in names]
+    given = options.host_link, options.host_memory, options.host_bandwidth
+    devices = [replace(device, host=read_host(*given, device.host)) for device in alone]
     if len(names) == 1:
-        return [_device(options)]
-    devices = [_device(argparse.Namespace(**{**vars(options), "device": name})) for name in names]
+        return devices
     if options.profile:
         raise UserError("--profile measures the device of this machine, and --device names several: leave one out.")
     slowest = min((device.link for device in devices), key=lambda link: link.bytes_per_second)
@@ -320,14 +324,6 @@ def _weakest(devices: Sequence[Device]) -> Device:
     """The slowest of a worker's devices, with the least memory of any."""
     slowest = min(devices, key=lambda device: device.flops_for("bfloat16"))
     return replace(slowest, memory_bytes=min(device.memory_bytes or 0 for device in devices))
-
-
-def _device(options: argparse.Namespace) -> Device:
-    from hf_gpipe.planner.machines.devices import read_host
-
-    alone = _device_alone(options)
-    given = options.host_link, options.host_memory, options.host_bandwidth
-    return replace(alone, host=read_host(*given, alone.host))
 
 
 def _device_alone(options: argparse.Namespace) -> Device:

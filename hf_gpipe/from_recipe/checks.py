@@ -26,7 +26,7 @@ from hf_gpipe.losses.reward import RewardLoss
 from hf_gpipe.model.opening import adapter_of, chain_of, open_chain
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Recipe
+from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe
 
 
 def check_model(recipe: Recipe) -> None:
@@ -80,9 +80,9 @@ def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapt
             f"the weights at model.path {recipe.model.path!r} are quantised, and such weights are not trained; set "
             "lora.r, such as 16, or use the unquantised checkpoint"
         )
-    key, what = ("max_length", "a row") if data.kind in ROW_LENGTH_KINDS else ("max_target_tokens", "a block of text")
-    longest, most = getattr(data, key), adapter.num_positions.get("decoder")
-    if data.kind in SEQUENCE_KINDS and most is not None and longest > most:
+    key, most = data.length_key, adapter.num_positions.get("decoder")
+    if data.kind in SEQUENCE_KINDS and most is not None and (longest := getattr(data, key)) > most:
+        what = "a block of text" if data.kind == "text" else "a row"
         raise RecipeError(
             f"data.{key} is {longest}, the length of {what}, and the model has positions for {most}; use {most} or "
             "fewer, or a model with more positions"

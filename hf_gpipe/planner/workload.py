@@ -18,7 +18,7 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.job.wire import sendable
-from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, Chunks, PipelineConfig, Recipe, TrainingSection
+from hf_gpipe.recipe import SEQUENCE_KINDS, Chunks, PipelineConfig, Recipe, TrainingSection
 from hf_gpipe.recipe.data import PAIRED_KINDS
 from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.runtime.batches import tensors_of
@@ -115,10 +115,7 @@ class Workload:
             is_encoder_decoder: of the model's configuration.
         """
         data = recipe.data
-        source, target = (
-            data.max_source_tokens,
-            data.max_length if data.kind in ROW_LENGTH_KINDS else data.max_target_tokens,
-        )
+        source, target = data.max_source_tokens, getattr(data, data.length_key)
         rows = recipe.training.size.rows_of(target)
         if not is_encoder_decoder:
             # Text comes in blocks of the longest target, and conversations are targets as a whole.

@@ -255,6 +255,11 @@ class DataSection:
     shuffle_buffer: Annotated[Count, ROW_KINDS] = 1000
     """With `streaming`: number of rows per language that are held in memory and shuffled at a time."""
 
+    @property
+    def length_key(self) -> str:
+        """The key with the most tokens of a row, or of the target of a pair."""
+        return "max_length" if self.kind in ROW_LENGTH_KINDS else "max_target_tokens"
+
     def __post_init__(self) -> None:
         if self.validation_fraction + self.test_fraction >= 1:
             raise DataError(
