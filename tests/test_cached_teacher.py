@@ -15,9 +15,9 @@ from hf_gpipe import DistillationLoss, Pipeline
 from hf_gpipe.data import PairCollator
 from hf_gpipe.data.examples.teacher_file import TeacherCollator, TeacherFile, WithTeacher, write_top_k
 from hf_gpipe.errors import DataError
-from hf_gpipe.from_recipe.teaching import teacher_alone, top_k_of
 from hf_gpipe.losses.cached_teacher import TopK
 from hf_gpipe.model.spec import ModelSpec
+from scripts.write_teacher import teacher_alone, top_k_of
 from tests.oracle import VOCABULARY
 from tests.test_distillation import divergence, student, teacher
 from tests.training.toy import CausalRows
