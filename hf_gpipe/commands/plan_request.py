@@ -125,7 +125,7 @@ class PlanRequest:
             return lighter._unlimited()
 
     def divided(self, options: argparse.Namespace) -> Iterator[PlanRequest]:
-        """Yield requests with layers divided among 2, 4 and 8 devices, where devices are given and the model allows it."""
+        """Yield requests with layers divided among 2, 4 and 8 devices, where some are given and the model allows it."""
         is_given = _is_given("pipeline.tensor_parallel", options.overrides)
         has_devices = options.devices is not None or len(self.devices) > 1
         for size in (2, 4, 8) if has_devices and self.config.division.is_whole and not is_given else ():
