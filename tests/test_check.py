@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,13 +24,17 @@ from transformers import (
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for, families, stubs
+from hf_gpipe.adapters.guards import check_sizes
 from hf_gpipe.adapters.modules.weight_gradients import Product
+from hf_gpipe.adapters.observation.probe import _routers
 from hf_gpipe.adapters.observation.structure import unlike_default
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.commands import check
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model import exactness
 from hf_gpipe.model.exactness import CloneError, compare
+from tests.oracle import plain_model
+from tests.versions import needs_mended_doge
 
 RECIPE = """
 model:
@@ -113,6 +118,8 @@ def test_a_configuration_that_runs_other_code_than_the_default_is_compared(
     config: PreTrainedConfig, odd: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a listed family the default configuration alone was compared: is_moe of doge was never seen, and wrong."""
+    if config.model_type == "doge":
+        needs_mended_doge()
     assert [name for name in unlike_default(config) if name != "is_gated_act"] == odd
     compared: list[str] = []
     monkeypatch.setattr("hf_gpipe.model.opening.verify", lambda adapter: compared.append(adapter.config.model_type))
@@ -131,6 +138,18 @@ def test_equal_clones_of_a_listed_family_are_compared_once(monkeypatch: pytest.M
         )
         exactness.verify(adapter_for(config))
     assert len(calls) == 1
+
+
+def test_places_of_layers_may_count_from_the_end() -> None:
+    """As in the checkpoints of Vip-Llava; they were taken for numbers of layers."""
+    check_sizes({"vision_feature_layers": [-2, -5, -8, -11, 6]})
+
+
+def test_routers_whose_logits_transformers_loses() -> None:
+    """Granitemoe's of transformers 5.17, whose auxiliary loss is then 0; they ended in a TypeError."""
+    calls: Any = SimpleNamespace(result=SimpleNamespace(aux_loss=0.0, router_logits=None), tensors={})
+    with pytest.raises(UnsupportedModelError, match=r"cannot be followed .* set output_router_logits to false"):
+        _routers(plain_model(tiny_config(LlamaConfig())), calls, [])
 
 
 def test_a_loss_of_its_own_is_named() -> None:

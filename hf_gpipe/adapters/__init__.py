@@ -16,7 +16,7 @@ from hf_gpipe.adapters.classifiers import Classifier, check_classifier
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.embedders import Embedder
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
-from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_LATER, VERIFIED_VERSIONS
+from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_VERSIONS
 from hf_gpipe.adapters.image_text import FORMS, ImageText
 from hf_gpipe.adapters.modules.autocast import Autocast as Autocast
 from hf_gpipe.adapters.modules.quantised import Quantisation, find_quantisation, quantised_layers
@@ -104,8 +104,7 @@ def is_known_exact(adapter: Adapter) -> bool:
         return True
     is_own_code = type(adapter.reference).__module__.startswith("transformers.")
     config = adapter.given_config
-    verified = VERIFIED_VERSIONS[1:] if config.model_type in VERIFIED_LATER else VERIFIED_VERSIONS
-    is_verified = ".".join(transformers.__version__.split(".")[:2]) in verified
+    is_verified = ".".join(transformers.__version__.split(".")[:2]) in VERIFIED_VERSIONS
     return is_own_code and is_verified and is_listed(config) and not unlike_default(config)
 
 

@@ -10,11 +10,6 @@ from __future__ import annotations
 #: Minor versions of transformers on which EXACT was verified; on other versions every family is compared first.
 VERIFIED_VERSIONS = ("5.17", "5.23")
 
-#: Families of EXACT that were not verified on the first of these versions, on which they have another forward.
-VERIFIED_LATER = frozenset(
-    {"cohere2_vision", "deepseek_vl", "exaone4_5", "got_ocr2", "idefics2", "janus", "smolvlm", "vipllava"}
-)
-
 #: Values of `model_type` in the configurations.
 EXACT = frozenset(
     {

@@ -31,10 +31,11 @@ _LARGEST = (
     (re.compile(r"num_labels$"), 1_000_000),
     (re.compile(""), 2**40),
 )
-#: The smallest of a number whose name matches: of -1 layers transformers makes a model without blocks.
+#: The smallest of a number whose name matches: of -1 layers transformers makes a model without blocks. Vip-Llava's
+#: vision_feature_layers are places, and -1 is the last.
 _SMALLEST = (
     (re.compile(r"(hidden_size|d_model|n_embd|n_head|heads|per_tok(en)?|max_position_embeddings|n_positions)$"), 1),
-    (re.compile(r"(^n_layer|layers|blocks|depth|experts|intermediate_size|_dim)$"), 0),
+    (re.compile(r"(^n_layer|(?<!feature_)layers|blocks|depth|experts|intermediate_size|_dim)$"), 0),
     (re.compile(""), -(2**40)),
 )
 #: Names of probabilities. Of another number some kernels raise an error in the first step, and others never do.

@@ -132,7 +132,8 @@ class ImageText(DecoderOnly):
         if features is None:
             inputs = {name: value for name, value in inputs.items() if name not in self.images.names}
             return super().run(stage, inputs, carry)
-        made = BaseModelOutputWithPooling(pooler_output=_Pieces((features,)))
+        # With a dimension for tokens, which smolvlm of transformers 5.17 reads: here each image has one token.
+        made = BaseModelOutputWithPooling(pooler_output=_Pieces((features[:, None],)))
         with _replaced(stage.model.model, "get_image_features", lambda *args, **kwargs: made):
             return super().run(stage, inputs, carry)
 

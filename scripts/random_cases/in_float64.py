@@ -17,6 +17,8 @@ class InFloat64(TorchFunctionMode):
     """Leaves float64 tensors as they are where a model computes in float32, which rounds as the shapes do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.matmul and {args[0].dtype, args[1].dtype} == {torch.float32, torch.float64}:
+            return args[0].double() @ args[1].double()  # with positions, which were integers: transformers 5.17
         if not kwargs and func not in _CONVERSIONS:
             return func(*args)
         kwargs = dict(kwargs or {})

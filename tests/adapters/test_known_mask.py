@@ -35,7 +35,7 @@ class Questions(TorchDispatchMode):
         *product(["llama", "gemma3", "gpt2", "falcon"], ["packed"]),
     ],
 )
-def test_a_forward_reads_no_value(family: str, kind: str) -> None:
+def test_a_forward_reads_no_value(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = exact_clone(default_config(family), torch.float32)
     batch = padded_batch(model, with_images=False)
     if kind not in ("padded", "packed"):
@@ -50,6 +50,8 @@ def test_a_forward_reads_no_value(family: str, kind: str) -> None:
             return forward(*args)
 
     pipe.models[0].adapter.run = run  # type: ignore[method-assign]
+    # transformers 5.17 draws a number for each layer that it may leave out, on the CPU: no device waits for it.
+    monkeypatch.setattr(torch, "rand", lambda size: 0.5)
     pipe.train_step(batch)
     assert questions.count == 0
 

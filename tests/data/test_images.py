@@ -14,7 +14,8 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTConfig, ViTModel, default_data_collator
+from transformers import AutoModelForImageClassification, ViTConfig, ViTModel, default_data_collator
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hf_gpipe.data.examples.images import ImageExamples
 from hf_gpipe.errors import DataError, RecipeError, UnsupportedModelError, UserError

@@ -27,6 +27,7 @@ from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_held
 from tests.oracle import tiny_config
 from tests.planner.models import DEVICE, blocks
+from tests.versions import OF_POSITIONS
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 64
@@ -51,7 +52,8 @@ def test_the_arithmetic_of_whole_rows() -> None:
             own = [costs.layers[index] for costs in chunks]
             assert sum(one.weight_flops for one in own) == layer.weight_flops
             assert sum(one.forward.flops for one in own) == layer.forward.flops
-            assert 2 * layer.forward.flops == padded.layers[index].forward.flops - attention
+            rows = padded.layers[index].forward.flops
+            assert 2 * layer.forward.flops == pytest.approx(rows - attention, rel=OF_POSITIONS)
 
 
 def test_chunks_between_those_that_were_traced() -> None:

@@ -31,6 +31,7 @@ from hf_gpipe.runtime.micro_batch import Context, on_devices
 from hf_gpipe.runtime.stage import Stage
 from scripts.families import default_config
 from tests.planner.models import DEVICE
+from tests.versions import OF_POSITIONS
 
 WORKLOAD = Workload(rows=3, source_tokens=12, target_tokens=10)
 FAMILIES = ("llama", "gpt2", "mistral", "qwen3", "gemma3_text", "mixtral", "gpt_oss", "t5", "mt5", "bart", "mbart")
@@ -248,11 +249,12 @@ def test_flops_of_a_block_and_of_the_head() -> None:
     block, head = costs.layers[1], costs.layers[-1]
     attention = 2 * 2 * WORKLOAD.rows * length * length * width
     products = 2 * tokens * (4 * width * width + 3 * width * 64)
-    assert block.forward.flops == products + attention
+    assert block.forward.flops == pytest.approx(products + attention, rel=OF_POSITIONS)
     assert block.weight_flops == products
     assert head.weight_flops == 0
     assert block.backward.flops == 2 * products + 2.5 * attention  # flash attention makes the scores again
-    assert (head.forward.flops, head.backward.flops) == (0, 6 * tokens * width * 50), "all of it is in the backward"
+    assert head.backward.flops == 6 * tokens * width * 50, "all of it is in the backward"
+    assert head.forward.flops <= OF_POSITIONS * head.backward.flops
 
 
 def test_boundaries_are_what_crosses() -> None:

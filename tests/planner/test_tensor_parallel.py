@@ -18,6 +18,7 @@ from hf_gpipe.planner.machines.devices import DEVICES
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Division
 from tests.planner.models import planner, settings
+from tests.versions import OF_POSITIONS
 
 WIDTH, ROWS, TOKENS, VOCABULARY = 64, 3, 16, 101
 
@@ -37,7 +38,7 @@ def test_a_rank_has_its_part_of_weights_operations_and_activations() -> None:
     norms = 2 * WIDTH
     assert own.parameters.count - norms == (block.parameters.count - norms) // 2
     assert own.parameters.trainable_count == own.parameters.count, "all of them are trained"
-    assert own.forward.flops == block.forward.flops // 2
+    assert own.forward.flops == pytest.approx(block.forward.flops // 2, rel=OF_POSITIONS)
     assert own.plain.saved_bytes < 0.75 * block.plain.saved_bytes
     assert half.layers[-1].parameters.count == 51 * WIDTH, "the longest part of the vocabulary"
 

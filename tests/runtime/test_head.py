@@ -44,6 +44,7 @@ from tests.oracle import (
     run_plain,
     tiny_config,
 )
+from tests.versions import OF_POSITIONS
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -340,7 +341,7 @@ def test_the_planner_counts_a_chunk_and_not_the_logits() -> None:
         assert chunk == logits // 8
         assert found.saves_hidden
         assert found.saved < positions * 8 + 100, "the targets"
-        assert found.forward.flops == 0
+        assert found.forward.flops <= OF_POSITIONS * found.backward.flops
         assert found.forward_peak < chunk // 8
         assert found.backward.flops == 3 * 2 * positions * 16 * vocabulary
         assert chunk <= found.backward_peak <= most * chunk

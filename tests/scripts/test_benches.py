@@ -26,6 +26,7 @@ from bench.settings import SETTINGS
 
 from hf_gpipe.schedule import SCHEDULES
 from tests import forked_command
+from tests.versions import OLD_TORCH
 
 #: Of the comparison with other trainers.
 PEERS = [
@@ -34,7 +35,8 @@ PEERS = [
     *(
         "torch DDP x Schedule1F1B",
         "ours 2 x 2 zero 1",
-        "torch ScheduleZBVZeroBubble",
+        # With gloo, torch 2.11's stages of one process cannot send to each other.
+        *(() if OLD_TORCH else ("torch ScheduleZBVZeroBubble",)),
         "ours zb_v none",
         "ours pipedream none",
     ),

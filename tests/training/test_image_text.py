@@ -22,10 +22,12 @@ from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
     CLIPImageProcessorPil,
-    Idefics3ImageProcessorPil,
     Idefics3Processor,
     LlavaProcessor,
 )
+
+# From its own module: without torchvision, transformers 5.17 offers it nowhere else.
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from hf_gpipe import PipelineSFTConfig, PipelineSFTTrainer
 from hf_gpipe.data import image_files

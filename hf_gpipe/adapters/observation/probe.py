@@ -285,7 +285,8 @@ def _routers(model: PreTrainedModel, calls: _Calls, lists: list[str]) -> tuple[O
     if getattr(calls.result, "aux_loss", None) is None:
         return ()
     seen: dict[str, ObservedRouter] = {}
-    for logits in calls.result.router_logits:
+    # Some models of transformers 5.17 lose them, and their loss is 0.
+    for logits in calls.result.router_logits or (torch.empty(0),):
         name = next((n for n, tensors in calls.tensors.items() if any(t is logits for t in tensors)), "")
         block_list = next((candidate for candidate in lists if name.startswith(f"{candidate}.")), None)
         weight = getattr(model.get_submodule(name), "weight", None)

@@ -190,10 +190,12 @@ def _shrink_images(shrunk: dict[str, Any], full: dict[str, Any]) -> None:
     for name in _IMAGE_TOKENS:
         if _is_size(full.get(name)):
             shrunk[name] = IMAGE_TOKEN
-    if (layers := full.get("vision_feature_layer")) is not None:
-        # Of the tiny tower's hidden states, of which there is one more than it has blocks.
-        within = [max(-NUM_BLOCKS - 1, min(NUM_BLOCKS, n)) for n in (layers if isinstance(layers, list) else [layers])]
-        shrunk["vision_feature_layer"] = within if isinstance(layers, list) else within[0]
+    for name in ("vision_feature_layer", "vision_feature_layers"):  # the second in transformers 5.17's vipllava
+        if (layers := full.get(name)) is not None:
+            # Of the tiny tower's hidden states, of which there is one more than it has blocks.
+            numbers = layers if isinstance(layers, list) else [layers]
+            within = [max(-NUM_BLOCKS - 1, min(NUM_BLOCKS, number)) for number in numbers]
+            shrunk[name] = within if isinstance(layers, list) else within[0]
 
 
 def _is_size(value: Any) -> bool:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoImageProcessor, PreTrainedConfig
-from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers import PreTrainedConfig
+
+# From its own module: without torchvision, transformers 5.17 offers AutoImageProcessor nowhere else.
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES, AutoImageProcessor
 
 from hf_gpipe.data.deterministic import SPLITS
 from hf_gpipe.data.examples.labelled import class_of
