@@ -16,7 +16,7 @@ Files: TypeAlias = dict[int, dict[str, torch.Tensor]]
 
 
 def on_cpu(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-    """The same values in contiguous tensors on the CPU; those that are there and contiguous already are not copied.
+    """Put the values into contiguous tensors on the CPU. A tensor that is one already is not copied.
 
     From CUDA all copies go into pinned memory, which torch keeps for the next save, and the host waits once per device.
     """

@@ -31,7 +31,7 @@ from hf_gpipe.job.world import World
 logger = logging.getLogger(__name__)
 
 ROOT = Path("/dev/shm")
-#: In the output directory: the run's name in the memory of the machines. A new directory does not know old checkpoints.
+#: The file of the output directory with the run's name in the machines' memory. A new one knows no old checkpoints.
 NAME_FILE = ".in_memory"
 _NAME = re.compile(r"[0-9a-f]{32}")
 #: Bytes of a file that are sent at a time.

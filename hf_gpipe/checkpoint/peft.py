@@ -152,7 +152,7 @@ def load_adapters(directory: Path, models: Mapping[int, StageModel], peft: PeftA
 
 
 def _tensors(model: StageModel, peft: PeftAdapter) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Of each tensor of a stage's adapters its name in PEFT's files, its own name, and this rank's part of it."""
+    """Yield (name in PEFT's files, name in the stage, this rank's part) of each tensor of a stage's adapters."""
     ties = model.model.all_tied_weights_keys
     for saved, own in peft.saved_names(model.model).items():
         yield saved, ties.get(own, own), tensor_of(model.model, own)

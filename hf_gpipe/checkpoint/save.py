@@ -30,7 +30,7 @@ from hf_gpipe.job.world import World
 
 #: File names of shards, written by transformers or by this module. Other files named model-... belong to the user.
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
-#: Where small files wait in a directory until everything else is written.
+#: The folder in which small files wait until everything else is written.
 _PREPARED = ".config.tmp"
 
 

@@ -11,7 +11,7 @@ from hf_gpipe.errors import CheckpointError
 #: Files that are read whole: a configuration, an index, digests of every tensor, the model's own code.
 _WHOLE = ("*config.json", "*.index.json", "*.py", DIGESTS_FILE)
 _WEIGHTS = "*.safetensors"
-#: Of a file with weights the header is read, and so many blocks at equal distances: 1 MiB of a file of any size.
+#: So many blocks of a file with weights are read beside its header, at equal distances: 1 MiB of any file.
 _NUM_BLOCKS, _BLOCK_BYTES = 256, 4096
 
 

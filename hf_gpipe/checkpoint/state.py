@@ -37,7 +37,7 @@ from hf_gpipe.recipe.words import show
 from hf_gpipe.runtime.shards import Shards
 
 FOLDER, STATE_FILE = "training_state", "state.json"
-#: Of transformers' trainer.
+#: The file of transformers' trainer.
 TRAINER_STATE_FILE = "trainer_state.json"
 FORMAT = 1
 _FILE = re.compile(r"optimizer-\d{5}-of-\d{5}\.safetensors")
@@ -45,9 +45,9 @@ _FILE = re.compile(r"optimizer-\d{5}-of-\d{5}\.safetensors")
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 Parameters = Mapping[str, torch.nn.Parameter]
 OfParameter = Callable[[str, torch.Tensor], torch.Tensor]
-"""From a parameter's name and a tensor of its optimizer's state to another form of it."""
+"""(name of a parameter, tensor of its optimizer's state) -> the tensor in another form."""
 WholeOf = Callable[[str, torch.Tensor], torch.Tensor | None]
-"""The same; None where another process writes it."""
+"""(name of a parameter, tensor of its optimizer's state) -> the whole tensor; None where another process writes it."""
 
 
 Values = dict[str, Any]

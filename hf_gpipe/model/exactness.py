@@ -25,8 +25,8 @@ from hf_gpipe.model.steps import TOLERANCES, next_tokens, plain_step, split_step
 #: `TOLERANCES` for float64 models that convert their logits to float32. The stages' loss, which is computed in place,
 #: rounds in another way than torch's; with the same code for the loss they agree within 1e-16.
 FLOAT32_LOGITS_TOLERANCE = 1e-6
-#: The same for the plain model with and without the columns of padding that a stage cuts off: parts of some models
-#: always compute in float32, and round in another way when shapes change.
+#: The tolerance between the plain model with and without the columns of padding that a stage cuts off: parts of some
+#: models always compute in float32, and round in another way when shapes change.
 TRIMMING_TOLERANCE = 1e-5
 
 
@@ -77,7 +77,7 @@ class CloneError(UnsupportedModelError):
 
 Result = TypeVar("Result")
 
-#: Of clones that were compared in this process the result, or the error.
+#: The result of each clone that was compared in this process, or the error.
 _compared: dict[str, Any] = {}
 
 

@@ -171,7 +171,7 @@ class _Merged:
         return [range(*ends) for ends in zip(starts, [*starts[1:], len(self.adapter.layers)], strict=True)]
 
     def tensors(self, stage: StageModel) -> dict[str, torch.Tensor]:
-        """Those of a merged stage, by name."""
+        """The tensors of a merged stage, by name."""
         held = stage.model.state_dict()
         return {name: held[name] for name, at in self.layer_of.items() if stage.start <= at < stage.stop}
 

@@ -1,4 +1,4 @@
-"""From a model's spec to its adapter, known and checked before any weight is read."""
+"""Makes the adapter of a model's spec, and checks the model before any weight is read."""
 
 from __future__ import annotations
 

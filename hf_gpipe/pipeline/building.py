@@ -51,7 +51,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     ranks, divides_head = world.worker_ranks(config.division), decision.full_table.divides_head
     num_layers, visitors = len(adapter.layers), config.visitors
     homes = Homes(world) if world.placement.is_dealt else None
-    #: Of each of this process's workers the stages that it runs.
+    #: The stages that each worker of this process runs.
     run_by: dict[int, dict[int, StageModel]] = {worker: {} for worker in world.workers}
     for stage, layers in enumerate(decision.partition):
         if divides_head:

@@ -97,7 +97,7 @@ def shared_stream(source: Iterator[Batches] | None, world: World) -> Iterator[li
 _HEADER_BYTES = 8
 #: Room for mini-batches in the first message.
 _FIRST_BYTES = 1 << 16
-#: In place of the number of bytes.
+#: Values in place of the number of bytes: the messages end, or reading has failed.
 _END, _FAILED = 0, -1
 
 

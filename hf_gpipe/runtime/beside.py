@@ -33,7 +33,7 @@ class Beside:
 
     def __init__(self, process: int) -> None:
         self._process = process
-        #: Of each resource whose thread runs, what it has not begun.
+        #: The work that the thread of a resource has not begun, for each resource whose thread runs.
         self._waiting: dict[Resource, deque[tuple[Action, Callable[[], None]]]] = {}
         self._error: StageError | None = None
         #: Held where one of these changes, and told of it.

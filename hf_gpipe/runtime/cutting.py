@@ -17,7 +17,7 @@ from hf_gpipe.recipe import Chunks
 from hf_gpipe.runtime.chunks import Chunk, check_batch, cut
 from hf_gpipe.runtime.micro_batch import Batch, MicroBatch
 
-#: Of a mini-batch whose entries all have a first dimension of rows.
+#: The lengths of a mini-batch whose entries all have a first dimension of rows.
 NO_LENGTHS: Batch = {}
 #: Under this name the numbers of the rows are cut together with their tensors.
 _NUMBER = "number of the row"

@@ -60,7 +60,7 @@ class HeadPart:
         self._deferred: DeferredLogits | None = None
         #: Whether the last stage gets all logits, in an evaluation.
         self._sends_logits = False
-        #: Of the last stage, from F to S and from T to B.
+        #: The hidden states and their gradients on the last stage, from F to S and from T to B.
         self._hidden: dict[int, torch.Tensor] = {}
         self._of_hidden: dict[int, torch.Tensor] = {}
         self._live: dict[int, _Live] = {}

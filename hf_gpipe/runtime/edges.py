@@ -24,7 +24,7 @@ class Edge:
 
 
 Edges: TypeAlias = Mapping[tuple[int, int, int], Edge]
-"""By the stage before the edge, its worker, and the worker of the stage after it."""
+"""The edges by (stage before the edge, its worker, worker of the stage after the edge)."""
 
 
 def connect(

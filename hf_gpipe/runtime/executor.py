@@ -67,7 +67,7 @@ class Executor:
         self._planned: list[Planned] = []
         #: The micro-batches of these actions.
         self._indices: list[int] = []
-        #: Of each stage, while the table is asynchronous.
+        #: The versions of each stage's weights, while the table is asynchronous.
         self._versions: dict[int, Versions] = {}
         self._beside = Beside(min(rows))
         self._step = partial(Step, rows, self._channels, replicas, homes, self._beside)

@@ -261,7 +261,7 @@ class Generator:
         return value
 
     def _channel(self, stage: int) -> Channel:
-        """From a stage to the next one, in this process's pipeline."""
+        """The channel from a stage to the next stage, in this process's pipeline."""
         return self._edges[stage, self._worker_of(stage), self._worker_of(stage + 1)].down
 
     def _worker_of(self, stage: int) -> int:

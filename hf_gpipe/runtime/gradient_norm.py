@@ -78,7 +78,7 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def sums_of_squares(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """For each device with gradients the sum of their squares, a float64 scalar on that device; nothing is read."""
+    """The sum of squares of the gradients on each device, a float64 scalar on that device. Nothing is read."""
     return [torch.stack(_norms(of_device)).square().sum() for of_device in _groups(gradients)]
 
 

@@ -157,7 +157,7 @@ class _Chunks:
     def _projected(
         self, hidden: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """For each chunk its positions, the projection's input and its output; the next chunk takes their memory.
+        """Yield the positions of each chunk, and the projection's input and output, whose memory the next chunk takes.
 
         Args:
             hidden: (N, D).

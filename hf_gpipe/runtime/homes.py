@@ -24,7 +24,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World
 from hf_gpipe.runtime.offload import ALIGNMENT, aligned
 
-#: Where files are memory that processes share.
+#: The folder whose files are memory that processes share.
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -51,7 +51,7 @@ class Homes:
         self._world = world
         self._crew = world.placement.crew_of(world.worker)
         self._is_shared = len({world.placement.ranks_of(worker) for worker in self._crew}) > 1
-        #: By stage, on CUDA, when the gradients of the last visit in this process are at home.
+        #: The event after which the gradients of a stage's last visit in this process are at home, by stage, on CUDA.
         self.given: dict[int, torch.cuda.Event] = {}
         self._weights: dict[str, torch.Tensor] = {}
         self._gradients: dict[tuple[int, str], Gradient] = {}
@@ -140,7 +140,7 @@ class Homes:
             self._give(stage)
 
     def collect_stage(self, stage: int) -> None:
-        """The same for a stage that this process updates, once the gradients of it and of all later stages are at
+        """Collect the gradients of a stage that this process updates, once they and those of all later stages are at
         home. In such a step every process collects each of its stages so."""
         self._is_collected = True
         self._give(stage)

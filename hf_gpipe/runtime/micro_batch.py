@@ -52,7 +52,7 @@ class MicroBatch:
         return cls(0, inputs, seed=0, num_units=num_targets, num_micro_batches=1)
 
     def with_inputs(self, inputs: Mapping[str, torch.Tensor]) -> MicroBatch:
-        """The same micro-batch with other inputs, of the same shapes at the boundaries."""
+        """Replace the inputs by others that have the same shapes at the boundaries."""
         changed = replace(self, inputs=inputs)
         changed.shapes.update(self.shapes)
         return changed

@@ -48,7 +48,7 @@ class _Home:
 
 @dataclass(slots=True, eq=False)
 class _Saved:
-    """In place of a saved tensor: the tensor itself, or once its memory has left how to make it of that."""
+    """Stands for a saved tensor: it has the tensor, or, once the memory has left, how to make the tensor again."""
 
     tensor: torch.Tensor | None
     version: int

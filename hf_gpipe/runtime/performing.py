@@ -143,7 +143,7 @@ def _prefetch(step: Step, planned: Planned, received: Tensors) -> Tensors:
 
 
 def visiting(run: Run) -> Run:
-    """The same in a visit of the stage's weights, in a table with L and D."""
+    """Run an action in a visit of the stage's weights, in a table with L and D."""
 
     def run_in_visit(step: Step, planned: Planned, received: Tensors) -> Tensors:
         planned.visits.enter(planned.action.stage, adds_gradients=planned.action.kind.completes_micro_batch)
@@ -153,7 +153,7 @@ def visiting(run: Run) -> Run:
 
 
 def reading(run: Run) -> Run:
-    """The same in the version of the stage's weights that the action reads, in an asynchronous table."""
+    """Run an action with the version of the stage's weights that it reads, in an asynchronous table."""
 
     def run_in_version(step: Step, planned: Planned, received: Tensors) -> Tensors:
         assert planned.use is not None

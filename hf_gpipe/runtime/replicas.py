@@ -57,7 +57,7 @@ class _Sum:
         self._number: dict[torch.Tensor, int] = {
             parameter: number for number, bucket in enumerate(buckets) for parameter in bucket
         }
-        #: Of each bucket how many gradients are not complete.
+        #: The number of gradients of each bucket that are not complete.
         self._missing = [sum(incomplete is None or p in incomplete for p in bucket) for bucket in buckets]
         self._started: list[_Bucket] = []
         self._has_gradient: list[bool] = []
@@ -128,7 +128,7 @@ class Replicas:
 
     def __init__(self, models: Mapping[int, StageModel], ties: Ties, world: World) -> None:
         self._buckets: dict[int, list[Parameters]] = {}
-        #: For gradients, and for what the host reads.
+        #: The groups of each stage: for gradients, and for what the host reads.
         self._groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         self._followed: Parameters = []
         self._sums: dict[int, _Sum] = {}
@@ -214,13 +214,13 @@ class Replicas:
     def before_last_weights(
         self, stage: int, incomplete: Collection[torch.nn.Parameter]
     ) -> Callable[[torch.nn.Parameter], None] | None:
-        """The same as `in_last_backward`, for the last W of a stage.
+        """Prepare the last W of a stage as `in_last_backward` prepares the last B.
 
         Args:
             incomplete: the parameters whose gradients this W adds to.
 
         Returns:
-            To be called in W with each of them once its gradient is complete; None: nothing travels.
+            A function to be called in W with each parameter once its gradient is complete; None: nothing travels.
         """
         if not self._buckets[stage]:
             return None

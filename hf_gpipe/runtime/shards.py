@@ -99,7 +99,7 @@ class Shards:
             names = [name for name in parameters if owner_stage[name] == stage]
             if names and len(workers) > 1:
                 self._names[stage] = names
-        #: For each parameter the ends of the replicas' shards: number i has the elements from ends[i] to ends[i + 1].
+        #: The ends of the shards of each parameter: replica i has the elements from ends[i] to ends[i + 1].
         self._ends: dict[str, list[int]] = {}
         self._index: dict[str, int] = {}
         for stage, names in self._names.items():
@@ -151,7 +151,7 @@ class Shards:
                 yield from part.view(-1).split(BUCKET_BYTES // part.itemsize) if is_large else (part,)
 
     def _replicated(self) -> Iterator[tuple[list[str], tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]]]:
-        """Of each stage with replicas: its parameters, the replicas' ranks and groups, for tensors and on the CPU."""
+        """Yield (parameters, ranks of the replicas, groups for tensors and on the CPU) of each stage with replicas."""
         for stage, names in self._names.items():
             yield names, self._world.replicas_of(stage), self._replicas.groups_of(stage)
 

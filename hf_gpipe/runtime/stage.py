@@ -54,7 +54,7 @@ class _Live:
     loss: torch.Tensor | None = None
     """The result of F on the last stage."""
     saved: SavedTensors | None = None
-    """Of a graph that goes to the host."""
+    """The saved tensors of a graph that goes to the host."""
 
 
 class Stage:
@@ -69,7 +69,7 @@ class Stage:
     Attributes:
         trainable_inputs: for each carried tensor that the stage receives, whether an earlier stage needs its gradient.
         trainable_outputs: the same for the tensors that it sends; empty on the last stage.
-        row_caches: of rows that are cut into chunks what later ones read, between the first F and the last B or I.
+        row_caches: what later chunks of a row read of earlier chunks, between the row's first F and its last B or I.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Stage:
         self.trainable_outputs = {} if model.is_last else wants_gradient(model.stop)
         self.loss = loss
         self._live: dict[int, _Live] = {}
-        #: Of each micro-batch between its I and W the parts of its weight gradients.
+        #: The parts of the weight gradients of each micro-batch between its I and W.
         self._kept: dict[int, list[Product]] = {}
         self.row_caches: dict[int, RowCache] = {}
         #: The stage's part of the head, where it is divided over the stages.
@@ -157,7 +157,7 @@ class Stage:
         del self._live[micro_batch]
 
     def _hand_to_head(self, context: Context, results: Tensors) -> None:
-        """Of the last stage: keep what its part of the head reads."""
+        """Keep what the last stage's part of the head reads."""
         if self.head is not None and self.head.is_at_end:
             self.head.take(context.micro_batch.index, results)
 

@@ -80,7 +80,7 @@ class Message:
     """The number of the micro-batch, and the turn of the action that sends it: of an edge's messages at one time."""
     shapes: Callable[[MicroBatch], Shapes]
     arrived: Sent = ()
-    """Of a message that is received: those of this process that had come before its source ran."""
+    """The messages of this process that had come before the source of this message ran; empty for a message to send."""
 
 
 Run: TypeAlias = Callable[["Step", "Planned", Tensors], Tensors]
@@ -96,28 +96,28 @@ class Planned:
     """Number of the micro-batch; -1 for an action that concerns a step."""
     stage: Stage
     visits: VisitingWeights
-    """Of the weights of the worker's stages, in a table with L and D."""
+    """The visits of the weights of the worker's stages, in a table with L and D."""
     copies: HostCopies
-    """Of what graphs save on the stage's device, in a table with O and P."""
+    """The copies of what graphs save on the stage's device, in a table with O and P."""
     device: torch.device
     run: Run
     wait: Callable[[Step, Planned], None] | None
     expected: tuple[Message, ...]
-    """Those whose receive starts before the action."""
+    """The messages whose receive starts before the action."""
     received: tuple[Message, ...]
-    """Its own messages."""
+    """The messages that the action needs."""
     received_beside: tuple[Message, ...]
-    """Those of an action that waits for them beside the others."""
+    """The messages that the action waits for in a thread, beside the other actions."""
     sent: tuple[Message, ...]
-    """The messages that its result is, unless the result is empty."""
+    """The messages in which the action's result is sent. An empty result is not sent."""
     use: Use | None
-    """The version of the weights that it reads or replaces; None of a reduction, and in a synchronous table."""
+    """The version of the weights that it reads or replaces. None: a reduction, or any action of a synchronous table."""
     is_last: bool
-    """Of U or H: whether it is the process's last one. Of a B or W: whether its stage's G can begin in it."""
+    """Whether a U or H is the process's last one, or whether the stage's G can begin in a B or W."""
     keeps_graph: bool
-    """Of F: whether a backward follows without a recomputation."""
+    """Whether a backward follows an F without a recomputation."""
     is_offloaded: bool
-    """Of F: whether what its graph saves then goes to the host."""
+    """Whether what the graph of an F saves then goes to the host."""
     is_moving: bool
     """Whether forward and backward of its micro-batch are on different workers, where the stage is dealt."""
 

@@ -15,7 +15,7 @@ from hf_gpipe.adapters.tensor_parallel.split import Division
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.runtime.channel import Shapes
 
-#: In front of the names of the teacher's tensors that cross a boundary.
+#: The prefix of the names of the teacher's tensors that cross a boundary.
 PREFIX = "teacher."
 
 
@@ -33,13 +33,13 @@ class TeacherLogits:
         self._division = division
 
     def whole(self, rows: slice) -> torch.Tensor:
-        """Those of these positions and all tokens, (N, V)."""
+        """The logits of these positions and all tokens, (N, V)."""
         own = self.of(rows)
         return own if self._division is None else self._division.logits(own)
 
     @torch.no_grad()
     def of(self, rows: slice) -> torch.Tensor:
-        """Those of these positions, (N, V), or of a part of the vocabulary where the head is divided."""
+        """The logits of these positions, (N, V), or of a part of the vocabulary where the head is divided."""
         linear, dtype = self._deferred.projection, self._deferred.autocast_dtype or self._hidden.dtype
         bias = None if linear.bias is None else linear.bias.to(dtype)
         with torch.autocast(self._hidden.device.type, enabled=False):

@@ -30,9 +30,9 @@ class _Tie:
     """The processes of the lowest stage, its leader first."""
     group: dist.ProcessGroup
     runs: tuple[tuple[int, int], ...] = ()
-    """Where processes have a part of the head alone, all runs of rows; else none."""
+    """The runs of rows of all processes, where each has a part of the head alone; else empty."""
     own: tuple[int, int] | None = None
-    """That of this process; None: it has the whole tensor."""
+    """The run of rows of this process; None: it has the whole tensor."""
 
     def pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The messages about a tensor of the parameter's shape: views of it, and zeros in place of the rows that this

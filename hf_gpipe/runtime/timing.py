@@ -83,7 +83,7 @@ class NamedRanges:
         self._range: torch.profiler.record_function | None = None
 
     def mark(self, action: Action, device: torch.device) -> None:
-        """The same as `Timer.mark`: the first of an action's four calls opens its range, and the last one closes it."""
+        """Open the range of an action at the first of its four marks, and close it at the last, as `Timer.mark`."""
         if self._num_marks % 4 == 0:
             # Not "2F0" alone: torch takes it for a mangled name of C++ and shows "F0".
             self._range = torch.profiler.record_function(f"action {action}")

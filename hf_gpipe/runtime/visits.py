@@ -33,7 +33,7 @@ class _Buffer:
 
     memory: torch.Tensor
     is_free: torch.cuda.Event | None
-    """On CUDA, when the stage before has been computed with it."""
+    """The event after which the stage before no longer needs the buffer, on CUDA."""
 
 
 @dataclass(eq=False)
@@ -42,15 +42,15 @@ class _Loaded:
 
     buffer: _Buffer
     homes: dict[nn.Parameter, torch.Tensor]
-    """CPU memory."""
+    """The weights in CPU memory."""
     weights: dict[nn.Parameter, torch.Tensor]
-    """The same in the buffer."""
+    """The weights in the buffer."""
     earlier: dict[nn.Parameter, torch.Tensor]
-    """On CUDA, and of a dealt stage, gradients that were on the host before."""
+    """The gradients that were on the host before, on CUDA or of a dealt stage."""
     is_copied: torch.cuda.Event | None
-    """On CUDA, when all have come; None once the device waits for them."""
+    """The event after which all weights have come, on CUDA. None once the device waits for it."""
     adds_gradients: bool = False
-    """Of a dealt stage, whether the gradients of its earlier visits have come."""
+    """Whether the gradients of a dealt stage's earlier visits have come."""
 
 
 def leave_on_host(model: StageModel, visitors: Visitors, *, is_shared: bool = False) -> None:
@@ -96,7 +96,7 @@ class VisitingWeights:
         else:
             self._visiting = {stage: _parameters(model) for stage, model in models.items()}
         self._homes = homes
-        #: Of dealt stages.
+        #: The homes of the gradients of dealt stages.
         self._gradients = {} if homes is None else {n: homes.gradients(n, model) for n, model in models.items()}
         self._models = models
         self._devices = {stage: model.device for stage, model in models.items()}
@@ -111,7 +111,7 @@ class VisitingWeights:
         self._free: defaultdict[torch.device, deque[_Buffer]] = defaultdict(deque)
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
         self._there: dict[int, _Loaded] = {}
-        #: Of each device on CUDA the gradients on their way to the host, and when they have left.
+        #: The gradients on their way to the host, and the event after which they have left, for each CUDA device.
         self._leaving: dict[torch.device, tuple[list[torch.Tensor], torch.cuda.Event]] = {}
         #: Gradients of earlier steps, to be added to the step's own once these have come.
         self._added: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -219,7 +219,7 @@ class VisitingWeights:
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def _give_gradients(self, stage: int, loaded: _Loaded) -> None:
-        """At the end of a dealt stage's visit: its gradients go to their homes."""
+        """Bring the gradients of a dealt stage to their homes, at the end of its visit."""
         device, homes = self._devices[stage], self._gradients[stage]
         gradients = {p: home for p, home in homes.items() if p.grad is not None}
         if device.type == "cuda":
@@ -355,8 +355,8 @@ def _copy(weights: Mapping[nn.Parameter, torch.Tensor], homes: Mapping[nn.Parame
 def visits_of(
     run_by: Mapping[int, Mapping[int, StageModel]], visitors: Visitors | None, homes: Homes | None, world: World
 ) -> dict[int, VisitingWeights]:
-    """Of each of this process's workers the visits of its stages' weights. Raises UserError, on every process, where no
-    weight could visit."""
+    """The visits of the weights of each worker's stages, for the workers of this process. Raises UserError, on every
+    process, where no weight could visit."""
     if visitors is None:
         return {worker: VisitingWeights({}) for worker in run_by}
     visits = {worker: VisitingWeights(models, visitors, homes) for worker, models in run_by.items()}

@@ -109,8 +109,8 @@ class Wiring:
         return True
 
     def _arrived(self, schedule: Schedule, senders: Collection[int]) -> dict[tuple[Action, Action], Sent]:
-        """For each message to this process, as (source, consumer), those of this process that had come before the
-        source ran: the sender's row has their consumers before it."""
+        """Find, for each message (source, consumer) to this process, the messages of this process that had come before
+        the source ran: their consumers stand before the source in the sender's row."""
         result: dict[tuple[Action, Action], Sent] = {}
         for worker in senders:
             come: list[tuple[Channel, tuple[int, int]]] = []
