@@ -214,8 +214,8 @@ def test_the_planner_chooses_beside_a_teacher() -> None:
 def test_what_is_refused() -> None:
     plain, other, loss = student(), teacher(), DistillationLoss()
     for values, message in (
-        ({"beta": 1.5}, "beta=1.5: expected a finite number of at least 0 and at most 1"),
-        ({"temperature": 0.0}, "temperature=0.0: expected a finite number above 0"),
+        ({"beta": 1.5}, "beta=1.5: expected a number of at least 0 and at most 1"),
+        ({"temperature": 0.0}, "temperature=0.0: expected a number above 0"),
         ({"logit_clipping": 1.0}, "logit_clipping is not supported in distillation"),
         ({"label_smoothing": 0.1}, "is of the cross-entropy, and cross_entropy_share is 0"),
     ):

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
-from hf_gpipe.errors import DataError, UserError, check_number
+from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses import vocabulary as vocabulary_loss
 from hf_gpipe.losses.cached_teacher import TEACHER_LOG_PROBS, TEACHER_TOKENS, TopK
 from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads, TokenLoss
+from hf_gpipe.recipe import keys_of
+from hf_gpipe.recipe.losses import DistillationSection
 
 #: The logarithm of the probability of a class that has none.
 _LEAST = -100.0
@@ -46,18 +48,17 @@ class DistillationLoss(TokenLoss):
         UserError: a value that is not allowed, or the logits are clipped, or the loss is dynamic.
     """
 
-    beta: float = 0.5
-    temperature: float = 1.0
-    cross_entropy_share: float = 0.0
+    beta: float = DistillationSection.beta
+    temperature: float = DistillationSection.temperature
+    cross_entropy_share: float = DistillationSection.cross_entropy_share
     from_rows: bool = False
 
     reads = Reads.TOKENS | Reads.TEACHER
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("beta", "cross_entropy_share"):
-            check_number(name, getattr(self, name), most=1)
-        check_number("temperature", self.temperature, is_above=True)
+        for name in ("beta", "temperature", "cross_entropy_share"):
+            keys_of(DistillationSection)[name].check(name, getattr(self, name))
         if others := self.given.keys() - {"label_smoothing"}:
             raise UserError(f"{' and '.join(sorted(others))} is not supported in distillation; leave it out")
         if self.label_smoothing and not self.cross_entropy_share:

@@ -16,8 +16,9 @@ import torch
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
-from hf_gpipe.errors import UserError, check_number
+from hf_gpipe.errors import UserError
 from hf_gpipe.losses.token_metrics import TokenMetrics
+from hf_gpipe.recipe import TrainingSection, keys_of
 
 #: The options of a training -> those of its cross-entropy.
 SETTINGS = {"label_smoothing_factor": "label_smoothing", "logit_clipping": "logit_clipping"}
@@ -41,21 +42,19 @@ class TokenOptions:
             finite number above 0.
     """
 
-    label_smoothing: float = 0.0
-    logit_clipping: float | None = None
+    label_smoothing: float = TrainingSection.label_smoothing_factor
+    logit_clipping: float | None = TrainingSection.logit_clipping
     is_dynamic: bool = False
     metrics: TokenMetrics | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise UserError(f"label_smoothing={self.label_smoothing!r}: expected at least 0 and below 1")
+        for name, own in SETTINGS.items():
+            keys_of(TrainingSection)[name].check(own, getattr(self, own))
         if self.is_dynamic and self.label_smoothing:
             raise UserError(
                 f"label_smoothing={self.label_smoothing!r} has no meaning in the loss of Dynamic Fine-Tuning; leave "
                 "one of them out"
             )
-        if self.logit_clipping is not None:
-            check_number("logit_clipping", self.logit_clipping, is_above=True)
 
     @classmethod
     def of_settings(cls, given: Any, **values: Any) -> Self:

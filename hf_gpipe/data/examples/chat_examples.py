@@ -50,9 +50,8 @@ class ChatExamples(EncodedRows):
         assistant_only_loss: bool = True,
         completion_only_loss: bool = True,
     ) -> None:
-        self._encoder = ChatEncoder(
-            tokenizer, assistant_only_loss=assistant_only_loss, completion_only_loss=completion_only_loss
-        )
+        learnt = {"assistant_only": assistant_only_loss, "completion_only": completion_only_loss}
+        self._encoder = ChatEncoder(tokenizer, **learnt)
         self._kept = slice(max_length) if truncation_mode == "keep_start" else slice(-(max_length or 0), None)
         options = (truncation_mode, assistant_only_loss, completion_only_loss)
         super().__init__(rows, tokenizer, max_length=max_length, options=options)

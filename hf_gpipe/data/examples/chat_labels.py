@@ -28,15 +28,12 @@ class ChatEncoder:
 
     Args:
         tokenizer: with a chat template, if rows are messages.
-        assistant_only_loss: whether only assistant turns are learnt.
-        completion_only_loss: of a prompt and its completion, whether only the completion is learnt.
+        assistant_only: whether only assistant turns are learnt.
+        completion_only: of a prompt and its completion, whether only the completion is learnt.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, assistant_only_loss: bool = True, completion_only_loss: bool = True
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._assistant_only, self._completion_only = assistant_only_loss, completion_only_loss
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, assistant_only: bool, completion_only: bool) -> None:
+        self._tokenizer, self._assistant_only, self._completion_only = tokenizer, assistant_only, completion_only
 
     def encode(self, where: str, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         """The ids of a row that `conversation_of` returned, or of {"text"}, and for each id whether it is learnt.

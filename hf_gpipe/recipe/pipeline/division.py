@@ -63,7 +63,7 @@ class Division(NamedTuple):
         """How many workers so many processes form. Raises UserError where T does not divide their number."""
         if num_processes % self.num_ranks:
             raise UserError(
-                f"tensor_parallel is {self.num_ranks} and there are {num_processes} processes; start a multiple of "
+                f"{self.text} and there are {num_processes} processes; start a multiple of "
                 f"{self.num_ranks}, for so many share each stage."
             )
         return num_processes // self.num_ranks
@@ -72,7 +72,7 @@ class Division(NamedTuple):
         """How many workers so many GPUs are enough for. Raises UserError where it is none."""
         if num_gpus < self.num_ranks:
             raise UserError(
-                f"pipeline.tensor_parallel is {self.num_ranks} and this machine has {num_gpus} GPUs; use at most as "
+                f"pipeline.{self.text} and this machine has {num_gpus} GPUs; use at most as "
                 "many, a launcher on several machines, or pipeline.device=cpu"
             )
         return num_gpus // self.num_ranks
@@ -86,7 +86,7 @@ class Division(NamedTuple):
         inner, *outer = devices.levels
         if inner.parts % self.num_ranks:
             raise UserError(
-                f"tensor_parallel is {self.num_ranks} and {inner.parts} devices have fast links with each other: the "
+                f"{self.text} and {inner.parts} devices have fast links with each other: the "
                 f"sums of each block would go over slower ones; use a divisor of {inner.parts}."
             )
         shared = [replace(level, bytes_per_second=level.bytes_per_second / self.num_ranks) for level in outer]
