@@ -58,6 +58,9 @@ MISSING_DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
 }
 
+#: The refused architectures that the comparison finds exact, because its mini-batches have the decoder's inputs.
+UNSEEN = ("encoder-decoder",)
+
 
 class Row(NamedTuple):
     """One line of the report.
@@ -111,6 +114,8 @@ def examine(name: str, model_class: str) -> Row:
         is_known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or name in FORMS
         if not is_known and not default_config(name).is_encoder_decoder:
             return Row(name, model_class, "not built", "not a causal or sequence-to-sequence model of text alone")
+        if name in UNSEEN:
+            return Row(name, model_class, "not supported", REFUSED[name])
         differences = []
         for config in variants(name):
             comparison = compare(config)
