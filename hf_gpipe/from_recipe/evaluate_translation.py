@@ -6,7 +6,7 @@ a score says something only beside that of the copy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -19,12 +19,10 @@ from hf_gpipe.adapters.text_entries import token_ids
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.translation.buckets import BUCKETS, resource_buckets
 from hf_gpipe.data.translation.pairs import ENGLISH, Pair, language_tag
-from hf_gpipe.data.translation.tokenized import TokenizedPairs
 from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.held_out import HeldOut
 from hf_gpipe.job.wire import sendable
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.recipe import DataSection
 from hf_gpipe.recipe.fields import EvaluationSection
 from hf_gpipe.text import table_text
 from hf_gpipe.training.generating import Generation
@@ -205,7 +203,7 @@ def evaluate_translation(
     pipe: Pipeline,
     tokenizer: PreTrainedTokenizerBase | None,
     pairs: Sequence[Pair] | None,
-    data: DataSection,
+    rows_of: Callable[[Sequence[Pair], Any], Any],
     evaluation: EvaluationSection,
     training_pairs: Mapping[str, int] | None = None,
 ) -> TranslationReport:
@@ -218,8 +216,8 @@ def evaluate_translation(
         pipe: the model: an encoder-decoder, or a decoder-only model trained on "source </s> target </s>".
         tokenizer: of sources and targets; the other processes may pass None.
         pairs: the pairs to translate.
-        data: longer sources, and for the likelihood longer references, are cut to the tokens that it says; translations
-            are compared with whole references.
+        rows_of: makes the `TokenizedPairs` of pairs, with a tokenizer. They cut long sources and, for the likelihood
+            alone, long references: translations are compared with whole ones.
         evaluation: which pairs are translated, the first ones of each language, and how.
         training_pairs: of the main process: how many pairs each language was trained on (data.training_pairs), by
             which the report says what languages of high, middle and low resource score; None: unknown.
@@ -235,13 +233,7 @@ def evaluate_translation(
     def make() -> Any:
         assert tokenizer is not None, "the main process has the tokenizer"
         taken.extend(_first_of_each_language(pairs or (), evaluation.max_examples))
-        rows = TokenizedPairs(
-            taken,
-            tokenizer,
-            max_source_tokens=data.max_source_tokens,
-            max_target_tokens=data.max_target_tokens,
-            decoder_only=not pipe.adapter.config.is_encoder_decoder,
-        )
+        rows = rows_of(taken, tokenizer)
         num_characters.extend(rows.num_characters)
         # Little of a mini-batch is padding where its rows are about equally long.
         order.extend(sorted(range(len(rows)), key=lambda i: (len(token_ids(rows[i])), rows.lengths[i])))

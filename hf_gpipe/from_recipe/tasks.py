@@ -141,7 +141,7 @@ def _translate(
 ) -> TranslationReport:
     pairs = None if corpus is None else getattr(corpus, recipe.evaluation.split)
     counts = None if corpus is None else training_pairs(corpus)
-    return evaluate_translation(pipe, tokenizer, pairs, recipe.data, recipe.evaluation, counts)
+    return evaluate_translation(pipe, tokenizer, pairs, partial(_pairs_rows, recipe), recipe.evaluation, counts)
 
 
 # ---------------------------------------------------------------------- one sequence, or image, of a row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,10 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.data.tokenizer import train_tokenizer
 from hf_gpipe.data.translation.pairs import Pair
+from hf_gpipe.data.translation.tokenized import TokenizedPairs
 from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.evaluate_translation import TranslationReport, evaluate_translation
 from hf_gpipe.pipeline import Evaluation
-from hf_gpipe.recipe import DataSection
 from hf_gpipe.recipe.fields import EvaluationSection
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
@@ -41,9 +42,10 @@ def translate(
     max_target_tokens: int = 30,
     **options: Any,
 ) -> TranslationReport:
-    data = DataSection(kind="cldr", languages=["de"], max_source_tokens=30, max_target_tokens=max_target_tokens)
+    limits: dict[str, Any] = {"max_source_tokens": 30, "max_target_tokens": max_target_tokens}
+    rows_of = partial(TokenizedPairs, decoder_only=not pipe.adapter.config.is_encoder_decoder, **limits)
     evaluation = EvaluationSection(batch_size=batch_size, max_new_tokens=max_new_tokens, **options)
-    return evaluate_translation(pipe, tokenizer, pairs, data, evaluation, training_pairs)
+    return evaluate_translation(pipe, tokenizer, pairs, rows_of, evaluation, training_pairs)
 
 
 def some_pairs() -> list[Pair]:
