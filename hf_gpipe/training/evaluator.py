@@ -93,7 +93,9 @@ class Evaluator:
         if computes:
             if columns.labels and not in_parts:
                 computed = self._computed(columns)
-            metrics |= from_last_stage(self._pipe, computed)
+            # As in transformers' Trainer, "loss" of compute_metrics replaces the loss, and "eval_loss" does not.
+            own = from_last_stage(pipe, computed)
+            metrics |= {name: value for name, value in own.items() if name != f"{prefix}_loss"}
         metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
         steps = math.ceil(sum(num_rows) / args.per_device_eval_batch_size)
         metrics |= speed_metrics(prefix, start_time, num_samples=sum(num_rows), num_steps=steps)

@@ -101,13 +101,15 @@ def test_metrics_in_parts_and_predictions_in_lists(tmp_path: Path) -> None:
         rows = prediction.predictions
         calls.append((len(rows), compute_result))
         counts = np.array([count for count, _ in calls])
-        return {"rows": counts.sum(), "each": counts, "of": {"torch": torch.tensor([1, 2])}} if compute_result else {}
+        metrics = {"rows": counts.sum(), "each": counts, "of": {"torch": torch.tensor([1, 2])}, "eval_loss": -1.0}
+        return metrics if compute_result else {}
 
     made = trainer(tmp_path, compute_metrics=compute, batch_eval_metrics=True, per_device_eval_batch_size=4)
     found = made.evaluate(Rows(10, seed=3))
     # As JSON has them: they are written into metrics.jsonl, and into checkpoints.
     assert (found["eval_rows"], found["eval_each"], found["eval_of"]) == (10, [4, 4, 2], {"torch": [1, 2]})
     assert calls == [(4, False), (4, False), (2, True)]
+    assert found["eval_loss"] > 0, "as in transformers' Trainer"
     made = trainer(tmp_path, eval_do_concat_batches=False, per_device_eval_batch_size=4)
     prediction = made.predict(Rows(10, seed=3))
     assert [len(part) for part in prediction.predictions] == [len(part) for part in prediction.label_ids] == [4, 4, 2]
