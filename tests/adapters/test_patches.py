@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from functools import partial
@@ -225,3 +226,19 @@ def test_a_stage_s_copy_shares_nothing_that_changes() -> None:
     )
     assert len(mine) > 100
     assert not mine & others
+
+
+def test_a_copy_is_as_quick_after_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile exchanges `nn.Module.__setstate__`, and every later copy of a model took three times as long."""
+    whole = adapter_for(tiny_config("llama")).reference
+    set_state, deepcopy, slowly = nn.Module.__setstate__, copy.deepcopy, []
+
+    def noted(value: Any, there: dict[int, Any]) -> Any:
+        if isinstance(value, nn.Module) and id(value) not in there:
+            slowly.append(type(value))
+        return deepcopy(value, there)
+
+    monkeypatch.setattr(nn.Module, "__setstate__", lambda module, state: set_state(module, state))
+    monkeypatch.setattr(copy, "deepcopy", noted)
+    copy_with_stubs(whole, {})
+    assert slowly == []

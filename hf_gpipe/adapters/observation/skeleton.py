@@ -138,14 +138,18 @@ def copy_with_stubs(model: Any, stubs: Mapping[str, nn.Module]) -> Any:
 def _copied(module: nn.Module, there: dict[int, Any]) -> Any:
     """`copy.deepcopy` with the memo `there`, in half of the time, of modules that it would copy by their attributes."""
     cls = type(module)
-    by_attributes = (cls.__reduce_ex__, cls.__reduce__, cls.__getstate__, cls.__setstate__) == _BY_ATTRIBUTES
-    if id(module) in there or hasattr(cls, "__deepcopy__") or not by_attributes:
+    if id(module) in there or hasattr(cls, "__deepcopy__") or _ways_to_copy(cls) != _ways_to_copy(nn.Module):
         return copy.deepcopy(module, there)
     copied = there[id(module)] = cls.__new__(cls)
     for child in module.children():
         _copied(child, there)
-    copied.__setstate__({name: _copied_value(value, there) for name, value in vars(module).items()})
+    copied.__setstate__({name: v if type(v) in _PLAIN else _copied_value(v, there) for name, v in vars(module).items()})
     return copied
+
+
+def _ways_to_copy(cls: type[nn.Module]) -> tuple[Any, ...]:
+    """A class's functions for copies of its modules; torch.compile exchanges one of nn.Module's when it first runs."""
+    return cls.__reduce_ex__, cls.__reduce__, cls.__getstate__, cls.__setstate__
 
 
 def _copied_value(value: Any, there: dict[int, Any]) -> Any:
@@ -162,9 +166,8 @@ def _copied_value(value: Any, there: dict[int, Any]) -> Any:
     return copy.deepcopy(value, there)
 
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_PLAIN = {bool, int, float, str, type(None), torch.dtype}
 _COLLECTIONS = (dict, OrderedDict, set)
-_BY_ATTRIBUTES = nn.Module.__reduce_ex__, nn.Module.__reduce__, nn.Module.__getstate__, nn.Module.__setstate__
 
 
 def has_closures(model: nn.Module) -> bool:
