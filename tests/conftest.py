@@ -25,10 +25,18 @@ from tests.emulated_cuda.__main__ import environment as with_devices
 #: Of all files those whose tests take longest. They run first, so that none of them is left at the end for one process.
 #: Some wait more than they compute: each of these is followed by others that compute.
 LONGEST = (
-    *("test_faults.py", "test_recipes.py", "test_sequence_chunks.py", "test_launch.py", "test_freezing.py"),
-    *("test_train.py", "test_tensor_parallel.py", "test_visiting_weights.py", "test_benches.py", "test_families.py"),
-    *("test_costs.py", "test_start.py", "test_gpu_check.py", "test_execution.py", "test_image_families.py"),
-    *("test_training_to_end.py", "test_zero.py"),
+    *("test_faults.py", "test_costs.py", "test_freezing.py", "test_launch.py", "test_recipes.py"),
+    *("test_sequence_chunks.py", "test_benches.py", "test_train.py", "test_start.py", "test_tensor_parallel.py"),
+    *("test_visiting_weights.py", "test_gpu_check.py", "test_state.py", "test_execution.py", "test_grpo.py"),
+    *("test_zero.py", "test_malformed.py", "test_image_families.py", "test_merge.py", "test_generation.py"),
+    *("test_random_search.py", "test_replicas.py", "test_examples.py", "test_image_text.py", "test_foreign_scripts.py"),
+    *("test_peft_beyond_blocks.py", "test_vocabulary_parallel.py", "test_pipeline.py", "test_replicated_runs.py"),
+    *("test_training_to_end.py", "test_trainer.py"),
+)
+#: Files that run in one process, because the first of them observes, compares or traces models for the others.
+TOGETHER = (
+    ("tests/adapters/", "tests/test_freezing.py"),
+    *(("tests/checkpoint/",), ("tests/planner/",), ("tests/trainers/",)),
 )
 
 # Before anything reads it: no test asks a hub, and a model that is not there is told at once.
@@ -113,13 +121,18 @@ def compile_tests(loader: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process of `pytest -n` whole files: the tests of a file share what they have prepared."""
+    """Give each process of `pytest -n` whole files, whose tests share what they have prepared; see `TOGETHER` too."""
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadFileScheduling
 
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((str(shared) for shared in TOGETHER if file.startswith(shared)), file)
+
     config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    return Scheduling(config, log)
 
 
 @pytest.fixture
