@@ -133,6 +133,12 @@ def test_ratios_are_paired() -> None:
     assert table(["a", "K"], [["x", "16"]]) == "| a   |   K |\n| --- | --: |\n| x   |  16 |"
 
 
+def test_a_step_that_needs_no_more_memory_has_no_ratio() -> None:
+    """The tiny one of this test did so once, and the script ended with a ZeroDivisionError."""
+    run = {"seconds": [1.0], "grown_bytes": 0, "loss": 1.0}
+    assert bench_head.row(64, {"whole": [run], "chunks": [run]})[-1] == "-"
+
+
 def test_saved_bytes_are_those_that_are_alive_at_once() -> None:
     weight = torch.ones(4, requires_grad=True)
     saved = SavedBytes([weight])
