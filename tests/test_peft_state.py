@@ -150,6 +150,9 @@ def test_what_is_wrong_with_saved_adapters(saved: Path, tmp_path: Path) -> None:
     save_file(dict(list(tensors.items())[1:]), lacking / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=r"lacks 'base_model\.model"):
         Pipeline(lacking, 2)
+    save_file({name: tensor.to(torch.int8) for name, tensor in tensors.items()}, lacking / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="has the type I8, expected floating-point numbers"):
+        Pipeline(lacking, 2)
     recipe = tmp_path / "recipe.yaml"
     sections = {
         "data": {"kind": "cldr", "languages": ["de"]},
@@ -187,6 +190,9 @@ def test_a_recipe_trains_whole_modules_and_trains_saved_adapters_on(tmp_path: Pa
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     with pytest.raises(RecipeError, match=r"there is no adapter_config\.json in"):
         check_model(load_recipe(recipe, [f"lora.path={base}"]))
+    for key in ("target_modules", "modules_to_save"):  # peft passes over a name that no module has
+        with pytest.raises(RecipeError, match=rf"lora\.{key} has 'q_prj', and .* did you mean 'q_proj'"):
+            check_model(load_recipe(recipe, ["lora.r=2", f"lora.{key}=[v_proj, q_prj]"]))
 
 
 def test_a_trainer_adds_adapters(saved: Path, tmp_path: Path) -> None:

@@ -41,6 +41,9 @@ from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.checkpoint.digests import Digests, advising
 from hf_gpipe.errors import CheckpointError, listed
 
+#: How the names of types in safetensors begin that no weight has.
+WHOLE_NUMBERS = ("I", "U", "BOOL")
+
 
 class _SeededByName(TorchDispatchMode):
     """Draws random fills on the CPU, whose generator it seeds before each of a parameter from (seed, its name).
@@ -214,6 +217,8 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
     is_own = _own_keys(model, quantizer)
     files = _fetch(path, is_own)
     _check(Path(path), files, is_own)
+    if quantizer is None:
+        _check_types(model, path, files)
     _forget_initialisation(model)
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(path),
@@ -301,11 +306,8 @@ def unexpected_tensors(adapter: Adapter, path: str | os.PathLike[str]) -> list[s
     model, quantisation = adapter.reference, adapter.quantisation
     main = _main_file(path)
     if main.name == SAFE_WEIGHTS_NAME:
-        try:
-            with safe_open(main, framework="pt") as opened:
-                keys = list(opened.keys())
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
+        with _opened(path, main) as opened:
+            keys = list(opened.keys())
     else:
         keys = list(read_weight_map(main))
     state = model.state_dict()
@@ -321,6 +323,31 @@ def unexpected_tensors(adapter: Adapter, path: str | os.PathLike[str]) -> list[s
                 "configuration, such as its attention_bias, or give a checkpoint without it"
             )
     return sorted(info.unexpected_keys)
+
+
+def _check_types(model: PreTrainedModel, path: str | os.PathLike[str], files: Sequence[Path]) -> None:
+    """Raise CheckpointError for whole numbers in place of weights, as of a quantisation that config.json leaves out."""
+    parameters, renamed = dict(model.named_parameters(remove_duplicate=False)), _renaming(model)
+    for file in files:
+        with _opened(path, file) as opened:
+            for key in opened.keys():  # noqa: SIM118
+                own = parameters.get(name := renamed(key))
+                dtype = opened.get_slice(key).get_dtype()
+                if own is not None and own.is_floating_point() and dtype.startswith(WHOLE_NUMBERS):
+                    raise CheckpointError(
+                        f"the checkpoint {str(path)!r} does not fit the model: {name} has the type {dtype}, expected "
+                        "floating-point numbers; give the checkpoint before it was converted"
+                    )
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str], file: Path) -> Iterator[Any]:
+    """Context manager that opens a file of a checkpoint, of which each tensor is read alone."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
 
 
 def _check(directory: Path, files: Sequence[Path], is_own: Callable[[str], bool]) -> None:

@@ -19,6 +19,7 @@ from hf_gpipe.adapters.peft import PeftAdapter, need_peft, tensor_of
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.copies import Files, PendingWrite, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
+from hf_gpipe.checkpoint.hub import WHOLE_NUMBERS
 from hf_gpipe.checkpoint.save import make_directory, prepare_files, publish_files
 from hf_gpipe.checkpoint.save import write_configuration as write_model_configuration
 from hf_gpipe.checkpoint.together import write_once
@@ -194,3 +195,5 @@ def _check_fit(saved: Any, file: Path, shapes: Mapping[str, torch.Size]) -> None
             raise CheckpointError(f"{file} lacks {name!r}, which the model's adapter has")
         if (shape := tuple(saved.get_slice(name).get_shape())) != own:
             raise CheckpointError(f"{file}: {name!r} has the shape {shape}, the model's adapter has {tuple(own)}")
+        if (dtype := saved.get_slice(name).get_dtype()).startswith(WHOLE_NUMBERS):
+            raise CheckpointError(f"{file}: {name!r} has the type {dtype}, expected floating-point numbers")

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from hf_gpipe.commands.base import Parser, loading, run_with_options
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import UserError, check_count
 
 DESCRIPTION = """\
 Generate with a checkpoint, in stages. The text is the user's turn of a chat if the tokenizer has a chat template, and
@@ -65,6 +65,7 @@ def _generate(args: argparse.Namespace) -> int:
     compare(lambda: {n: value for n, value in vars(args).items() if n not in ("text", "device", "model")}, "options")
     if args.batch_size < 1:
         raise UserError(f"--batch-size is {args.batch_size}; it must be at least 1")
+    check_count("--seed", args.seed, -(2**63), 2**64 - 1)
     tokenizer = read_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     device, num_stages = args.device, args.num_stages
     num_gpus = torch.cuda.device_count() if device != "cpu" and "RANK" not in os.environ else 0

@@ -12,7 +12,7 @@ from hf_gpipe.adapters.families import UNREAD
 from hf_gpipe.adapters.image_text import FORMS, images_of_row
 from hf_gpipe.data.examples.image_text import blank_row
 from hf_gpipe.data.examples.images import shape_read
-from hf_gpipe.errors import RecipeError, UnsupportedModelError, UserError
+from hf_gpipe.errors import RecipeError, UnsupportedModelError, UserError, nearest
 from hf_gpipe.from_recipe.model import model_config, spec_of
 from hf_gpipe.from_recipe.processors import image_processor_of, image_text_processor_of
 from hf_gpipe.losses.distillation import DistillationLoss
@@ -38,6 +38,15 @@ def check_model(recipe: Recipe) -> None:
             f"weights of a new model would be lost; give model.path, or leave lora.{key} out"
         )
     adapter = checked_adapter(recipe)
+    names = [name for name, _ in adapter.reference.named_modules()]
+    for section_key in ("target_modules", "modules_to_save"):
+        for module in getattr(recipe.lora, section_key):
+            if not any(f".{name}".endswith(module) for name in names):
+                leaves = {name.rpartition(".")[2] for name in names}
+                raise RecipeError(
+                    f"lora.{section_key} has {module!r}, and the model has no such module{nearest(module, leaves)}; "
+                    "correct the name, or leave it out"
+                )
     pipeline = recipe.pipeline
     if isinstance(pipeline.num_stages, int):
         # By cost the planner cuts; whether there are enough layers is seen by any cut.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe.data import LABELLED
 from hf_gpipe.recipe.fields import SECTIONS, Recipe, all_keys
@@ -62,6 +64,13 @@ def _check_training(recipe: Recipe) -> None:
 
 def _check_adapters(recipe: Recipe) -> None:
     model, lora = recipe.model, recipe.lora
+    output_dir = os.path.abspath(recipe.training.output_dir)
+    for key, path in (("model.path", model.path), ("lora.path", lora.path)):
+        if path is not None and os.path.abspath(path) == output_dir:
+            raise RecipeError(
+                f"training.output_dir and {key} are the same directory, {path!r}, whose files the trained model would "
+                "replace; choose another training.output_dir."
+            )
     if model.quantization is not None and not lora.is_on:
         raise RecipeError(
             f"model.quantization is {model.quantization} and lora.r is null, so there would be nothing to train: "

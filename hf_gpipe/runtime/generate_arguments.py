@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hf_gpipe.adapters import Adapter
-from hf_gpipe.errors import UserError, nearest
+from hf_gpipe.errors import UserError, check_count, check_number, nearest
 from hf_gpipe.job import wire
 from hf_gpipe.job.agreement import compare
 from hf_gpipe.job.world import World
@@ -130,7 +131,25 @@ class GenerateArguments:
         for name in arguments:
             if name not in known:
                 raise UserError(f"generate() has no argument {name!r}{nearest(name, known)}")
+        self._check_numbers(arguments)
         return number_of_parts(arguments, self.adapter, lambda name: self.setting(arguments, name), self.num_pipelines)
+
+    def _check_numbers(self, arguments: Mapping[str, Any]) -> None:
+        """Raise UserError for numbers that transformers does not check before it computes with them."""
+        for name in ("max_new_tokens", "num_beams", "num_return_sequences"):
+            if (value := self.setting(arguments, name)) is not None:
+                check_count(f"generate: {name}", value, 1)
+        samples = self.setting(arguments, "do_sample")
+        for name, most in (("temperature", math.inf), ("top_p", 1)):
+            if (value := self.setting(arguments, name)) is None:
+                continue
+            if samples:
+                check_number(f"generate: {name}", value, most=most, is_above=True)
+            elif arguments.get(name) not in (None, 1):
+                raise UserError(
+                    f"generate: {name}={value!r} is of sampling, and do_sample is not set; set do_sample, or leave "
+                    f"{name} out"
+                )
 
     def setting(self, arguments: Mapping[str, Any], name: str) -> Any:
         """The value that `generate` would use: the argument's, the given configuration's or the model's own."""

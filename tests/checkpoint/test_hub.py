@@ -254,6 +254,12 @@ def test_files_with_similar_names_stay(tmp_path: Path) -> None:
         assert all((tmp_path / name).exists() for name in own)
 
 
+def rounded(directory: Path) -> None:
+    """Whole numbers in place of weights: such a model was used."""
+    tensors = load_file(directory / "model.safetensors")
+    save_file({n: (100 * t).to(torch.int8) for n, t in tensors.items()}, directory / "model.safetensors")
+
+
 def configured(directory: Path, **values: Any) -> None:
     """Change values of a model's configuration."""
     file = directory / "config.json"
@@ -270,6 +276,7 @@ def configured(directory: Path, **values: Any) -> None:
             partial(configured, intermediate_size=5),
             r"down_proj.weight has the shape \(\d+, \d+\), the model's \(\d+, 5\)",
         ),
+        (rounded, "has the type I8, expected floating-point numbers; give the checkpoint before"),
         (partial(configured, hidden_act="gelo"), "no model of the configuration of llama: KeyError: 'gelo'; correct"),
     ],
 )

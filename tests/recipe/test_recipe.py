@@ -204,6 +204,10 @@ def test_a_bad_file_is_refused_with_the_line(text: str, message: str) -> None:
             "training.warmup_steps is 9.0 (a number) and lr_scheduler_type is constant, which has no warm-up",
         ),
         ("training={output_dir: o, run_name: mine}", "training.run_name is 'mine' (a string) and report_to is empty"),
+        (
+            "model.path=outputs/../outputs/test",
+            "training.output_dir and model.path are the same directory, 'outputs/..",
+        ),
         ("data.rank_seed=0", "data.rank_seed is 0 (a whole number) and power_law_exponent is 0, so all languages"),
         (
             "distillation={top_k_file: f, quantization: nf4}",

@@ -236,6 +236,12 @@ def test_a_refused_value_in_a_configuration_is_refused_too() -> None:
     [
         ({"max_new_token": 3}, r"no argument 'max_new_token'; did you mean 'max_new_tokens'\?"),
         ({"input_ids": None}, "needs input_ids"),
+        # Numbers that ended in a traceback, or were ignored without a word.
+        ({"max_new_tokens": 0}, "max_new_tokens=0: expected a whole number of at least 1"),
+        ({"num_beams": "x"}, "num_beams='x': expected a whole number of at least 1"),
+        ({"do_sample": True, "temperature": 0.0}, r"temperature=0\.0: expected a finite number above 0"),
+        ({"do_sample": True, "top_p": 7}, "top_p=7: expected a finite number above 0 and at most 1"),
+        ({"temperature": 0.5}, r"temperature=0\.5 is of sampling, and do_sample is not set; set do_sample, or leave"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
