@@ -341,6 +341,16 @@ class Adapter(ABC):
                 "give loss=LogitsLoss(function), or such labels"
             )
 
+    def no_targets(self, batch: Tensors, *, reads_logits: bool) -> torch.Tensor:
+        """Labels for a mini-batch without any, of which no loss is computed.
+
+        Raises DataError where the logits depend on labels, and `reads_logits` says that they are wanted.
+        """
+        raise DataError(
+            f"a mini-batch has no 'labels', only {', '.join(batch)}; {type(self.reference).__name__} predicts nothing "
+            "without them"
+        )
+
     def document_lengths(self, inputs: Inputs) -> dict[StackName, tuple[int, ...]]:
         """The tokens of each document of a packed micro-batch, for each stack; of rows nothing."""
         return {}

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters.auto_classes import IMAGE_CLASSIFICATION
 from hf_gpipe.adapters.base import Adapter, Inputs, Stage, Tensors
 from hf_gpipe.adapters.chain_layers import find_layers, parts_of_sequential
-from hf_gpipe.adapters.classifiers import ONE_CLASS, check_labels, check_range, problem_of
+from hf_gpipe.adapters.classifiers import ONE_CLASS, check_labels, check_range, no_labels, problem_of
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.modules.autocast import Autocast, scope_of
 from hf_gpipe.adapters.modules.batch_norm import hold_averages
@@ -203,6 +203,11 @@ class Chain(Adapter):
                 f"the batch has {unknown[0]!r}, which {type(self.reference).__name__}.forward does not take; leave it "
                 "out"
             )
+
+    def no_targets(self, batch: Tensors, *, reads_logits: bool) -> torch.Tensor:
+        if self.config is None:
+            return super().no_targets(batch, reads_logits=reads_logits)
+        return no_labels(len(next(iter(batch.values()))), self.config)
 
     def size_of(self, batch: Tensors) -> int:
         return len(batch["labels"])

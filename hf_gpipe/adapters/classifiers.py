@@ -53,6 +53,9 @@ class Classifier(RowModel):
         is_token = self.main_input(inputs) != self.config.get_text_config().pad_token_id
         return inputs["attention_mask"].bool() | is_token
 
+    def no_targets(self, batch: Tensors, *, reads_logits: bool) -> torch.Tensor:
+        return no_labels(len(self.main_input(batch)), self.config)
+
     def targets(self, inputs: Tensors) -> torch.Tensor:
         """The class of each row, (B, 1); for another problem_type zeros."""
         return inputs["labels"][:, None] if problem_of(self.config) == ONE_CLASS else super().targets(inputs)
@@ -115,6 +118,13 @@ def problem_of(config: PreTrainedConfig) -> str:
     """The configuration's problem_type, or the one that transformers takes for labels of type integer."""
     given: str | None = config.problem_type
     return given or ("regression" if config.num_labels == 1 else ONE_CLASS)
+
+
+def no_labels(num_rows: int, config: PreTrainedConfig) -> torch.Tensor:
+    """Labels of rows that have none, which fit the configuration's problem_type and num_labels."""
+    if problem_of(config) == ONE_CLASS:
+        return torch.full((num_rows,), IGNORED_LABEL)
+    return torch.zeros(num_rows, config.num_labels)
 
 
 def check_labels(labels: torch.Tensor, config: PreTrainedConfig) -> None:

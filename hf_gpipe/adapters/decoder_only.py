@@ -36,6 +36,9 @@ class DecoderOnly(TextAdapter):
             return inputs
         return inputs | self._trimmed({n: t for n, t in inputs.items() if t.shape == mask.shape}, self._is_used(inputs))
 
+    def no_targets(self, batch: Tensors, *, reads_logits: bool) -> torch.Tensor:
+        return torch.full_like(self.main_input(batch), IGNORED_LABEL)
+
     def with_known_masks(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         # Without a mask transformers looks at positions, and asks the device whether texts are packed into one row.
         # Positions that the model makes itself never say so.

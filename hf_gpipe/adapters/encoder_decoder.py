@@ -15,7 +15,7 @@ from hf_gpipe.adapters.layers import Layer, StackName
 from hf_gpipe.adapters.packing import used_columns
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.text_entries import IDS, MASK, text_entries
-from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
 
 #: The mask of a packed row for the decoder, which attends to the source of each document from its target.
 _CROSS_MASK = "cross_attention_mask"
@@ -44,6 +44,16 @@ class EncoderDecoder(TextAdapter):
         if "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = self._shift_right(inputs["labels"])
         return inputs
+
+    def no_targets(self, batch: Tensors, *, reads_logits: bool) -> torch.Tensor:
+        if (read := batch.get("decoder_input_ids")) is not None:
+            return read  # -100 would cut its columns off
+        if reads_logits:
+            raise DataError(
+                f"a mini-batch has no 'labels', only {', '.join(batch)}; without them {self.config.model_type} needs "
+                "decoder_input_ids, or predict_with_generate=True"
+            )
+        return torch.full((len(self.main_input(batch)), 1), IGNORED_LABEL)
 
     def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
         model = self.reference

@@ -45,7 +45,7 @@ class EvaluatingTrainer(SavingTrainer):
         of their mini-batch.
 
         Args:
-            eval_dataset: in place of the trainer's; a dict of datasets, or a name of the trainer's dict, gives each
+            eval_dataset: in place of the trainer's, or a name of the trainer's dict; a dict of datasets gives each
                 one's metrics under its name.
             ignore_keys: without effect: a pipeline returns no other outputs than logits.
             metric_key_prefix: goes before the metrics' names.
@@ -54,7 +54,8 @@ class EvaluatingTrainer(SavingTrainer):
         self._check_surface()
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
-            dataset = {dataset: self.eval_dataset[dataset] if isinstance(self.eval_dataset, Mapping) else None}
+            part = self.eval_dataset[dataset] if isinstance(self.eval_dataset, Mapping) else None
+            return self._evaluate_one(part, metric_key_prefix, generation)
         dataset = self._by_name(dataset)
         if not isinstance(dataset, Mapping):
             return self._evaluate_one(dataset, metric_key_prefix, generation)
@@ -96,7 +97,9 @@ class EvaluatingTrainer(SavingTrainer):
         metric_key_prefix: str = "test",
         **generation: Any,
     ) -> PredictionOutput:
-        """Predictions, labels and metrics of a dataset with labels; the same in every process.
+        """Predictions, labels and metrics of a dataset; the same in every process.
+
+        Of a dataset without labels there are only the predictions, and the metrics of speed.
 
         Args:
             test_dataset: the examples.

@@ -42,9 +42,9 @@ class Evaluator:
         return self._run(batches, predicts=predicts, keeps=False)[1]
 
     def predict(self, batches: Iterable[Batch] | None) -> PredictionOutput:
-        """Predictions and labels besides the metrics; `batches` are those of `evaluate`."""
-        columns, metrics = self._run(batches, predicts=True, keeps=True)
-        mine = self._arrays(columns)[:2] if columns.labels else (None, None)
+        """Predictions and labels, if there are any, besides the metrics; `batches` are those of `evaluate`."""
+        columns, metrics = self._run(batches, predicts=not self._args.prediction_loss_only, keeps=True)
+        mine = self._arrays(columns)[:2] if columns.predictions else (None, None)
         return PredictionOutput(*from_last_stage(self._pipe, mine), metrics)
 
     def _run(self, batches: Iterable[Batch] | None, *, predicts: bool, keeps: bool) -> tuple[_Columns, dict[str, Any]]:
@@ -69,11 +69,12 @@ class Evaluator:
         input_of = pipe.adapter.main_input if "inputs" in args.include_for_metrics else None
         columns = _Columns(fill, input_of)
         computed: dict[str, Any] = {}
-        losses, num_rows = [], []
+        losses, num_rows, has_labels = [], [], True
         results = predict(
             pipe,
             batches,
             with_logits=predicts and generation is None,
+            needs_labels=not keeps,
             preprocess=trainer.preprocess_logits_for_metrics,
             generation=generation,
             prepared=lambda batch: trainer.prepared([batch], is_training=False)[0],
@@ -83,14 +84,18 @@ class Evaluator:
             num_rows.append(len(predicted.evaluation.row_nll) // pipe.loss.rows_per_unit)
             if has_predictions and (keeps or not in_parts):
                 columns.add(predicted)
-            if has_predictions and in_parts:
+            has_labels = has_labels and predicted.has_labels
+            if has_predictions and in_parts and has_labels:
                 part = _Columns(fill, input_of)
                 part.add(predicted)
                 computed |= self._computed(part, compute_result=predicted.is_last)
             trainer.fire("on_prediction_step")
-        metrics: dict[str, Any] = {"loss": mean_loss(losses, num_rows, only_finite=args.logging_nan_inf_filter)}
-        metrics |= trainer.metrics_of_loss(is_training=False)
-        if computes:
+        metrics: dict[str, Any] = {}
+        if losses and has_labels:
+            metrics[f"{prefix}_loss"] = mean_loss(losses, num_rows, only_finite=args.logging_nan_inf_filter)
+        of_loss = trainer.metrics_of_loss(is_training=False)
+        metrics |= of_loss if has_labels else {}
+        if computes and has_labels:
             if columns.labels and not in_parts:
                 computed = self._computed(columns)
             # As in transformers' Trainer, "loss" of compute_metrics replaces the loss, and "eval_loss" does not.
@@ -145,7 +150,8 @@ class _Columns:
     def add(self, predicted: Predicted) -> None:
         """Add the rows of a mini-batch."""
         self.predictions.append(predicted.logits if predicted.tokens is None else predicted.tokens)
-        self.labels.append(predicted.batch["labels"].numpy())
+        if predicted.has_labels:
+            self.labels.append(predicted.batch["labels"].numpy())
         if self.input_of is not None:
             self.inputs.append(self.input_of(predicted.batch).numpy())
         evaluation = predicted.evaluation

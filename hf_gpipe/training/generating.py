@@ -91,13 +91,15 @@ def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tens
     """`input_ids` and `attention_mask` of what comes before the first target of each row, padded on the left.
 
     Args:
-        batch: of a decoder-only model: input_ids, labels and, where rows are padded, attention_mask, each (B, T).
+        batch: of a decoder-only model: input_ids, and where there are such labels and attention_mask, each (B, T);
+            without labels a row is a prompt.
         pad_token_id: fills the columns that the mask leaves out.
 
     Raises:
-        DataError: a row without a prompt or without a target.
+        DataError: a row without a prompt, or with labels and without a target.
     """
-    ids, is_target = token_ids(batch), batch["labels"] != IGNORED_LABEL
+    ids, labels = token_ids(batch), batch.get("labels")
+    is_target = torch.zeros_like(ids, dtype=torch.bool) if labels is None else labels != IGNORED_LABEL
     mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
     if mask.shape != ids.shape:
         shapes = tuple(mask.shape), tuple(ids.shape)
@@ -108,7 +110,8 @@ def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tens
     positions = torch.arange(ids.shape[1])
     first = torch.where(is_target, positions, ids.shape[1]).amin(dim=1)
     in_prompt = mask & (positions < first[:, None])
-    if not bool(in_prompt.any(dim=1).all()) or not bool(is_target.any(dim=1).all()):
+    lacks_targets = labels is not None and not bool(is_target.any(dim=1).all())
+    if lacks_targets or not bool(in_prompt.any(dim=1).all()):
         raise DataError(
             "predict_with_generate: a row of a decoder-only model needs a prompt, whose labels are -100, and targets "
             "after it; a row lacks a prompt or targets"

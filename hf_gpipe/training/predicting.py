@@ -31,6 +31,7 @@ class Predicted:
 
     Attributes:
         batch: the mini-batch.
+        has_labels: whether it came with labels; without them its loss means nothing.
         evaluation: its loss, in total and per row.
         logits: where they were asked for, in the last stage's leader: an array (rows, ...), or a tuple of such.
         tokens: generated token ids (rows, T'), where they were asked for.
@@ -38,6 +39,7 @@ class Predicted:
     """
 
     batch: Batch
+    has_labels: bool
     evaluation: Evaluation
     is_last: bool
     logits: Any = None
@@ -49,6 +51,7 @@ def predict(
     batches: Iterable[Batch] | None,
     *,
     with_logits: bool = False,
+    needs_labels: bool = True,
     preprocess: Preprocess | None = None,
     generation: Generation | None = None,
     prepared: Callable[[Batch], Batch] = lambda batch: batch,
@@ -59,24 +62,33 @@ def predict(
         pipe: the pipeline; its weights must not change meanwhile.
         batches: read in the main process; the others may pass None.
         with_logits: whether logits are kept.
+        needs_labels: whether a mini-batch without labels is an error.
         preprocess: reduces a micro-batch's logits as soon as they exist; what it leaves goes to the host.
         generation: generates for each row.
         prepared: a mini-batch as it is read -> the one to evaluate; called in every process.
 
     Raises:
-        DataError: a mini-batch without labels.
+        DataError: a mini-batch without labels, where they are needed.
     """
     with pipe.ties.holding_values():
-        for batch, is_last in _with_end(shared_batches(batches, pipe.world)):
-            batch = pipe.adapter.as_rows(_with_labels(prepared(batch)))
+        for given, is_last in _with_end(shared_batches(batches, pipe.world)):
+            given = prepared(given)
+            has_labels = bool(given.keys() & {"labels", "shift_labels"})
+            if needs_labels and not has_labels:
+                raise DataError(
+                    f"a mini-batch to evaluate has no 'labels', only {', '.join(given)}; without targets use predict"
+                )
+            no_targets = {} if has_labels else {"labels": pipe.adapter.no_targets(given, reads_logits=with_logits)}
+            batch = pipe.adapter.as_rows({**given, **no_targets})
             logits = _Logits(preprocess, pipe.adapter.autocast is not None) if with_logits else None
             evaluation = pipe.eval_on(batch, None if logits is None else logits.add)
             yield Predicted(
                 batch,
+                has_labels,
                 evaluation,
                 is_last,
                 None if logits is None else logits.collected(pipe.world, batch["labels"].shape[-1]),
-                None if generation is None else generation(batch).numpy(),
+                None if generation is None else generation(batch if has_labels else given).numpy(),
             )
 
 
@@ -104,7 +116,7 @@ def mean_loss(losses: Sequence[float], num_rows: Sequence[int], *, only_finite: 
     finite = np.isfinite(values)
     if only_finite and finite.any():
         values, weights = values[finite], weights[finite]
-    return float(np.average(values, weights=weights)) if len(values) else 0.0
+    return float(np.average(values, weights=weights))
 
 
 def concatenated(parts: Sequence[Any], fill: int = IGNORED_LABEL) -> Any:
@@ -161,14 +173,6 @@ def _as_arrays(kept: Any, columns: int, num_columns: int) -> Any:
         return tuple(_as_arrays(part, columns, num_columns) for part in kept)
     has_columns = kept.ndim > 1 and kept.shape[1] == columns
     return _padded(kept, num_columns, IGNORED_LABEL) if has_columns else kept
-
-
-def _with_labels(batch: Batch) -> Batch:
-    if not batch.keys() & {"labels", "shift_labels"}:
-        raise DataError(
-            f"a mini-batch to evaluate has no 'labels', only {', '.join(batch)}; without targets use Pipeline.generate"
-        )
-    return batch
 
 
 def _with_end(stream: Iterator[Any]) -> Iterator[tuple[Any, bool]]:

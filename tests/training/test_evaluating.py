@@ -8,14 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     EvalPrediction,
     GenerationConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
     PreTrainedModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
     TrainingArguments,
+    default_data_collator,
 )
 
 from hf_gpipe import PipelineTrainer
@@ -120,10 +124,71 @@ def test_metrics_in_parts_and_predictions_in_lists(tmp_path: Path) -> None:
 def test_the_order_of_arguments_is_the_plain_trainer_s(tmp_path: Path) -> None:
     made = trainer(tmp_path, eval_dataset={"one": Rows(3), "two": Rows(4)})
     assert "valid_loss" in made.evaluate(Rows(3), None, "valid")
-    assert "eval_two_loss" in made.evaluate("two")
+    assert "eval_loss" in made.evaluate("two")
+    assert "eval_two_loss" in made.evaluate()
     assert "probe_loss" in made.predict(Rows(3), ["logits"], "probe").metrics
     with pytest.raises(UserError, match="num_beams: generation needs predict_with_generate"):
         made.evaluate(Rows(3), num_beams=2)
+
+
+@pytest.mark.parametrize("problem", [None, "single_label_classification", "regression", "decoder_input_ids"])
+def test_predictions_of_rows_without_labels(problem: str | None, tmp_path: Path) -> None:
+    """They were an error; in transformers' Trainer a test set has none, and no loss and no metrics then."""
+    family = "marian" if problem == "decoder_input_ids" else "llama"
+    plain = plain_model(tiny_config(family), dtype=torch.float32)
+    if problem in ("single_label_classification", "regression"):
+        config = LlamaConfig(**plain.config.to_dict() | {"problem_type": problem, "pad_token_id": 0, "num_labels": 2})
+        plain = LlamaForSequenceClassification(config)
+    rows = [{"input_ids": row["input_ids"]} for row in CausalRows(5)]
+    if family == "marian":
+        rows = [row | {"decoder_input_ids": [0, 3, 4]} for row in rows]
+
+    def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        columns = {name: [torch.tensor(row[name]) for row in rows] for name in rows[0]}
+        ids = {name: pad_sequence(column, batch_first=True) for name, column in columns.items()}
+        return ids | {"attention_mask": (ids["input_ids"] != 0).long()}
+
+    common: dict[str, Any] = {"per_device_eval_batch_size": 5, "use_cpu": True, "report_to": "none"}
+    expected = Trainer(plain, TrainingArguments(str(tmp_path), **common), data_collator=collate).predict(rows)
+    calls: list[EvalPrediction] = []
+    options: dict[str, Any] = {"data_collator": collate, "num_micro_batches": 1, "compute_metrics": calls.append}
+    made = trainer(tmp_path, model=plain, per_device_eval_batch_size=5, **options)
+    found = made.predict(rows)
+    assert found.label_ids is expected.label_ids is None
+    assert not calls
+    assert {*found.metrics} == {*expected.metrics} - {"test_model_preparation_time"}
+    theirs = expected.predictions[0] if isinstance(expected.predictions, tuple) else expected.predictions
+    np.testing.assert_allclose(found.predictions, theirs, atol=1e-5)
+    with pytest.raises(DataError, match="a mini-batch to evaluate has no 'labels', only input_ids"):
+        made.evaluate(rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "marian"])
+def test_generated_tokens_of_rows_without_labels(family: str, tmp_path: Path) -> None:
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    rows = [{"input_ids": row} for row in ids]
+    common: dict[str, Any] = {"model": sharp(family), "data_collator": default_data_collator}
+    made = trainer(tmp_path, **common, predict_with_generate=True)
+    found = made.predict(rows, max_new_tokens=4)
+    expected = made.pipe.generate(input_ids=ids, max_new_tokens=4)
+    assert found.predictions.tolist() == expected[:, ids.shape[1] if family == "llama" else 0 :].tolist()
+    assert found.label_ids is None
+    assert "test_loss" not in found.metrics
+    if family == "marian":
+        with pytest.raises(DataError, match="no 'labels', only input_ids; without them marian needs decoder_input_ids"):
+            trainer(tmp_path, **common).predict(rows)
+
+
+def test_no_rows_and_losses_alone(tmp_path: Path) -> None:
+    """No rows had the loss 0, and `predict` kept predictions that nobody wanted."""
+    made = trainer(tmp_path, compute_metrics=lambda _: {"other": 2.0})
+    assert made.evaluate(Rows(3))["eval_other"] == 2
+    assert "eval_loss" not in made.evaluate([])
+    made.args.prediction_loss_only = True
+    prediction = made.predict(Rows(3))
+    assert prediction.predictions is prediction.label_ids is None
+    assert prediction.metrics["test_loss"] > 0
+    assert "test_other" not in prediction.metrics
 
 
 # ---------------------------------------------------------------------- generation
