@@ -19,6 +19,7 @@ from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, RecipeError
 from hf_gpipe.recipe import Chunks, Division, Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, recompute_under
+from hf_gpipe.schedule.placement import MOST_PLACES
 
 if TYPE_CHECKING:
     import torch
@@ -250,6 +251,8 @@ def _count(text: str | None) -> int | None:
         ) from None
     if count < 1:
         raise UserError(f"--devices is {count}; a pipeline needs at least 1.")
+    if count > MOST_PLACES:
+        raise UserError(f"--devices is {count}; a plan is for at most {MOST_PLACES}.")
     return count
 
 

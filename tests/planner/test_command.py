@@ -234,6 +234,7 @@ def test_layers_measured_here(recipe: str, capsys: pytest.CaptureFixture[str]) -
     ("arguments", "message"),
     [
         (["--devices", "0"], "--devices is 0; a pipeline needs at least 1"),
+        (["--devices", "999999999", "--search"], "--devices is 999999999; a plan is for at most 100000"),
         (["--devices", "4", "pipeline.num_stages=2"], "--devices is 4 and pipeline.num_stages is 2"),
         (["--devices", "many"], "--devices is 'many'; write a number of devices"),
         (["--devices", "2x2@1GB/s", "pipeline.num_stages=4"], "has 2 levels .* and links for 1"),
