@@ -510,7 +510,7 @@ def test_flash_attention_of_packed_rows_is_an_error() -> None:
     flattened = {"input_ids": batch["input_ids"].view(1, -1), "labels": batch["labels"].view(1, -1)}
     pipe = Pipeline(tiny_config("llama"), 2, 1, sequence_chunks=3)
     pipe.adapter.reference.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UserError, match="'flash_attention_2' takes the borders of documents of whole rows"):
+    with pytest.raises(UserError, match="'flash_attention_2' needs the documents of whole rows"):
         pipe.train_step({**flattened, "position_ids": torch.arange(6).repeat(2)[None]})
 
 

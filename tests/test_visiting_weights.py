@@ -524,7 +524,7 @@ def test_an_update_that_fails_beside_backwards() -> None:
             raise KeyError("the cause")
 
     fails_at = 2
-    with pytest.raises(StageError, match=r"^process 0, stage 2, action 2H, beside those after it: KeyError: 'the cau"):
+    with pytest.raises(StageError, match=r"^process 0, stage 2, action 2H, in a background thread: KeyError: 'the cau"):
         pipe.train_ahead([batch], None, lambda: updated.append(-1), update_stage)
     assert updated == [3, 2]
     assert at_home(pipe)

@@ -1,7 +1,7 @@
 """One direction of an edge between two neighbouring stages: activations go down, gradients come back up.
 
-The executor names the micro-batch and the channel sends its tensors, to a stage of this process or of another one. The
-receiver computes every shape from the batch before the message arrives, so shapes are not sent.
+The executor names the micro-batch, and the channel sends its tensors to a stage of the same process or of another. The
+receiver computes every shape from the mini-batch before the message arrives, so shapes are not sent.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from hf_gpipe.errors import HfGpipeError
 Shapes = Mapping[str, tuple[int, ...]]
 Tensors = Mapping[str, torch.Tensor]
 Key = Hashable
-"""The name of a message, such as the number of its micro-batch: no two on their way have the same."""
+"""Identifies a message, for example by its micro-batch's number: no two messages under way have the same key."""
 
 
 class Channel(ABC):
     """Messages of named tensors from one stage to its neighbour; they arrive in the order in which they were sent."""
 
-    #: The type in which wider floating-point tensors travel, and the own type of a tensor by its name; None: their own.
+    #: The dtype in which wider floating-point tensors are sent, and a function from a tensor's name to the dtype that
+    #: the receiver restores. None: tensors are sent in their own dtype.
     narrow: tuple[torch.dtype, Callable[[str], torch.dtype]] | None = None
 
     def send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
-        """Send without waiting. Raises an error if the tensors have not `shapes`, which the receiver expects."""
+        """Send without waiting. Raises an error if the tensors do not have `shapes`, which the receiver expects."""
         check_shapes(tensors, shapes)
         if self.narrow is not None:
             tensors = {name: tensor.to(narrowed(tensor.dtype, self.narrow[0])) for name, tensor in tensors.items()}
@@ -64,7 +65,7 @@ class Channel(ABC):
 
 
 class LocalChannel(Channel):
-    """Between two stages of one process.
+    """A channel between two stages of one process.
 
     Args:
         target: the receiver's device.
@@ -85,10 +86,10 @@ class LocalChannel(Channel):
 
 
 class DeviceChannel(Channel):
-    """Between two stages of one process on two CUDA devices.
+    """A channel between two stages of one process on two CUDA devices.
 
-    Messages are copied on separate streams, so that neither device waits for a copy: it starts when the sender's stream
-    has computed the tensors, and the receiver's stream waits for it only before it uses them.
+    Separate streams copy the messages, so that neither device waits for a copy. A copy starts when the sender's stream
+    has computed the tensors, and the receiver's stream waits for the copy only before it uses them.
     """
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
@@ -102,7 +103,7 @@ class DeviceChannel(Channel):
         with torch.cuda.stream(arriving), torch.cuda.stream(leaving):
             copies = {name: tensor.to(self._target, non_blocking=True) for name, tensor in tensors.items()}
         for tensor in tensors.values():
-            # Its memory must not be reused before the copy is done.
+            # The allocator must not reuse the tensor's memory before the copy is done.
             tensor.record_stream(leaving)
         self._messages[key] = copies, arriving.record_event()
 
@@ -119,14 +120,14 @@ class DeviceChannel(Channel):
 
 
 class RemoteChannel(Channel):
-    """Between two processes, by torch.distributed: gloo on the CPU, NCCL on CUDA.
+    """A channel between two processes, by torch.distributed: gloo on the CPU, NCCL on CUDA.
 
     Args:
         peer: rank of the other process.
-        tag: number of this channel, which on gloo separates channels between the same two processes.
-        group: the channel's own two-rank communicator on NCCL; on gloo that of all processes.
-        device: where tensors are received.
-        dtype_of: type of a carried tensor by its name.
+        tag: tag of the channel's messages, which on gloo separates the channels between the same two processes.
+        group: on NCCL the channel's own two-rank communicator; on gloo the communicator of all processes.
+        device: the device on which tensors are received.
+        dtype_of: function from a tensor's name to the dtype in which it is sent.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class RemoteChannel(Channel):
     ) -> None:
         self._peer, self._tag, self._group = peer, tag, group
         self._device, self._dtype_of = device, dtype_of
-        #: The tensors of each message are kept until it was sent.
+        #: The tensors of each message, which are kept until the message has been sent.
         self._sent: dict[Key, list[tuple[dist.Work, torch.Tensor]]] = {}
         self._expected: dict[Key, list[tuple[str, torch.Tensor, dist.Work]]] = {}
         self._has_failed = False
@@ -174,8 +175,8 @@ class RemoteChannel(Channel):
         return {name: buffer for name, buffer, _ in message}
 
     def arrived(self, key: Key) -> None:
-        # gloo frees nothing before it is waited for, and says of nothing that it is completed. On CUDA the stream would
-        # wait.
+        # gloo frees a message's tensors only in `wait`, and `is_completed` stays false until then. On CUDA, `wait`
+        # would make the stream wait, and `_send` finds completed messages.
         if self._device.type == "cpu":
             self._wait(key)
 
@@ -188,7 +189,7 @@ class RemoteChannel(Channel):
             sent.wait()
 
     def reset(self) -> None:
-        # A message under way cannot be taken back: it keeps its tensors, and the other process may take part in it yet.
+        # A message under way cannot be cancelled: the other process may still complete it, so its tensors stay alive.
         self._has_failed = True
 
     def check(self) -> None:
@@ -200,13 +201,13 @@ class RemoteChannel(Channel):
 
 
 def narrowed(dtype: torch.dtype, sent: torch.dtype | None) -> torch.dtype:
-    """The type in which a tensor of type `dtype` is sent, where `sent` is that of wider floating-point numbers."""
+    """The dtype in which a tensor of `dtype` is sent: `sent` for wider floating-point types, otherwise its own."""
     is_wider = sent is not None and dtype.is_floating_point and dtype.itemsize > sent.itemsize
     return sent if sent is not None and is_wider else dtype
 
 
 def check_shapes(tensors: Tensors, shapes: Shapes) -> None:
-    """Raise an error if a message has not the shapes that its receiver expects."""
+    """Raise an error if the tensors of a message do not have the shapes that its receiver expects."""
     sent = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if sent != dict(shapes):
         raise HfGpipeError(f"the tensors to send have the shapes {sent}; the next stage expects {dict(shapes)}")

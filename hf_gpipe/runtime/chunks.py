@@ -1,8 +1,8 @@
 """Cuts the rows of a micro-batch into chunks of tokens, which go through the stages one after another.
 
-One long row then fills the pipeline as many micro-batches would, and a stage keeps the activations of a chunk in place
-of those of the row (TeraPipe, arXiv 2102.07988; Seq1F1B, arXiv 2406.03488; SlimPipe, arXiv 2504.14519). The chunks are
-equally long, or later ones are shorter, for their tokens attend to more.
+One long row then fills the pipeline as many micro-batches would, and a stage stores the activations of a chunk instead
+of a whole row's (TeraPipe, arXiv 2102.07988; Seq1F1B, arXiv 2406.03488; SlimPipe, arXiv 2504.14519). All chunks are
+equally long, or later chunks are shorter because their tokens attend to more tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_gpipe.recipe import Chunks
 
 Inputs = Mapping[str, torch.Tensor]
 
-#: The setting of all this, for errors.
+#: The name of the option, for error messages.
 SETTING = "sequence_chunks"
 
 
@@ -32,10 +32,10 @@ class Chunk(NamedTuple):
     """The place of a chunk in its rows.
 
     Attributes:
-        sequence: the number of the rows' micro-batch, were it not cut.
-        start: its first token.
-        length: tokens of the rows.
-        of: chunks of the rows.
+        sequence: the index of the micro-batch before it was cut, the same for all of its chunks.
+        start: the position of the chunk's first token in the rows.
+        length: the number of tokens in a whole row, T.
+        of: the number of chunks into which the rows are cut.
     """
 
     sequence: int
@@ -57,13 +57,13 @@ def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) ->
     elif not is_loss_of_tokens:
         reason = "the loss needs whole rows"
     elif packing and is_flash(attention := adapter.reference.config._attn_implementation):
-        reason = f"attn_implementation {attention!r} takes the borders of documents of whole rows; use sdpa or eager"
+        reason = f"attn_implementation {attention!r} needs the documents of whole rows; use sdpa or eager"
     if reason is not None:
         raise UserError(f"{SETTING} cannot be more than 1: {reason}; leave it out")
 
 
 def check_batch(adapter: Adapter, batch: Inputs, loss: Loss, *, packing: bool, is_cut: bool) -> None:
-    """Raise UserError for a mini-batch whose rows cannot be packed, or cut into chunks, or both, as they would be."""
+    """Raise UserError if a mini-batch's rows cannot be packed, with `packing`, or cut into chunks, with `is_cut`."""
     if packing and not loss.is_of_tokens:
         raise UserError(NOT_PACKED.format(type(loss).__name__))
     if packing and is_cut:
@@ -71,29 +71,32 @@ def check_batch(adapter: Adapter, batch: Inputs, loss: Loss, *, packing: bool, i
     if images := sorted(batch.keys() & set(adapter.image_keys)):
         option = "packing" if packing else SETTING
         raise UserError(
-            f"the batch has {images[0]!r}, and {option} is for rows of text alone, whose tokens can be moved apart "
+            f"the batch has {images[0]!r}, and {option} is for rows of text alone, because it would separate tokens "
             f"from their images; leave {option} out"
         )
 
 
 def borders_of(length: int, count: int, taper: float) -> list[int]:
-    """The first token of each of `count` chunks, and the end of the row: each chunk takes as long, at least one token.
+    """Cut `length` tokens into `count` chunks of at least one token that take equally long.
 
-    The token at the share x of the row takes 1 + taper x, so the tokens before it take x + taper x^2 / 2.
+    A token at the fraction x of the row takes the time 1 + taper x, so the tokens before it take x + taper x^2 / 2.
+
+    Returns:
+        The position of each chunk's first token, and at the end `length`.
     """
     borders = [0]
     for place in range(1, count):
-        done = (1 + taper / 2) * place / count
-        share = 2 * done / (1 + sqrt(1 + 2 * taper * done))
-        borders.append(min(max(round(length * share), borders[-1] + 1), length - (count - place)))
+        time_before = (1 + taper / 2) * place / count
+        fraction = 2 * time_before / (1 + sqrt(1 + 2 * taper * time_before))
+        borders.append(min(max(round(length * fraction), borders[-1] + 1), length - (count - place)))
     return [*borders, length]
 
 
 def cut(inputs: Inputs, chunks: Chunks, adapter: Adapter) -> list[tuple[int, dict[str, torch.Tensor]]]:
-    """Cut prepared inputs on the CPU; returns the first token and the inputs of each chunk.
+    """Cut prepared inputs on the CPU; returns the position of each chunk's first token, and the chunk's inputs.
 
-    A chunk has the targets of its own tokens, as `shift_labels`, and the mask of all tokens up to its last one, which
-    knows the documents of a packed row.
+    A chunk has the targets of its own tokens, as `shift_labels`, and the attention mask of all tokens up to its last
+    one. The mask also has the documents of a packed row.
 
     Raises:
         DataError: an entry of the mini-batch has no value for each token, or padding predicts a token.
@@ -121,8 +124,8 @@ def cut(inputs: Inputs, chunks: Chunks, adapter: Adapter) -> list[tuple[int, dic
 def _check_padding(mask: torch.Tensor, targets: torch.Tensor) -> None:
     """Raise DataError where padding on the left predicts a token.
 
-    It attends to nothing. Then a softmax that adds the least number of its type to each score weighs all tokens of the
-    row alike, also those of later chunks; the function "sdpa" of most models gives zeros.
+    Such padding attends to no token. An eager softmax adds the lowest number of its dtype to every masked score, and so
+    gives all tokens of the row the same weight, those of later chunks too. In most models sdpa gives zeros instead.
     """
     is_on_the_left = mask.cumsum(dim=1) == 0
     rows = (is_on_the_left & (targets != IGNORED_LABEL)).any(dim=1).nonzero()

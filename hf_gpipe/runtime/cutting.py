@@ -17,9 +17,9 @@ from hf_gpipe.recipe import Chunks
 from hf_gpipe.runtime.chunks import Chunk, check_batch, cut
 from hf_gpipe.runtime.micro_batch import Batch, MicroBatch
 
-#: The lengths of a mini-batch whose entries all have a first dimension of rows.
+#: The `lengths` of a mini-batch in which the first dimension of every tensor is the row.
 NO_LENGTHS: Batch = {}
-#: Under this name the numbers of the rows are cut together with their tensors.
+#: The name of a temporary entry: the number of each row, which is cut together with the row's tensors.
 _NUMBER = "number of the row"
 
 
@@ -28,12 +28,12 @@ class Cutting:
     """How mini-batches are cut into micro-batches.
 
     Attributes:
-        num_micro_batches: M, of a mini-batch that has as many rows.
-        by_length: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
-        packing: whether the rows of a mini-batch are packed, shared out by tokens. Those of a flattened one always are.
+        num_micro_batches: M. A mini-batch of fewer rows is cut into fewer micro-batches.
+        length_bucketing: whether a mini-batch is cut by tokens, after its rows have been sorted by length.
+        packing: whether the rows of each micro-batch are packed into one. Rows of a flattened mini-batch always are.
         is_compiled: whether the blocks are compiled by torch.compile.
-        chunks: how rows are cut into chunks of tokens, each a micro-batch of the table; into fewer where a micro-batch
-            has fewer tokens in a row.
+        chunks: how rows are cut into chunks of tokens, each of which is a micro-batch of the table. Rows with fewer
+            tokens than chunks are cut into fewer chunks.
     """
 
     num_micro_batches: int
@@ -59,14 +59,14 @@ def make_micro_batches(
     """The micro-batches of one step: of one mini-batch, or of several whose gradients are accumulated.
 
     Args:
-        batches: mini-batches.
-        cutting: of each.
-        first: the index of the first one, where a table has several steps.
-        loss: says how many units there are, and which rows stay together.
+        batches: the mini-batches.
+        cutting: how each mini-batch is cut.
+        first: the index of the first micro-batch, where a table has several steps.
+        loss: gives the number of units, and says which rows stay together.
 
     Raises:
         DataError: a mini-batch cannot be cut, a row is too long for the model, or an id is not in its vocabulary.
-        UserError: the rows cannot be packed, because of the model or the loss, or packed rows not be cut into chunks.
+        UserError: the model or the loss cannot use packed rows, or packed rows cannot be cut into chunks.
     """
     if not batches:
         raise DataError("there is no mini-batch to run on")
@@ -74,7 +74,7 @@ def make_micro_batches(
     owners: list[int] = []
     num_rows = 0
     for number, given in enumerate(batches):
-        # On the CPU, where reading a value makes nobody wait.
+        # The code below reads values, and on a GPU each read would wait for the device.
         batch = {name: tensor.cpu() for name, tensor in given.items()}
         adapter.check_keys(batch)
         if "shift_labels" in batch and not loss.is_of_tokens:
@@ -113,10 +113,10 @@ def make_micro_batches(
 def _of_documents(
     adapter: Adapter, batch: Batch, cutting: Cutting, seed_of: Callable[[int], int], first: int
 ) -> _Parts:
-    """Cut a mini-batch by documents, each micro-batch with its documents in one row.
+    """Cut a mini-batch by documents; each micro-batch has its documents in one row.
 
     Args:
-        seed_of: the number of a micro-batch in the step -> the seed of its row.
+        seed_of: function from the number of a micro-batch in the step to the seed of its row.
         first: the number of the first micro-batch.
     """
     parts = packed_parts(batch, cutting.num_micro_batches, adapter.target_keys)
@@ -132,7 +132,7 @@ def _of_rows(
     """Cut a mini-batch by rows, or by tokens where rows are sorted by length.
 
     Args:
-        seed_of: the number of a row in the step -> its seed.
+        seed_of: function from the number of a row in the step to its seed.
         first: the number of the first row.
     """
     lengths = adapter.lengths_in_rows(batch)
@@ -147,7 +147,7 @@ def _of_rows(
 
 
 def in_chunks(whole: MicroBatch, chunks: Chunks, adapter: Adapter) -> list[MicroBatch]:
-    """The chunks of a micro-batch in place of it, all with its index. A chunk's seed depends on its number too."""
+    """The chunks of a micro-batch, as micro-batches with its index. A chunk's seed also depends on its own number."""
     length = adapter.main_input(whole.inputs).shape[1]
     return [
         replace(
@@ -170,7 +170,7 @@ def split_rows(
         batch: tensors whose first dimension is the row.
         num_micro_batches: M.
         rows_per_unit: rows next to each other that stay together.
-        lengths: of entries whose first dimension is not the row, how much of it each row has, (n,).
+        lengths: for each entry whose first dimension is not the row: how many of its items belong to each row, (n,).
 
     Raises:
         DataError: there are no tensors or no rows, the tensors differ in their number of rows, or a unit is not whole.
@@ -182,7 +182,7 @@ def split_rows(
 
 
 def _cut(batch: Batch, sizes: list[int], lengths: Batch) -> list[dict[str, torch.Tensor]]:
-    """Parts of so many rows, one after the other. A part of whose rows none has an entry lacks it."""
+    """Consecutive parts of `sizes` rows. A part has no entry, such as images, that none of its rows has."""
     pieces = {
         name: tensor.split([int(part.sum()) for part in lengths[name].split(sizes)] if name in lengths else sizes)
         for name, tensor in batch.items()
@@ -203,7 +203,7 @@ def _in_order(batch: Batch, order: torch.Tensor, lengths: Batch) -> tuple[dict[s
 
 
 def _num_units(batch: Batch, rows_per_unit: int, lengths: Batch) -> int:
-    """Units of a mini-batch. Raises DataError like `split_rows`."""
+    """The number of units in a mini-batch. Raises DataError like `split_rows`."""
     rows = {
         name: len(lengths[name]) if name in lengths else tensor.shape[0] if tensor.dim() else 0
         for name, tensor in batch.items()
@@ -231,8 +231,8 @@ def split_tokens(
         batch: tensors whose first dimension is the row.
         num_micro_batches: M.
         adapter: gives the length of a row.
-        rows_per_unit: rows next to each other that stay together; the longest counts.
-        lengths: as of `split_rows`.
+        rows_per_unit: rows next to each other that stay together; their longest row gives the length of the unit.
+        lengths: as in `split_rows`.
     """
     count = min(num_micro_batches, _num_units(batch, rows_per_unit, lengths))
     tokens = adapter.row_lengths(batch).view(-1, rows_per_unit).amax(dim=1)
@@ -246,10 +246,11 @@ def split_tokens(
 def _even_cut(lengths: Sequence[int], count: int) -> list[int]:
     """Cut rows, sorted from long to short, into `count` non-empty parts, and minimise the tokens of the largest part.
 
-    A part has as many tokens as its number of rows times the length of its first one. Returns the numbers of rows.
+    A part has as many tokens as its number of rows times the length of its first row. Returns the number of rows of
+    each part.
     """
 
-    def runs(limit: int) -> list[int]:
+    def sizes_within(limit: int) -> list[int]:
         """Parts of at most `limit` tokens, each as large as possible, with a row left for each part after it."""
         sizes: list[int] = []
         start = 0
@@ -262,5 +263,5 @@ def _even_cut(lengths: Sequence[int], count: int) -> list[int]:
     low, high = max(lengths[0], 1), max(lengths[0], 1) * len(lengths)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(runs(middle)) <= count else (middle + 1, high)
-    return runs(low)
+        low, high = (low, middle) if len(sizes_within(middle)) <= count else (middle + 1, high)
+    return sizes_within(low)

@@ -1,9 +1,9 @@
 """A stage's part of a head that is divided by the vocabulary over the stages: the actions S and T (arXiv 2411.05288).
 
-S makes the logits of the part and the few sums that the losses need of them; the last stage joins the sums of all
-stages, in their order, and has the losses. T turns the logits into their gradient and adds it to the gradients of the
-part and of the hidden states, whose parts the last stage sums in the same order. So no number depends on which process
-is faster, or on how many processes there are.
+S computes the logits of the part and the few sums over them that the losses need; the last stage joins the sums of all
+stages, in the order of the stages, and computes the losses. T turns the logits into their gradient, adds to the
+gradients of the part's weights, and sends its part of the gradient of the hidden states to the last stage, which adds
+these parts in the same order. So no number depends on which process is faster, or on the number of processes.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class _Live:
     targets: torch.Tensor
     of_tokens: TokenLoss
     whole: torch.Tensor | None = None
-    """(3, N): the largest logit, the sum of exponentials, and the factor of the gradient. Known here on the last
-    stage alone."""
+    """(3, N): the largest logit, the sum of exponentials, and the factor of the gradient. None except on the last
+    stage: the other stages receive it in a message."""
 
 
 class HeadPart:
     """The part of the head that a stage has.
 
     Args:
-        model: the head alone, with the rows of this process.
-        rows: those of the stage.
+        model: the head alone, with this process's rows of the vocabulary.
+        rows: the stage's rows of the vocabulary.
     """
 
     def __init__(self, model: StageModel, rows: HeadRows, stage: int, num_stages: int, loss: Loss) -> None:
@@ -60,7 +60,7 @@ class HeadPart:
         self._deferred: DeferredLogits | None = None
         #: Whether the last stage gets all logits, in an evaluation.
         self._sends_logits = False
-        #: The hidden states and their gradients on the last stage, from F to S and from T to B.
+        #: On the last stage, by micro-batch: hidden states from F to S, and their gradients from T to B.
         self._hidden: dict[int, torch.Tensor] = {}
         self._of_hidden: dict[int, torch.Tensor] = {}
         self._live: dict[int, _Live] = {}
@@ -76,11 +76,11 @@ class HeadPart:
         return torch.promote_types(self._model.adapter.dtype, torch.float32)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type of a tensor of a message."""
+        """The dtype of the tensor of this name in a message."""
         return self._model.adapter.carry_dtype(self._model.start, name) if name == "hidden" else self.wide
 
     def shapes(self, source: Action, micro_batch: MicroBatch) -> Shapes:
-        """Names and shapes of what an action sends about the head."""
+        """Names and shapes of the tensors that the action `source` sends for the head."""
         hidden = self._model.adapter.carry_shapes(self._model.start, micro_batch.inputs)["hidden"]
         num_positions = hidden[0] * hidden[1]
         if source.kind == FORWARD:
@@ -94,7 +94,7 @@ class HeadPart:
         return {f"{_SUMS} {source.stage}": (6 if has_metrics else 4, num_positions), **logits}
 
     def begin(self, options: StepOptions) -> None:
-        """Before a table is run."""
+        """Prepare for a run of a table."""
         self._sends_logits = options.on_logits is not None
 
     def reset(self) -> None:
@@ -108,9 +108,11 @@ class HeadPart:
 
     @torch.no_grad()
     def score(self, context: Context, *, is_training: bool) -> tuple[Tensors, Tensors]:
-        """S: returns the message, the sums of this part or on the last stage those of all; and its outputs.
+        """S: compute the logits and the sums of this part, and on the last stage the losses.
 
-        The outputs are those of `Stage.forward`, or in evaluation of `Stage.evaluate`.
+        Returns:
+            The message to send: the sums of this part, or on the last stage the sums over all parts.
+            On the last stage the outputs, as `Stage.forward` or in evaluation `Stage.evaluate` returns them; else {}.
         """
         index, inputs = context.micro_batch.index, context.micro_batch.inputs
         hidden = self._hidden.pop(index) if self.is_at_end else context.carry["hidden"]
@@ -173,7 +175,10 @@ class HeadPart:
 
     @torch.no_grad()
     def add_gradient(self, context: Context) -> Tensors:
-        """T: adds to the gradients of the part; returns what it adds to that of the hidden states, (N, D)."""
+        """T: add to the gradients of the part's weights; returns its part of the gradient of the hidden states, (N, D).
+
+        The last stage keeps that part for `gradient`, and returns {}.
+        """
         live = self._live.pop(context.micro_batch.index)
         largest, total, factor = live.whole if live.whole is not None else context.carry[_WHOLE]
         deferred = self._recorded(context.micro_batch.inputs, live.hidden)
@@ -215,7 +220,7 @@ class HeadPart:
                 target += gradient.t() @ inputs
 
     def gradient(self, context: Context, parts: Mapping[str, torch.Tensor]) -> Tensors:
-        """The gradient of the hidden states (B, T, D) for the B of the last stage, from those of all stages."""
+        """The gradient of the hidden states (B, T, D), for the B of the last stage: the sum of all stages' parts."""
         every = [parts[f"{_GRADIENT} {stage}"] for stage in range(self._last)]
         every.append(self._of_hidden.pop(context.micro_batch.index))
         total = torch.stack(every).sum(0) if self._last else every[0]
@@ -224,7 +229,7 @@ class HeadPart:
 
     @property
     def size(self) -> int:
-        """V."""
+        """V, the size of the vocabulary."""
         return self._rows.size
 
     @torch.no_grad()
@@ -241,13 +246,13 @@ class HeadPart:
         return whole.view(*hidden.shape[:-1], -1)
 
     def _tensors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight (V', D) and the bias (V',) of the part, in the type of the product."""
+        """The weight (V', D) and the bias (V',) of the part, in `dtype`."""
         linear, rows = self._model.projection, self._rows.rows
         bias = None if linear.bias is None else linear.bias.detach()[rows].to(dtype)
         return linear.weight.detach()[rows].to(dtype), bias
 
     def _chunks(self, hidden: torch.Tensor) -> list[slice]:
-        """Positions whose logits are in their wide type at a time."""
+        """Slices of the positions, so that only one slice at a time needs logits of a wider type."""
         length = chunk_positions(hidden.shape[1], self._rows.rows.stop - self._rows.rows.start)
         return [slice(start, start + length) for start in range(0, len(hidden), length)]
 

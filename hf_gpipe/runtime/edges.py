@@ -1,4 +1,4 @@
-"""The edges between neighbouring stages: in one process, or between two."""
+"""Creates the channels between stages, in one process or between two processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Edge:
 
 
 Edges: TypeAlias = Mapping[tuple[int, int, int], Edge]
-"""The edges by (stage before the edge, its worker, worker of the stage after the edge)."""
+"""Edges by (the stage before the edge, its worker, the worker of the stage after the edge)."""
 
 
 def connect(
@@ -35,9 +35,9 @@ def connect(
     Every process must call it, because communicators are created by all processes in the same order.
 
     Args:
-        dtype_of: type of a carried tensor, from the number of the stage that receives it and its name.
-        sent: type in which wider ones travel, also between stages of one process, so that the numbers do not depend on
-            the processes; None: their own.
+        dtype_of: function from (number of the receiving stage, name of a carried tensor) to the tensor's dtype.
+        sent: dtype in which wider floating-point tensors are sent, also between stages of one process, so that the
+            numbers do not depend on the number of processes. None: each tensor is sent in its own dtype.
     """
     links = {link: _communicator(world, link) for link in communicators(world.placement)}
     edges: dict[tuple[int, int, int], Edge] = {}
@@ -52,12 +52,12 @@ def connect(
 
 
 def connect_head(world: World, dtype_of: Callable[[str], torch.dtype]) -> dict[tuple[int, int, int], Edge]:
-    """Create the edges between this process's stages and the last one, over which the parts of a divided head are.
+    """Create the edges between this process's stages and the last stage, for the messages of a divided head.
 
     Every process must call it.
 
     Args:
-        dtype_of: type of a tensor by its name.
+        dtype_of: function from a tensor's name to its dtype.
     """
     placement = world.placement
     last = placement.num_stages - 1
@@ -70,8 +70,11 @@ def connect_head(world: World, dtype_of: Callable[[str], torch.dtype]) -> dict[t
 
 
 def connect_relays(world: World) -> dict[tuple[int, int, int], Channel]:
-    """The channels between the workers of other processes and this one's, to which stages are dealt, by (stage, sender,
-    receiver). A message on one says that the gradients of a visit of the stage's weights are on the host."""
+    """The channels between this process's workers and those of other processes, by (stage, sender, receiver).
+
+    They exist where stages are dealt. A message says that the gradients of a visit of the stage's weights have arrived
+    in CPU memory.
+    """
     placement = world.placement
     if not placement.is_dealt or world.num_processes == 1:
         return {}
@@ -97,7 +100,7 @@ def _edge(
     number: int,
     dtype_of: Callable[[str], torch.dtype],
 ) -> Edge:
-    """The edge between two stages, on one worker of each; each edge between two workers has another number."""
+    """The edge between two stages, on one worker of each. `number` differs between edges of the same two workers."""
     (lower, upper), (worker, following) = stages, workers
     if {worker, following} <= {*world.workers}:
         devices = world.device_of(worker, lower), world.device_of(following, upper)
@@ -124,14 +127,14 @@ def _within(source: torch.device, target: torch.device) -> Channel:
 
 
 def _communicator(world: World, link: Link) -> dist.ProcessGroup:
-    """A communicator of two ranks on NCCL, ready to use; on gloo that of all, where tags separate the channels."""
+    """On NCCL a communicator of two ranks, ready to use; on gloo that of all ranks, where tags separate channels."""
     if world.device.type != "cuda":
         return world.group_on(world.device)
     sender, receiver = map(world.peer, (link.sender, link.receiver))
     group = world.new_group(sorted((sender, receiver)), world.device)
     if world.rank in (sender, receiver):
-        # The first message sets the communicator up and waits for the peer. In a step that would be a receive
-        # announced ahead, and each of the two processes could wait for the other.
+        # The first message sets up the communicator and waits for the peer. If it were the first message of a step,
+        # a receive that starts ahead of its action, each process could wait for the other.
         is_sender = world.rank == sender
         device = torch.device((link.sender_device if is_sender else link.receiver_device) or world.device)
         token = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -139,6 +142,6 @@ def _communicator(world: World, link: Link) -> dist.ProcessGroup:
             dist.send(token, receiver, group=group)
         else:
             dist.recv(token, sender, group=group)
-        # Both only put the message into a stream. The next communicator is set up when this one is ready.
+        # Both calls only put the message into a stream. Wait, so that communicators are set up one after another.
         torch.cuda.synchronize(device)
     return group

@@ -23,7 +23,8 @@ class Evaluation:
         row_losses: what each row adds to the loss before the division by the number of units, (N,); labels are smoothed
             as in training, and logits are never clipped.
         row_tokens: number of target tokens of each row, or of units that begin in it, (N,).
-        auxiliary_loss: of a mixture of experts, the mean over micro-batches, times its coefficient; else 0.
+        auxiliary_loss: the auxiliary loss of a mixture of experts: its mean over micro-batches, times its coefficient.
+            0 for other models.
     """
 
     row_nll: torch.Tensor
@@ -33,9 +34,9 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean loss per unit plus auxiliary loss, as `train_step` returns without dropout and clipping.
+        """The mean loss per unit plus the auxiliary loss, as `train_step` returns it without dropout and clipping.
 
-        Without any unit it is NaN, where `train_step` returns 0.
+        If there is no unit, it is NaN; `train_step` returns 0 in that case.
         """
         return float(self.row_losses.sum() / self.row_tokens.sum()) + self.auxiliary_loss
 
@@ -46,14 +47,15 @@ class Evaluation:
         """Put the results of all processes together, on every process. Every process must call it.
 
         Args:
-            outputs: by its number, the result of each micro-batch that this process ran on the last stage.
+            outputs: the result of each micro-batch that this process ran on the last stage, by the number of the
+                micro-batch.
             row_counts: the number of rows of each micro-batch of the mini-batch.
         """
         kept = [outputs[index] for index in sorted(outputs)]
         parts = [kept_outputs[name] for name in _NAMES for kept_outputs in kept]
         auxiliary = [kept_outputs["auxiliary_loss"] for kept_outputs in kept if "auxiliary_loss" in kept_outputs]
         values = read([*parts, *auxiliary])
-        # Rows of other processes' micro-batches stay 0 here.
+        # The rows of other processes' micro-batches stay 0 here, and the sum over the processes fills them in.
         is_own = torch.cat([torch.full((count,), index in outputs) for index, count in enumerate(row_counts)])
         num_own = int(is_own.sum())
         numbers = torch.zeros(len(_NAMES) * len(is_own) + 1, dtype=torch.float64)

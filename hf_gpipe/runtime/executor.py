@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from hf_gpipe.errors import StageError
-from hf_gpipe.runtime.beside import Beside
+from hf_gpipe.runtime.background import BackgroundThreads
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.homes import Homes
@@ -37,13 +37,13 @@ class Executor:
     """Runs tables on the stages of this process.
 
     Args:
-        rows: of this process's workers, by their numbers: one, or where stages are dealt one for each of its devices.
-        edges: the edges at the ends of these stages, by stage, its worker and that of the next stage.
-        replicas: those that these stages have in other processes, if any.
-        head_edges: between these stages and the last one, by stage, its worker and that of the last stage, where the
-            head is divided.
-        relays: of `edges.connect_relays`, where stages are dealt.
-        homes: of the weights and gradients of dealt stages.
+        rows: the stages of each worker of this process, by the worker's number. There is one worker, or where stages
+            are dealt one for each of the process's devices.
+        edges: the edges at the ends of these stages.
+        replicas: adds up gradients with replicas of these stages in other processes. None: there are no such replicas.
+        head_edges: the edges between these stages and the last stage, where the head is divided.
+        relays: the channels of `edges.connect_relays`, where stages are dealt.
+        homes: where the weights and gradients of dealt stages are in CPU memory. None: stages are not dealt.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Executor:
         self._wiring = Wiring(rows, edges, head_edges, relays, self._copies)
         self._table: Schedule | None = None
         self._planned: list[Planned] = []
-        #: The micro-batches of these actions.
+        #: The numbers of the micro-batches of these actions.
         self._indices: list[int] = []
-        #: The versions of each stage's weights, while the table is asynchronous.
+        #: The versions of each stage's weights; empty for a synchronous table.
         self._versions: dict[int, Versions] = {}
-        self._beside = Beside(min(rows))
-        self._step = partial(Step, rows, self._channels, replicas, homes, self._beside)
+        self._threads = BackgroundThreads(min(rows))
+        self._step = partial(Step, rows, self._channels, replicas, homes, self._threads)
 
     def run(
         self,
@@ -95,13 +95,14 @@ class Executor:
             reduce: called at the process's last U or H with the results so far, to complete gradients and loss
                 together with the other processes. Its time counts as waiting.
             update: called after `reduce`. Its errors are raised unchanged.
-            update_stage: called at each U of an asynchronous table, in place of these two; and at each H, before them.
+            update_stage: called at each U of an asynchronous table, in place of `reduce` and `update`; and at each H,
+                before them.
             is_measured: whether to note when each action ran.
 
         Raises:
             StageError: an action failed; names the process, the stage, the action and the micro-batch. A pipeline of
                 one process can run the next step after it, unless the table has H or several steps: then some stages
-                are updated and others are not. One of several processes cannot.
+                are updated and others are not. A pipeline of several processes cannot go on.
             HfGpipeError: a step failed before, in a pipeline of several processes.
         """
         for channel in self._channels:
@@ -110,7 +111,7 @@ class Executor:
             if stage.head is not None:
                 stage.head.begin(options)
         self.prepare(schedule)
-        # Those of other replicas stay on the host.
+        # Micro-batches that only other replicas run stay in CPU memory.
         shares = on_devices([micro_batches[index] for index in self._indices], self._devices)
         if self._replicas is not None and schedule.is_training:
             self._replicas.check(schedule, len(micro_batches))
@@ -121,8 +122,8 @@ class Executor:
         step = self._step(self._versions, schedule, micro_batches, options, reduce, update, update_stage, shares, timer)
         result = step.result
         action = None
-        # The clock of a worker. Each action of its row has three phases, between four marks; what an action waits for
-        # was sent by an action of a neighbour, whenever that came:
+        # The clock of a worker. Each action of its row has three phases, between four marks of the timer. A neighbour
+        # may have sent the message that the action needs long before:
         #
         #     mark          mark         mark      mark
         #      |  1 receive  |  2 compute  |  3 send  |      the next action
@@ -130,10 +131,10 @@ class Executor:
         #           waits for a message         hands its message over, and does not wait
         try:
             for planned in self._planned:
-                # 1. Receive: start what comes soon, and wait for what this action needs.
+                # 1. Receive: start the receives of coming actions, and wait for the message of this one.
                 action, device = planned.action, planned.device
-                self._beside.check()
-                # A thread notes the times of what it does.
+                self._threads.check()
+                # An action of the CPU's resource runs in a background thread, which measures itself.
                 mark = note if action.kind.resource is not Resource.HOST else _not_measured
                 mark(action, device)
                 for incoming in planned.expected:
@@ -160,9 +161,9 @@ class Executor:
         except Exception as error:
             if step.is_updating:  # everything was sent and received
                 raise
-            with suppress(Exception):  # of what has failed already
+            with suppress(Exception):  # a consequence of `error`, which is raised below
                 self._reset()
-            if isinstance(error, StageError):  # of a thread, which says where
+            if isinstance(error, StageError):  # from a background thread, with the place in its message
                 raise
             where = f"stage {action.stage}, action {action}" if action is not None else "before the first action"
             row = row_around([planned.action for planned in self._planned], action) if action is not None else ""
@@ -175,9 +176,9 @@ class Executor:
         return result
 
     def prepare(self, schedule: Schedule) -> None:
-        """Derive from a table, once, the receives and the last backwards of this process.
+        """Derive from a table, once, the actions and messages of this process.
 
-        Raises UserError if a stage cannot run its I and W.
+        Raises UserError if the table splits a stage's backward into I and W and the stage cannot do that.
         """
         if schedule is self._table:
             return
@@ -189,12 +190,13 @@ class Executor:
         self._indices = sorted({planned.index for planned in self._planned} - {-1})
         self._versions = {}
         if schedule.is_asynchronous:
-            of_rows = (row.stages.items() for row in self._rows.values())
-            self._versions = {n: Versions(s.model.parameters.values()) for own in of_rows for n, s in own}
+            for row in self._rows.values():
+                for number, stage in row.stages.items():
+                    self._versions[number] = Versions(stage.model.parameters.values())
         self._table = schedule
 
     def _reset(self) -> None:
-        """Drop the micro-batches and messages of a failed step, so that the next one does not get them."""
+        """Drop the micro-batches and messages of a failed step, so that the next step does not receive them."""
         for versions in self._versions.values():
             versions.end()
         for copies in self._copies.values():
@@ -203,13 +205,13 @@ class Executor:
             stage.reset()
         for row in self._rows.values():
             row.visits.reset()
-        self._beside.reset()
+        self._threads.reset()
         for channel in self._channels:
             channel.reset()
 
 
 def row_around(actions: Sequence[Action], action: Action, most: int = 4) -> str:
-    """Text for a message: the actions of a worker's row around one of them, which is marked."""
+    """Text for an error message: the actions of a worker's row around `action`, which is marked."""
     place = actions.index(action)
     first, stop = max(place - most, 0), min(place + most + 1, len(actions))
     words = [f">{other}<" if other == action else str(other) for other in actions[first:stop]]

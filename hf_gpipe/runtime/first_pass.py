@@ -1,10 +1,10 @@
 """The first of two passes of a loss that compares the units of a mini-batch with each other.
 
-Such a loss, as of embeddings with in-batch negatives, is no sum over micro-batches. But all that it reads of a row may
-be a small tensor, its embedding. So a pass of forwards alone gives the embeddings of all rows first. From them come the
-loss and its derivative by each embedding, and the step then carries these derivatives back through the graphs of its
-micro-batches (GradCache, Gao et al. 2021, arXiv 2101.06983). Loss and gradient are those of the whole mini-batch, for
-any number of micro-batches and replicas. Dropout draws the same numbers in both passes.
+Such a loss, for example of embeddings with in-batch negatives, is no sum over micro-batches. But it reads only a small
+tensor of each row, its embedding. So a first pass, of forwards alone, computes the embeddings of all rows. They give
+the loss and its gradient with respect to each embedding, and the step then propagates these gradients back through the
+graphs of its micro-batches (GradCache, Gao et al. 2021, arXiv 2101.06983). Loss and gradient are those of the whole
+mini-batch, for any number of micro-batches and replicas. Dropout draws the same numbers in both passes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def gathered_rows(
     micro_batches: Sequence[MicroBatch],
     total: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """The vectors of all rows that the replicas of the last stage have, (N, E) in float64 on the CPU.
+    """The vectors of all rows, from all replicas of the last stage: (N, E) in float64 on the CPU.
 
     Args:
-        own: by the micro-batch's number, what this replica has of it, (B, E).
-        micro_batches: of the step.
+        own: the vectors of each micro-batch of this replica, (B, E), by the number of the micro-batch.
+        micro_batches: all micro-batches of the step.
         total: sums a tensor on the CPU over the replicas, each of which calls this function.
     """
-    # A replica may have no micro-batch, and not know E.
+    # A replica without a micro-batch does not know E.
     widths = [vectors.shape[1] for vectors in own.values()]
     width, number = total(torch.tensor([float(sum(widths)), float(len(widths))])).tolist()
     parts = [
@@ -48,13 +48,14 @@ def gathered_rows(
 def with_comparison(
     micro_batches: Sequence[MicroBatch], rows: torch.Tensor, loss: Loss, device: torch.device
 ) -> list[MicroBatch]:
-    """Micro-batches whose inputs have the loss of each unit and its derivative by what was read of each row.
+    """The same micro-batches; their inputs also have each unit's loss, and its gradient with respect to each row's
+    vector.
 
     Args:
-        micro_batches: of a step, or of an evaluation.
-        rows: what `Loss.embed` gave for each row, (N, E), on the CPU, in the type to compare them in.
-        loss: compares the units of each mini-batch; in evaluation, without gradients, only their values are added.
-        device: where they are compared.
+        micro_batches: the micro-batches of a step or of an evaluation.
+        rows: the vectors of `Loss.embed` for all rows, (N, E), on the CPU, in the dtype of the comparison.
+        loss: compares the units of each mini-batch. If gradients are disabled, as in evaluation, they are 0 here.
+        device: the device of the comparison.
     """
     parts = iter(rows.split([micro_batch.num_rows for micro_batch in micro_batches]))
     compared = []
@@ -75,7 +76,7 @@ def with_comparison(
 
 
 def _joined(labels: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The labels of all rows, (N,), or (N, T) of tokens: columns of padding that a micro-batch has not are filled."""
+    """The labels of all rows, (N,), or (N, T) of tokens, where the rows of shorter micro-batches are padded."""
     if labels[0].dim() == 1:
         return torch.cat(list(labels))
     width = max(own.shape[1] for own in labels)

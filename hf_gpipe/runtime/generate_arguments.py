@@ -1,4 +1,4 @@
-"""The arguments of `generate`: those of the main process on every process, and none that is not supported."""
+"""Checks the arguments of `generate`, and sends those of the main process to every process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from hf_gpipe.runtime.spread_rows import number_of_parts
 _SECOND_MODEL = "drafts tokens with another model or head, which the pipeline does not have"
 _OUTSIDE = "its method is not part of transformers itself"
 _ONE_PASS = "needs a second forward pass beside the pipeline's"
-_INSIDE = "asks for tensors from inside the stages, which stay there"
+_INSIDE = "asks for tensors that do not leave their stage"
 _OWN_CACHE = "every stage keeps its own cache"
 _COMPILED = "stages are not compiled"
 
 #: Arguments of `generate` that raise an error, with the reason: they would change its result or lead to a hang.
-REFUSED = {
+UNSUPPORTED = {
     "assistant_model": _SECOND_MODEL,
     "assistant_early_exit": _SECOND_MODEL,
     "prompt_lookup_num_tokens": "needs the logits of several positions at a time",
@@ -69,8 +69,8 @@ class GenerateArguments:
     """The checks of the arguments of a pipeline's `generate`, which become the same on every process.
 
     Attributes:
-        model: whose `generate` is called.
-        num_pipelines: that generate side by side, at most.
+        model: the model whose `generate` is called.
+        num_pipelines: the largest number of pipelines that may generate side by side.
     """
 
     adapter: Adapter
@@ -79,11 +79,13 @@ class GenerateArguments:
     num_pipelines: int
 
     def shared(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """The main process's arguments, with this process's own objects, and how many pipelines generate.
+        """The main process's arguments, and how many pipelines generate.
+
+        Objects that cannot be sent, such as a stopping criterion, are each process's own.
 
         Raises:
-            UserError: on every process: an argument is not supported, or is no object of the same class in all.
-            DisagreementError: on every process: one was given another option than the main process.
+            UserError: on every process: an argument is not supported, or an object has not the same class everywhere.
+            DisagreementError: on every process: a process was given another option than the main process.
         """
         own = {name: value for name, value in inputs.items() if name != "streamer"}
         if self.world.num_processes == 1:
@@ -103,7 +105,7 @@ class GenerateArguments:
             for rank, names in enumerate(self.world.gather_objects(missing)):
                 if names:
                     raise UserError(
-                        f"generate({names[0]}=...) is an object of {objects[names[0]]}, which does not travel between "
+                        f"generate({names[0]}=...) is an object of {objects[names[0]]}, which cannot be sent to other "
                         f"processes, and process {rank} was given none; give it on every process"
                     )
         if isinstance(values := data.get(_CONFIG), dict):
@@ -113,7 +115,7 @@ class GenerateArguments:
     def _checked(self, arguments: Mapping[str, Any]) -> int:
         """How many pipelines generate. Raises UserError for arguments that would be ignored, give wrong results or lead
         to a hang."""
-        for name, reason in REFUSED.items():
+        for name, reason in UNSUPPORTED.items():
             value = self.setting(arguments, name)
             if value is not None and value is not False and value not in _HARMLESS.get(name, ()):
                 raise UserError(f"generate({name}={reprlib.repr(value)}) is not supported by a pipeline: {reason}")
@@ -121,7 +123,10 @@ class GenerateArguments:
             given = ", ".join(sorted(arguments)) or "nothing"
             raise UserError(f"generate() needs input_ids, a tensor of (B, T); it was given {given}")
         if images := sorted(arguments.keys() & set(self.adapter.image_keys)):
-            raise UserError(f"generate({images[0]}): a pipeline generates from text alone; save the model for others")
+            raise UserError(
+                f"generate({images[0]}): a pipeline generates from text alone; save the model, and "
+                f"generate with transformers"
+            )
         known = {
             *inspect.signature(GenerationMixin.generate).parameters,
             *inspect.signature(self.model.forward).parameters,
@@ -162,7 +167,7 @@ class GenerateArguments:
 
 
 def _travels(value: object) -> bool:
-    """Whether an argument is sent to the other processes, and not an object that each of them has."""
+    """Whether an argument can be sent to the other processes. Otherwise each process must be given its own object."""
     return isinstance(value, GenerationConfig) or wire.is_sendable(value)
 
 

@@ -111,7 +111,7 @@ def _update(step: Step, planned: Planned, received: Tensors) -> Tensors:
 
 
 def _await_host_updates(step: Step, planned: Planned) -> None:
-    step.update_beside(planned)
+    step.update_in_background(planned)
     if planned.is_last:
         step.complete()
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from hf_gpipe.runtime.beside import Beside
+from hf_gpipe.runtime.background import BackgroundThreads
 from hf_gpipe.runtime.channel import Channel, Shapes
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
@@ -27,7 +27,7 @@ from hf_gpipe.schedule.versions import Use
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 UpdateStage = Callable[[int, int], None]
-"""(stage, step of the table) -> None: updates the weights of a stage from its gradients, and drops these."""
+"""(stage, step of the table) -> None: updates the weights of a stage from its gradients, and drops the gradients."""
 
 
 @dataclass
@@ -38,7 +38,8 @@ class StepResult:
         outputs: the outputs of the last stage for each micro-batch, by its number, in the order of the forwards; empty
             in the other processes.
         times: when each action ran, if that was measured.
-        stash_bytes: of an asynchronous table, the most that old versions of weights have held in this process.
+        stash_bytes: the most memory that old versions of weights have held in this process, in bytes; 0 for a
+            synchronous table.
     """
 
     outputs: dict[int, Tensors] = field(default_factory=dict)
@@ -47,8 +48,8 @@ class StepResult:
 
     @property
     def loss(self) -> torch.Tensor | None:
-        """The sum of the micro-batches' losses; None in processes without the last stage. Where that is dealt, several
-        devices may have some of them."""
+        """The sum of the micro-batches' losses; None in processes without the last stage."""
+        # Where the last stage is dealt, several devices may have some of the losses.
         losses = [output["loss"] for output in self.outputs.values()]
         losses = [loss.to(losses[0].device, non_blocking=True) for loss in losses]
         return sum(losses[1:], losses[0]) if losses else None
@@ -59,8 +60,8 @@ class Row:
     """The stages that run the row of a worker, and the visits of their weights.
 
     Attributes:
-        stages: those whose actions may stand in the row, by number.
-        visits: of their weights, for tables with L and D.
+        stages: the stages whose actions may stand in the row, by number.
+        visits: the visits of these stages' weights, for tables with L and D.
     """
 
     stages: Mapping[int, Stage]
@@ -68,7 +69,7 @@ class Row:
 
 
 Sent = tuple[tuple[Channel, tuple[int, int]], ...]
-"""Channel and key of several messages."""
+"""The (channel, key) of each of several messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,11 @@ class Message:
 
     channel: Channel
     key: tuple[int, int]
-    """The number of the micro-batch, and the turn of the action that sends it: of an edge's messages at one time."""
+    """The number of the micro-batch, and the turn of the action that sends it; together they are unique among the
+    messages that are on an edge at one time."""
     shapes: Callable[[MicroBatch], Shapes]
     arrived: Sent = ()
-    """The messages of this process that had come before the source of this message ran; empty for a message to send."""
+    """For a received message, the messages of this process that must have arrived before the sender could send it."""
 
 
 Run: TypeAlias = Callable[["Step", "Planned", Tensors], Tensors]
@@ -89,37 +91,37 @@ Run: TypeAlias = Callable[["Step", "Planned", Tensors], Tensors]
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """An action of this process with all that follows from the table, looked up once for all steps."""
+    """An action of this process with everything that follows from the table, derived once for all steps."""
 
     action: Action
     index: int
-    """Number of the micro-batch; -1 for an action that concerns a step."""
+    """Number of the micro-batch; -1 for an action that concerns a whole step."""
     stage: Stage
     visits: VisitingWeights
     """The visits of the weights of the worker's stages, in a table with L and D."""
     copies: HostCopies
-    """The copies of what graphs save on the stage's device, in a table with O and P."""
+    """Copies tensors that graphs save between the stage's device and CPU memory, in a table with O and P."""
     device: torch.device
     run: Run
     wait: Callable[[Step, Planned], None] | None
     expected: tuple[Message, ...]
-    """The messages whose receive starts before the action."""
+    """The messages whose receives start just before the action, for this action and later ones."""
     received: tuple[Message, ...]
-    """The messages that the action needs."""
-    received_beside: tuple[Message, ...]
-    """The messages that the action waits for in a thread, beside the other actions."""
+    """The messages that the action itself needs, which the loop waits for."""
+    received_in_background: tuple[Message, ...]
+    """The messages that the action's background thread waits for, while the loop goes on."""
     sent: tuple[Message, ...]
-    """The messages in which the action's result is sent. An empty result is not sent."""
+    """The messages in which the action's result is sent, unless the result is empty."""
     use: Use | None
-    """The version of the weights that it reads or replaces. None: a reduction, or any action of a synchronous table."""
+    """The version of the weights that it reads or replaces; None for a reduction, and in a synchronous table."""
     is_last: bool
-    """Whether a U or H is the process's last one, or whether the stage's G can begin in a B or W."""
+    """For U or H, whether it is the process's last one; for B or W, whether its stage's G can begin in it."""
     keeps_graph: bool
-    """Whether a backward follows an F without a recomputation."""
+    """For F, whether a backward follows without a recomputation."""
     is_offloaded: bool
-    """Whether what the graph of an F saves then goes to the host."""
+    """For F, whether the tensors that its graph saves are then copied to CPU memory."""
     is_moving: bool
-    """Whether forward and backward of its micro-batch are on different workers, where the stage is dealt."""
+    """Whether forward and backward of its micro-batch run on different workers, where the stage is dealt."""
 
 
 @dataclass(slots=True)
@@ -127,19 +129,19 @@ class Step:
     """One run of a table in this process.
 
     Attributes:
-        rows, channels, replicas, homes, beside, versions: of the executor; versions are by stage.
-        schedule, micro_batches, options, reduce, update, update_stage: as of `Executor.run`.
-        shares: the micro-batches of this process on each of its devices.
-        timer: None: the step is not measured.
-        result: so far.
-        is_updating: whether `update` runs, whose errors are the caller's own.
+        rows, channels, replicas, homes, threads, versions: fields of the executor; `versions` is by stage.
+        schedule, micro_batches, options, reduce, update, update_stage: the arguments of `Executor.run`.
+        shares: the micro-batches of this process on each of its devices, by their numbers.
+        timer: measures the step. None: the step is not measured.
+        result: the result so far.
+        is_updating: whether `update` runs, whose errors are raised unchanged.
     """
 
     rows: Mapping[int, Row]
     channels: Sequence[Channel]
     replicas: Replicas | None
     homes: Homes | None
-    beside: Beside
+    threads: BackgroundThreads
     versions: Mapping[int, Versions]
     schedule: Schedule
     micro_batches: Sequence[MicroBatch]
@@ -157,24 +159,26 @@ class Step:
         return Context(self.shares[planned.device][planned.index], received, self.options)
 
     def send(self, planned: Planned, message: Tensors) -> None:
-        """Hand an action's message over."""
+        """Send an action's result to the stages that need it."""
         for outgoing in planned.sent:
             shapes = outgoing.shapes(self.micro_batches[outgoing.key[0]])
-            if message or not shapes:  # of some micro-batches nothing crosses a boundary
+            if message or not shapes:  # for some micro-batches no tensor crosses the boundary
                 outgoing.channel.send(outgoing.key, message, shapes)
 
     def send_after(self, wait: Callable[[], None], planned: Planned, message: Tensors) -> None:
-        """Send an action's message once `wait` returns. The host goes on: else the worker's next action would begin
-        late, though its device is free."""
+        """Send an action's message in a background thread, once `wait` returns.
+
+        If the loop waited, the worker's next action would begin late although its device is free.
+        """
 
         def send() -> None:
             wait()
             self.send(planned, message)
 
-        self.beside.begin(Resource.COPY_OUT, planned.action, send)
+        self.threads.begin(Resource.COPY_OUT, planned.action, send)
 
-    def update_beside(self, planned: Planned) -> None:
-        """Update a dealt stage in a thread, once its gradients are at home. The host goes on."""
+    def update_in_background(self, planned: Planned) -> None:
+        """Update a dealt stage in a background thread, once its gradients are in CPU memory, while the loop goes on."""
         ways = [wait for row in self.rows.values() if (wait := row.visits.way_home()) is not None]
 
         def update() -> None:
@@ -182,7 +186,7 @@ class Step:
             come = time.perf_counter()
             for wait in ways:
                 wait()
-            for incoming in planned.received_beside:
+            for incoming in planned.received_in_background:
                 incoming.channel.receive(incoming.key)
             if self.homes is not None:
                 self.homes.collect_stage(planned.action.stage)
@@ -191,10 +195,10 @@ class Step:
             if self.timer is not None:
                 self.result.times.append(ActionTime(planned.action, come, time.perf_counter(), begun - come))
 
-        self.beside.begin(Resource.HOST, planned.action, update)
+        self.threads.begin(Resource.HOST, planned.action, update)
 
     def collect(self) -> None:
-        """Wait until the gradients of weights that visit are on the host, and of dealt stages those of all workers."""
+        """Wait until all gradients of visiting weights are in CPU memory, for dealt stages those of all workers."""
         for row in self.rows.values():
             row.visits.finish()
         if self.homes is not None:
@@ -202,12 +206,12 @@ class Step:
 
     def flush(self) -> None:
         """Wait until the threads are done, and all messages have been sent."""
-        self.beside.finish()
+        self.threads.finish()
         for channel in self.channels:
             channel.flush()
 
     def complete(self) -> None:
-        """Before the update: wait until everything was computed and sent, then call `reduce`."""
+        """Before the update, wait until everything has been computed and sent, then call `reduce`."""
         self.flush()
         mini_batches = [micro_batch.mini_batch for micro_batch in self.micro_batches]
         for row in self.rows.values():

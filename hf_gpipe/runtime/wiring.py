@@ -83,7 +83,7 @@ class Wiring:
                 wait=wait,
                 expected=tuple(expected[worker, place]),
                 received=() if is_beside else received,
-                received_beside=received if is_beside else (),
+                received_in_background=received if is_beside else (),
                 sent=tuple(
                     self._message(schedule, action, other)
                     for other in schedule.consumers(action)

@@ -20,7 +20,7 @@ from hf_gpipe.job import failures, launch
 from hf_gpipe.job.job import Job
 from hf_gpipe.job.joining import join_job
 from hf_gpipe.job.world import World
-from hf_gpipe.runtime.beside import Beside
+from hf_gpipe.runtime.background import BackgroundThreads
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import DROP, Resource
 
@@ -50,7 +50,7 @@ def body(what: str, folder: Path) -> None:
             raise UserError("the cause, explained") from error
         if what == "beside":
             # In a thread, while the main thread waits in gloo for a process that waits for this one.
-            Beside(rank).begin(Resource.COPY_OUT, Action(DROP, 3), fail)
+            BackgroundThreads(rank).begin(Resource.COPY_OUT, Action(DROP, 3), fail)
             dist.recv(torch.ones(1), 0)
         if what in ("wait", "stuck", "watchdog"):
             time.sleep(600)

@@ -61,7 +61,7 @@ def test_processes_join_one_job_and_wait_longer_than_for_a_message(what: str, tm
         (
             "beside",
             1,
-            "error: process 1, stage 3, action 3D, beside those after it: KeyError: 'the cause' (testing) (the "
+            "error: process 1, stage 3, action 3D, in a background thread: KeyError: 'the cause' (testing) (the "
             "traceback is in {error})",
         ),
         ("explained", 2, "error: the cause, explained"),

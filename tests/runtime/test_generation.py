@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError, UnsupportedModelError, UserError
-from hf_gpipe.runtime.generate_arguments import REFUSED
+from hf_gpipe.runtime.generate_arguments import UNSUPPORTED
 from hf_gpipe.runtime.spread_rows import pipelines
 from hf_gpipe.schedule.placement import Placement
 from tests.gloo import run_gloo
@@ -216,7 +216,7 @@ EXAMPLES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_a_pipeline_cannot_honour_is_refused_by_name(name: str) -> None:
     model, pipe = sharp_model("llama"), split_model("llama", 2)
     with pytest.raises(UserError, match=rf"generate\({name}=.* is not supported by a pipeline: "):
@@ -341,7 +341,7 @@ def test_two_gloo_processes() -> None:
         for family in ("llama", "marian"):
             assert "generate(max_time=1.0) is not supported" in results[f"{family}, refusal of max_time"]
             refusal = results[f"{family}, refusal of prefix_allowed_tokens_fn"]
-            assert "object of builtins.function, which does not travel" in refusal
+            assert "object of builtins.function, which cannot be sent to other" in refusal
             assert "process 1 was given none; give it on every process" in refusal
             expected[f"{family}, own object"] = sharp_model(family).generate(
                 **prompts(sharp_model(family)), **_with_objects()

@@ -1,8 +1,8 @@
-"""Threads beside the executor's loop: one sends messages that wait for a copy, one updates dealt stages on the host.
+"""Background threads of the executor: one sends messages that wait for a copy, one updates dealt stages on the CPU.
 
-The loop raises the first error of a thread before its next action. But it may be waiting for a message of a process
-that itself waits for what the thread did not do, and no one can end such a wait before its time limit. So where several
-processes work and the loop does not come to the error in a moment, the thread tells it and ends its process.
+The loop raises the first error of a thread before its next action. But the loop may be blocked in a receive from a
+process that itself waits for the work of the failed thread, and nothing ends a receive before its time limit. So if
+there are several processes and the loop does not raise the error soon, the thread prints it and ends the process.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from hf_gpipe.job import failures
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import Resource
 
-#: How long the loop may take to come to an error of a thread.
+#: How long a failed thread waits for the loop to raise its error.
 _GRACE_SECONDS = 2.0
 
 
-class Beside:
-    """The threads of an executor: for each resource at most one, which does one thing after another.
+class BackgroundThreads:
+    """The background threads of an executor: at most one for each resource, which runs its tasks one after another.
 
-    They are daemons, which the end of the interpreter does not wait for, and end when nothing is left to do.
+    The threads are daemons, so they do not keep the interpreter alive. A thread ends when it has no task left.
 
     Args:
-        process: the number that errors name.
+        process: the number of this process, for error messages.
     """
 
     def __init__(self, process: int) -> None:
         self._process = process
-        #: The work that the thread of a resource has not begun, for each resource whose thread runs.
+        #: For each resource whose thread runs, the tasks that it has not begun.
         self._waiting: dict[Resource, deque[tuple[Action, Callable[[], None]]]] = {}
         self._error: StageError | None = None
-        #: Held where one of these changes, and told of it.
+        #: Guards the two fields above; notified when one of them changes.
         self._changed = threading.Condition()
         self._is_raised = threading.Event()
 
     def begin(self, resource: Resource, action: Action, work: Callable[[], None]) -> None:
-        """Let the thread of a resource do what is left of an action, after what it was given before."""
+        """Queue `work`, the remaining work of an action, on the thread of a resource; start the thread if none runs."""
         with self._changed:
             if (waiting := self._waiting.get(resource)) is not None:
                 waiting.append((action, work))
@@ -64,7 +64,7 @@ class Beside:
                 self._note(action, error)
 
     def _note(self, action: Action, error: Exception) -> None:
-        where = f"process {self._process}, stage {action.stage}, action {action}, beside those after it"
+        where = f"process {self._process}, stage {action.stage}, action {action}, in a background thread"
         problem = StageError(f"{where}: {type(error).__name__}: {error}")
         problem.__cause__ = error
         with self._changed:
@@ -83,21 +83,21 @@ class Beside:
             raise self._error
 
     def finish(self) -> None:
-        """Wait until all is done, or raise the first error of a thread."""
+        """Wait until all tasks are done, or raise the first error of a thread."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._error is not None)
         self.check()
 
     def reset(self) -> None:
-        """After a failed step: forget what was not begun, and in a single process wait for what was."""
+        """After a failed step, drop the tasks that have not begun; in a single process, wait for those that run."""
         with self._changed:
             for waiting in self._waiting.values():
                 waiting.clear()
             if _is_alone():
-                # In another it may wait for a message that does not come.
+                # With several processes a task may wait for a message that never comes.
                 self._changed.wait_for(lambda: not self._waiting)
             self._error = None
-        # The loop has failed: what a thread finds from now on, nobody waits for.
+        # The loop has failed already: a thread that fails from now on does not wait for it.
         self._is_raised.set()
 
 
