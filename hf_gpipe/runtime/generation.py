@@ -3,8 +3,8 @@
 Each process runs `generate` on an object of the model's own class without weights. Its forward runs the stages one
 after another, and the logits of the last position come back to every process, so that all of them search or sample the
 same tokens without further messages. The encoder runs once; then `generate` itself repeats its output for
-beams. Nothing is pipelined: a token depends on the one before it, and a stage waits while the others work. Replicas
-generate different rows (`spread_rows.py`), each pipeline of them in a lock-step of its own.
+beams. Nothing is pipelined: a token depends on the token before it, so a stage waits while the others work. Replicas
+generate different rows (`spread_rows.py`); each pipeline of replicas runs in a lock-step of its own.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Generator:
     Args:
         adapter: the whole model; its `reference.generation_config` gives the defaults.
         stages: the stages of this process, by number.
-        edges: the edges at the ends of these stages, by stage, its worker and that of the next stage.
-        visits: of the weights of each stage of this process.
-        heads: the parts of the head that these stages have, where it is divided over all.
+        edges: the edges at the ends of these stages.
+        visits: the visits of the weights of each stage of this process, by the stage's number.
+        heads: the parts of the head that these stages have, where the head is divided over all stages; else empty.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Generator:
         self._arguments = GenerateArguments(adapter, self._model, world, len(self._pipelines))
         several = self._pipelines if len(self._pipelines) > 1 else ()
         self._groups = [world.new_group(tuple(map(world.peer, workers)), world.device) for workers in several]
-        #: The pipeline that this process is in during a call, and the group of its processes; None: of all.
+        #: The pipeline that this process is in during a call, and the group of its processes; None: all processes.
         self._number = 0
         self._group: dist.ProcessGroup | None = None
 
@@ -94,9 +94,9 @@ class Generator:
         """Return the result of the whole model's `GenerationMixin.generate`, on every process.
 
         Args:
-            inputs: its keyword arguments; those of the main process are used, a streamer only there. Objects among
-                them, such as a logits processor or a tokenizer, do not travel: each process uses its own, which must
-                compute the same.
+            inputs: keyword arguments of `generate`. Every process uses those of the main process, and only that process
+                uses a streamer. Objects, such as a logits processor or a tokenizer, cannot be sent: each process uses
+                its own objects, which must compute the same.
 
         Raises:
             UserError: on every process, if an argument is unknown or not supported, or a process has no such object.
@@ -119,13 +119,13 @@ class Generator:
         return joined(of_pipelines, lambda name: self._arguments.setting(shared, name)).to(self.device)
 
     def _generated(self, shared: Mapping[str, Any], streamer: Any = None) -> Any:
-        """The result of `generate` for some rows, in every process of their pipeline."""
+        """The result of `generate` for the rows of one pipeline, in each of its processes."""
         arguments = {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in shared.items()}
         if self._arguments.setting(arguments, "use_cache") is not False:
             arguments["past_key_values"] = PipelineCache(self._stages)
         output = self._model.generate(**arguments, streamer=streamer)
         if isinstance(output, ModelOutput):
-            # The cache is of no use outside, and holds this process's part only.
+            # The cache has only this process's part, which is useless to the caller.
             output = type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
         return output
 
@@ -164,7 +164,7 @@ class Generator:
             logits = self._joined_logits(outputs, inputs, len(ids))
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         if "logits" in outputs:
-            # float32, as `generate` would convert them next, so the type of the message is known.
+            # `generate` would convert them to float32 next; done here, the dtype of the broadcast is known everywhere.
             logits = outputs["logits"][:, -1:].float().contiguous()
         else:
             vocabulary = self._adapter.reference.get_output_embeddings().weight.shape[0]
@@ -189,7 +189,7 @@ class Generator:
         return logits
 
     def _check_positions(self, length: int, inputs: Mapping[str, Any]) -> None:
-        """Raise UserError where a text, of `length` tokens with its padding, is longer than the table of positions."""
+        """Raise UserError if a text of `length` tokens, padding included, has more tokens than the model positions."""
         most = self._adapter.num_positions.get("decoder", length)
         mask = None if self._adapter.config.is_encoder_decoder else inputs.get("attention_mask")
         if length > most and mask is not None and mask.dim() == 2:
@@ -203,7 +203,7 @@ class Generator:
     # ------------------------------------------------------------------ the stages
 
     def _run(self, stack: StackName, inputs: Inputs, cache: PipelineCache | None) -> dict[str, torch.Tensor]:
-        """Run this process's stages of one stack; returns the last one's outputs if it is the stack's last."""
+        """Run this process's stages of one stack; returns the outputs of the stack's last stage, elsewhere {}."""
         channels = [edge.down for edge in self._edges.values()]
         for channel in channels:
             channel.check()
@@ -251,7 +251,7 @@ class Generator:
         return shapes
 
     def _from_last(self, stack: StackName, value: torch.Tensor) -> torch.Tensor:
-        """Broadcast the value of the process with the stack's last stage, to the first device of all in lock-step."""
+        """Broadcast `value` from the process with the stack's last stage to all processes of the pipeline."""
         value, worker = value.to(self.device), self._worker_of(self._last[stack])
         if self._group is None:
             self._world.broadcast(value, self._world.placement.ranks_of(worker)[0])

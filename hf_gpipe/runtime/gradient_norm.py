@@ -10,7 +10,7 @@ from torch import nn
 from hf_gpipe.job.world import World
 from hf_gpipe.runtime.host import read
 
-#: Values of a gradient on the CPU that are converted at once, and those of them that one thread adds up.
+#: The number of values of a CPU gradient that are converted at once, and the number of values that one thread sums.
 _PIECE, _ROW = 1 << 20, 1 << 14
 LossAndNorm = Callable[[], torch.Tensor]
 """Waits until every process has sent its part; returns the loss and the norm, (2,) in float64 on the CPU."""
@@ -22,7 +22,7 @@ def begin_loss_and_norm(
     world: World,
     squares: Sequence[torch.Tensor] = (),
 ) -> LossAndNorm:
-    """The loss and the 2-norm of the gradient of the whole model, by one message that is not waited for here.
+    """Start one message for the loss and for the 2-norm of the whole model's gradient, without waiting for it.
 
     Every process must call it.
 
@@ -30,10 +30,10 @@ def begin_loss_and_norm(
         loss: of this process's micro-batches on the last stage, a scalar on any device; None where it has none.
         gradients: of this process, each of the model's in one process only; none where the norm is not needed. They are
             read here, and may change afterwards.
-        squares: of other gradients of this process the sums of squares, as `sums_of_squares` gives them.
+        squares: sums of squares of further gradients of this process, as `sums_of_squares` gives them.
 
     Returns:
-        Waits, and returns the same numbers in every process.
+        A function that waits for the message and returns the same numbers in every process.
     """
     losses = [[] if loss is None else [loss]]
     numbers = begin_losses_and_norms(losses, [[*squares, *sums_of_squares(gradients)]], world)
@@ -50,10 +50,10 @@ def begin_losses_and_norms(
         squares: for each step the sums of squares of gradients that this process has, as `sums_of_squares` gives them.
 
     Returns:
-        Waits, and returns the loss and the norm of each step, (steps, 2), the same in every process.
+        A function that waits, and returns the loss and the norm of each step, (steps, 2), the same in every process.
     """
     values = iter(read([value for parts in (*losses, *squares) for value in parts]).tolist())
-    # A place for each process, summed in a fixed order, so that every process gets the same numbers.
+    # Each process has its own place in the tensor, and all sum the places in one order: the same numbers everywhere.
     parts = torch.zeros(2, len(losses), world.num_processes, dtype=torch.float64)
     for row, of_steps in enumerate((losses, squares)):
         for step, own in enumerate(of_steps):
@@ -86,12 +86,12 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> No
     """Scale gradients as torch.nn.utils.clip_grads_with_norm_ does.
 
     Args:
-        parameters: those of this process.
+        parameters: the parameters of this process.
         max_norm: the largest norm that stays as it is.
-        norm: of the whole model's gradient.
+        norm: the norm of the whole model's gradient.
     """
     factor = max_norm / (norm + 1e-6)
-    if factor >= 1:  # not so if it is NaN, which goes into the gradients
+    if factor >= 1:  # false for NaN, which is then multiplied into the gradients
         return
     for gradients in _groups(gradients_of(parameters)):
         torch._foreach_mul_(gradients, factor)
@@ -108,9 +108,9 @@ def _groups(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """The 2-norm of each of several gradients on one device, accumulated in float64.
 
-    On CUDA by few kernels, which convert each value as they read it. On the CPU in pieces: a copy of a whole gradient
-    in float64 would be the memory peak of a step for an embedding. torch's vector_norm, which could convert, takes ten
-    times as long there.
+    On CUDA a few kernels convert each value as they read it. On the CPU a gradient is converted in pieces: for an
+    embedding, a float64 copy of the whole gradient would be the memory peak of a step. torch's vector_norm can convert
+    too, but takes ten times as long on the CPU.
     """
     if gradients[0].is_cuda:
         return list(torch._foreach_norm(gradients, 2, torch.float64))

@@ -1,13 +1,13 @@
 """The loss of deferred logits: projection, loss and their gradients, some positions at a time, all of it in backward.
 
 Logits (B, T, V) and their gradient would be the largest tensors of the last stage. Here forward computes nothing of
-the head. Backward makes the logits of a chunk of positions, turns them into their gradient in place, adds the chunk's
-part to the gradients of the projection and of the hidden states, and goes on in the same memory. So no micro-batch
-keeps more than its hidden states between F and B, a recomputation does not run the head again, and F of a recomputed
-stage does not run it at all. The value of the loss is there after backward.
+the head. Backward computes the logits of a chunk of positions, turns them into their gradient in place, adds the
+chunk's part to the gradients of the projection and of the hidden states, and uses the same memory for the next chunk.
+So a micro-batch keeps only its hidden states between F and B, a recomputation does not run the head again, and F of a
+recomputed stage does not run it at all. The value of the loss is known only after backward.
 
-A loss of rows (`Reads.ROWS`) needs the losses of all tokens before the gradient of any. Backward then goes over the
-chunks twice; and not at all for a loss that reads nothing but hidden states.
+A loss of rows (`Reads.ROWS`) needs the losses of all tokens before the gradient of any token, so backward goes over the
+chunks twice. A loss that reads only hidden states needs no logits, and backward skips the chunks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_gpipe.adapters.modules.head import DeferredLogits
 from hf_gpipe.adapters.modules.weight_gradients import Product
 from hf_gpipe.losses.loss import Loss, LossInputs, Reads, TokenLoss
 
-#: Logits of a chunk, at least. Fewer would make products of matrices slow.
+#: The smallest number of logits in a chunk: with fewer, the matrix products would be slow.
 CHUNK_LOGITS = 1 << 23
 
 
@@ -47,16 +47,16 @@ def deferred_loss(
 ) -> torch.Tensor:
     """The loss of a micro-batch, (): the sum over its units, divided by `read.num_units`, and `added`.
 
-    Its value is complete only after its backward, which can run once, or at once where a graph is made and nothing
-    requires a gradient. A forward without a graph, after which another one is made, computes nothing.
+    The value is complete only after the backward of the loss, which can run once. If nothing requires a gradient, it is
+    complete at once. Under `no_grad` nothing is computed, because a recomputation runs this function again.
 
     Args:
-        deferred: the logits; its forward has ended.
-        targets: (B, T).
-        loss: of the micro-batch; it does not read whole logits.
-        read: what the loss reads beside the losses of tokens.
-        added: (), an auxiliary loss.
-        positions: in a chunk; None: as many as `chunk_positions` says.
+        deferred: the logits, after the forward of the model.
+        targets: the targets, (B, T).
+        loss: the loss of the micro-batch, which does not read whole logits.
+        read: the loss's other inputs, apart from the losses of tokens.
+        added: (), an auxiliary loss that is added; None: there is none.
+        positions: the number of positions in a chunk. None: `chunk_positions` gives it.
     """
     linear = deferred.projection
     hidden = deferred.take_hidden().flatten(0, -2)
@@ -112,7 +112,7 @@ class _DeferredLoss(torch.autograd.Function):
 
 
 class _Chunks:
-    """Everything that the loss is computed from, apart from what has a gradient; see `deferred_loss`."""
+    """The inputs of `deferred_loss` that have no gradient, and the loop over chunks."""
 
     def __init__(
         self,
@@ -131,12 +131,12 @@ class _Chunks:
         self._read = read
         self._teacher = read.teacher if Reads.TEACHER in loss.reads else None
         self._part = deferred.vocabulary
-        # The same on every rank, whose messages are those of chunks.
+        # The same on every rank, because ranks exchange messages for every chunk.
         columns = linear.out_features if self._part is None else self._part.longest
         self._positions = positions or chunk_positions(linear.in_features, columns)
 
     def first_value(self, added: torch.Tensor | None) -> torch.Tensor:
-        """A new tensor for the loss, of the type in which it is computed, with what is added to it."""
+        """A new scalar in the dtype of the loss, with the value of `added`, to which the loss is then added."""
         dtype = torch.promote_types(self._dtype, torch.float32)
         value = torch.zeros((), dtype=dtype, device=self._targets.device)
         return value if added is None else value + added
@@ -161,7 +161,7 @@ class _Chunks:
 
         Args:
             hidden: (N, D).
-            matrix: the weight (V, D) in the type of the product.
+            matrix: the weight (V, D) in the dtype of the matrix product.
             bias: (V,).
         """
         logits = hidden.new_empty((min(self._positions, len(hidden)), len(matrix)), dtype=matrix.dtype)
@@ -184,19 +184,19 @@ class _Chunks:
         wanted: tuple[bool, ...],
         value: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Compute the loss and the wanted gradients of hidden states, weight, bias, and of those that the loss reads.
+        """Compute the loss, and the wanted gradients of `hidden`, `weight`, `bias` and the hidden states it reads.
 
         Args:
             hidden: (N, D).
             weight: (V, D).
             bias: (V,).
             outer: (), gradient of the loss.
-            wanted: whether these four gradients are.
-            value: (); the loss is added to it.
+            wanted: for each of the four gradients, whether it is wanted.
+            value: (), to which the loss is added.
 
         Returns:
-            The gradients; for a weight's that was added to its `.grad` already None, or zeros where autograd is to call
-            hooks.
+            The four gradients. If the weight's gradient was added to its `.grad` already, None stands in its place, or
+            zeros where autograd must call hooks.
         """
         factor = self._of_tokens.units(self._targets).to(outer.dtype).mul_(outer)
         of_read = None
@@ -230,15 +230,15 @@ class _Chunks:
                 if of_bias is not None:
                     of_bias += gradient.sum(0)
         if of_weight is None and wanted[1] and weight._post_accumulate_grad_hooks:
-            # Autograd calls these when it adds a gradient; replicas have some in a step's last backward. What it adds
-            # takes no memory, and changes no value: x + -0.0 is x.
+            # Autograd calls these hooks when it adds a gradient; replicas use them in a step's last backward. An
+            # expanded -0.0 takes no memory, and adding it changes no value.
             of_weight = weight.new_tensor(-0.0).expand_as(weight)
         return of_hidden, of_weight, of_bias, of_read
 
     def _through_units(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, value: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """Add the loss to `value`; returns its derivatives by the losses of tokens (B, T) and the hidden states."""
+        """Add the loss to `value`; returns its gradients for the losses of tokens (B, T) and for the hidden states."""
         losses = self.token_losses(hidden, weight, bias) if Reads.TOKENS in self._loss.reads else None
         leaves = [
             None if tensor is None else tensor.detach().requires_grad_() for tensor in (losses, self._read.hidden)
@@ -257,7 +257,7 @@ class _Chunks:
         Args:
             projected: (N, V).
             rows: the N positions.
-            factor: of the gradient of each position, (N,); None: no gradient is wanted.
+            factor: (N,), multiplies the gradient of each position. None: no gradient is wanted.
         """
         if self._is_finished:
             losses, gradient = self._with_gradient(projected, rows, overwrite=True)

@@ -2,10 +2,10 @@
 
 Each worker has a model of every stage, whose parameters are views of the homes between visits. The process that owns a
 stage makes their memory and updates them. Processes of one machine map the same memory. A weight that several stages
-use has one home, that of the lowest of them. Gradients have a home for each stage: two stages may add at the same time.
+use has one home, on the lowest of them. A gradient has a home for each stage, because two stages may add at one time.
 
-A step has two meeting points of all processes: before it, after which no weight changes, and before its update, when
-all gradients are there. Where stages are updated beside backwards, each waits for its own gradients instead.
+All processes meet twice in a step: before it begins, when no weight changes any more, and before its update, when all
+gradients have arrived. Where stages are updated during backwards, each update waits for its own gradients instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values that the host reads from its devices."""
+"""Reads values of tensors from devices."""
 
 from __future__ import annotations
 

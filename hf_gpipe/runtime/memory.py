@@ -34,7 +34,7 @@ def reset_peak_memory(devices: Collection[torch.device]) -> int:
     """Let the peak begin at what this process holds now, after what was freed is given back.
 
     Returns:
-        That peak in bytes, as of `peak_memory_bytes`.
+        The new peak in bytes, as `peak_memory_bytes` gives it.
 
     Raises:
         OSError: the peak of main memory can be reset on Linux alone.

@@ -16,10 +16,10 @@ class Recompute:
     """Recomputation of each stage.
 
     Attributes:
-        entries: the value, with one entry for each stage.
-        of_table: argument of `hf_gpipe.schedule.build`. Only the recomputation of a whole stage is an action.
+        entries: the value of the option, one entry for each stage.
+        of_table: the argument of `hf_gpipe.schedule.build`. Only the recomputation of a whole stage is an action.
         block_stages: stages whose blocks are recomputed inside B, by transformers' own checkpointing.
-        host_stages: those that recompute nothing, for what their graphs save goes to the host (`with_offloads`).
+        host_stages: stages that recompute nothing, because `with_offloads` moves what their graphs save to CPU memory.
     """
 
     entries: tuple[str | int, ...]

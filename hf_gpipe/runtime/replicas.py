@@ -74,7 +74,7 @@ class _Sum:
                 hook.remove()
 
     def start_rest(self, on_cpu: dist.ProcessGroup) -> None:
-        """After the last backward: start the buckets that are left, for some parameters may have no gradient."""
+        """After the last backward, start the remaining buckets: some parameters may have no gradient to wait for."""
         while len(self._started) < len(self._buckets):
             self._start_next()
         flags = torch.tensor(self._has_gradient, dtype=torch.uint8)
@@ -96,7 +96,7 @@ class _Sum:
     def note(self, parameter: torch.Tensor) -> None:
         """A parameter's gradient is complete. The engine adds to it once in a backward."""
         number = self._number.get(parameter)
-        if number is None:  # a tied one, which is summed at the update
+        if number is None:  # a tied parameter, whose gradients are summed before the update
             return
         assert number >= len(self._started), "a gradient was added to after it had been sent"
         self._missing[number] -= 1
@@ -136,7 +136,7 @@ class Replicas:
         for workers in world.placement.groups:
             ranks = tuple(map(world.peer, workers))
             on_cpu = world.new_group(ranks, torch.device("cpu"))
-            # Gradients of dealt stages are on the host.
+            # Gradients of dealt stages are in CPU memory.
             on_cuda = world.device.type == "cuda" and not world.placement.is_dealt
             groups[workers] = world.new_group(ranks, world.device) if on_cuda else on_cpu, on_cpu
         self._world, self._models = world, models
@@ -145,14 +145,14 @@ class Replicas:
             if stage not in models or len(workers) == 1:
                 continue
             own = [(name, p) for name, p in models[stage].parameters.items() if p.requires_grad]
-            # Stages share a group: the G of a table stand in one order on all workers.
+            # Stages can share a group, because all workers run the G of a table in the same order.
             self._groups[stage] = groups[workers]
-            # From the last one, whose gradient comes first.
+            # From the last parameter on, whose gradient is complete first.
             self._buckets[stage] = list(in_buckets([p for name, p in reversed(own) if name not in ties.names]))
             self._followed += [p for name, p in own if not world.is_in_first_replica(ties.owner_stage[name])]
 
     def _share_statistics(self) -> None:
-        """Connect the SyncBatchNorms of replicas. They have groups of their own, for gradients travel beside them."""
+        """Connect the SyncBatchNorms of replicas, in groups of their own: gradients may be sent at the same time."""
         models = [model.adapter.reference for model in self._models.values()]
         if not any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in models[0].modules()):
             return
@@ -194,7 +194,7 @@ class Replicas:
         return tensor
 
     def begin(self) -> None:
-        """Before a step: gradients of earlier steps, which are sums already, stay in the first replica alone."""
+        """Before a step, keep earlier steps' gradients, which are sums already, in the first replica alone."""
         for parameter in self._followed:
             parameter.grad = None
 
@@ -238,17 +238,17 @@ class Replicas:
         self._sums[stage].start_rest(on_cpu)
 
     def finish(self, stage: int | None = None) -> None:
-        """Wait for the sums and put them into `.grad`. A parameter without gradient anywhere has none.
+        """Wait for the sums and put them into `.grad`, which stays None if no replica has a gradient.
 
         Args:
-            stage: whose sums; None: those of all stages.
+            stage: the stage whose sums are waited for. None: all stages.
         """
         for number in list(self._sums) if stage is None else {stage} & self._sums.keys():
             self._sums.pop(number).finish()
 
 
 def _gathered(group: dist.ProcessGroup, count: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor of each replica, in their order."""
+    """The tensors of all replicas, in the order of the replicas."""
     tensor = tensor.contiguous()
     copies = [torch.empty_like(tensor) for _ in range(count)]
     dist.all_gather(copies, tensor, group=group)
