@@ -26,8 +26,7 @@ from hf_gpipe.partition.count import by_count
 StageCost = Callable[[int, int, int], float]
 """(stage, its first layer, the layer after its last) -> what that stage would cost, at least 0."""
 
-#: Costs that differ by less than this share of the bottleneck are equal; otherwise rounding would decide among equal
-#: splits.
+#: Costs whose difference is a smaller fraction of the bottleneck count as equal: rounding must not choose the split.
 _EQUAL = 1e-9
 #: Bits in which the bottleneck is written in the sums of squares.
 _BITS = 40

@@ -1,7 +1,7 @@
 """How the rows of a generation are spread over replicas: number i of each stage form a pipeline, which has its part.
 
-With stages of unlike replication there are as many pipelines as the stage with the fewest replicas has; the processes
-of the others wait. A pipeline in which a process of another one has a part is left out: a process can be in one only.
+There are as many pipelines as the stage with the fewest replicas has replicas; processes in no pipeline wait. A process
+can be in one pipeline only, so if pipelines would share a process, the first pipeline generates all rows alone.
 """
 
 from __future__ import annotations
@@ -65,6 +65,6 @@ def joined(parts: Sequence[torch.Tensor], setting: Callable[[str], Any]) -> torc
     pad, ends = setting("pad_token_id"), setting("eos_token_id")
     end = ends[0] if isinstance(ends, list | tuple) else ends
     if pad is None or (pad == 0 and end is not None and (setting("num_beams") or 1) > 1):
-        # Beam search takes a 0 for none.
+        # Beam search takes a pad token of 0 for a missing one, and fills rows with the end token.
         pad = end
     return torch.cat([torch.nn.functional.pad(part, (0, length - part.shape[1]), value=pad or 0) for part in parts])

@@ -50,7 +50,7 @@ class Ties:
     """The shared parameters of a pipeline. Every process must create it, because all create the process groups.
 
     Args:
-        homes: of dealt stages, where a tied parameter has one home and no copies; else None.
+        homes: the homes of dealt stages, where a tied parameter has one home and no copies. None: stages are not dealt.
     """
 
     def __init__(self, models: Mapping[int, StageModel], world: World, homes: Homes | None = None) -> None:
@@ -106,12 +106,12 @@ class Ties:
                 self._ties.append(_Tie(parameter, owners, groups[places], of_all, own_run))
 
     def begin(self) -> None:
-        """Before a step of training: gradients of earlier steps go where those of this one are added."""
+        """Before a step of training, move gradients of earlier steps to where this step adds its gradients."""
         if self._homes is not None:
             self._homes.begin()
 
     def leave_out(self, parameters: Set[torch.nn.Parameter]) -> None:
-        """Take out parameters that never change: their copies stay right. Every process must call it alike."""
+        """Leave out parameters that never change, whose copies need no refresh. Every process must call it alike."""
         self._ties = [tie for tie in self._ties if tie.parameter not in parameters]
         self._local_ties = [pair for pair in self._local_ties if pair[0] not in parameters]
 

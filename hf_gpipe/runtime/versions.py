@@ -1,10 +1,10 @@
 """The versions of a stage's weights while an asynchronous table runs (weight stashing, PipeDream, section 3.3).
 
-Parameters stay the same objects, so gradients, optimizer state and hooks know nothing of versions: what changes is the
-memory that a parameter's values lie in. Before an update overwrites values that are still to be read, the parameter
-gets a copy of them, and the old memory becomes the stash. Autograd graphs that keep views of it stay right, and those
-that keep the parameter itself find the stash in it while their backward runs. The memory of a stash that nothing reads
-any more takes the next copy.
+Parameters stay the same objects, so gradients, optimizer state and hooks know nothing of versions: only the memory of a
+parameter's values changes. If an action will still read the values that an update overwrites, the parameter first gets
+a copy of them, and the old memory becomes the stash. Autograd graphs that keep views of the old memory stay correct,
+and while the backward of a graph that keeps the parameter itself runs, the parameter has the stashed values. The memory
+of a stash that no action reads any more is used for the next copy.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Versions:
     """The newest version of a stage's weights, in its parameters, and the older ones that are still to be read.
 
     Args:
-        parameters: of the stage; those that are not trained have one version.
+        parameters: the parameters of the stage. Parameters that are not trained have one version.
 
     Attributes:
-        most_bytes: the most that stashes have held since `begin`.
+        most_bytes: the most memory that stashes have held since `begin`, in bytes.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -56,8 +56,8 @@ class Versions:
         """Context manager in which the parameters have the values of a version.
 
         Args:
-            version: the newest one, or one that was stashed.
-            is_last: whether nothing reads it afterwards; its stash is then freed.
+            version: number of the newest version or of a stashed version.
+            is_last: whether no action reads this version afterwards; its stash is then freed.
         """
         if version == self._newest:
             yield

@@ -100,8 +100,10 @@ class Wiring:
         return result
 
     def _is_read(self, schedule: Schedule, source: Action, consumer: Action) -> bool:
-        """Whether a message is sent: gradients that no earlier stage needs are not; nor is that a visit is over, which
-        a process knows of its own workers."""
+        """Whether a message is sent.
+
+        Gradients that no earlier stage needs are not sent. The end of a visit is not sent within a process.
+        """
         if source.kind.is_of_visit:
             return not {schedule.worker_of(source), schedule.worker_of(consumer)} <= self.rows.keys()
         if source.kind.takes_gradient:
@@ -109,8 +111,8 @@ class Wiring:
         return True
 
     def _arrived(self, schedule: Schedule, senders: Collection[int]) -> dict[tuple[Action, Action], Sent]:
-        """Find, for each message (source, consumer) to this process, the messages of this process that had come before
-        the source ran: their consumers stand before the source in the sender's row."""
+        """For each message (source, consumer) to this process, the messages of this process that the sender had
+        received before it ran the source, because their consumers stand before the source in its row."""
         result: dict[tuple[Action, Action], Sent] = {}
         for worker in senders:
             come: list[tuple[Channel, tuple[int, int]]] = []
