@@ -173,7 +173,7 @@ def test_refusals() -> None:
         Pipeline(BertForSequenceClassification(bert), 2, 2)
     model = plain("llama", num_labels=2)
     model.config.pad_token_id = None
-    with pytest.raises(UnsupportedModelError, match="and the configuration has none; set it to the tokenizer's"):
+    with pytest.raises(UnsupportedModelError, match="give it the tokenizer's: from_pretrained"):
         Pipeline(model, 2, 2)
     model.config.pad_token_id = 0
     with pytest.raises(UserError, match="makes one output of each row, and packed rows are one"):

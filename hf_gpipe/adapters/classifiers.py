@@ -110,7 +110,7 @@ def check_classifier(config: PreTrainedConfig, model_class: str) -> None:
     if config.get_text_config().pad_token_id is None:
         raise UnsupportedModelError(
             f"{config.model_type}: {model_class} finds the last token of a row by pad_token_id, and the "
-            "configuration has none; set it to the tokenizer's: model.config.pad_token_id = tokenizer.pad_token_id"
+            "configuration has none; give it the tokenizer's: from_pretrained(..., pad_token_id=...)"
         )
 
 
