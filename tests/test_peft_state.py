@@ -193,6 +193,8 @@ def test_a_recipe_trains_whole_modules_and_trains_saved_adapters_on(tmp_path: Pa
     for key in ("target_modules", "modules_to_save"):  # peft passes over a name that no module has
         with pytest.raises(RecipeError, match=rf"lora\.{key} has 'q_prj', and .* did you mean 'q_proj'"):
             check_model(load_recipe(recipe, ["lora.r=2", f"lora.{key}=[v_proj, q_prj]"]))
+    with pytest.raises(RecipeError, match=r"lora\.target_modules has '_proj'"):  # a target is a whole name
+        check_model(load_recipe(recipe, ["lora.r=2", "lora.target_modules=[v_proj, _proj]"]))
 
 
 def test_a_trainer_adds_adapters(saved: Path, tmp_path: Path) -> None:

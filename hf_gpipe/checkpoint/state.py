@@ -315,6 +315,8 @@ def read_state(checkpoint: Path) -> SavedState:
         CheckpointError: there is none, it cannot be read, or it has other content.
     """
     path = checkpoint / FOLDER / STATE_FILE
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"there is no checkpoint {checkpoint}; give the path of a directory that a run has saved")
     if not path.exists():
         raise CheckpointError(
             f"{checkpoint} has no {FOLDER}/{STATE_FILE}, so no training can resume from it; its weights can be loaded "

@@ -39,9 +39,10 @@ def check_model(recipe: Recipe) -> None:
         )
     adapter = checked_adapter(recipe)
     names = [name for name, _ in adapter.reference.named_modules()]
-    for section_key in ("target_modules", "modules_to_save"):
+    # peft takes the last names of a target whole, and of a module to save any end.
+    for section_key, before in (("target_modules", "."), ("modules_to_save", "")):
         for module in getattr(recipe.lora, section_key):
-            if not any(f".{name}".endswith(module) for name in names):
+            if not any(f".{name}".endswith(before + module) for name in names):
                 leaves = {name.rpartition(".")[2] for name in names}
                 raise RecipeError(
                     f"lora.{section_key} has {module!r}, and the model has no such module{nearest(module, leaves)}; "

@@ -44,9 +44,9 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     others = hub.unexpected_tensors(adapter, weights) if isinstance(weights, str | os.PathLike) else []
     if others and world.is_reporter:
         logger.warning(
-            f"{len(others)} tensors of the checkpoint {str(weights)!r} are not read, for the model has no such "
-            f"parameters: {listed(others, 3)}; that is right for a head of another task, and else the model's "
-            "configuration should have them"
+            f"{len(others)} tensors of the checkpoint {str(weights)!r} are not read, because the model has no "
+            f"such parameters: {listed(others, 3)}; the head of another task is left out so, and any other tensor is a "
+            "sign that the model's configuration is not that of the checkpoint"
         )
     ranks, divides_head = world.worker_ranks(config.division), decision.full_table.divides_head
     num_layers, visitors = len(adapter.layers), config.visitors

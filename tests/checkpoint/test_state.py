@@ -189,8 +189,10 @@ def test_a_damaged_checkpoint_is_told(damage: str, checkpoint: Path, tmp_path: P
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no training can resume"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*nowhere; give the path"):
         trainer(tmp_path, **SAVE).train(resume_from_checkpoint=tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="no training can resume"):
+        read_state(tmp_path)
     # The first start of a script that resumes where it can.
     trainer(tmp_path, save_only_model=True, **SAVE).train(resume_from_checkpoint=True)
     assert checkpoints(tmp_path)
