@@ -22,8 +22,8 @@ class Before(NamedTuple):
     """The seconds before the table of a step.
 
     Attributes:
-        forwards: of forwards of all rows, such as those of a reference.
-        generation: of tokens that are generated one after another.
+        forwards: the seconds of forwards of all rows, such as a reference model's.
+        generation: the seconds in which tokens are generated one after another.
     """
 
     forwards: float = 0.0
@@ -31,7 +31,7 @@ class Before(NamedTuple):
 
 
 def before_table(layout: Layout, num_forwards: int, of_tokens: Callable[[int, int], ModelCosts] | None) -> Before:
-    """The seconds of what runs before the table of a step.
+    """Compute the seconds of what runs before the table of a step.
 
     Args:
         layout: the configuration.
@@ -56,7 +56,7 @@ def _generation_seconds(layout: Layout, of_tokens: Callable[[int, int], ModelCos
     """
     placement, processes, example = layout.table.placement, layout.processes, layout.inputs.mini_batch()
     speeds, network = processes.speeds_of(placement), processes.network(placement)
-    # Of one replica of the pipeline.
+    # The costs of one replica of the pipeline.
     rows = -(-example.rows // min(placement.replicas))
 
     def once(tokens: int) -> float:
@@ -75,6 +75,6 @@ def _generation_seconds(layout: Layout, of_tokens: Callable[[int, int], ModelCos
 
 
 def _each(network: Network, sizes: Sequence[float]) -> list[float]:
-    """For each boundary the seconds of its slowest link."""
+    """The seconds of a message over the slowest link of each boundary."""
     seconds = network.transfer_seconds(sizes)
     return [max(own for edge, own in seconds.items() if edge[0] == boundary) for boundary in range(len(sizes))]

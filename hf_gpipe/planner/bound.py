@@ -11,12 +11,12 @@ from hf_gpipe.schedule import simulate
 from hf_gpipe.schedule.kinds import DROP, LOAD, OFFLOAD, PREFETCH
 from hf_gpipe.text import seconds_text
 
-#: What takes less of a step than this does not limit it, if something else does.
+#: The share of a step below which something does not limit the step, if something else does.
 _LARGE = 0.2
 
 
 def limit_of_step(plan: Plan) -> str:
-    """One sentence: what a step would be shorter without; of none, the devices' rate or their waiting."""
+    """Say in one sentence what limits a step: updates, copies or messages; else the devices' rate or their waiting."""
     layout, table = plan.layout, plan.timeline.schedule
     costs = costs_of_table(layout)
     others: dict[str, Any] = {**(costs.others or {})}

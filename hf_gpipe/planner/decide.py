@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def settled(config: PipelineConfig, inputs: PlanInputs, world: World) -> PipelineConfig:
-    """The configuration with what is not given left to the planner, or at its plain value where that cannot plan.
+    """Leave what a configuration does not give to the planner, or set its plain value where nothing can be planned.
 
     Every process calls it. A run that goes on keeps its number of micro-batches, if none is given.
     """
@@ -44,7 +44,7 @@ def settled(config: PipelineConfig, inputs: PlanInputs, world: World) -> Pipelin
         return config
     has_example = world.from_reader(lambda: inputs.example is not None)
     decided = config.settled(can_plan=has_example and inputs.has_known_optimizer)
-    # With an asynchronous schedule they are the same.
+    # Both are the same with an asynchronous schedule.
     is_lacking = not inputs.has_known_optimizer and decided != config.settled(can_plan=True)
     if is_lacking and world.is_reporter:
         values = ", ".join(f"{name} is {getattr(decided, name)}" for name in config.not_given)
@@ -58,8 +58,8 @@ class Planning:
 
     Attributes:
         inputs: the mini-batch and the optimizer.
-        adapter: the model's.
-        loss: of the micro-batch.
+        adapter: the model's adapter.
+        loss: the loss of the micro-batch.
         world: the processes, their devices, and what was measured of their links.
         teacher: the adapter of a teacher; None: there is none.
     """
@@ -74,8 +74,8 @@ class Planning:
         """Decide what a configuration leaves open. Every process calls it; the main process decides for its own device.
 
         Returns:
-            The decided configuration; in one line what was chosen and why, None where nothing was open; and the table,
-            where it was made for the plan, or read from a file.
+            The decided configuration; a line that says what was chosen and why, None where nothing was open; and the
+            table, where it was made for the plan, or read from a file; else None.
 
         Raises:
             UserError: on every process: there is no example, or nothing that could be run.
@@ -103,7 +103,7 @@ class Planning:
         return settings, why, table
 
     def device(self, config: PipelineConfig) -> Device:
-        """The device that decisions are made for: by its data sheet, so that equal machines decide the same.
+        """The device that decisions are made for, from its data sheet, so that equal machines decide the same.
 
         It is measured where the configuration asks for that, by the partition "profile".
         """
@@ -120,9 +120,9 @@ class Planning:
         """The planner for the device of this process and the configuration's limit of memory.
 
         Args:
-            config: of the pipeline.
-            measured: by the rows of a micro-batch and how they are cut, the costs with seconds.
-            decides: whether equal machines must come to the same, by the device of `device` and links in round numbers.
+            config: the configuration of the pipeline.
+            measured: the costs with seconds, by the rows of a micro-batch and how they are cut.
+            decides: whether equal machines must decide the same: then it uses `device` and links in round numbers.
 
         Raises:
             UserError: there is no example.
@@ -148,14 +148,15 @@ class Planning:
         )
 
     def _memory_bytes(self, division: Division) -> MemoryLimit:
-        """The memory of a device of each worker; one number where all are nearly alike."""
+        """The bytes of a device of each worker; one number where all are nearly equal."""
         hosts = self.world.hosts
         of_ranks = [steady_memory(rank.devices[0], hosts.count(rank.host)) for rank in self.world.ranks]
         limits = tuple(map(min, division.by_worker(of_ranks)))
         return min(limits) if max(limits) < ALIKE * min(limits) else limits
 
     def _speeds(self, config: PipelineConfig) -> tuple[float, ...] | None:
-        """The relative speed of each process, measured where that is asked, or something is open and GPUs differ."""
+        """The relative speed of each process, measured where the configuration asks for that, or where something is
+        open and GPUs differ. None: all are as fast."""
         models = {rank.devices[0].model for rank in self.world.ranks}
         is_open = config.speeds is None and not config.is_decided
         if config.speeds != "profile" and not (is_open and len(models) > 1):
@@ -184,14 +185,14 @@ class Planning:
             return tracer_of(self.adapter, self.loss, world.device, ranks).costs(workload) if world.rank == 0 else None
 
         def measured(workload: Workload) -> ModelCosts:
-            # Only the seconds are each process's own.
+            # Only the seconds differ between processes.
             costs = world.from_each(lambda: traced(workload))[0]
             own = profile_layers(
                 self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier, ranks=ranks, costs=costs
             )
             # The ranks of a worker wait for each other.
             everyone = [first for first, *_ in config.division.by_worker(world.gather_objects(own))]
-            # Those of a slower device are taken as the first one's.
+            # The seconds of a slower device are scaled to the first device's.
             speeds = config.given_speeds or [1.0] * len(everyone)
             return mean_costs([times(model_costs, speed) for model_costs, speed in zip(everyone, speeds, strict=True)])
 

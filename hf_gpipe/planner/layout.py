@@ -22,13 +22,13 @@ class StageLayers(NamedTuple):
     start: int
     stop: int
     inner: InnerRecompute
-    """Which tensors its stored graphs keep."""
+    """The tensors that its stored graphs keep."""
     beside: Beside = NOTHING
-    """A teacher's stage."""
+    """The share that a teacher's stage adds."""
 
     @property
     def run(self) -> tuple[int, int]:
-        """The first layer, and the one after the last."""
+        """The number of the first layer, and of the layer after the last."""
         return self.start, self.stop
 
 
@@ -39,12 +39,12 @@ class Layout:
     Attributes:
         settings: the configuration.
         inputs: the mini-batch and the optimizer.
-        processes: their device, links and speeds.
-        sums: of the model's layers, for one micro-batch, or for the typical one of its chunks.
-        of_chunks: the same for each chunk.
-        stages: all of them, in order.
-        table: what is run.
-        library_bytes: that libraries take of the GPU of each process.
+        processes: the processes with their device, links and speeds.
+        sums: the sums of the model's layers for one micro-batch, or for the typical chunk of its rows.
+        of_chunks: the sums of the model's layers for each chunk.
+        stages: all stages, in order.
+        table: the table that is run.
+        library_bytes: the bytes that libraries take of the GPU of each process.
     """
 
     settings: DecidedConfig
@@ -58,12 +58,12 @@ class Layout:
 
     @cached_property
     def recompute_shares(self) -> list[float]:
-        """For each stage the share of the micro-batches whose forward the table repeats."""
+        """The share of the micro-batches whose forward the table repeats, for each stage."""
         table = self.table
         return [table.num_recomputations(stage) / table.num_micro_batches for stage in range(table.num_stages)]
 
     @cached_property
     def state_shares(self) -> list[float]:
-        """For each stage the bytes of the optimizer's state of a process per byte of the stage's trainable weights."""
+        """The bytes of a process's optimizer state per byte of trainable weights, for each stage."""
         share = self.inputs.state_share(self.sums.costs.dtype)
         return [share / self.settings.update_shares(count) for count in self.table.placement.replicas]

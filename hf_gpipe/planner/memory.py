@@ -23,7 +23,7 @@ from hf_gpipe.schedule.visits import most_loaded
 
 
 def _item(words: str, colour: str) -> Any:
-    """An item of an estimate: its words in reports, and its colour in pictures, apart for colour-blind readers too."""
+    """Make an item of an estimate: its words in reports, and a colour that colour-blind readers can tell apart."""
     return field(default=0, metadata={"words": words, "colour": colour})
 
 
@@ -32,17 +32,17 @@ class MemoryEstimate:
     """Bytes at the peak of a step."""
 
     parameters: int = _item("weights", "#4c78a8")
-    """Weights, a tied one once per process, what autocast makes of them once for a step, and buffers."""
+    """Weights, where a tied weight counts once per process, their conversions by autocast for a step, and buffers."""
     gradients: int = _item("weights' gradients", "#72b7b2")
     """Gradients of the weights."""
     optimizer: int = _item("optimizer state", "#9ecae9")
-    """Its state, where the weight is owned."""
+    """The optimizer's state of the weights that the process owns."""
     stashes: int = _item("old versions of weights", "#2f4b7c")
     """Old versions of the weights, which an asynchronous schedule keeps."""
     boundaries: int = _item("boundary tensors and ids", "#f58518")
     """Received boundary tensors, and the micro-batches' ids, masks and labels."""
     activations: int = _item("stored activations", "#ffbf79")
-    """Tensors that the stored graphs keep, without the head's."""
+    """Tensors that the stored graphs keep, without the tensors of the head."""
     logits: int = _item("logits", "#b0413e")
     """Tensors that the stored graphs keep of the head and the loss."""
     early_gradients: int = _item("gradients that wait", "#8e5ea2")
@@ -50,18 +50,18 @@ class MemoryEstimate:
     working: int = _item("what the running action works with", "#a0a0a0")
     """Working memory of the action that runs at that moment."""
     reserve: int = _item("what the allocator holds besides", "#dcdcdc")
-    """Held by the allocator beyond all of these."""
+    """Memory that the allocator holds beyond the items above."""
     libraries: int = _item("what cuBLAS and NCCL hold", "#54a24b")
-    """Held on a GPU by cuBLAS, by NCCL, and by the allocator in segments that are not full."""
+    """Memory of a GPU that cuBLAS and NCCL hold, and the allocator in segments that are not full."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The bytes of all items."""
         return sum(getattr(self, item.name) for item in fields(self))
 
     @property
     def of_tensors(self) -> int:
-        """All but what the allocator and libraries hold beside tensors."""
+        """The bytes of all items, without those that the allocator and libraries hold beside tensors."""
         return self.total - self.reserve - self.libraries
 
 
@@ -70,16 +70,16 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
 
     Args:
         layout: the configuration.
-        timeline: its simulated table.
-        process: its number.
-        own: the process's stages. With one of several, what that stage alone needs.
+        timeline: the simulated table of the configuration.
+        process: the process's number.
+        own: the process's stages. With one stage of several, the estimate is what that stage alone needs.
     """
     sums, stages, visitors = layout.sums, layout.stages, layout.settings.visitors
     ranges = [stages[stage].run for stage in own]
     held = sums.held_by(ranges)
     is_dealt = timeline.schedule.placement.is_dealt
     hosted = [sums.hosted(*layers, visitors, is_dealt=is_dealt) for layers in ranges]
-    # Of dealt stages nothing stays, ties neither.
+    # Nothing of dealt stages stays on the device, not even tied weights.
     trained_bytes = 0 if is_dealt else held.trainable_bytes - sum(visiting.trainable_bytes for visiting in hosted)
     # Where weights change between micro-batches, each graph keeps its own conversion of them.
     is_asynchronous = timeline.schedule.is_asynchronous
@@ -97,7 +97,7 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
             visiting.num_bytes + conversion for visiting, conversion in zip(hosted, converted, strict=True)
         )
     levels = (level for _, level in occupancy(timeline, amounts, process))
-    # Of more replicas than micro-batches some have nothing to do.
+    # Some replicas have nothing to do where there are more replicas than micro-batches.
     fullest = max(levels, key=lambda level: sum(level.values()), default={})
     ids = timeline.schedule.num_micro_batches * sums.costs.micro_batch_bytes
     items = {name: round(size) for name, size in fullest.items()}
@@ -131,14 +131,14 @@ def _reserved_share(device: Device, item: str) -> float:
 
 
 def hosted_bytes(layout: Layout, timeline: Timeline) -> list[int]:
-    """For each worker the bytes in the memory of its host of weights that visit, and the most of graphs that wait.
+    """The most bytes of weights that visit and of graphs that wait in the memory of each worker's host.
 
-    Trained weights have their gradients and the optimizer's state there. Of dealt stages each weight is there once, and
-    counted to the worker that updates it. A CPU is its own host, and its graphs wait nowhere else.
+    Trained weights have their gradients and the optimizer's state there. A weight of dealt stages is there once, and
+    counts for the worker that updates it. A CPU is its own host, and its graphs wait nowhere else.
 
     Args:
         layout: the configuration.
-        timeline: its simulated table.
+        timeline: the simulated table of the configuration.
     """
     sums, visitors, placement = layout.sums, layout.settings.visitors, layout.table.placement
     state_share = layout.inputs.state_share(sums.costs.dtype)
@@ -156,12 +156,12 @@ def hosted_bytes(layout: Layout, timeline: Timeline) -> list[int]:
 
 
 def _converted_bytes(sums: LayerSums, stage: StageLayers) -> float:
-    """The bytes of what autocast makes of a stage's weights once for a step."""
+    """The bytes of a stage's weights as autocast converts them, once for a step."""
     return sums.graphs[stage.inner].converted_bytes(*stage.run)
 
 
 def graph_bytes(sums: LayerSums, stage: StageLayers) -> float:
-    """The bytes that a graph of a stage keeps: those that travel where it waits on the host."""
+    """The bytes that a graph of a stage keeps, all of which travel where it waits on the host."""
     return sums.graphs[stage.inner].kept_bytes(*stage.run)
 
 
@@ -186,7 +186,7 @@ def stage_amounts(
         Held.GRAPH: of_graph,
         # A CPU is its own host.
         Held.AWAY: {} if sums.device.is_asynchronous else of_graph,
-        # From the start of its backward on a gradient is working memory of that.
+        # A gradient is working memory of its backward from the start of that backward on.
         Held.GRADIENT: {"early_gradients": _gradient_bytes(sums, stage)},
         Held.DEFERRED: {"activations": sums.deferred_bytes(*run)},
         Held.FORWARD_ONLY: {"working": beside.forward_peak(sums.forward_only_peak_bytes(*run))},
@@ -203,7 +203,7 @@ def stage_amounts(
 
 
 def _head_amounts(sums: LayerSums, stage: StageLayers) -> Amounts:
-    """The same of a divided head."""
+    """The bytes that each thing held of a divided head adds to the items of the estimate."""
     if (part := sums.part) is None:
         return {}
     is_last = stage.stop == len(sums.costs.layers)
@@ -231,14 +231,14 @@ def _gradient_bytes(sums: LayerSums, stage: StageLayers) -> int:
 class MemoryBound:
     """A bound on what stages need under a table, quick enough to ask for every stage that a split could have.
 
-    It takes the most graphs, boundaries and waiting gradients that the table ever has alive, were all stages equally
-    fast, as if they came at one moment. What a chosen plan really needs is `estimate_memory`.
+    It counts the most graphs, boundaries and waiting gradients that the table ever has alive with equally fast stages,
+    as if all were alive at one moment. `estimate_memory` says what a chosen plan really needs.
 
     Args:
         layout: the configuration, whose partition is not read.
 
     Attributes:
-        most: for each stage the most micro-batches for which it holds each thing at once.
+        most: the most micro-batches for which a stage holds each thing at once, for each stage.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -247,7 +247,7 @@ class MemoryBound:
         self._sums, self._known = sums, _known.setdefault(sums, {})
         self._state_shares = layout.state_shares
         first = [workers[0] for workers in table.placement.workers]
-        # The stages of a process share them.
+        # The stages of a process share the libraries' memory.
         self._libraries = [layout.library_bytes[worker] / len(table.placement.stages_of(worker)) for worker in first]
         self._ids = table.num_micro_batches * sums.costs.micro_batch_bytes
         self._stashes = [num_stashes(table, stage) for stage in range(table.num_stages)]
@@ -255,11 +255,11 @@ class MemoryBound:
         self._counts = [[most[held] for held in _KEPT] for most in self.most]
 
     def stage_bytes(self, number: int, stage: StageLayers) -> float:
-        """The most that stage `number` needs as the only stage of its process."""
+        """The most bytes that stage `number` needs as the only stage of its process."""
         return sum(self.parts(number, stage, self.most[number][Held.GRAPH]))
 
     def parts(self, number: int, stage: StageLayers, live_graphs: int) -> tuple[float, float]:
-        """The most that stage `number` keeps with so many stored graphs, and its working memory beside that."""
+        """The most bytes that stage `number` keeps with `live_graphs` stored graphs, and its other working memory."""
         key = stage, not self._is_asynchronous
         own = self._known.get(key) or self._known.setdefault(key, _bytes_of(self._sums, *key))
         device = self._sums.device
@@ -269,7 +269,7 @@ class MemoryBound:
         return always + (1 + device.reserved_share) * coming, (1 + device.reserved_working_share) * own.working
 
 
-#: What waits between actions, beside graphs.
+#: The things that wait between actions, beside graphs.
 _KEPT = (
     *(Held.INPUT, Held.GRADIENT, Held.DEFERRED, Held.ROW, Held.ROW_GRADIENTS),
     *(Held.HEAD_INPUT, Held.LOGITS),
@@ -280,11 +280,11 @@ class _StageBytes(NamedTuple):
     """The bytes that a stage has, keeps and needs, whatever the table.
 
     Attributes:
-        always: weights, what autocast makes of them once for a step, and buffers.
-        trained, owned: of its trained weights, and of those that it owns.
-        graph: of a stored graph.
-        kept: of each of `_KEPT`.
-        working: the most beside a graph.
+        always: the bytes of weights, of their conversions by autocast for a step, and of buffers.
+        trained, owned: the bytes of its trained weights, and of the trained weights that it owns.
+        graph: the bytes of a stored graph.
+        kept: the bytes of each of `_KEPT`.
+        working: the most bytes of working memory beside a graph.
     """
 
     always: float
@@ -295,7 +295,7 @@ class _StageBytes(NamedTuple):
     working: float
 
 
-#: Of layers that are still planned: each table of a search asks for the same stages.
+#: The bytes of stages, by the layers that are still planned: each table of a search asks for the same stages.
 _known: WeakKeyDictionary[LayerSums, dict[tuple[StageLayers, bool], _StageBytes]] = WeakKeyDictionary()
 
 

@@ -37,20 +37,20 @@ def planner_of(
     """Make the planner of a model that has its adapter.
 
     Args:
-        adapter: the model's.
+        adapter: the model's adapter.
         inputs: the mini-batch and the optimizer.
-        device: what a process computes on.
-        config: its limits of memory, its speeds, and how layers are divided, are those of the planner. None: the
+        device: the device that a process computes on.
+        config: the configuration, whose limits of memory, speeds and division of layers the planner gets. None: the
             memory of the device is the limit, all processes are as fast, and layers are whole.
-        loss: of the micro-batch.
+        loss: the loss of the micro-batch.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
-        measured: costs with seconds, by the rows of the micro-batch and how they are cut.
-        profile_on: where to measure the other layers' seconds, which are whole; None: they are estimated.
+        measured: the costs with seconds, by the rows of the micro-batch and how they are cut.
+        profile_on: the device to measure other micro-batches on, with whole layers; None: seconds are estimated.
         cluster: the links between the processes.
         teacher: the adapter of a teacher, whose seconds are estimated; None: there is none.
 
     Raises:
-        UserError: there is no mini-batch, or the optimizer's state has no known size; layers cannot be divided so.
+        UserError: there is no mini-batch, the optimizer's state has no known size, or layers cannot be divided so.
     """
     config = config or PipelineConfig(1)
     mini_batch = inputs.mini_batch(adapter)

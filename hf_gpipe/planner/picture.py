@@ -24,7 +24,7 @@ def draw_plan(path: str | Path, plan: Plan) -> None:
     Raises:
         UserError: the path is no .png, or cannot be written.
     """
-    # Imported here, for whoever draws nothing should not wait for matplotlib.
+    # The import is here since whoever draws nothing should not wait for matplotlib.
     import numpy as np
     from matplotlib.image import imsave
 
@@ -42,7 +42,7 @@ def draw_plan(path: str | Path, plan: Plan) -> None:
 
 
 def memory_figure(plan: Plan, width_inches: float) -> Figure:
-    """One bar per process, its items side by side, and a line where the limit is."""
+    """Draw a bar for each process, with its items side by side, and a line at the limit."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -72,7 +72,7 @@ def memory_figure(plan: Plan, width_inches: float) -> Figure:
 
 
 def _pixels(picture: Figure) -> np.ndarray:
-    """A figure's image, (height, width, 4)."""
+    """The pixels of a figure, (height, width, 4)."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

@@ -39,14 +39,14 @@ class StagePlan:
     """One stage of a plan.
 
     Attributes:
-        number: of the stage.
-        process: that holds it.
-        layers: numbers of its layers.
-        first_layer, last_layer: names of the two ends.
-        num_parameters: that it holds, ties of other stages included.
-        recompute: what it recomputes: "none", "block", "stage", or its most stored graphs; or "host".
-        memory: what it would hold as its process's only stage.
-        busy_seconds: how long its actions take in a step.
+        number: the number of the stage.
+        process: the number of the process that holds it.
+        layers: the numbers of its layers.
+        first_layer, last_layer: the names of its first and last layer.
+        num_parameters: the number of parameters that it holds, ties of other stages included.
+        recompute: "none", "block" or "stage", the most stored graphs, or "host".
+        memory: the memory that it would need as the only stage of its process.
+        busy_seconds: the seconds of its actions in a step.
     """
 
     number: int
@@ -62,7 +62,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process of a plan: its stages, what it holds at the peak, and how it spends a step."""
+    """A process of a plan: its stages, what it holds at the peak, and how it spends a step."""
 
     number: int
     stages: tuple[int, ...]
@@ -76,8 +76,8 @@ class Plan:
 
     Attributes:
         layout: the configuration with its stages and its table.
-        planner: that made it, and knows the limits.
-        costs: of the layers for a micro-batch.
+        planner: the planner that made the plan, and knows the limits.
+        costs: the costs of the layers for a micro-batch.
         before: the seconds of what runs before the table.
     """
 
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """From the first action to the last update; under an asynchronous schedule the mean of a window's steps.
+        """The seconds from the first action to the last update; asynchronous: the mean of a window's steps.
 
         A step with several updates from the same rollouts runs its table for each.
         """
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def table_seconds(self) -> float:
-        """Of the table alone, which has one update."""
+        """The seconds of the table alone, which has one update."""
         return float(self.timeline.total_seconds) / self.timeline.schedule.num_steps
 
     @property
@@ -128,19 +128,19 @@ class Plan:
 
     @cached_property
     def hosted_bytes(self) -> list[int]:
-        """For each process the bytes in the memory of its host of weights that visit, and of graphs that wait there."""
+        """The bytes of weights that visit and of graphs that wait in CPU memory, for each process."""
         return hosted_bytes(self.layout, self.timeline)
 
     @property
     def machine_bytes(self) -> int:
-        """Those of all processes of a machine, the most of any machine."""
+        """The most bytes of `hosted_bytes` on any machine, all of its processes together."""
         size = self.planner.host_size(len(self.processes))
         hosted = [sum(self.hosted_bytes[start : start + size]) for start in range(0, len(self.processes), size)]
         return self.planner.division.total(max(hosted))
 
     @property
     def host_fullness(self) -> float:
-        """The share of a machine's memory that these bytes need, the largest of all; 0 where that is not known."""
+        """The largest share of a machine's memory that `machine_bytes` needs; 0 where the memory is not known."""
         limit = self.planner.device.host.memory_bytes
         return 0.0 if limit is None else self.machine_bytes / max(limit, 1)
 
@@ -151,8 +151,8 @@ class Plan:
 
     @property
     def fullness(self) -> float:
-        """The share of its limit that the process with the highest peak needs, or a machine if that is more; the bytes
-        of the process where no limit is known."""
+        """The largest share of a limit that a process or a machine needs. Where no limit is known, it is the peak
+        bytes of the process with the highest peak."""
         return max(self._fullness_of(self.fullest_process), self.host_fullness)
 
     def _fullness_of(self, process: ProcessPlan) -> float:
@@ -171,15 +171,15 @@ class Plan:
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """The better of two plans has the smaller one: what fits, then the shorter step, or the lesser memory."""
+        """The key by which plans are sorted, the best first: plans that fit, then the shorter step, or less memory."""
         if not self.fits:
             return (1.0, self.fullness)
-        # A gain below the model's own error is none: then the fewer messages and the less memory.
+        # A gain below the prediction's own error does not count: then fewer messages and less memory decide.
         return (0.0, float(f"{self.step_seconds:.3g}"), self.settings.num_micro_batches, self.peak_bytes)
 
 
 def best_of(*plans: Plan) -> Plan:
-    """The best of some plans; of equally good ones the first."""
+    """The best of some plans; the first among equally good plans."""
     return min(plans, key=attrgetter("sort_key"))
 
 
@@ -187,19 +187,19 @@ class Planner(Processes):
     """Makes plans for one model, one mini-batch and one kind of device, of which each process may have another amount.
 
     Args:
-        costs_of: rows of a micro-batch and how they are cut -> for each chunk the costs of the model's layers;
-            of rows that are not cut it is one. It is asked once for the same numbers.
-        inputs: the shape of a mini-batch, how many are accumulated in a step, and the optimizer. The micro-batches of a
-            step run as one table.
-        device, memory_bytes, cluster, speeds, division: as of `Processes`.
+        costs_of: rows of a micro-batch and how they are cut -> the costs of the model's layers for each chunk. Rows
+            that are not cut are one chunk. It is asked once for the same numbers.
+        inputs: the shape of a mini-batch, the number of mini-batches in a step, and the optimizer. The micro-batches of
+            a step run as one table.
+        device, memory_bytes, cluster, speeds, division: the arguments of `Processes`.
         teacher: rows of a micro-batch -> the costs of a teacher's layers; None: there is no teacher.
 
     Attributes:
         can_visit: whether weights may visit devices.
         can_deal: whether stages may be dealt to the processes of a machine.
-        chunks: how rows are cut into chunks of tokens, at most one a token.
-        lighter: by keys of a recipe that have adapters trained in place of all weights, what plans that.
-        num_forwards: how often all forwards run before each step.
+        chunks: how rows are cut into chunks of tokens, at most one chunk for each token.
+        lighter: keys of a recipe that train adapters in place of all weights -> the planner with these keys.
+        num_forwards: the number of times that all forwards run before each step.
         of_tokens: rows and their tokens -> the costs of the model's layers, where rows are generated.
 
     Raises:
@@ -233,28 +233,28 @@ class Planner(Processes):
         self._of_libraries: dict[tuple[Placement, bool], Sequence[int]] = {}
 
     def with_rows(self, rows: int) -> Self:
-        """The same for a mini-batch of another number of rows; what it has computed is shared."""
+        """Replace the number of rows of a mini-batch. The copy shares what was computed."""
         other = copy.copy(self)
         other.rows, other.inputs = rows, replace(self.inputs, example=replace(self.inputs.mini_batch(), rows=rows))
         return other
 
     def with_chunks(self, chunks: Chunks) -> Self:
-        """The same for rows that are cut into so many chunks, at most one a token; costs are shared."""
+        """Replace the way in which rows are cut into chunks, at most one for each token. The copy shares costs."""
         other = copy.copy(self)
         other.chunks = chunks.within(self.inputs.mini_batch().target_tokens)
         return other
 
     def tapered(self, chunks: Chunks, *, is_open: bool) -> list[Chunks]:
-        """Such chunks with their own taper, and if that is open also with the one by which they take as long."""
+        """The chunks with their own taper; if the taper is open, also with the taper by which all take equal time."""
         if not is_open or chunks.most == 1:
             return [chunks]
-        # Of the longest rows, whatever M is.
+        # The taper is for the longest rows, whatever M is.
         alike = taper_of(self.with_chunks(chunks._replace(taper=0.0))._all_sums(self.rows)[1])
         return [chunks._replace(taper=taper) for taper in sorted({chunks.taper, alike})]
 
     @property
     def known_costs(self) -> ModelCosts:
-        """Costs of the layers for a micro-batch of any size, for what is the same for every one."""
+        """The costs of the layers for a micro-batch of some size, for values that do not depend on the size."""
         # One row is the cheapest, unless it may be too few for a BatchNorm.
         num_micro_batches = 1 if self.inputs.mini_batch().entries else self.rows
         known = next(iter(self._sums.values()), None) or self._all_sums(num_micro_batches)
@@ -262,24 +262,24 @@ class Planner(Processes):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """The number of layers of the model."""
         return len(self.known_costs.layers)
 
     def micro_batch_rows(self, num_micro_batches: int) -> int:
-        """Rows of the largest of M micro-batches."""
+        """The number of rows of the largest of M micro-batches."""
         return largest_micro_batch(self.rows, num_micro_batches)
 
     def micro_batches_of_step(self, num_micro_batches: int) -> int:
-        """Micro-batches in the table of a step, where a mini-batch is cut into M; each chunk of a row counts."""
+        """The number of micro-batches of a step's table, for mini-batches cut into M. Each chunk of a row counts."""
         return self.inputs.accumulation * min(num_micro_batches, self.rows) * self.chunks.most
 
     def costs(self, num_micro_batches: int) -> ModelCosts:
-        """The costs of the layers for one of M micro-batches, or for the typical one of its chunks."""
+        """The costs of the layers for one of M micro-batches, or for the typical chunk of its rows."""
         return self._all_sums(num_micro_batches)[0].costs
 
     def sums(self, settings: DecidedConfig) -> LayerSums:
-        """Bytes and seconds of runs of layers for a micro-batch of a configuration, or for the typical one of its
-        chunks. Its partition is not read."""
+        """The sums of runs of layers for a micro-batch of a configuration, or for the typical chunk of its rows. The
+        partition is not read."""
         return self._sums_of(settings)[0]
 
     def _sums_of(self, settings: DecidedConfig) -> tuple[LayerSums, Sequence[LayerSums]]:
@@ -288,7 +288,7 @@ class Planner(Processes):
         return self._all_sums(settings.num_micro_batches, settings.num_stages if divides_head else 0)
 
     def _all_sums(self, num_micro_batches: int, num_parts: int = 0) -> tuple[LayerSums, Sequence[LayerSums]]:
-        """Those of the typical chunk, and those of each chunk; the head may be divided into parts."""
+        """The sums of the typical chunk, and the sums of each chunk; the head may be divided into parts."""
         size = self.micro_batch_rows(num_micro_batches), self.chunks
         key = *size, num_parts
         if key not in self._sums:
@@ -323,7 +323,7 @@ class Planner(Processes):
         return table
 
     def layout(self, settings: DecidedConfig, table: Schedule | None = None) -> Layout:
-        """The layout of these settings with a table; None: with the one that they run. Raises as `table`."""
+        """The layout of these settings with a table; None: the table that the settings run. Raises as `table`."""
         sums, of_chunks = self._sums_of(settings)
         stages = self._stage_layers(settings)
         if table is None:
@@ -334,7 +334,7 @@ class Planner(Processes):
         """Predict the memory and the time of one step of a pipeline with these settings.
 
         Raises:
-            UserError: one of its kinds, for settings that no pipeline could have.
+            UserError: no pipeline could have these settings.
         """
         if settings.division != self.division:
             raise UserError(
@@ -355,7 +355,7 @@ class Planner(Processes):
         plans = []
         entries = Recompute.parse(settings.recompute, settings.num_stages).entries
         for number, (stage, entry) in enumerate(zip(layout.stages, entries, strict=True)):
-            # Of several replicas the first, which has most micro-batches.
+            # The process is the first replica's, which has the most micro-batches.
             process = processes[placement.workers[number][0]]
             is_alone = len(process.stages) == 1
             alone = process.memory if is_alone else estimate_memory(layout, timeline, process.number, (number,))

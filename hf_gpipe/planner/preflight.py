@@ -14,22 +14,21 @@ from hf_gpipe.planner.machines.network import one_level
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.text import bytes_text, seconds_text, size_text
 
-#: A link that is so much slower than the planner assumed makes its times worthless.
+#: The factor by which a link must be slower than the planner assumed to make the planner's times worthless.
 _MUCH_SLOWER = 2.0
 
 
 def compare_with_machines(planning: Planning, config: DecidedConfig, world: World) -> list[str]:
     """Check the memory that a plan needs, and measure its links. Every process calls it.
 
-    Where all processes are on one machine it does nothing, unless the configuration asks for
-    `measure_links`.
+    It does nothing where all processes are on one machine, unless the configuration asks for `measure_links`.
 
     Returns:
-        For each pair of machines with an edge between them a line for people: the measured link, and the planner's.
+        A line for each pair of machines with an edge between them: the measured link, and the planner's.
 
     Raises:
         UserError: on every process: a machine has less free memory than its processes need. Where the configuration
-            says how much `memory` there is, that is believed.
+            gives `memory`, that counts as the free memory.
     """
     if not world.has_several_machines and not config.measure_links:
         return []
@@ -40,7 +39,7 @@ def compare_with_machines(planning: Planning, config: DecidedConfig, world: Worl
 
 
 def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Level]:
-    """The bytes that each process needs, or none where no example of a mini-batch is given; and the assumed link."""
+    """The bytes that each process needs, empty where no example of a mini-batch is given, and the assumed link."""
     device = planning.device(config)
     assumed = (cluster_of(planning.world, device.link) or one_level(device, 1)).levels[-1]
     if planning.inputs.example is None:
@@ -51,7 +50,7 @@ def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Leve
 
 
 def memory_problems(ranks: Sequence[RankFacts], peaks: Sequence[int]) -> list[str]:
-    """The machines that have too little free memory, a sentence each.
+    """A sentence for each machine that has too little free memory.
 
     Args:
         ranks: the facts of each process. On the CPU the processes of a machine share its memory.

@@ -33,13 +33,13 @@ from hf_gpipe.schedule import DEALT, is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
 from hf_gpipe.text import bytes_text, count_text, seconds_text, size_text, table_text
 
-#: From here on consecutive stages that are alike share a line of the table.
+#: The number of stages from which consecutive stages that are alike share a line of the table.
 _MANY_STAGES = 17
 _SEARCH_HEADER = (
     *("step", "bubble", "memory", "sent a row", "K", "M", "T"),
     *("replicas", "schedule", "recompute", "layers"),
 )
-#: The first columns of these, which have numbers.
+#: The number of first columns of these, which have numbers.
 _NUMBERS = 7
 
 
@@ -96,7 +96,7 @@ def report(plan: Plan) -> str:
 
 
 def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
-    """How stale the gradients of an asynchronous schedule are, and the plan of a synchronous one beside it."""
+    """Lines about how stale an asynchronous schedule's gradients are, and about the plan of a synchronous schedule."""
     table = plan.timeline.schedule
     if not table.is_asynchronous:
         return []
@@ -188,12 +188,12 @@ def search_report(result: SearchResult, recipe: PipelineConfig) -> str:
     return "\n".join([*parts, "", "least memory:", header, leanest])
 
 
-#: Where all weights stay, and no plan was made.
+#: The row of the table where all weights stay on their devices, and no plan was made.
 _NO_SPLIT = ("-", "does not fit", "weights stay on their devices", "their memory: no split of the model fits it")
 
 
 def _ways(result: SearchResult) -> list[str]:
-    """Of each way in which weights stay or visit the best plan and its limit, and of adapters trained instead."""
+    """Lines with the best plan and its limit for each way in which weights stay or visit, and for adapters."""
     every = [(way_of(plan), plan) for plan in result.ways]
     stays = [] if any(plan.settings.visitors is None for plan in result.ways) else [_NO_SPLIT]
     for keys, make in result.leanest.planner.lighter.items():
@@ -207,8 +207,8 @@ def _ways(result: SearchResult) -> list[str]:
 
 
 def overrides(plan: Plan, recipe: PipelineConfig) -> str:
-    """The plan as key=value arguments of a recipe that has this configuration. A table that was made for the plan is
-    not in them: the planner makes it again."""
+    """The plan as key=value arguments of a recipe that has this configuration. They do not have a table that was made
+    for the plan: the planner makes it again."""
     settings = plan.settings
     is_made, recompute = settings.schedule == TABLE_FILE, settings.recompute
     if not isinstance(recompute, str) or (is_made and recompute == "stage"):
@@ -216,14 +216,14 @@ def overrides(plan: Plan, recipe: PipelineConfig) -> str:
         recompute = "stage" if is_table_file(settings.schedule) and not is_made else AUTO
     values = settings.of_plan | {"recompute": recompute}
     if is_made:
-        # With these the planner makes the table again.
+        # The planner makes the table again with these values.
         values["schedule"] = DEALT[0] if plan.timeline.schedule.placement.is_dealt else AUTO
     shown = settings.to_give(values, recipe)
     return " ".join(f"pipeline.{name}={_argument(value)}" for name, value in shown.items())
 
 
 def _argument(value: Any) -> str:
-    """A value for a shell and for YAML."""
+    """Write a value for a shell and for YAML."""
     if value is None:
         return "null"
     return shlex.quote(value) if isinstance(value, str) else str(_listed(value)).replace(" ", "")
@@ -268,10 +268,10 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             {
                 "process": process.number,
                 "stages": list(process.stages),
-                # Of NCCL, between stages.
+                # NCCL's communicators between stages.
                 "communicators": num_communicators(plan.timeline.schedule.placement, process.number),
                 "memory_bytes": {**asdict(process.memory), "total": process.memory.total},
-                # In the memory of its host, while a checkpoint is saved in the background.
+                # The copies in CPU memory while a checkpoint is saved in the background.
                 "copy_bytes": copied,
                 "offloaded_bytes": offloaded,
                 "hosted_bytes": hosted,
@@ -281,7 +281,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
                 plan.processes, copy_bytes(plan), offloaded_bytes(plan), plan.hosted_bytes, strict=True
             )
         ],
-        # Of each machine, for checkpoints in memory.
+        # The bytes of each machine for checkpoints in memory.
         "kept_bytes": kept_bytes(plan),
         **(mesh_dict(plan) if is_mesh(plan) else {}),
     }

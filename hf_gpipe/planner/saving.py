@@ -10,7 +10,7 @@ from hf_gpipe.text import size_text
 
 
 def copy_bytes(plan: Plan) -> list[int]:
-    """For each process the bytes that it copies when a checkpoint is saved in the background.
+    """The bytes that each process copies when a checkpoint is saved in the background.
 
     The copies are there until the checkpoint is written.
     """
@@ -18,10 +18,10 @@ def copy_bytes(plan: Plan) -> list[int]:
 
 
 def kept_bytes(plan: Plan) -> list[int]:
-    """For each machine the bytes under /dev/shm of checkpoints in memory, while a new one is written beside the last.
+    """The bytes of each machine under /dev/shm for checkpoints in memory, while a new one is written beside the last.
 
-    A machine has the files of its own processes, and of several machines those of the one before it. In a cluster of
-    one level all processes are on one machine.
+    A machine has the files of its own processes, and with several machines also those of the machine before it. In a
+    cluster of one level all processes are on one machine.
     """
     saved = _saved_bytes(plan)
     size = plan.planner.host_size(len(saved))
@@ -32,7 +32,7 @@ def kept_bytes(plan: Plan) -> list[int]:
 
 
 def _saved_bytes(plan: Plan) -> list[int]:
-    """For each process the bytes that it writes of a checkpoint.
+    """The bytes that each process writes of a checkpoint.
 
     The leader of a stage writes the stage's weights, or its adapters alone, and the optimizer's state of whole
     parameters with float32 master weights, if there are any.
@@ -43,14 +43,14 @@ def _saved_bytes(plan: Plan) -> list[int]:
     workers = plan.timeline.schedule.placement.workers
     for stage, owned in _owned(plan):
         weights = owned.trainable_bytes if inputs.saved == "adapters" else owned.num_bytes
-        # Of divided layers it has gathered the parts of all ranks.
+        # The leader has gathered the parts that all ranks have of divided layers.
         own = round(weights + state_share * owned.trainable_bytes)
         sizes[workers[stage.number][0]] += plan.planner.division.total(own)
     return sizes
 
 
 def offloaded_bytes(plan: Plan) -> list[int]:
-    """For each process the bytes in the memory of its host of copies, their gradients and the optimizer's state."""
+    """The bytes of float32 copies, their gradients and the optimizer's state in CPU memory, for each process."""
     inputs, settings, placement = plan.planner.inputs, plan.settings, plan.timeline.schedule.placement
     sizes, share = [0] * len(plan.processes), inputs.hosted_share(plan.costs.dtype)
     for stage, owned in _owned(plan):
@@ -61,7 +61,7 @@ def offloaded_bytes(plan: Plan) -> list[int]:
 
 
 def _owned(plan: Plan) -> Iterator[tuple[StagePlan, Parameters]]:
-    """Each stage with the parameters that it owns."""
+    """Yield each stage and the size of the parameters that it owns."""
     for stage, layers in zip(plan.stages, plan.layout.stages, strict=True):
         yield stage, plan.layout.sums.owned(*layers.run)
 

@@ -19,7 +19,7 @@ def costs_of_table(layout: Layout) -> Costs:
     settings, sums, stages = layout.settings, layout.sums, layout.stages
     visitors, placement, processes = settings.visitors, layout.table.placement, layout.processes
     network, speeds = processes.network(placement), processes.speeds_of(placement)
-    # So many copy and update at once.
+    # The number of devices that copy and update at once.
     host_size = processes.num_copying(placement.num_processes)
 
     def update(number: int, stage: StageLayers, count: int) -> float:
@@ -34,7 +34,7 @@ def costs_of_table(layout: Layout) -> Costs:
         seconds_of: Callable[[Seconds, float, float, float], float],
         of_teacher: Callable[[Beside], float] = lambda _: 0.0,
     ) -> list[float | Sequence[float]]:
-        """For each stage the seconds of an action: of one chunk after the other, where rows are cut."""
+        """The seconds of an action for each stage: a value for each chunk in turn, where rows are cut."""
         of_stages: list[float | Sequence[float]] = []
         for stage, speed, share in zip(stages, speeds, layout.recompute_shares, strict=True):
             run, beside = stage.run, of_teacher(stage.beside)
@@ -86,13 +86,13 @@ def costs_of_table(layout: Layout) -> Costs:
 
 
 def _update_seconds(layout: Layout, owned: Parameters, num_processes: int) -> float:
-    """Seconds of the optimizer's update of these parameters; of trained weights that visit, and of offloaded state, it
-    is the host's, where so many processes update at once."""
+    """The seconds of the optimizer's update of these parameters. The host updates trained weights that visit, and
+    weights with offloaded state; then `num_processes` update at once."""
     inputs, visitors, costs = layout.inputs, layout.settings.visitors, layout.sums.costs
     device = layout.processes.device
     if inputs.is_on_host(visitors):
         moved = inputs.moved_share(costs.dtype, visitors) * owned.trainable_bytes
-        # Gradients and weights travel; those that visit do so by themselves.
+        # Gradients and weights travel; weights that visit travel in their visits.
         travels = 0.0 if visitors == "all" else 2 * owned.trainable_bytes / device.host.copy_rate(num_processes)
         return travels + moved / device.host.process_rate(num_processes)
     if costs.update_seconds_per_parameter is not None:

@@ -25,17 +25,17 @@ def table_of(
 ) -> Schedule:
     """The table of these settings, whose partition is not read.
 
-    That of an asynchronous schedule has a window of about `LONGEST_WINDOW` micro-batches.
+    The table of an asynchronous schedule has a window of about `LONGEST_WINDOW` micro-batches.
 
     Args:
-        settings: of the pipeline.
-        inputs: have the tables that were read from files.
-        num_micro_batches: of a step, where each chunk of a row counts.
-        chunks: of each row.
-        sizes: of each stage, by which the updates of dealt stages are shared out; None: stages are equal.
+        settings: the settings of the pipeline.
+        inputs: the planner's inputs, which have the tables that were read from files.
+        num_micro_batches: the number of micro-batches of a step, where each chunk of a row counts.
+        chunks: the number of chunks of each row.
+        sizes: the size of each stage, by which the updates of dealt stages are shared out; None: stages are equal.
 
     Raises:
-        ScheduleError: there is none, or the schedule is a table that was read and does not have these numbers.
+        ScheduleError: there is no such table, or the schedule is a table from a file with other numbers.
     """
     name, num_stages = settings.schedule, settings.num_stages
     if (given := inputs.tables.get(name)) is not None:
@@ -61,7 +61,7 @@ def table_of(
 
 
 def with_visits_of(table: Schedule, settings: DecidedConfig, inputs: PlanInputs) -> Schedule:
-    """The same table with the visits of these settings."""
+    """Add the visits of these settings to a table."""
     if not settings.visitors:
         return table
     table = with_visits(table)
@@ -70,7 +70,7 @@ def with_visits_of(table: Schedule, settings: DecidedConfig, inputs: PlanInputs)
 
 
 def with_updates_of_run(table: Schedule, inputs: PlanInputs) -> Schedule:
-    """The same table with updates where a run has them: of dealt stages beside backwards, if nothing needs the norm
-    of the whole gradient."""
+    """Put the updates of a table where a run has them: dealt stages are updated beside backwards, if nothing needs the
+    norm of the whole gradient."""
     is_beside = not inputs.needs_norm and inputs.updates == 1 and can_update_beside(table)
     return with_updates_beside(table) if is_beside else with_updates_last(table)

@@ -1,4 +1,4 @@
-"""How a process spends a step, read off a simulated table."""
+"""The seconds that a process spends in a step on each kind of work, read off a simulated table."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class TimeEstimate:
 
     forward: float
     recompute: float
-    """Of whole stages; the recomputation of blocks is part of the backward."""
+    """The recomputation of whole stages. The recomputation of blocks is part of the backward."""
     backward: float
-    """Whole, or in its two parts."""
+    """The backward, whole or in its two parts."""
     update: float
     bubble: float
     """Waiting, for other stages and for messages."""
 
 
 def time_of(timeline: Timeline, process: int) -> TimeEstimate:
-    """How a process spends a step; of several in a table, the mean."""
+    """Estimate the seconds of a process in a step: the mean, where a table has several steps."""
     seconds = dict.fromkeys(KINDS.values(), 0.0)
     for span in timeline.by_process.get(process, ()):
         # What does not occupy the device goes on beside the other actions.

@@ -16,10 +16,10 @@ class Traffic:
     """Bytes that all processes together send for one row of a mini-batch.
 
     Attributes:
-        gradients: of reductions over replicas. A ring of r replicas sends 2 (r - 1) times the stage's gradients.
-        boundaries: of the tensors and gradients that cross from stage to stage in different processes.
-        sums: over the ranks of a worker, inside of divided layers.
-        data_parallel: of the reductions if every process had the whole model.
+        gradients: the bytes of reductions over replicas. A ring of r replicas sends 2 (r - 1) times their size.
+        boundaries: the bytes of the tensors and gradients that cross from stage to stage in different processes.
+        sums: the bytes of sums over the ranks of a worker, inside of divided layers.
+        data_parallel: the bytes of the reductions if every process had the whole model.
     """
 
     gradients: float
@@ -67,8 +67,8 @@ def traffic(plan: Plan) -> Traffic:
 
 
 def _messages(table: Schedule) -> dict[int, tuple[int, int]]:
-    """For the boundary before each stage how many messages cross it between two workers: (down, up). Those of dealt
-    stages follow from the rows, for a recomputation on another worker than its forward receives the inputs too."""
+    """The numbers of messages (down, up) that cross the boundary before each stage between two workers. For dealt
+    stages the table's rows decide: a recomputation on another worker than its forward receives the inputs again."""
     counts = {stage: [0, 0] for stage in range(table.num_stages)}
     for worker, row in enumerate(table.actions):
         for action in row:
@@ -108,7 +108,7 @@ def mesh_lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def mesh_dict(plan: Plan) -> dict[str, Any]:
-    """The same for JSON: bytes, seconds and numbers."""
+    """The content of `mesh_lines` for JSON: bytes, seconds and numbers."""
     cluster, sent = plan.planner.cluster, traffic(plan)
     return {
         "cluster": None

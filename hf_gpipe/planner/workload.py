@@ -26,10 +26,10 @@ from hf_gpipe.runtime.cutting import in_chunks
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.schedule import Schedule
 
-#: A token that no family gives a meaning: past the special tokens, inside of the smallest vocabulary.
+#: A token id that no family gives a meaning: past the special tokens, inside of the smallest vocabulary.
 _TOKEN = 5
 
-#: For each optimizer of a recipe the tensors of state that it keeps, as a multiple of the trainable weights. Adafactor
+#: The size of the state that each optimizer of a recipe keeps, as a multiple of the trainable weights. Adafactor
 #: keeps a row and a column of each matrix, under a hundredth of it from 200 by 200 on.
 OPTIMIZER_SLOTS: dict[str, float] = {
     "adamw_torch_fused": 2,
@@ -45,7 +45,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def sent_share(config: PipelineConfig, dtype: str) -> float:
-    """Bytes of a message per byte of what crosses a boundary, where hidden states have the type of the weights."""
+    """The bytes of a message per byte that crosses a boundary, where hidden states have the type of the weights."""
     sent = config.boundary_dtype
     return 1.0 if sent is None else ITEM_BYTES[sent] / ITEM_BYTES[dtype]
 
@@ -66,17 +66,17 @@ class Workload:
     """The shape of one micro-batch, padding included.
 
     Attributes:
-        rows: B.
-        source_tokens: columns of an encoder's ids; a decoder-only model does not read it.
-        target_tokens: columns of a decoder's ids and labels: T of a decoder-only model.
+        rows: the number of rows, B.
+        source_tokens: the columns of an encoder's ids; a decoder-only model does not read this number.
+        target_tokens: the columns of a decoder's ids and labels: T of a decoder-only model.
         has_padding: whether some row is shorter than the others, so that attention needs a mask.
-        is_packed: whether the rows are packed, without padding: the tokens are their mean lengths, rounded up.
-        longest_source, longest_target: of packed rows, the tokens of the longest; of others, 0.
+        is_packed: whether the rows are packed, without padding: the numbers of tokens are then rounded mean lengths.
+        longest_source, longest_target: the tokens of the longest packed row; 0 without packing.
         chunks: how its rows are cut.
         chunk: the number of the chunk that is run, where there are several.
-        entries: of a model that reads no tokens the entries of a mini-batch: name, shape of a row, and type. Each row
+        entries: the entries of a mini-batch of a model that reads no tokens: name, shape of a row, and type. Each row
             then counts as one token.
-        row_images: the images that each of its rows has; None: they are text alone.
+        row_images: the images that each row has; None: the rows are text alone.
 
     Raises:
         UserError: a size below 1.
@@ -101,18 +101,18 @@ class Workload:
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, *, is_encoder_decoder: bool) -> Workload:
-        """A whole mini-batch of a recipe: its longest source and target in every row.
+        """The workload of a recipe's whole mini-batch, with the longest source and target in every row.
 
-        Of a mini-batch of `batch_tokens` all targets are the longest here. Where they are shorter there are more rows,
-        which need more only if their sources are long all the same, or if they are padded to a long one, as without
-        `length_bucketing`.
+        All targets of a mini-batch of `batch_tokens` have the greatest length here. With shorter targets there are more
+        rows, which need more only if their sources are long all the same, or if they are padded to a long row, as
+        without `length_bucketing`.
 
-        A decoder-only model reads source and target in one sequence, or a block of text, or a conversation; of
-        preferences each example is two rows, and of embeddings as many as it has texts.
+        A decoder-only model reads source and target in one sequence, or a block of text, or a conversation. An
+        example of preferences is two rows, and an example of embeddings is a row for each of its texts.
 
         Args:
-            recipe: its batch size, in rows or target tokens, and its longest texts are read.
-            is_encoder_decoder: of the model's configuration.
+            recipe: the recipe, whose batch size, in rows or target tokens, and longest texts are read.
+            is_encoder_decoder: whether the model has an encoder and a decoder.
         """
         data = recipe.data
         source, target = data.max_source_tokens, getattr(data, data.length_key)
@@ -131,17 +131,17 @@ class Workload:
 
     @classmethod
     def packed(cls, rows: int, source: tuple[int, int], target: tuple[int, int]) -> Workload:
-        """Rows without padding; of their sources and of their targets the mean length and the longest."""
+        """Rows without padding, whose sources and targets have these (mean, greatest) lengths."""
         return cls(rows, source[0], target[0], False, True, longest_source=source[1], longest_target=target[1])
 
     @classmethod
     def of_batch(cls, batch: Tensors, *, packing: bool = False, adapter: Adapter | None = None) -> Workload:
-        """A whole mini-batch. Of tokens it has input_ids (N, T), labels (N, T'), perhaps a mask.
+        """The workload of a whole mini-batch. Tokens are in input_ids (N, T), labels (N, T'), perhaps with a mask.
 
         Args:
             batch: the mini-batch; a flattened one is always packed.
             packing: whether its rows are packed.
-            adapter: the model's; None: it is decoder-only.
+            adapter: the model's adapter; None: the model is decoder-only.
         """
         on_cpu = {name: tensor.cpu() for name, tensor in tensors_of(batch).items()}
         if adapter is not None and not isinstance(adapter, TextAdapter):
@@ -160,29 +160,29 @@ class Workload:
 
     @classmethod
     def of_entries(cls, batch: Tensors) -> Workload:
-        """A whole mini-batch of a model that reads no tokens."""
+        """The workload of a whole mini-batch of a model that reads no tokens."""
         entries = tuple((n, tuple(t.shape[1:]), str(t.dtype).removeprefix("torch.")) for n, t in batch.items())
         return cls(max(map(len, batch.values())), 1, 1, has_padding=False, entries=entries)
 
     @property
     def shapes(self) -> Shapes:
-        """The shapes and types of its entries."""
+        """The shapes and types of the entries of a mini-batch."""
         return tuple((name, (self.rows, *shape), getattr(torch, dtype)) for name, shape, dtype in self.entries)
 
     @property
     def num_target_tokens(self) -> int:
-        """B T of the decoder, padding included."""
+        """The number of target tokens, B T of the decoder, padding included."""
         return self.rows * self.target_tokens
 
     def of_rows(self, rows: int) -> Workload:
-        """A micro-batch of so many of its rows, of packed ones a micro-batch that has the longest."""
-        # Of rows that are not packed the longest are 0.
+        """The workload of a micro-batch of `rows` of these rows, the longest included where rows are packed."""
+        # The longest lengths of rows that are not packed are 0.
         source = max(self.source_tokens, -(-self.longest_source // rows))
         target = max(self.target_tokens, -(-self.longest_target // rows))
         return replace(self, rows=rows, source_tokens=source, target_tokens=target)
 
     def within(self, adapter: Adapter) -> Workload:
-        """The part of it that the model has positions for; longer rows cannot be trained on."""
+        """The part of the workload that the model has positions for; longer rows cannot be trained on."""
         if self.entries:
             return self
         if adapter.labels_rows:  # its labels are no tokens
@@ -193,12 +193,12 @@ class Workload:
         return replace(self, source_tokens=source, target_tokens=target)
 
     def in_chunks(self, chunks: Chunks) -> Sequence[Workload]:
-        """Each chunk of its rows, which have at least one token in each."""
+        """The workload of each chunk of the rows, which have at least one token in each chunk."""
         chunks = chunks.within(self.target_tokens)
         return [replace(self, chunks=chunks, chunk=number) for number in range(chunks.most)]
 
     def micro_batch(self, adapter: Adapter) -> MicroBatch:
-        """A micro-batch of this shape, or the chunk of it, with one arbitrary token everywhere."""
+        """A micro-batch of this shape, or its chunk, with one arbitrary token everywhere."""
         whole = MicroBatch.alone(self.inputs(adapter))
         return in_chunks(whole, self.chunks, adapter)[self.chunk] if self.chunks.most > 1 else whole
 
@@ -231,7 +231,7 @@ class Workload:
 
 
 def _mean_and_most(lengths: Sequence[int]) -> tuple[int, int]:
-    """The mean, rounded up, and the longest."""
+    """The mean of some lengths, rounded up, and the greatest."""
     return -(-sum(lengths) // len(lengths)), max(lengths)
 
 
@@ -247,18 +247,18 @@ class PlanInputs:
         example: a mini-batch as long as the longest to come, or its shape; read in the main process. None: nothing is
             known, so nothing can be planned.
         optim: the optimizer, by transformers' name.
-        fp32_master_weights: whether it updates float32 copies of the weights.
-        offload_optimizer: whether its state and the copies are in CPU memory.
-        accumulation: mini-batches in a step.
+        fp32_master_weights: whether the optimizer updates float32 copies of the weights.
+        offload_optimizer: whether the optimizer's state and the copies are in CPU memory.
+        accumulation: the number of mini-batches in a step.
         packing: whether the rows of a mini-batch are packed.
-        saved: what of the model a checkpoint has.
+        saved: the weights of the model that a checkpoint has.
         saves_in_background: whether checkpoints are written from copies in CPU memory.
         keeps_in_memory: whether the machines keep checkpoints in their memory.
-        tables: by the path that names them as a schedule, the tables that were read from files.
-        new_tokens: tokens that are generated of each row before a step, and are among those of the mini-batch.
+        tables: the tables that were read from files, by the path that names them as a schedule.
+        new_tokens: the tokens that are generated for each row before a step; the mini-batch's lengths include them.
         vocabulary: the number of tokens that the model knows, where any are generated.
-        forwards: how often all forwards run before a step, beside those that the loss needs.
-        updates: of a step, each from the same rows.
+        forwards: the number of times that all forwards run before a step, beside the forwards that the loss needs.
+        updates: the number of updates of a step, each from the same rows.
         needs_norm: whether an update needs the loss or the norm of the whole gradient, as clipping does. Else dealt
             stages are updated beside backwards.
         earlier_num_micro_batches: M of the run that goes on. It is kept where M is left open, because dropout depends
@@ -284,7 +284,7 @@ class PlanInputs:
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, mini_batch: Workload) -> PlanInputs:
-        """A recipe's own, with the shape of its longest mini-batch."""
+        """The inputs of a recipe, with the shape of its longest mini-batch."""
         saved: Literal["model", "adapters"] = "adapters" if recipe.lora.is_on else "model"
         training = recipe.training
         inputs = cls.of_training(training, example=mini_batch, packing=training.packing, saved=saved)
@@ -307,7 +307,7 @@ class PlanInputs:
         )
 
     def of_rollouts(self, new_tokens: int, updates: int) -> PlanInputs:
-        """The same where each step generates so many tokens of each row, and has so many updates from them."""
+        """Add rollouts: each step generates `new_tokens` for each row, and makes `updates` updates from them."""
         # With several updates one more pass notes the probabilities before them.
         return replace(self, new_tokens=new_tokens, forwards=int(updates > 1), updates=updates)
 
@@ -324,7 +324,7 @@ class PlanInputs:
         return Workload.of_batch(self.example, packing=self.packing, adapter=adapter)
 
     def of_entries(self) -> Workload | None:
-        """The shape of `example`, of a model that reads no tokens; None: there is none."""
+        """The shape of `example` for a model that reads no tokens; None: there is no example."""
         if self.example is None or isinstance(self.example, Workload):
             return self.example
         return Workload.of_entries(tensors_of(self.example))
@@ -350,16 +350,16 @@ class PlanInputs:
         return self.copy_share(dtype) if self.fp32_master_weights else OPTIMIZER_SLOTS[self.optim]
 
     def copy_share(self, dtype: str) -> float:
-        """Bytes of copies of the weights, of their gradients and of the optimizer's state per byte of such weights."""
+        """Bytes of weights' copies, their gradients and the optimizer's state per byte of such trainable weights."""
         size = 4 if self.fp32_master_weights else ITEM_BYTES[dtype]
         return (OPTIMIZER_SLOTS[self.optim] + 2) * size / ITEM_BYTES[dtype]
 
     def hosted_share(self, dtype: str) -> float:
-        """Those of `copy_share` that are in CPU memory."""
+        """The bytes of `copy_share` that are in CPU memory."""
         return self.copy_share(dtype) if self.offload_optimizer else 0.0
 
     def saved_share(self, dtype: str) -> float:
-        """Bytes of the optimizer's state and of master weights in a checkpoint per byte of such weights."""
+        """Bytes of optimizer state and master weights in a checkpoint per byte of trainable weights of this type."""
         slots = OPTIMIZER_SLOTS[self.optim]
         return (slots + 1) * 4 / ITEM_BYTES[dtype] if self.fp32_master_weights else slots
 
@@ -368,9 +368,9 @@ class PlanInputs:
         return visitors == "all" or self.offload_optimizer
 
     def moved_share(self, dtype: str, visitors: Visitors | None) -> float:
-        """Bytes that the host reads and writes in an update per byte of such weights."""
-        # Weights, gradients and state, of master weights those of float32. Where weights visit, the norm is that of the
-        # gradients that come; gradients of master weights are made of these, and the weights of master weights.
+        """Bytes that the host reads and writes in an update per byte of trainable weights of this type."""
+        # The host reads and writes weights, gradients and state, in float32 for master weights. Where weights visit,
+        # the norm is of the gradients that come, which become master weights' gradients; these become the weights.
         of_visitors = 1 + 2 * self.fp32_master_weights if visitors == "all" else 0
         return 2 * self.copy_share(dtype) + of_visitors
 

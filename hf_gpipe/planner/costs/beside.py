@@ -13,13 +13,13 @@ class Beside(NamedTuple):
     """The share that a teacher's stage adds to a stage, for one micro-batch.
 
     Attributes:
-        held_bytes: weights and buffers.
-        input_bytes: what crosses the boundary before it.
-        sent_bytes: what F gives to the next stage.
-        kept_bytes: from F to B: on the last stage the hidden states of which B makes the teacher's logits.
-        forward_bytes: the peak of its forward, its input included.
-        forward_seconds: of its forward.
-        backward_seconds: of the projection to its logits, which B of the last stage makes.
+        held_bytes: the bytes of weights and buffers.
+        input_bytes: the bytes that cross the boundary before the teacher's stage.
+        sent_bytes: the bytes that F gives to the next stage.
+        kept_bytes: the bytes kept from F to B: on the last stage the hidden states of which B makes the logits.
+        forward_bytes: the peak of the teacher's forward, its input included.
+        forward_seconds: the seconds of the teacher's forward.
+        backward_seconds: the seconds of the projection to the teacher's logits, which B of the last stage makes.
     """
 
     held_bytes: float = 0
@@ -31,7 +31,7 @@ class Beside(NamedTuple):
     backward_seconds: float = 0.0
 
     def forward_peak(self, own_bytes: float) -> float:
-        """The peak of an F whose forward of the student takes so many bytes, after the teacher's."""
+        """The peak bytes of an F: the teacher's forward, then the student's forward, which takes `own_bytes`."""
         return max(self.forward_bytes, self.input_bytes + self.sent_bytes + own_bytes)
 
 
@@ -39,7 +39,7 @@ NOTHING = Beside()
 
 
 def besides(teacher: LayerSums | None, num_stages: int) -> Sequence[Beside]:
-    """For each stage what a teacher adds, which is cut by the number of layers; None: there is no teacher."""
+    """The share that a teacher adds to each stage. It is cut by the number of layers; None: there is no teacher."""
     if teacher is None:
         return [NOTHING] * num_stages
     layers = teacher.costs.layers

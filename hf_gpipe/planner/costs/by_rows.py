@@ -1,4 +1,4 @@
-"""Traces of any number of rows, from those of a few numbers.
+"""Traces of any number of rows, computed from traces of a few numbers of rows.
 
 The size of a layer's tensor and the operations of a product either do not depend on the rows of a micro-batch or are
 proportional to them. So every number of a trace lies on a line over the rows. The bytes that are alive after each new
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-#: With one row none is padded, and there may be no mask.
+#: The fewest rows that are traced: a single row is not padded, and there may be no mask.
 FEWEST_ROWS = 2
 
 Numbers = TypeVar("Numbers", bound=tuple[Any, ...])
@@ -22,8 +22,8 @@ class ByRows(Generic[Numbers]):
     """A function of the number of rows that is computed for few of them.
 
     Args:
-        compute: of any number of rows.
-        can_be_linear: whether its values may lie on a line; asked after the first of them was computed.
+        compute: number of rows -> the value.
+        can_be_linear: whether the values may lie on a line; asked after the first value was computed.
     """
 
     def __init__(self, compute: Callable[[int], Numbers], can_be_linear: Callable[[], bool]) -> None:
@@ -37,7 +37,7 @@ class ByRows(Generic[Numbers]):
             if value is not None:
                 return value
             if len(self._computed) == 1 and rows > FEWEST_ROWS and self._can_be_linear():
-                # Of several sizes the next ones are between this and the largest.
+                # Where several sizes are asked for, the next ones lie between this size and the largest.
                 self._computed.setdefault(FEWEST_ROWS, self._compute(FEWEST_ROWS))
             self._computed[rows] = self._compute(rows)
         return self._computed[rows]

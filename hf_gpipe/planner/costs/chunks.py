@@ -11,14 +11,14 @@ from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Chunks, PipelineConfig
 
-#: "auto" cuts rows into powers of two, at most so many, and no chunk is shorter: with fewer tokens a product wastes a
-#: device.
+#: The most chunks and the fewest tokens of a chunk where "auto" cuts rows, into powers of two: shorter products waste
+#: a device.
 MOST_CHUNKS, SHORTEST_CHUNK = 64, 256
 
 
 def ways_to_cut(config: PipelineConfig, tokens: int) -> list[Chunks]:
-    """The ways to cut rows of so many tokens that a configuration allows, of "auto" into powers of two; where its taper
-    is open, that is 0."""
+    """The ways to cut rows of so many tokens that a configuration allows; "auto" allows powers of two. An open taper
+    is 0 in them."""
     if (count := config.num_chunks(tokens)) is not None:
         return [config.with_chunks(count)]
     limit = min(MOST_CHUNKS, max(tokens // SHORTEST_CHUNK, 1))
@@ -28,7 +28,7 @@ def ways_to_cut(config: PipelineConfig, tokens: int) -> list[Chunks]:
 def each_chunk(
     workload: Workload, chunks: Chunks, costs_of: Callable[[Workload], ModelCosts]
 ) -> tuple[ModelCosts, ...]:
-    """The costs of each chunk of a micro-batch, of one that is not cut its own.
+    """The costs of each chunk of a micro-batch, or the costs of the micro-batch where it is not cut.
 
     Args:
         workload: the micro-batch.
@@ -43,7 +43,7 @@ def each_chunk(
 
 
 def taper_of(chunks: Sequence[LayerSums]) -> float:
-    """The taper with which all chunks take as long, from the costs of equal ones: what blocks take grows evenly."""
+    """The taper with which all chunks take equal time, from the costs of equally long chunks, which grow evenly."""
     count = len(chunks)
     blocks = [index for index, layer in enumerate(chunks[0].costs.layers) if layer.kind == "block"]
     first, last = (
@@ -56,8 +56,8 @@ def taper_of(chunks: Sequence[LayerSums]) -> float:
 
 
 def typical(chunks: Sequence[ModelCosts]) -> ModelCosts:
-    """One chunk for all of a row: its bytes are those of the one that keeps most; its time is the mean."""
-    # Of equally long ones the last, which attends to most.
+    """The costs of a chunk that stands for all of a row: the bytes of the chunk that keeps most, and the mean time."""
+    # Among equally long chunks it is the last, which attends to the most tokens.
     most = max(reversed(chunks), key=lambda chunk: sum(layer.plain.saved_bytes for layer in chunk.layers))
     if len(chunks) == 1:
         return most
@@ -74,7 +74,7 @@ def typical(chunks: Sequence[ModelCosts]) -> ModelCosts:
 
 
 def _mean(most: Operations, operations: Sequence[Operations]) -> Operations:
-    """The mean of what they compute and move, with the calls and sums of one."""
+    """The mean of what the operations compute and move, with the calls and sums of `most`."""
     return most._replace(
         flops=round(fmean(own.flops for own in operations)), moved=round(fmean(own.moved for own in operations))
     )

@@ -89,7 +89,7 @@ kernel_attention.register_autograd(_backward, setup_context=_keep)
 
 
 class AttentionOfAGpu(TorchFunctionMode):
-    """In it, scaled dot-product attention keeps what it keeps on a GPU."""
+    """Mode in which scaled dot-product attention keeps what it keeps on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -103,7 +103,7 @@ class AttentionOfAGpu(TorchFunctionMode):
 
 
 def attention_flops(query: Any, key: Any, value: Any, is_causal: bool, **_: Any) -> int:
-    """The operations of attention; kernels leave out the keys that a causal mask hides."""
+    """The operations of attention's forward. Kernels leave out the keys that a causal mask hides."""
     whole = int(sdpa_flop_count(query.shape, _of_all_heads(key, query), _of_all_heads(value, query)))
     return whole - _hidden(whole, query, key) if is_causal else whole
 
@@ -111,7 +111,7 @@ def attention_flops(query: Any, key: Any, value: Any, is_causal: bool, **_: Any)
 def attention_backward_flops(
     gradient: Any, query: Any, key: Any, value: Any, output: Any, softmax: Any, is_causal: bool, **_: Any
 ) -> int:
-    """Those of its backward."""
+    """The operations of attention's backward."""
     shapes = query.shape, _of_all_heads(key, query), _of_all_heads(value, query)
     whole = int(sdpa_backward_flop_count(gradient.shape, *shapes))
     return whole - _hidden(whole, query, key) if is_causal else whole
@@ -123,5 +123,5 @@ def _of_all_heads(states: Any, query: Any) -> tuple[int, ...]:
 
 
 def _hidden(whole: int, query: Any, key: Any) -> int:
-    """The part that is left out where the queries are the last tokens, and see none after them."""
+    """The operations that are left out where the queries are the last tokens, and see no later tokens."""
     return whole * query.shape[-2] // (2 * key.shape[-2])

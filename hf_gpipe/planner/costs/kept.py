@@ -33,14 +33,14 @@ _HEAP_TYPE = 1 << 9
 
 
 class _UnknownError(Exception):
-    """A value that two objects cannot be compared by."""
+    """A value has no identity, so two objects cannot be compared by it."""
 
 
 _kept: OrderedDict[Hashable, dict[Hashable, Any]] = OrderedDict()
 
 
 def kept_for(*values: Any) -> dict[Hashable, Any]:
-    """The traces of models with these values. Where these have no identity it is empty, and no other call gets it."""
+    """The traces kept for models with these values. Values without an identity get an empty dict of their own."""
     identity = identity_of(*values)
     if identity is None:
         return {}
@@ -52,7 +52,7 @@ def kept_for(*values: Any) -> dict[Hashable, Any]:
 
 
 def identity_of(*values: Any) -> Hashable | None:
-    """Equal for values of which no trace can tell a difference; None where that is not known."""
+    """The identity of values: equal where no trace can tell a difference. None: that is not known."""
     identity = _Identity()
     kernels = [tuple(dict(functions).items()) for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
     if not all(isinstance(kernel, types.FunctionType) and _is_known(kernel) for own in kernels for _, kernel in own):
@@ -70,11 +70,11 @@ class _Identity:
     def __init__(self) -> None:
         self._met: dict[int, int] = {}
         self._alive: list[Any] = []
-        #: Of modules, in the order in which they are met.
+        #: The classes of modules, in the order in which they are met.
         self._classes: dict[type, None] = {}
 
     def of(self, value: Any) -> Hashable:
-        """Raises _UnknownError."""
+        """The identity of any value. Raises _UnknownError where it has none."""
         cls = type(value)
         if cls in _PLAIN or isinstance(value, _CONSTANTS):
             return cls, value
@@ -107,7 +107,7 @@ class _Identity:
         return form, self.of(vars(tensor)) if hasattr(tensor, "__dict__") else None
 
     def _of_function(self, function: Any) -> Hashable | None:
-        """None: it is an object that can be called."""
+        """The identity of a function; None: it is an object that can be called."""
         if isinstance(function, types.MethodType):
             return "method", self.of(function.__func__), self.of(function.__self__)
         if isinstance(function, functools.partial):
@@ -117,7 +117,7 @@ class _Identity:
         return function if isinstance(function, _FUNCTIONS) else None
 
     def _of_object(self, value: Any) -> Hashable:
-        """An object of Python alone is its class and its attributes; what follows from others is left out."""
+        """The identity of an object of pure Python: its class and its attributes, without what follows from others."""
         cls = type(value)
         bases = [base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE]
         has_slots = any(vars(base).get("__slots__") for base in cls.__mro__)
@@ -143,8 +143,8 @@ class _Identity:
 
 
 def _is_known(code: Any) -> bool:
-    """Whether a class or a function reads nothing that is not looked at; those of a user's own may."""
-    # A function that wraps another one has that one's __module__.
+    """Whether a class or a function reads nothing that `identity_of` overlooks; a user's own code may."""
+    # A function that wraps another has the wrapped function's __module__.
     name = code.__globals__.get("__name__") if isinstance(code, types.FunctionType) else code.__module__
     return str(name).partition(".")[0] in _PACKAGES
 

@@ -37,7 +37,7 @@ from hf_gpipe.recipe import Division
 
 Inputs = Mapping[str, torch.Tensor]
 
-#: A short model has this many blocks per stack.
+#: The number of blocks per stack of a short model.
 FEW_BLOCKS = 8
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -49,15 +49,15 @@ class ModelLayers:
     """The layers of a model with what the planner needs to know before any of them runs.
 
     Args:
-        adapter: the model's.
-        division: how the layers are divided; the sizes are those of one rank.
+        adapter: the model's adapter.
+        division: how the layers are divided; the sizes count one rank's part.
 
     Attributes:
-        sizes: of each parameter, by Hugging Face name; a tie under its source's.
-        own: of each layer, the sum of the parameters that no other layer uses.
-        shared: of each layer, the names of those that other layers use too.
-        buffer_bytes: of each layer.
-        classes: of each layer, what it is made of; equal for layers that are alike.
+        sizes: the size of each parameter, by Hugging Face name; a tied parameter has its source's name.
+        own: the total size of the parameters that no other layer uses, for each layer.
+        shared: the names of the parameters that other layers use too, for each layer.
+        buffer_bytes: the bytes of the buffers of each layer.
+        classes: the class of each layer: what it is made of; equal for layers that are alike.
     """
 
     def __init__(self, adapter: Adapter, division: Division = Division()) -> None:
@@ -84,15 +84,15 @@ class ModelLayers:
         for name, buffer in model.named_buffers():
             self.buffer_bytes[adapter.layer_of(name)] += buffer.nbytes
         self._trained = frozenset(layer for layer in adapter.layers if adapter.is_trained(layer, model))
-        # Of a layer that no trained one comes before, the backward computes no gradient of its input.
+        # The backward computes no gradient of a layer's input where no earlier layer is trained.
         wanted = [index > 0 and any(self.wants_gradient(index).values()) for index in range(len(adapter.layers))]
         self.classes = list(zip(wanted, _classes(adapter, model), strict=True))
 
     def first_alike(self, whole: ModelLayers | None = None) -> list[int]:
-        """For each layer, of `whole` or of this model, the first layer of this model that is like it.
+        """Find, for each layer of `whole` or of this model, the first layer of this model that is like it.
 
         Raises:
-            KeyError: this model has none.
+            KeyError: this model has no such layer.
         """
         first: dict[Any, int] = {}
         for index, made_of in enumerate(self.classes):
@@ -100,7 +100,7 @@ class ModelLayers:
         return [first[made_of] for made_of in (whole or self).classes]
 
     def wants_gradient(self, boundary: int) -> Mapping[str, bool]:
-        """For each tensor that crosses a boundary, whether any layer that it depends on is trained."""
+        """Whether a trained layer affects each tensor that crosses a boundary, by the tensor's name."""
         sources = self.adapter.sources(boundary)
         return {name: not self._trained.isdisjoint(layers) for name, layers in sources.items()}
 
@@ -109,16 +109,16 @@ class LayerTracer:
     """Traces the layers of one model.
 
     Args:
-        adapter: the model's.
-        loss: of the micro-batch.
+        adapter: the model's adapter.
+        loss: the loss of the micro-batch.
         as_on_gpu: whether the stages will run on GPUs, whose attention keeps less.
         division: how the layers are divided.
 
     Attributes:
-        layers: of the model.
-        run: the model whose layers are run for it.
-        representative_layer: for each layer of the model, the number of the one that is run for it.
-        loss: of the micro-batch.
+        layers: the layers of the model.
+        run: the model whose layers are run in place of the model's.
+        representative_layer: the number of the layer that is run in place of each layer of the model.
+        loss: the loss of the micro-batch.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class LayerTracer:
         self.loss = loss
         self._as_on_gpu = as_on_gpu
         self._recomputes_blocks = self._can_recompute_blocks()
-        #: By first layer, end, and whether blocks are recomputed.
+        #: The stages that were made, by (first layer, end, whether blocks are recomputed).
         self._stages: dict[tuple[int, int, bool], StageTracer] = {}
-        #: Of these stages what was traced, for micro-batches of one shape apart from their rows, or their chunks.
+        #: The traces of these stages, for micro-batches whose shapes differ in rows, or in chunks, alone.
         self._by_rows: dict[tuple[int, int, bool, Workload], ByRows[Any]] = {}
-        #: What was traced on fake tensors, by this tracer or another one of this process for the same layers.
+        #: The traces on fake tensors, by any tracer of this process for the same layers.
         self._kept = kept_for(self.run.adapter, loss, as_on_gpu, *division)
 
     def costs(self, workload: Workload) -> ModelCosts:
@@ -195,7 +195,7 @@ class LayerTracer:
         )
 
     def _traced(self, index: int, workload: Workload, inputs: Inputs) -> _Traced:
-        """A layer of the model that is run."""
+        """Trace a layer of the model that is run."""
         layer = self.run.adapter.layers[index]
         sizes = boundary_bytes(self.run.adapter, index, inputs)
         hidden = sizes.get("hidden", 0)
@@ -229,7 +229,7 @@ class LayerTracer:
         """The bytes that a layer's graph keeps, apart from what is made once for all layers of the stage."""
         own, outside = trace.saved - trace.saved_outside, trace.saved_outside
         if (second := self._second_of_shared_tables(index)) is not None:
-            # The first block of a stage makes the bias, and the others are handed it.
+            # The first block of a stage makes the bias, and the other blocks are handed the bias.
             pair = second - 1, second + 1, recompute_blocks
             saved, saved_before = self._of_stage(*pair, workload, StageTracer.saved_bytes, second)
             own = saved - saved_before
@@ -248,7 +248,7 @@ class LayerTracer:
 
     def _trace(self, index: int, workload: Workload, *, recompute_blocks: bool = False) -> Trace:
         if index and workload.row_images is not None:
-            # Of images the first layer makes states of tokens, and the others cost what those of text do.
+            # The first layer turns images into states of tokens, so the other layers cost as much as with text.
             workload = replace(workload, row_images=None)
         return self._of_stage(index, index + 1, recompute_blocks, workload, StageTracer.trace)
 
@@ -263,8 +263,8 @@ class LayerTracer:
     ) -> Numbers:
         """The result of `run`, a method of `StageTracer`, for these layers as a stage and a micro-batch.
 
-        It may follow from those of other numbers of rows. Of chunks of rows too, where they are equally long: each
-        after the first attends to more tokens by as many.
+        It may be computed from the results of other numbers of rows, or of other chunks, where chunks are equally
+        long: each chunk attends to the tokens of one chunk more than the chunk before it.
         """
         is_cut = workload.chunks.most > 1
         key = start, stop, recompute_blocks, replace(workload, chunk=0) if is_cut else replace(workload, rows=1)
@@ -309,7 +309,7 @@ class LayerTracer:
         return self._stages[key]
 
     def _can_recompute_blocks(self) -> bool:
-        """Whether the family's blocks know how; others keep what they keep."""
+        """Whether the family's blocks can be recomputed; other blocks keep all that their graphs save."""
         if not self.run.adapter.stacks:
             return True
         try:
@@ -340,7 +340,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
-    """The model whose layers are run for those of `whole`, and for each layer of `whole` the one that is like it."""
+    """The model whose layers are run for `whole`, and the number of its layer that is like each layer of `whole`."""
     short = _short_adapter(whole.adapter)
     if short is not None:
         few = ModelLayers(short, whole.division)
@@ -358,7 +358,7 @@ def size_of(parameter: torch.Tensor) -> Parameters:
 
 
 def _used_parameters(adapter: Adapter, names: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> list[set[str]]:
-    """For each layer the names of the parameters that it uses, of a tie its source's."""
+    """The names of the parameters that each layer uses; a tied parameter has its source's name."""
     used: list[set[str]] = [set() for _ in adapter.layers]
     for name in names:
         used[adapter.layer_of(name)].add(ties.get(name, name))
@@ -372,7 +372,7 @@ def _used_parameters(adapter: Adapter, names: Mapping[str, torch.Tensor], ties: 
 
 
 def _classes(adapter: Adapter, model: nn.Module) -> list[Any]:
-    """The class of each layer. Layers that are not blocks are alike where their names are."""
+    """The class of each layer. Layers that are not blocks are alike where their names are equal."""
     made_of: list[Any] = [(layer.stack, layer.kind, layer.name) for layer in adapter.layers]
     number = {layer.name: index for index, layer in enumerate(adapter.layers)}
     for stack in adapter.stacks:
@@ -407,7 +407,7 @@ def _block_lists(config: PreTrainedConfig, num_blocks: int) -> dict[str, list[An
 
 
 def _short_adapter(adapter: Adapter) -> Adapter | None:
-    """The adapter of the same model with fewer blocks; None where it has few, or where its blocks depend on more."""
+    """The adapter of the model with fewer blocks; None: the model has few, or blocks depend on how many there are."""
     if not isinstance(adapter, TextAdapter):
         return None
     config = adapter.given_config

@@ -39,22 +39,22 @@ from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch, on_devices
 from hf_gpipe.runtime.stage import Stage
 
-#: Blocks that run in a row, where as many of one kind follow each other.
+#: The most blocks of one kind that run in a row.
 _BLOCKS_IN_A_ROW = 3
 _DTYPES = ("float32", "bfloat16", "float16")
 #: Rows and columns of the matrices whose product is timed, up to those that are large enough for a GPU.
 _PRODUCT_SIZES = {"cuda": (512, 2048, 4096), "cpu": (512,)}
-#: How long each sum of buckets may take: where one side fails, the other must not wait for it.
+#: The most time of each sum of buckets: where one side fails, the other must not wait for it.
 _LOOPBACK_LIMIT = timedelta(seconds=60)
 #: Bytes of memory whose copy is timed.
 _COPIED_BYTES = 1 << 26
-#: A product that takes so long is large enough. Without units for its type a larger one would take minutes.
+#: The seconds from which a product is large enough. Without units for its type a larger product would take minutes.
 _LONG_PRODUCT_SECONDS = 0.01
 _REPEATS = 3
-#: Of the one block by which devices are compared, and after how many seconds no further run begins.
+#: The runs of the block by which devices are compared, and the seconds after which no further run begins.
 _BLOCK_REPEATS, _BLOCK_BUDGET_SECONDS = 10, 2.0
-#: What CUDA takes of a GPU when kernels first run, after its context was made: 0.23 GiB on an H100, and 0.32 with
-#: streams that copy.
+#: The bytes that CUDA takes of a GPU when kernels first run, after its context was made: 0.23 GiB on an H100, and 0.32
+#: with streams that copy.
 _KERNELS_BYTES = 5 << 26
 #: What glibc's allocator keeps of what comes and goes: from a third to a half in eight runs.
 _RESERVED_SHARE = 0.45
@@ -78,19 +78,19 @@ def profile_layers(
     """The costs of `LayerTracer` with the seconds filled in, medians of several runs after one that is not counted.
 
     Args:
-        adapter: the model's.
+        adapter: the model's adapter.
         workload: the micro-batch.
-        device: where to measure.
-        loss: of the micro-batch.
-        repeats: runs of each class of layers.
-        budget_seconds: after so long no further run of a class of layers is begun, but two are always made.
+        device: the device to measure on.
+        loss: the loss of the micro-batch.
+        repeats: the number of runs of each class of layers.
+        budget_seconds: the seconds after which no further run of a class of layers begins, but two are always made.
         barrier: waits for all processes that measure at the same time, before each class of layers, so that each
             measures while the others compute, as in a run; None: this process is alone.
         make_optimizer: parameters -> the optimizer whose update is measured, after the gradients have been clipped;
             None: updates are not measured.
-        ranks: among which the layers are divided, and which all measure; the seconds include the sums over them. None:
-            the layers are whole.
-        costs: those without seconds; None: the layers are traced.
+        ranks: the ranks among which the layers are divided. All of them measure, and the seconds include the sums over
+            them. None: the layers are whole.
+        costs: the costs without seconds; None: the layers are traced.
     """
     workload = workload.within(adapter)
     tracer = tracer_of(adapter, loss, device, ranks)
@@ -120,8 +120,8 @@ def block_seconds(
     barrier: Callable[[], None] | None = None,
     ranks: Ranks | None = None,
 ) -> float:
-    """The seconds of a forward and a backward of the model's first block, as in `profile_layers`; where the model has
-    no block, of the layer in its middle."""
+    """The seconds of a forward and a backward of the model's first block, or of the layer in its middle where it has no
+    block, measured as in `profile_layers`."""
     run = tracer_of(adapter, loss, device, ranks).run
     kinds = [layer.kind for layer in run.adapter.layers]
     block = kinds.index("block") if "block" in kinds else len(kinds) // 2
@@ -133,14 +133,14 @@ def block_seconds(
 
 
 def tracer_of(adapter: Adapter, loss: Loss, device: torch.device, ranks: Ranks | None) -> LayerTracer:
-    """Traces the layers as they run on a device, divided among ranks if there are any."""
+    """Make the tracer of layers as they run on a device, divided among ranks if there are any."""
     division = Division() if ranks is None else ranks.division
     as_on_gpu = device.type == "cuda"
     return LayerTracer(adapter, loss=loss, as_on_gpu=as_on_gpu, division=division)
 
 
 def _of_classes(numbers: Collection[int], clock: _Clock) -> tuple[Mapping[int, Seconds], Seconds]:
-    """Seconds of each class of layers, by the number of the one that ran, and of a stage beyond its layers."""
+    """The seconds of each class of layers, by the number of the layer that ran, and of a stage beyond its layers."""
     alike = clock.model.first_alike()
     model = clock.model.adapter
     layers: dict[int, Seconds] = {}
@@ -159,7 +159,7 @@ def _of_classes(numbers: Collection[int], clock: _Clock) -> tuple[Mapping[int, S
 
 
 def _in_a_row(alike: Sequence[int], first: int) -> int:
-    """How many layers of one kind follow each other from `first` on, at most `_BLOCKS_IN_A_ROW`."""
+    """The number of layers of one kind that follow each other from `first` on, at most `_BLOCKS_IN_A_ROW`."""
     count = 1
     while count < _BLOCKS_IN_A_ROW and first + count < len(alike) and alike[first + count] == alike[first]:
         count += 1
@@ -186,7 +186,7 @@ class _Clock:
         return Stage(stage_model, self.model.wants_gradient, self.loss)
 
     def measure(self, start: int, stop: int) -> Seconds:
-        """The median of several forwards without a graph, with one, and backwards."""
+        """The median seconds of several forwards without a graph, forwards with a graph, and backwards."""
         stage = self.stage(start, stop)
         with torch.device(self.device):
             context = context_of(stage.model, self.micro_batch)
@@ -199,7 +199,7 @@ class _Clock:
         return Seconds.combined(runs[1:], median)
 
     def _run(self, stage: Stage, context: Context) -> Seconds:
-        """A forward without a graph, one with one, and a backward."""
+        """Run and time a forward without a graph, a forward with a graph, and a backward."""
         marks = [_now(self.device)]
         stage.forward(context, keep_graph=False)
         marks.append(_now(self.device))
@@ -213,12 +213,13 @@ class _Clock:
         return Seconds(marks[1] - marks[0], marks[2] - marks[1], _now(self.device) - begun)
 
     def _elapsed(self, begin: float) -> float:
-        """Seconds since then, the most of all ranks: they run each layer together, and so equally often."""
+        """The seconds since `begin`, the most of all ranks: they run each layer together, and so equally often."""
         seconds = time.perf_counter() - begin
         return seconds if self.ranks is None else float(self.ranks.largest(torch.tensor(seconds, device=self.device)))
 
     def update_seconds(self, make_optimizer: MakeOptimizer) -> float | None:
-        """Seconds of an update per parameter, clipping included, on the layer with the most; None: none is trained."""
+        """The seconds of an update per parameter, clipping included, on the layer with the most parameters. None: no
+        layer is trained."""
         largest = max(self.model.first_alike(), key=lambda number: self.model.own[number].trainable_count)
         stage = self.stage(largest, largest + 1)
         parameters = [p for p in stage.model.parameters.values() if p.requires_grad]
@@ -246,9 +247,9 @@ def _alone() -> None:
 def this_machine(device: torch.device, num_processes: int = 1) -> Device:
     """Memory, rate of matrix products by type and bandwidths of a device of this machine, and of a GPU's host.
 
-    They are measured once in a process. A GPU's memory is what is free, with what this process holds of it, without
-    what kernels will take beside tensors. A CPU is
-    shared: its memory is divided by the number of processes, and the rate is that of this process's threads.
+    They are measured once in a process. A GPU's memory is what is free and what this process holds, without what
+    kernels will take beside tensors. A CPU is shared: its memory is divided by the number of processes, and this
+    process's threads have the rate.
 
     Args:
         device: a CUDA device or the CPU.
@@ -298,18 +299,18 @@ def _sheet_of(device: torch.device) -> Device:
 
 
 def steady_memory(device: DeviceFacts, num_processes: int = 1) -> int:
-    """Bytes as in `device_memory`, of a GPU rounded down to sixteenths of all: a little less free changes no choice."""
+    """The bytes of `device_memory`. A GPU's are rounded down to sixteenths, so a little less changes no choice."""
     memory = device_memory(device, num_processes)
     return device.total_bytes // 16 * (16 * memory // device.total_bytes) if device.is_gpu else memory
 
 
 def device_memory(device: DeviceFacts, num_processes: int = 1) -> int:
-    """Bytes that a process can have of a device, as in `this_machine`."""
+    """The bytes that a process can have of a device, as in `this_machine`."""
     return device.free_bytes - _KERNELS_BYTES if device.is_gpu else device.total_bytes // num_processes
 
 
 def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Operations a second of a product that is large enough."""
+    """The operations a second of a product that is large enough."""
     rate = 0.0
     for size in _PRODUCT_SIZES[device.type]:
         left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -321,7 +322,7 @@ def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _memory_rate(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """The bytes a second that a copy reads and writes."""
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
@@ -330,7 +331,7 @@ def _memory_rate(device: torch.device) -> float:
 def _host_of(device: torch.device) -> Host:
     """The link of a GPU to pinned memory of its host, and the bandwidth of that memory for the threads of this process.
 
-    All processes are taken to have no more together, unless that is less than usual.
+    All processes together are assumed to have no more bandwidth, unless that is less than the usual one.
     """
     source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
@@ -373,8 +374,8 @@ def _now(device: torch.device) -> float:
 def _loopback(size_bytes: int = 1 << 25) -> Level:
     """Measure the link between two processes of this machine as gloo uses it: both sum a bucket of gradients.
 
-    In such a sum of two each sends as many bytes as the bucket has. Making the bucket, copying through sockets and
-    adding take the time of the processes' cores, so all of it counts.
+    In a sum over two processes each sends as many bytes as the bucket has. Making the bucket, copying through sockets
+    and adding take the time of the processes' cores, so all of it counts.
     """
     gloo: Any = dist.ProcessGroupGloo
     device, store = gloo.create_device(hostname="127.0.0.1"), dist.HashStore()

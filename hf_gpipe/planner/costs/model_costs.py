@@ -1,7 +1,7 @@
 """The costs of each layer of a model: parameters, arithmetic, memory and, once measured, time.
 
 `LayerTracer` (layers.py) computes the costs of a model without weights; `profile_layers` (measure.py) adds measured
-seconds. Every number is of ONE micro-batch (workload.py) and of one layer; `LayerSums` (prefix_sums.py) adds
+seconds. Every number is for ONE micro-batch (workload.py) and one layer; `LayerSums` (prefix_sums.py) adds
 them up.
 """
 
@@ -24,7 +24,7 @@ InnerRecompute = Literal["none", "block"]
 @sendable
 @dataclass(frozen=True)
 class Parameters:
-    """Weights of some layers. `num_bytes` are of the weights themselves; gradients are as large where trainable."""
+    """The size of some weights. `num_bytes` counts no gradients, which are as large for trainable weights."""
 
     count: int = 0
     num_bytes: int = 0
@@ -40,7 +40,7 @@ class Parameters:
         )
 
     def divided(self, number: int) -> Parameters:
-        """One of so many equal parts, rounded up."""
+        """The size of one of `number` equal parts, rounded up."""
         return Parameters(*(-(-value // number) for value in vars(self).values()))
 
     def __sub__(self, other: Parameters) -> Parameters:
@@ -61,8 +61,8 @@ class SharedParameter:
     alone it has optimizer state; the others hold a copy and its gradient.
 
     Attributes:
-        name: its Hugging Face name, of a tie its source's.
-        size: what it adds to a process that holds it.
+        name: its Hugging Face name; a tied parameter has its source's name.
+        size: the size that it adds to a process that holds it.
         first_layer: number of the first layer that uses it.
     """
 
@@ -77,12 +77,12 @@ class GraphCost:
     """The bytes that a layer adds to the autograd graph of its stage, and the working memory of its backward.
 
     Attributes:
-        saved_bytes: what the layer's graph keeps until its backward, without its input.
+        saved_bytes: the bytes that the layer's graph keeps until its backward, without its input.
         saved_input_bytes: the part of its input that the graph keeps. On a stage's first layer it is the boundary's.
-        stage_saved_bytes: what the graph keeps that is made outside of the layers, such as masks and rotary tables:
-            once for all layers of a stack on a stage.
+        stage_saved_bytes: the bytes that the graph keeps of what is made outside of the layers, such as masks and
+            rotary tables, once for all layers of a stack on a stage.
         backward_working_bytes: the peak of the backward above what the graph keeps, the gradient that comes in
-            included, where the weights have their gradients already. Of a recomputed block its inside is in it.
+            included, where the weights have their gradients already. It includes the inside of a recomputed block.
     """
 
     saved_bytes: int
@@ -101,7 +101,7 @@ class Seconds:
     backward: float
 
     def less(self, other: Seconds) -> Seconds:
-        """The difference, at least 0: of two measurements it may be noise."""
+        """The difference, at least 0, since a difference of two measurements may be noise."""
         return Seconds(
             max(self.forward_only - other.forward_only, 0.0),
             max(self.forward - other.forward, 0.0),
@@ -109,11 +109,11 @@ class Seconds:
         )
 
     def first_forward(self, recomputed: float = 0.0) -> float:
-        """The forward F of one micro-batch, where a share of the micro-batches is recomputed."""
+        """The seconds of the forward F of one micro-batch, where a share of the micro-batches is recomputed."""
         return recomputed * self.forward_only + (1 - recomputed) * self.forward
 
     def of_micro_batch(self, recomputed: float = 0.0) -> float:
-        """F, the recomputation R of this share of the micro-batches, and B."""
+        """The seconds of F, of B, and of R for this share of the micro-batches."""
         return self.first_forward(recomputed) + recomputed * self.forward + self.backward
 
     def divided(self, number: float) -> Seconds:
@@ -131,7 +131,7 @@ class Seconds:
 
 @sendable
 class SumsOverRanks(NamedTuple):
-    """The sums of tensors over the ranks of a worker: how many, the bytes of all, and the number of the ranks.
+    """The sums of tensors over the ranks of a worker: their number, their bytes, and the number of ranks.
 
     They go in rings (Patarasuk and Yuan 2009), where each rank waits for the one before it.
     """
@@ -141,7 +141,7 @@ class SumsOverRanks(NamedTuple):
     size: int = 1
 
     def and_one(self, num_bytes: int) -> SumsOverRanks:
-        """These and one more."""
+        """Add one sum of `num_bytes`."""
         return self._replace(number=self.number + 1, num_bytes=self.num_bytes + num_bytes)
 
     @property
@@ -172,9 +172,9 @@ class Operations(NamedTuple):
 
     Attributes:
         flops: multiplications and additions of the matrix products (2 for each pair).
-        moved: bytes that operations without a product read and write.
-        calls: number of operations, views apart. Each takes time however small it is.
-        sums: over the ranks of a worker, where layers are divided.
+        moved: the bytes that operations without a product read and write.
+        calls: the number of operations except views. Each takes time however small it is.
+        sums: the sums over the ranks of a worker, where layers are divided.
     """
 
     flops: int = 0
@@ -192,27 +192,27 @@ class LayerCost:
     """One layer's costs for one micro-batch.
 
     Attributes:
-        name, kind, stack: of the layer (adapters/layers.py).
-        parameters: those that no other layer uses.
-        shared: those that other layers use too.
-        buffer_bytes: tensors that are no parameters, such as position tables.
-        converted_bytes: what autocast makes of the weights, once for all micro-batches of a step.
-        forward: its operations, head's loss included.
-        backward: those for inputs and weights, without any recomputation.
-        outside: those of a stage before its layers, for masks and positions.
-        weight_flops: of the backward's the part that W can leave for later: of linear layers' weights, the head's
-            apart.
-        input_bytes: what crosses the boundary before this layer; 0 for the first one.
-        gradient_input_bytes: what comes back across it.
-        forward_working_bytes: the peak of the forward above what was there before it, with a graph.
-        forward_only_working_bytes: the same without a graph, as in the first forward of a recomputed stage; the layer's
-            input included, which no graph keeps.
-        plain: its graph where nothing is recomputed inside of the stage.
-        block: its graph where each block is recomputed.
-        seconds: measured; None where nothing was.
-        deferred_bytes: what I keeps for W where the backward is split.
-        row_bytes: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
-        sums_beside: of the backward's sums those that run beside products of weights, unless W computes these later.
+        name, kind, stack: the fields of the layer (adapters/layers.py).
+        parameters: the size of the parameters that no other layer uses.
+        shared: the parameters that other layers use too.
+        buffer_bytes: the bytes of tensors that are no parameters, such as position tables.
+        converted_bytes: the bytes of the weights that autocast converts, once for all micro-batches of a step.
+        forward: the operations of the forward, the head's loss included.
+        backward: the operations of the backward for inputs and weights, without any recomputation.
+        outside: the operations of a stage before its layers, for masks and positions.
+        weight_flops: the part of the backward's operations that W can compute later: for the weights of linear layers,
+            except the head's.
+        input_bytes: the bytes that cross the boundary before this layer; 0 for the first layer.
+        gradient_input_bytes: the bytes that come back across that boundary.
+        forward_working_bytes: the peak of a forward with a graph above the memory before it.
+        forward_only_working_bytes: the peak of a forward without a graph, as in the first forward of a recomputed
+            stage; it includes the layer's input, which no graph keeps.
+        plain: the layer's graph where nothing is recomputed inside of the stage.
+        block: the layer's graph where each block is recomputed.
+        seconds: the measured seconds; None where nothing was measured.
+        deferred_bytes: the bytes that I keeps for W where the backward is split.
+        row_bytes: the bytes of the keys and values of a chunk's whole rows, and of their gradients.
+        sums_beside: the sums of the backward that run beside products of weights, unless W computes these later.
     """
 
     name: str
@@ -247,13 +247,13 @@ class HeadPart:
     """The part of a head that each stage has, where it is divided over them; for one micro-batch.
 
     Attributes:
-        held: its part of the head's parameters.
-        tie: the name of the tied embedding: a stage that uses it has the part already, and its owner the optimizer's
-            state; empty: the head is a layer of its own.
-        logits_seconds, gradient_seconds: of S and T.
-        hidden_bytes: of the hidden states, and as many of their gradient.
-        logits_bytes: what is kept from S to T beside them.
-        working_bytes: of S or T.
+        held: the size of a stage's part of the head's parameters.
+        tie: the name of the tied embedding: a stage that uses it has the part already, and its owner has the
+            optimizer's state; empty: the head is a layer of its own.
+        logits_seconds, gradient_seconds: the seconds of S and T.
+        hidden_bytes: the bytes of the hidden states, which their gradient has too.
+        logits_bytes: the bytes that are kept from S to T beside the hidden states.
+        working_bytes: the working memory of S or T.
     """
 
     held: Parameters
@@ -268,17 +268,17 @@ class HeadPart:
 @sendable
 @dataclass(frozen=True)
 class ModelCosts:
-    """All layers of a model, in order, for one shape of micro-batch; of divided layers those of one rank.
+    """The costs of all layers of a model, in order, for one shape of micro-batch. Divided layers have one rank's costs.
 
     Attributes:
-        layers: one for each entry of `Adapter.layers`.
+        layers: the costs of each entry of `Adapter.layers`.
         workload: the micro-batch.
-        micro_batch_bytes: of its ids, masks and labels, which every stage holds from the step's begin to its end.
-        dtype: of the weights, such as "float32".
-        compute_dtype: of the matrix products: autocast's, or the weights'.
+        micro_batch_bytes: the bytes of its ids, masks and labels, which every stage holds during the whole step.
+        dtype: the type of the weights, such as "float32".
+        compute_dtype: the type of the matrix products: autocast's, or the weights'.
         whole_logits: why training makes the logits of a micro-batch whole; empty where it makes them in chunks.
-        stage_seconds: what a stage spends on a micro-batch beyond its layers; None where nothing was measured.
-        update_seconds_per_parameter: measured time of the optimizer, clipping included; None where nothing was.
+        stage_seconds: the seconds of a stage for a micro-batch beyond its layers; None: nothing was measured.
+        update_seconds_per_parameter: the measured seconds of the optimizer, clipping included; None: not measured.
         can_divide_head: whether a schedule can divide the last layer over the stages.
     """
 
@@ -294,7 +294,7 @@ class ModelCosts:
 
     @property
     def without_head(self) -> ModelCosts:
-        """The same costs with a last layer that holds and costs nothing."""
+        """Replace the last layer by a layer that holds and costs nothing."""
         nothing = GraphCost(0, 0, 0, 0)
         head = replace(
             self.layers[-1],
@@ -320,13 +320,13 @@ class ModelCosts:
 
     @property
     def total(self) -> Parameters:
-        """The whole model's parameters, each tie once."""
+        """The size of the whole model's parameters. A tied parameter counts once."""
         shared = {parameter.name: parameter.size for layer in self.layers for parameter in layer.shared}
         return sum([*(layer.parameters for layer in self.layers), *shared.values()], start=Parameters())
 
 
 def times(costs: ModelCosts, factor: float) -> ModelCosts:
-    """The same costs with so many times the seconds that were measured."""
+    """Multiply the measured seconds of some costs by a factor."""
 
     def scaled(seconds: Seconds | None) -> Seconds | None:
         return None if seconds is None else seconds.divided(1 / factor)
@@ -341,7 +341,7 @@ def times(costs: ModelCosts, factor: float) -> ModelCosts:
 
 
 def mean_costs(measured: Sequence[ModelCosts]) -> ModelCosts:
-    """The same costs with the mean of the seconds that several processes have measured; None where none was."""
+    """Merge the costs that several processes have measured: with the mean of their seconds, or None without any."""
     layers = tuple(
         replace(same[0], seconds=mean_seconds(layer.seconds for layer in same))
         for same in zip(*(costs.layers for costs in measured), strict=True)
@@ -357,6 +357,6 @@ def mean_costs(measured: Sequence[ModelCosts]) -> ModelCosts:
 
 
 def mean_seconds(measured: Iterable[Seconds | None]) -> Seconds | None:
-    """The mean of those that were measured; None where none was."""
+    """The mean of the measurements that are not None; None where all are."""
     known = [seconds for seconds in measured if seconds is not None]
     return Seconds.combined(known, fmean) if known else None

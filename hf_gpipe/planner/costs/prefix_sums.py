@@ -67,13 +67,13 @@ class LayerSums:
     """Bytes and seconds of one micro-batch on any run of layers, `start` to `stop` (exclusive).
 
     Args:
-        costs: of the model.
-        device: its rates stand in for seconds that were not measured.
-        link: between the ranks of a worker; None: the device's.
-        num_parts: K, where the head is divided over so many stages; 0: it is a layer of the last one.
+        costs: the costs of the model's layers.
+        device: the device whose rates give the seconds that were not measured.
+        link: the link between the ranks of a worker; None: the device's link.
+        num_parts: K, where the head is divided over so many stages; 0: the head is a layer of the last stage.
 
     Attributes:
-        part: of a divided head, what each stage has of it; None: it is not divided.
+        part: the part of a divided head that each stage has; None: the head is not divided.
     """
 
     def __init__(self, costs: ModelCosts, device: Device, link: Level | None = None, num_parts: int = 0) -> None:
@@ -96,7 +96,7 @@ class LayerSums:
             own.backward + sent - (0.0 if costs.is_measured else beside)
             for own, (_, sent), beside in zip(seconds, sums, hidden, strict=True)
         )
-        # Of a measured backward too W is the share of its operations.
+        # W takes its share of the operations, of a measured backward too.
         self.weight_seconds = RangeSum(
             own.backward * layer.weight_flops / layer.backward.flops if layer.backward.flops else 0.0
             for layer, own in zip(layers, seconds, strict=True)
@@ -129,7 +129,7 @@ class LayerSums:
         return self.held_by([(start, stop)])
 
     def held_by(self, stages: Iterable[tuple[int, int]]) -> Parameters:
-        """The parameters of a process with these stages, (start, stop) each, on one device; a tie counts once."""
+        """The size of the parameters that a process holds for stages (start, stop) on one device. A tie counts once."""
         stages = list(stages)
         held = sum((self._own[stop] - self._own[start] for start, stop in stages), start=Parameters())
         uses_tie = False
@@ -142,8 +142,8 @@ class LayerSums:
         return held
 
     def hosted(self, start: int, stop: int, visitors: Visitors | None, *, is_dealt: bool = False) -> Parameters:
-        """The weights of a stage that visit its device: those that are not trained, or all that no other layer uses;
-        of a dealt stage all."""
+        """The size of the weights of a stage that visit its device: frozen weights, or all weights that no other layer
+        uses; all weights of a dealt stage."""
         if visitors is None:
             return Parameters()
         held, own = self.held(start, stop), self._own[stop] - self._own[start]
@@ -158,14 +158,14 @@ class LayerSums:
         )
 
     def copy_seconds(self, num_bytes: float, num_devices: int = 1, ways: int = 1) -> float:
-        """Seconds in which so many bytes come from the host, whose devices are so many; of 2 ways, as many go there at
-        once. A CPU reads and writes them in its memory."""
+        """The seconds in which `num_bytes` come from a host of `num_devices`. With 2 ways, as many bytes go to the host
+        at the same time. A CPU reads and writes them in its memory."""
         device = self.device
         rate = device.host.copy_rate(num_devices, ways) if device.is_asynchronous else device.memory_rate / 2
         return num_bytes / rate
 
     def owned(self, start: int, stop: int) -> Parameters:
-        """The part of `held` that the stage owns: the optimizer's state of it is here."""
+        """The part of `held` that the stage owns, and whose optimizer state it has."""
         own = self._own[stop] - self._own[start]
         if self.part is not None and not self.part.tie:
             own += self.part.held
@@ -193,14 +193,14 @@ class GraphSums:
     """Bytes of one micro-batch's graph on a stage and the peaks of its actions, above the stage's received input.
 
     Args:
-        layers: of the model.
-        inner: what stored graphs keep.
-        tied: of each weight that several layers use, the bytes of its gradient and the numbers of these layers.
-        has_backward_thread: whether backwards run in a thread of their own, as on GPUs. There autocast frees what it
-            has made of weights whenever a block has been recomputed.
+        layers: the costs of the model's layers.
+        inner: the tensors that stored graphs keep.
+        tied: (bytes of the gradient, numbers of the layers that use it) of each weight that several layers use.
+        has_backward_thread: whether backwards run in a thread of their own, as on GPUs. There autocast frees its
+            converted weights whenever a block has been recomputed.
 
     Attributes:
-        converted_bytes: of some layers what autocast makes of their weights once for a step.
+        converted_bytes: the bytes of the weights of some layers that autocast converts once for a step.
     """
 
     def __init__(
@@ -236,24 +236,24 @@ class GraphSums:
         return self._kept(start, stop) + self._beyond_layers(start, stop)
 
     def forward_peak_bytes(self, start: int, stop: int) -> float:
-        """The most while a forward makes the graph."""
+        """The most bytes while a forward makes the graph."""
         most = self._forward(start, stop) + self._converted_again(start, stop)
         return most - self._kept.before[start] + self._beyond_layers(start, stop)
 
     def backward_peak_bytes(self, start: int, stop: int) -> float:
-        """The most while a backward takes the graph down, the graph included."""
+        """The most bytes while a backward takes the graph down, the graph included."""
         peak = self._with_waiting(self._backward, start, stop)
         return peak - self._kept.before[start] + self._beyond_layers(start, stop)
 
     def first_backward_peak_bytes(self, start: int, stop: int) -> float:
-        """The same with the gradients of the weights, which come as the graph goes; later backwards find them there."""
+        """The most bytes of the first backward, which also makes the gradients of the weights."""
         peak = self._with_waiting(self._first_backward, start, stop) + self._trained.before[stop]
         return peak - self._kept.before[start] + self._beyond_layers(start, stop)
 
     def _with_waiting(self, peaks: RangeMax, start: int, stop: int) -> float:
-        """The most of some layers' peaks, with the gradients that wait meanwhile: that of a parameter which several of
-        these layers use waits from the last one's backward, which comes first, to the first one's. What forwards have
-        converted of blocks is there until the last block has been recomputed."""
+        """The most of some layers' peaks, with the gradients that wait meanwhile: the gradient of a parameter that
+        several layers use waits from the backward of the last layer, which runs first, to the backward of the first.
+        Weights of blocks that forwards have converted stay until the last block has been recomputed."""
         most = max(peaks(start, stop), peaks(stop - 1, stop) + self._converted_again(start, stop - 1))
         waiting = list[tuple[int, int, int]]()
         for num_bytes, users in self._tied:
@@ -267,7 +267,7 @@ class GraphSums:
         return most
 
     def _beyond_layers(self, start: int, stop: int) -> float:
-        """The bytes made outside of the layers, once per stack, less the first layer's input, which is the stage's."""
+        """The bytes made outside of the layers, once per stack, less the first layer's input, which the stage has."""
         made = sum(
             most(max(start, first) - first, min(stop, end) - first)
             for first, end, most in self._outside
@@ -277,7 +277,7 @@ class GraphSums:
 
 
 def _hidden_seconds(layer: LayerCost, own: Seconds, link: Level) -> float:
-    """Seconds of the backward's sums that its products hide: of each sum as many as its products take."""
+    """The seconds of the backward's sums that products hide: a sum is hidden as long as its products run."""
     if not layer.sums_beside:
         return 0.0
     per_operation = own.backward / layer.backward.flops
@@ -305,7 +305,7 @@ def _part_of_head(costs: ModelCosts, device: Device, num_stages: int) -> HeadPar
     """The part of the head that each of K stages has."""
     head = costs.layers[-1]
     seconds = head.seconds or estimated_seconds(head, costs.compute_dtype, device)
-    # Three products of the same size, the first of them in S.
+    # There are three products of the same size, and the first of them is in S.
     third = (seconds.forward + seconds.backward) / 3 / num_stages
     whole = sum((shared.size for shared in head.shared), start=head.parameters)
     num_positions = costs.workload.num_target_tokens
@@ -323,7 +323,7 @@ def _part_of_head(costs: ModelCosts, device: Device, num_stages: int) -> HeadPar
 
 
 def _users(layers: Sequence[LayerCost]) -> list[tuple[SharedParameter, list[int]]]:
-    """Each shared parameter with the numbers of the layers that use it, ascending."""
+    """Pairs of a shared parameter and the ascending numbers of the layers that use it."""
     users: dict[str, tuple[SharedParameter, list[int]]] = {}
     for index, layer in enumerate(layers):
         for parameter in layer.shared:

@@ -15,8 +15,8 @@ from hf_gpipe.planner.costs.prefix_sums import estimated_seconds
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.workload import Workload
 
-#: Speeds are rounded to powers of 2^(1/8), steps of 9 %: what is measured a little differently in the next run decides
-#: the same, mostly.
+#: Speeds are rounded to powers of 2^(1/8), steps of 9 %, so that the next run, which measures a little differently,
+#: mostly decides the same.
 _STEPS_OF_AN_OCTAVE = 8
 
 
@@ -29,11 +29,11 @@ def measure_speeds(
     processes that share a machine slow each other down as they will.
 
     Args:
-        adapter: of the model.
+        adapter: the model's adapter.
         workload: a micro-batch.
         world: the processes and their devices.
-        loss: of the micro-batch.
-        ranks: of this process's worker, among which the block is divided; None: a process is a worker.
+        loss: the loss of the micro-batch.
+        ranks: the ranks of this process's worker, among which the block is divided; None: a process is a worker.
     """
     own = block_seconds(adapter, workload, world.device, loss=loss, barrier=world.barrier, ranks=ranks)
     # The ranks of a worker wait for each other.

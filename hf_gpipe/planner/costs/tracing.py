@@ -1,7 +1,7 @@
 """Traces a stage's forward and backward without memory: the bytes that they keep and move, and their operations.
 
-The stage runs on fake tensors: PyTorch passes shapes, types and kernels along and computes nothing. So the numbers are
-those of the code that will run, of any family, and a layer of a hundred gigabytes costs milliseconds. A few families
+The stage runs on fake tensors: PyTorch passes shapes, types and kernels along and computes nothing. So the numbers come
+from the code that will run, for any family, and a layer of a hundred gigabytes costs milliseconds. A few families
 decide by values what they do next, such as which experts to run; their layers run with real values, on the CPU.
 """
 
@@ -39,27 +39,27 @@ from hf_gpipe.runtime.stage import Stage
 
 CPU = torch.device("cpu")
 _Result = TypeVar("_Result")
-#: The last is a module that fake tensors cannot convert to another type.
+#: The errors of layers that cannot run on fake tensors. The last: fake tensors cannot convert a module's type.
 _DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError)
 
 
 class Trace(NamedTuple):
-    """One micro-batch on one stage; bytes unless said otherwise.
+    """The memory and the operations of a stage for one micro-batch, in bytes unless said otherwise.
 
     Attributes:
-        converted: what autocast makes of weights, once for all micro-batches of a step. It is in nothing else.
-        saved: what the graph keeps, its received input apart.
-        saved_outside: the part of it that was made before the first own layer was called.
+        converted: the weights that autocast converts, once for all micro-batches of a step. No other field counts them.
+        saved: the tensors that the graph keeps, without its received input.
+        saved_outside: the part of `saved` that was made before the first own layer was called.
         saves_hidden: whether the graph keeps the received hidden states.
-        forward_levels: after each new tensor of a forward with a graph, what was alive above what was there before it.
-        forward_only_levels: the same of a forward without one; of recomputed blocks alone nothing.
-        backward_levels: of the backward, above `saved`, the gradient that comes in included.
-        deferred: of blocks that are not recomputed, what I keeps for W where the backward is split.
-        row: of a chunk the keys and values of its whole rows, and as many bytes again for their gradients.
-        weight_flops: of the backward's matrix products those for the weights of linear layers.
-        outside, forward, backward: operations of the forward before the first own layer was called, without products;
-            the forward's others; and the backward's.
-        sums_beside: of the backward's sums those that run beside products.
+        forward_levels: the memory after each new tensor of a forward with a graph, above the memory before it.
+        forward_only_levels: the memory of a forward without a graph, likewise; empty for recomputed blocks alone.
+        backward_levels: the memory of the backward above `saved`, the gradient that comes in included.
+        deferred: the tensors that I keeps for W where the backward is split, of blocks that are not recomputed.
+        row: the keys and values of a chunk's whole rows, and their gradients.
+        weight_flops: the operations of the backward's products for the weights of linear layers.
+        outside, forward, backward: the operations of the forward before the first own layer was called, without
+            products; the other operations of the forward; and the operations of the backward.
+        sums_beside: the sums of the backward that run beside products.
     """
 
     converted: int
@@ -84,7 +84,7 @@ class Trace(NamedTuple):
 
     @property
     def forward_only_peak(self) -> int:
-        """The most that a forward without one needs."""
+        """The most that a forward without a graph needs."""
         return max((0, *self.forward_only_levels))
 
     @property
@@ -94,10 +94,10 @@ class Trace(NamedTuple):
 
 
 class TracedRanks(Ranks):
-    """The first rank of a worker, which counts the sums over all and makes none.
+    """The first rank of a worker, which counts the sums over all ranks and computes none.
 
     Attributes:
-        phase: what runs now, whose products are counted between the beginning and the end of a sum.
+        phase: the phase that runs now; its products between the beginning and the end of a sum are counted.
         beside: the sums that have had products in between.
     """
 
@@ -139,11 +139,11 @@ class TracedRanks(Ranks):
         return whole
 
     def _count_half(self, whole: torch.Tensor) -> None:
-        """A sum to parts, or a gathering, sends half of what a sum does. Its latency is counted whole."""
+        """Count a sum to parts, or a gathering, which sends half of what a sum does. Its latency counts whole."""
         self._sums = self._sums.and_one(whole.nbytes // 2)
 
     def take(self) -> SumsOverRanks:
-        """The sums since the last call."""
+        """Return the sums since the last call."""
         sums, self._sums = self._sums, self._none
         return sums
 
@@ -154,10 +154,10 @@ class StageTracer:
     On fake tensors the stage is made once: that takes longer than to run it.
 
     Args:
-        adapter: of the model.
+        adapter: the model's adapter.
         layers: the numbers of the stage's layers.
-        wants_gradient: boundary -> for each tensor that crosses it, whether its gradient is wanted.
-        loss: of the micro-batch.
+        wants_gradient: boundary -> whether the gradient of each tensor that crosses it is wanted, by name.
+        loss: the loss of the micro-batch.
         recompute_blocks: whether each block is recomputed in the backward.
         as_on_gpu: count attention as a GPU's kernels do it.
         is_real: whether to run on real tensors at once.
@@ -181,19 +181,19 @@ class StageTracer:
         self._wants_gradient, self._loss = wants_gradient, loss
         self._as_on_gpu, self._is_real = as_on_gpu, is_real
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        #: On fake tensors, once it was made.
+        #: The stage on fake tensors; None: it was not made yet.
         self._stage: Stage | None = None
 
     def trace(self, micro_batch: MicroBatch) -> Trace:
-        """Run it once forward and once backward on a micro-batch, or on a chunk of its rows."""
+        """Run the stage once forward and once backward on a micro-batch, or on a chunk of its rows."""
         return self._run(micro_batch, partial(_trace, ranks=self._ranks))
 
     def saved_bytes(self, micro_batch: MicroBatch, first_layer: int) -> tuple[int, int]:
-        """Run it forward only: the graph's `saved`, and of it what was made before a layer was called.
+        """Run the stage forward only, and return the graph's `saved`, and its part made before a layer was called.
 
         Args:
-            micro_batch: what runs.
-            first_layer: number of that layer.
+            micro_batch: the micro-batch that runs.
+            first_layer: the number of that layer.
         """
 
         def run(stage: Stage, context: Context, tracker: Tracker) -> tuple[int, int]:
@@ -204,7 +204,7 @@ class StageTracer:
 
     @property
     def is_real(self) -> bool:
-        """Whether it runs on real tensors; known after the first run."""
+        """Whether the stage runs on real tensors; known after the first run."""
         return self._is_real
 
     def _run(self, micro_batch: MicroBatch, run: Callable[[Stage, Context, Tracker], _Result]) -> _Result:
@@ -255,7 +255,7 @@ class StageTracer:
 
 
 def _on_cpu(adapter: Adapter) -> Adapter:
-    """The same adapter with the CPU's autocast, since autocast of a GPU changes no operation of these tensors."""
+    """Give an adapter the CPU's autocast, since a GPU's autocast changes no operation of these tensors."""
     if (autocast := adapter.autocast) is not None:
         adapter = copy.copy(adapter)
         adapter.autocast = replace(autocast, device=CPU)
@@ -266,7 +266,7 @@ def _trace(stage: Stage, context: Context, tracker: Tracker, ranks: TracedRanks 
     converted = tracker.live_bytes
     row = sum(tensor.nbytes for cache in stage.row_caches.values() for tensor in cache.tensors()) // 2
     with tracker.phase() as forward_only:
-        # Of recomputed blocks nobody asks for it. But what a loss makes once is there after it.
+        # Nobody asks for this peak of recomputed blocks. But what a loss makes once is there after the forward.
         if stage.model.is_last or not stage.model.recomputes_blocks:
             stage.forward(context, keep_graph=False)
     sums = [NO_SUMS if ranks is None else ranks.take()]
@@ -317,9 +317,9 @@ class _Forward:
     """A forward with a graph.
 
     Attributes:
-        phase: what ran.
-        gradients: for the outputs, of the next stage.
-        incoming: their bytes.
+        phase: the phase of the forward.
+        gradients: the gradients of the outputs, as the next stage sends them.
+        incoming: the bytes of these gradients.
         saved, outside, saves_hidden: as in `Trace`.
     """
 
@@ -362,7 +362,7 @@ def _forward(stage: Stage, context: Context, tracker: Tracker, first_layer: int)
 
 
 def _deferred_bytes(stage: Stage, context: Context, gradients: Mapping[str, torch.Tensor]) -> int:
-    """The bytes that I keeps: none without a block, and the same for recomputed blocks, which I does not run again."""
+    """The bytes that I keeps for W: none without a block. Recomputed blocks keep as many: I does not run them again."""
     if stage.model.recomputes_blocks or all(layer.kind != "block" for layer in stage.model.layers):
         return 0
     with _deferring(stage.model):

@@ -34,14 +34,14 @@ class Phase:
     """A part of a run under a `Tracker`.
 
     Attributes:
-        start_bytes: what was alive when it began.
-        flops: of its matrix products, 2 for a multiplication and its addition.
-        linear_flops: the part of them that has the form of a linear layer.
-        moved: bytes that the other operations read and write.
-        calls: operations, views apart.
-        moved_before, calls_before: those of them before the first own layer was called.
-        is_inside: whether an own layer was called, so that what is made from now on is the layers'.
-        levels: what was alive beyond `start_bytes`, after each new tensor.
+        start_bytes: the bytes that were alive when the phase began.
+        flops: the operations of its matrix products, 2 for a multiplication and its addition.
+        linear_flops: the operations of products that have the form of a linear layer.
+        moved: the bytes that the other operations read and write.
+        calls: the number of operations except views.
+        moved_before, calls_before: the part of `moved` and `calls` before the first own layer was called.
+        is_inside: whether an own layer was called, so that the layers make all tensors from now on.
+        levels: the bytes that were alive beyond `start_bytes`, after each new tensor.
     """
 
     start_bytes: int
@@ -55,7 +55,7 @@ class Phase:
     levels: list[int] = field(default_factory=list)
 
     def enter_layers(self, *_: Any) -> None:
-        """As a hook of the first own layer."""
+        """Note that an own layer is called. It is a hook of the first own layer."""
         if not self.is_inside:
             self.is_inside, self.moved_before, self.calls_before = True, self.moved, self.calls
 
@@ -67,7 +67,7 @@ class Tracker(TorchDispatchMode):
         as_on_gpu: whether operations need what they need on a GPU.
 
     Attributes:
-        live_bytes: what was made while the mode was on and is still alive.
+        live_bytes: the bytes that were made while the mode was on and are still alive.
     """
 
     def __init__(self, *, as_on_gpu: bool = False) -> None:
@@ -79,11 +79,11 @@ class Tracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: nothing here is compiled, and to say so before each call takes as long as many of them."""
+        """Return False: nothing here is compiled, and to find that out before each call takes as long as many calls."""
         return False
 
     def ignore(self, tensors: Any) -> None:
-        """Count these tensors' memory never: it was there before."""
+        """Never count the memory of these tensors, which was there before."""
         for tensor in tensors:
             self._note(tensor, is_counted=False)
 
@@ -151,7 +151,7 @@ class Tracker(TorchDispatchMode):
 
 
 class _Counted(NamedTuple):
-    """Of one operation; flops, linear_flops and moved as in `Phase`, and the bytes of `_converted_bytes`."""
+    """The counts of one operation: flops, linear_flops and moved as in `Phase`, and the bytes of `_converted_bytes`."""
 
     converted: int = 0
     flops: int = 0
@@ -177,7 +177,7 @@ def _count(
     return _Counted(converted, flops, flops if is_linear else 0, moved)
 
 
-#: By whether it is counted as on a GPU.
+#: The function that counts an operation, by whether it counts as on a GPU.
 _COUNT = {as_on_gpu: partial(_count, as_on_gpu) for as_on_gpu in (False, True)}
 
 
@@ -193,8 +193,8 @@ def _is_pointwise(func: Any) -> bool:
 
 
 def _converted_bytes(func: Any, args: Any, result: Any) -> int:
-    """The bytes of the tensors that a CPU's kernel converts: of a pointwise operation on several types all that do not
-    have the common one, its output too. A GPU converts each number as it reads it."""
+    """The bytes of the tensors that a CPU's kernel converts: all that do not have the common type in a pointwise
+    operation on several types, its output too. A GPU converts each number as it reads it."""
     if not (_is_pointwise(func) and isinstance(result, torch.Tensor) and result.is_floating_point()):
         return 0
     tensors = [given for given in args if isinstance(given, torch.Tensor) and given.dim() and given.is_floating_point()]
@@ -208,10 +208,10 @@ def moved_bytes(operation: Any, args: Any, kwargs: Any, result: Any, flops: int)
     """The bytes that an operation reads from memory and writes to it; what is broadcast counts once.
 
     Args:
-        operation: with any overload; no view.
-        args, kwargs, result: of its call.
-        flops: of a matrix product or of attention; else 0. A product that is not narrow reads and writes while it
-            computes, so its bytes do not count, but for a mask of attention, which every head reads.
+        operation: the operation, with any overload; no view.
+        args, kwargs, result: the arguments and the result of its call.
+        flops: the operations of a matrix product or of attention; else 0. A product that is not narrow reads and
+            writes while it computes, so its bytes do not count, except a mask of attention, which every head reads.
     """
     if operation in _WITHOUT_KERNEL:
         return 0
@@ -250,12 +250,12 @@ def _grouped_output(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *
 
 
 def _grouped(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
-    """Products of groups of rows with a matrix each: every row, or every column of a gradient, is multiplied once."""
+    """The operations of products of groups of rows with a matrix each. A row, or a gradient's column, counts once."""
     return int(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
 def _quantised(inputs: Any, weight: Any, shape: Any, *args: Any, **kwargs: Any) -> int:
-    """A product by 4-bit weights of this shape."""
+    """The operations of a product by 4-bit weights of this shape."""
     return int(2 * inputs.numel() * shape[0])
 
 
@@ -270,7 +270,7 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.hf_gpipe.kernel_attention_backward: attention_backward_flops,
     _aten._grouped_mm: _grouped,
 }
-#: With as few rows or columns, or as short a sum, a product takes as long as it reads and writes its matrices.
+#: The rows, columns or terms of a sum up to which a product takes only the time to read and write its matrices.
 _NARROW = 64
 _WITHOUT_KERNEL = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 #: A GPU draws dropout in the kernel that multiplies by it; a CPU makes it before by these two.
@@ -283,5 +283,5 @@ _OF_TABLE = {
     **dict.fromkeys((_aten.index_put_, _aten.index_add_, _aten.scatter_, _aten.scatter_add_), 0),
     _aten.nll_loss_backward: 1,
 }
-#: The products of linear layers and experts. Those of attention have a batch.
+#: The products of linear layers and experts. Attention's products have a batch dimension.
 _LINEAR = {_aten.mm, _aten.addmm, _aten.addmm_, _aten._grouped_mm}

@@ -17,11 +17,11 @@ from hf_gpipe.recipe.sizes import number_and_unit, read_bytes
 
 Entry = TypeVar("Entry")
 _GIB = 1 << 30
-#: What PyTorch takes to start a kernel, autograd and the modules' own code included; it differs with the host.
+#: The seconds that PyTorch takes to start a kernel, autograd and the modules' code included; hosts differ.
 _CALL_SECONDS = 1e-5
-#: What is reached of a data sheet's rate of products and of its bandwidth. Measured on an H100 of 989 TFLOP/s and 3.35
-#: TB/s: 0.78 of the rate in one large product (0.73 in float32) and 0.67 of the bandwidth in a copy. The layers of a
-#: Llama of width 2560 take the time that 0.7 and 0.67 give.
+#: The shares that are reached of a data sheet's rate of products and of its bandwidth. On an H100 of 989
+#: TFLOP/s and 3.35 TB/s, a large product reaches 0.78 of the rate (0.73 in float32) and a copy 0.67 of the bandwidth.
+#: The layers of a Llama of width 2560 take the time that 0.7 and 0.67 give.
 _PRODUCT_SHARE, _MEMORY_SHARE = 0.7, 0.67
 #: What a CUDA context, with the kernels that torch loads, takes of a device beside torch's allocator. It is the
 #: difference between "this process has" and "allocated" plus "reserved" in torch's messages of CUDA out of memory: 0.46
@@ -42,7 +42,7 @@ LINKS: dict[str, Level] = {
         "nvlink2": (150e9, 5e-6),
         "nvlink3": (300e9, 5e-6),
         "nvlink4": (450e9, 5e-6),
-        # Of the nominal 15.75, 31.5 and 63 GB/s, what a copy reaches.
+        # The bandwidths that a copy reaches; the nominal ones are 15.75, 31.5 and 63 GB/s.
         "pcie3": (12.5e9, 1e-5),
         "pcie4": (25e9, 1e-5),
         "pcie5": (50e9, 1e-5),
@@ -60,16 +60,17 @@ LINKS: dict[str, Level] = {
 
 @dataclass(frozen=True)
 class Host:
-    """The machine of some devices: from its memory weights visit them, and its CPU updates these.
+    """The machine of some devices: weights visit the devices from its memory, and its CPU updates the weights.
 
-    What nobody gave is what is usual, not measured.
+    Values that nobody gave are usual ones, and not measured.
 
     Attributes:
-        link: between a device and this memory; its bandwidth is in one direction.
-        devices_per_link: how many devices share such a link, as behind one PCIe switch.
-        bytes_per_second: of its memory, for all of its processes together.
-        process_bytes_per_second: the most that one process gets of it.
-        memory_bytes: what weights that visit, all that belongs to them, and graphs may use of it; None: not known.
+        link: the link between a device and this memory; its bandwidth is in one direction.
+        devices_per_link: the number of devices that share such a link, as behind one PCIe switch.
+        bytes_per_second: the bandwidth of the memory, for all processes of the machine together.
+        process_bytes_per_second: the most bandwidth that one process gets.
+        memory_bytes: the bytes that weights that visit, their gradients and optimizer state, and graphs may use; None:
+            not known.
     """
 
     link: Level = LINKS["pcie4"]
@@ -79,13 +80,13 @@ class Host:
     memory_bytes: int | None = None
 
     def copy_rate(self, num_devices: int, ways: int = 1) -> float:
-        """Bytes a second between the memory and one of so many devices, all of which copy at once, each in one or both
-        of the two directions."""
+        """The bytes a second between the memory and each of `num_devices` that copy at once, in one direction (`ways`
+        1) or in both (2)."""
         shared = self.link.bytes_per_second / min(self.devices_per_link, num_devices)
         return min(shared, self.bytes_per_second / (num_devices * ways))
 
     def process_rate(self, num_processes: int) -> float:
-        """Bytes a second of the memory for one of so many processes, all of which read and write at once."""
+        """The bytes a second of the memory for each of `num_processes` that read and write at once."""
         return min(self.process_bytes_per_second, self.bytes_per_second / num_processes)
 
 
@@ -95,22 +96,23 @@ class Device:
 
     Attributes:
         name: as a user writes it.
-        memory_bytes: what a process may use of it; None: not known.
-        flops_per_second: by the type of a matrix product's factors, such as "bfloat16"; float32 is always there.
-        bytes_per_second: of its memory.
-        link: to the device of the next stage.
-        reserved_share: what the allocator holds without using it, freed blocks that fit nothing, as a share of what
-            waits between actions: graphs and messages. On GPUs measured on an H100 (docs/gpu.md); glibc's allocator on
-            a CPU keeps freed memory below what is still alive (docs/planner.md).
-        reserved_working_share: the same as a share of gradients and of the memory that an action needs while it runs,
+        memory_bytes: the bytes that a process may use; None: not known.
+        flops_per_second: the peak rates by the type of a matrix product's factors, such as "bfloat16"; float32 is
+            always there.
+        bytes_per_second: the bandwidth of its memory.
+        link: the link to the device of the next stage.
+        reserved_share: the bytes that the allocator holds without using them, freed blocks that fit nothing, per byte
+            that waits between actions: graphs and messages. For GPUs it is measured on an H100 (docs/gpu.md); glibc's
+            allocator on a CPU keeps freed memory below what is still alive (docs/planner.md).
+        reserved_working_share: the bytes that the allocator holds so per byte of gradients and of working memory,
             whose sizes differ more.
         call_seconds: the host's time for one operation, however small.
-        is_asynchronous: whether another processor tells it what to do next while it computes and moves bytes, so that
-            the longer one of both counts. A CPU does one after the other.
-        host: whose memory weights visit from.
-        workspace_bytes: what cuBLAS takes of its memory; None: it has no CUDA.
-        product_share, memory_share: what a transformer reaches of `flops_per_second` and of `bytes_per_second`; all of
-            what was measured.
+        is_asynchronous: whether another processor prepares its next operation while it computes and moves bytes, so
+            that the longer time of the two counts. A CPU does both in turn.
+        host: the host from whose memory weights visit.
+        workspace_bytes: the bytes that cuBLAS takes of its memory; None: it has no CUDA.
+        product_share, memory_share: the shares that a transformer reaches of `flops_per_second` and of
+            `bytes_per_second`; 1 where these were measured.
     """
 
     name: str
@@ -128,22 +130,22 @@ class Device:
     memory_share: float = 1.0
 
     def seconds(self, arithmetic_seconds: float, moved_bytes: float, calls: int) -> float:
-        """The time of some operations, one after the other: products that compute for so long, and others that move so
-        many bytes. All together are so many calls."""
+        """The seconds of some operations in turn: products that compute for `arithmetic_seconds`, and others that move
+        `moved_bytes`, in `calls` calls together."""
         parts = arithmetic_seconds + moved_bytes / self.memory_rate, calls * self.call_seconds
         return max(parts) if self.is_asynchronous else sum(parts)
 
     @property
     def memory_rate(self) -> float:
-        """Bytes a second that operations reach."""
+        """The bytes a second that operations reach."""
         return self.memory_share * self.bytes_per_second
 
     def product_rate(self, dtype: str) -> float:
-        """Operations a second that matrix products reach."""
+        """The operations a second that matrix products reach."""
         return self.product_share * self.flops_for(dtype)
 
     def flops_for(self, dtype: str) -> float:
-        """Peak rate of matrix products; of a type that is not listed as of float32, in float64 half of it."""
+        """The peak rate of matrix products. A type that is not listed has float32's rate, and float64 half of it."""
         half = 0.5 if dtype == "float64" else 1.0
         return self.flops_per_second.get(dtype, half * self.flops_per_second["float32"])
 
@@ -164,12 +166,12 @@ def _gpu(
 
     Args:
         name: as a user writes it.
-        memory_gib: all that the driver reports, which is less than the name says.
-        terabytes: of its memory, in 10^12 a second.
-        link: to the device of the next stage.
-        fp32, fp16, bf16: rates in 10^12 a second.
-        workspace_mib: of cuBLAS; None: it has no CUDA.
-        context_gib: of CUDA and its kernels.
+        memory_gib: the memory that the driver reports, which is less than the name says.
+        terabytes: the bandwidth of the memory, in 10^12 bytes a second.
+        link: the link to the device of the next stage.
+        fp32, fp16, bf16: the rates of products, in 10^12 operations a second.
+        workspace_mib: the workspaces of cuBLAS; None: the device has no CUDA.
+        context_gib: the memory of CUDA's context and kernels.
     """
     rates = {"float32": fp32 * 1e12, "float16": fp16 * 1e12}
     if bf16 is not None:
@@ -181,7 +183,7 @@ def _gpu(
 
 
 def _of_sheet(device: Device) -> Device:
-    """The same device, whose rates are those of a data sheet."""
+    """Give a device, whose rates are a data sheet's, the shares of them that a transformer reaches."""
     return replace(device, product_share=_PRODUCT_SHARE, memory_share=_MEMORY_SHARE)
 
 
@@ -201,13 +203,13 @@ DEVICES: dict[str, Device] = {
         _gpu("h200", 139.7, 4.8, "nvlink4", fp32=67, fp16=989, bf16=989, **_HOPPER),
         _gpu("rtx3090", 23.6, 0.936, "pcie4", fp32=35.6, fp16=71, bf16=71),
         _gpu("rtx4090", 23.6, 1.008, "pcie4", fp32=82.6, fp16=165, bf16=165),
-        # One of the two cores of a chip, GPipe's accelerator; products of float32 run in bfloat16.
+        # It is one of the two cores of a chip, GPipe's accelerator; products of float32 run in bfloat16.
         _gpu("tpu-v3", 16, 0.45, "tpu-v3", fp32=61.5, fp16=61.5, bf16=61.5, workspace_mib=None),
     )
 }
 
 
-#: The names by which torch knows the GPUs of the table; of several entries the one with the nearest memory.
+#: The entries of the table by torch's names of GPUs. Among several entries the nearest memory decides.
 _KNOWN_AS = {
     "p100": ("p100",),
     "v100": ("v100-16", "v100-32"),
@@ -219,7 +221,7 @@ _KNOWN_AS = {
     "rtx 3090": ("rtx3090",),
     "rtx 4090": ("rtx4090",),
 }
-#: For any other GPU: the newest compute capability that is not above its own -> an entry of that generation.
+#: The entries for other GPUs: a compute capability -> an entry of that generation. The newest up to the GPU's is used.
 _OF_CAPABILITY = {
     (0, 0): "p100",
     (7, 0): "v100-16",
@@ -233,11 +235,11 @@ _OF_CAPABILITY = {
 
 
 def like_gpu(name: str, memory_bytes: int, capability: tuple[int, int]) -> Device:
-    """The data sheet of a GPU that torch has found; of one that is not in the table, another of its generation.
+    """The data sheet of a GPU that torch has found. A GPU that is not in the table gets an entry of its generation.
 
     Args:
-        name: torch's, such as "NVIDIA A100-SXM4-80GB".
-        memory_bytes: all of its memory.
+        name: torch's name, such as "NVIDIA A100-SXM4-80GB".
+        memory_bytes: the GPU's whole memory.
         capability: its compute capability.
     """
     words = name.lower()
@@ -251,7 +253,7 @@ def like_gpu(name: str, memory_bytes: int, capability: tuple[int, int]) -> Devic
 
 
 def cpu(num_threads: int) -> Device:
-    """A process on the CPU with so many threads, of a server of the last ten years; its memory is not known.
+    """A process on the CPU of a server of the last ten years with `num_threads`; its memory is not known.
 
     A core with AVX2 begins two fused multiplications and additions of eight float32 in each cycle, so 32 operations,
     at about 3 GHz. A channel of DDR4-3200 has 25.6 GB/s, and about two cores share one. With 0.55 of the rate, the
@@ -267,8 +269,8 @@ def device(name: str, link: str | None = None) -> Device:
     """A device of the table, by its name in any letters.
 
     Args:
-        name: for example "a100-80".
-        link: name of what joins it to the next one; None: the usual.
+        name: the name, for example "a100-80".
+        link: the name of the link to the next device; None: the usual link.
 
     Raises:
         UserError: an unknown device or link.
@@ -281,11 +283,11 @@ def link_between(name: str, what: str = "link") -> Level:
     """A link of the table by its name, or one by its bandwidth, such as "25GB/s" or "100Gb/s".
 
     Args:
-        name: or bandwidth.
-        what: it is, in messages.
+        name: the name or the bandwidth.
+        what: the words for the link in error messages.
 
     Raises:
-        UserError: neither.
+        UserError: the text is neither.
     """
     if name[:1].isdigit():
         return Level(2, read_bandwidth(name, f"the {what}"), LINKS["ethernet-100"].latency_seconds)
@@ -293,13 +295,13 @@ def link_between(name: str, what: str = "link") -> Level:
 
 
 def read_host(link: str | None, memory: str | None, bandwidth: str | None, usual: Host = Host()) -> Host:
-    """The host of the command's options.
+    """Read the host of the command's options.
 
     Args:
-        usual: where an option is None.
-        link: as in `link_between`; "/2" behind it: two devices share one.
-        memory: such as "256GiB".
-        bandwidth: of the memory, such as "100GB/s".
+        usual: the host whose values count where an option is None.
+        link: a link as in `link_between`; "/2" behind it: two devices share a link.
+        memory: the size of the memory, such as "256GiB".
+        bandwidth: the bandwidth of the memory, such as "100GB/s".
 
     Raises:
         UserError: one of them cannot be read.
@@ -323,13 +325,13 @@ def read_host(link: str | None, memory: str | None, bandwidth: str | None, usual
 
 
 def custom(memory_bytes: int | None, flops_per_second: float, bytes_per_second: float, link: Level) -> Device:
-    """A device that is in no table, with one rate for all types; both rates are those of its data sheet."""
+    """A device that is in no table, with one rate for all types. Both rates are from its data sheet."""
     rates = {"float32": flops_per_second, "float64": flops_per_second}
     return _of_sheet(Device("given", memory_bytes, rates, bytes_per_second, link, call_seconds=_CALL_SECONDS))
 
 
 def read_flops(text: str, name: str) -> float:
-    """Operations a second, from a text such as "312TFLOPS" or "15.7 TFLOP/s".
+    """Read operations a second from a text such as "312TFLOPS" or "15.7 TFLOP/s".
 
     Raises:
         UserError: the text is not a rate, or has no unit.
@@ -342,7 +344,7 @@ def read_flops(text: str, name: str) -> float:
 
 
 def read_bandwidth(text: str, name: str) -> float:
-    """Bytes a second, from a text such as "900GB/s" or, in bits, "100Gb/s" or "100Gbit/s".
+    """Read bytes a second from a text such as "900GB/s" or, in bits, "100Gb/s" or "100Gbit/s".
 
     Raises:
         UserError: the text is not a bandwidth, or has no unit.

@@ -26,7 +26,7 @@ _NVLINK_CHANNELS, _CHANNELS = (32, 24), (2, 2)
 
 
 def library_bytes(processes: Processes, placement: Placement, *, divides_head: bool) -> tuple[int, ...]:
-    """For each worker of a placement the bytes that libraries take on each of its devices; 0 without CUDA.
+    """The bytes that libraries take on each device of each worker of a placement; 0 without CUDA.
 
     With `divides_head` the workers share the head.
     """

@@ -16,8 +16,8 @@ from hf_gpipe.job.world import MeasuredLink, World
 from hf_gpipe.partition.cluster import Cluster, Level
 from hf_gpipe.schedule.placement import Placement
 
-#: Messages grow until one takes so long and so many round trips, or has the last size. TCP begins slowly: on a link
-#: with a delay, the first round trips of a message carry little.
+#: The seconds and the round trips that the last of growing messages must take, unless it has the last size. TCP
+#: begins slowly: on a link with a delay, the first round trips of a message carry little.
 _LONG_ENOUGH_SECONDS, _ENOUGH_ROUND_TRIPS = 0.05, 20
 _FIRST_BYTES, _LAST_BYTES, _GROWTH = 1 << 16, 1 << 25, 8
 _NUM_TRIPS = 5
@@ -31,7 +31,7 @@ def measure_machines(world: World) -> None:
 
 
 def measure(world: World, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
-    """The links between pairs of processes, measured unless they were. Every process calls it."""
+    """The links between pairs of processes. Those that were not measured yet are measured. Every process calls it."""
     ends = [frozenset(world.hosts[rank] for rank in pair) for pair in pairs]
     missing = [pair for pair, hosts in zip(pairs, ends, strict=True) if hosts not in world.links]
     for link in measure_links(world, missing):
@@ -40,10 +40,10 @@ def measure(world: World, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink
 
 
 def cluster_of(world: World, inside: Level) -> Cluster | None:
-    """The machines as a cluster with the slowest link that was measured between two; None where none was.
+    """The machines as a cluster with the slowest measured link between two machines; None: no link was measured.
 
     Args:
-        world: the processes, with what was measured of their links.
+        world: the processes, with their measured links.
         inside: the link between the processes of a machine.
     """
     between = [link for ends, link in world.links.items() if len(ends) > 1]
@@ -53,14 +53,14 @@ def cluster_of(world: World, inside: Level) -> Cluster | None:
     counts = Counter(world.hosts)
     names, count = list(counts), counts[world.hosts[0]]
     if world.hosts != tuple(name for name in names for _ in range(count)):
-        # Levels are of equal parts. Without them no link is taken for faster than it is.
+        # Levels have equal parts. Without levels no link is assumed to be faster than it is.
         return Cluster((Level(len(world.hosts), *slowest),))
     machine = Level(count, inside.bytes_per_second, inside.latency_seconds)
     return Cluster((machine, Level(len(names), *slowest)))
 
 
 def steady(cluster: Cluster) -> Cluster:
-    """A measured cluster in powers of two: what is measured a little differently in the next run decides the same."""
+    """Round a measured cluster to powers of two, so that a slightly different measurement decides the same."""
 
     def rounded(value: float) -> float:
         return 2.0 ** round(math.log2(value)) if value else value
@@ -77,7 +77,7 @@ def pairs_to_measure(placement: Placement, hosts: Sequence[str]) -> list[tuple[i
     """Two processes for each pair of machines between which a plan sends; on one machine alone, two of its processes.
 
     Args:
-        placement: its edges, and its reductions in a ring of each stage's replicas.
+        placement: the stages' placement: its edges, and the rings of each stage's replicas, send messages.
         hosts: the machine of each process.
     """
     sending = {(worker, following) for _, worker, following in placement.edges if worker != following}
@@ -107,12 +107,12 @@ def measure_links(world: World, pairs: Sequence[tuple[int, int]]) -> list[Measur
 
 
 def _send_and_measure(world: World, peer: int) -> tuple[float, float]:
-    """Bytes per second and seconds of latency to a process that calls `_answer`."""
+    """The bytes per second and the seconds of latency to a process that calls `_answer`."""
     device, group = world.device, world.group_on(world.device)
     token = torch.zeros(1, dtype=torch.int64, device=device)
 
     def trip(size: int) -> float:
-        """Seconds until a message of so many bytes has arrived and the answer is here."""
+        """The seconds until a message of `size` bytes has arrived and the answer is here."""
         content = torch.zeros(size, dtype=torch.uint8, device=device)
         dist.send(torch.tensor([size], device=device), group_dst=peer, group=group)
         dist.recv(token, group_src=peer, group=group)

@@ -24,11 +24,12 @@ BETWEEN_MACHINES = LINKS["ethernet-100"]
 
 
 def read_cluster(text: str, device: Device) -> Cluster:
-    """The cluster of a text as `parse_cluster` reads it, or of two counts alone, such as 4x8.
+    """Read the cluster of a text as `parse_cluster` does, or of two counts alone, such as 4x8.
 
     Args:
-        text: of two counts the devices of a machine have the link of `device`, the machines `BETWEEN_MACHINES`.
-        device: of every process.
+        text: the text. With two counts alone, the devices of a machine have the link of `device`, and machines have
+            `BETWEEN_MACHINES`.
+        device: the device of every process.
 
     Raises:
         UserError: the text cannot be read.
@@ -46,7 +47,7 @@ def is_cluster(text: str) -> bool:
 
 
 def one_level(device: Device, num_devices: int) -> Cluster:
-    """So many devices, each pair of which has the device's link."""
+    """A cluster of `num_devices`, each pair of which has the device's link."""
     return Cluster((replace(device.link, parts=num_devices),))
 
 
@@ -54,8 +55,8 @@ class Network:
     """The links between the workers of a placement.
 
     Args:
-        cluster: its ranks are the workers; it has at least as many devices.
-        placement: of the stages.
+        cluster: the cluster, whose ranks are the workers; it has at least as many devices.
+        placement: the placement of the stages.
 
     Raises:
         UserError: there are more workers than devices.
@@ -70,10 +71,10 @@ class Network:
         self._cluster, self._placement = cluster, placement
 
     def transfer_seconds(self, boundary_bytes: Sequence[float]) -> Mapping[tuple[int, int, int], float]:
-        """Seconds of a message on each of `Placement.edges`; 0 inside of a process.
+        """The seconds of a message on each of `Placement.edges`; 0 inside of a process.
 
         Args:
-            boundary_bytes: of each boundary (K-1).
+            boundary_bytes: the bytes of a message over each boundary (K-1 values).
         """
         edges = self._placement.edges
         senders: dict[tuple[int, int, int], set[int]] = {}
@@ -89,14 +90,14 @@ class Network:
         return seconds
 
     def reduce_seconds(self, stage: int, size_bytes: float) -> float:
-        """Seconds of the reduction of a stage's gradients in a ring of its replicas.
+        """The seconds of the reduction of a stage's gradients in a ring of its replicas.
 
-        Of r replicas each sends 2 (r - 1) parts of 1/r of the gradients (Patarasuk and Yuan 2009). The slowest of the
+        Each of r replicas sends 2 (r - 1) parts of 1/r of the gradients (Patarasuk and Yuan 2009). The slowest of the
         links that the ring goes over decides.
 
         Args:
-            stage: its number.
-            size_bytes: of its gradients.
+            stage: the stage's number.
+            size_bytes: the bytes of its gradients.
         """
         workers = self._placement.workers[stage]
         if len(workers) == 1:
@@ -106,11 +107,11 @@ class Network:
         return 2 * (len(workers) - 1) * max(level.seconds(message) for level in levels)
 
     def slowest_rate(self, workers: Sequence[int]) -> float:
-        """Bytes a second of the slowest link between some workers, of which there are at least two."""
+        """The bytes a second of the slowest link between some workers, of which there are at least two."""
         return min(level.bytes_per_second for level in self._cluster.levels[: self._depth(workers)])
 
     def _rings(self, workers: Sequence[int], depth: int) -> int:
-        """How many reductions leave the busiest of the parts that have these workers."""
+        """The number of reductions that leave the busiest of the parts that have these workers."""
         parts = {self._part(worker, depth) for worker in workers}
         leaving = dict.fromkeys(parts, 0)
         for group in self._placement.groups:
@@ -128,10 +129,10 @@ class Network:
         return depth
 
     def _part(self, worker: int, depth: int) -> int:
-        """The number of the part of level `depth` that has a worker; of level 1 the parts are devices."""
+        """The number of the part of level `depth` that has a worker. The parts of level 1 are devices."""
         return worker // self._cluster.devices_in(depth - 1)
 
     def _shared(self, depth: int, flows: int) -> Level:
-        """The link of a level, where so many flows share it."""
+        """The link of a level for each of the flows that share it."""
         level = self._cluster.levels[depth - 1]
         return replace(level, bytes_per_second=level.bytes_per_second / flows)

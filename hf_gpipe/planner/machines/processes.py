@@ -15,9 +15,9 @@ from hf_gpipe.schedule import Placement
 from hf_gpipe.text import size_text
 
 MemoryLimit: TypeAlias = int | tuple[int, ...] | None
-"""Bytes that any process may use, or each of them; None: no limit is known."""
+"""The bytes that any process may use, or a number for each process; None: no limit is known."""
 
-#: Devices whose memory differs by less are alike: what is free on equal ones differs a little.
+#: The ratio of memory below which devices are alike: equal devices differ a little in free memory.
 ALIKE = 1.05
 
 
@@ -25,11 +25,11 @@ class Processes:
     """The processes that a plan is for.
 
     Args:
-        device: what a process computes on.
+        device: the device that a process computes on.
         memory_bytes: the most that a process may use, or one number for each process; None: the device's memory, where
             that is known.
         cluster: the links between the processes; None: every pair of them has the device's link.
-        speeds: of each process, relative to `device`; None: all are as fast.
+        speeds: the speed of each process, relative to `device`; None: all are as fast.
         division: how layers are divided. A process of the plan then stands for the ranks of a worker, each of which has
             this memory; the links of the cluster are between devices.
     """
@@ -48,7 +48,7 @@ class Processes:
         self.link = device.link if cluster is None else cluster.levels[0]
 
     def within(self, memory_bytes: MemoryLimit) -> Self:
-        """The same with another limit; what was computed is shared."""
+        """Replace the limit of memory. The copy shares what was computed."""
         other = copy.copy(self)
         other.memory_bytes = memory_bytes
         return other
@@ -58,18 +58,18 @@ class Processes:
         return self.memory_bytes[process] if isinstance(self.memory_bytes, tuple) else self.memory_bytes
 
     def limits_of(self, placement: Placement) -> list[int | None]:
-        """For each stage the limit of a process that holds it: the smallest of its replicas'."""
+        """The limit of a process that holds a stage, for each stage: the smallest of its replicas' limits."""
         limits = [[self.limit_of(process) for process in own] for own in placement.workers]
         return [min((limit for limit in own if limit is not None), default=None) for own in limits]
 
     def speeds_of(self, placement: Placement) -> list[float]:
-        """For each stage the relative speed of its slowest replica, for which the others wait."""
+        """The relative speed of each stage's slowest replica, for which the other replicas wait."""
         if self.speeds is None:
             return [1.0] * placement.num_stages
         return [min(self.speeds[process] for process in own) for own in placement.workers]
 
     def check_processes(self, placement: Placement) -> None:
-        """Raise UserError where there are other numbers of limits or speeds than of processes."""
+        """Raise UserError where the number of limits or speeds is not the number of processes."""
         for name, values in (("memory", self.memory_bytes), ("speeds", self.speeds)):
             if isinstance(values, Sequence) and len(values) != placement.num_processes:
                 raise UserError(
@@ -78,7 +78,7 @@ class Processes:
                 )
 
     def classes(self, num_processes: int) -> Sequence[int]:
-        """The number of each process's class: those of one class have the same speed, and limits that are `ALIKE`.
+        """The number of each process's class. Processes of one class have the same speed, and limits that are `ALIKE`.
 
         Classes are numbered in the order of their first process. A plan must fit the limit of each process all the
         same.
@@ -114,10 +114,10 @@ class Processes:
         return Network(self.cluster or one_level(self.device, placement.num_processes), placement)
 
     def host_size(self, num_processes: int) -> int:
-        """How many of so many workers a machine has; all of them in a cluster of one level."""
+        """The number of workers that a machine has; all of them in a cluster of one level."""
         is_one = self.cluster is None or len(self.cluster.levels) == 1
         return num_processes if is_one or self.cluster is None else min(self.cluster.devices_in(1), num_processes)
 
     def num_copying(self, num_workers: int) -> int:
-        """The devices that copy to and from the memory of one machine, all ranks of so many workers."""
+        """The number of devices that copy to and from the memory of one machine, all ranks of `num_workers` counted."""
         return self.division.ranks_of(self.host_size(num_workers))

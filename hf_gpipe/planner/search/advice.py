@@ -17,17 +17,17 @@ from hf_gpipe.planner.search.visiting import SETTING, possible_visitors
 from hf_gpipe.recipe import AUTO, DecidedConfig
 from hf_gpipe.text import seconds_text, size_text
 
-#: A plan that was to fit and did not is mended by one that needs this share of it at most.
+#: The most memory of the advised plan, as a share of the plan that was to fit and did not.
 _SAFE_SHARE = 0.9
 
 
 def smallest_fix(plan: Plan) -> str:
-    """One sentence: what to change so that the plan's model fits.
+    """Say in one sentence what to change so that the plan's model fits.
 
     Changes that cost little come first: recomputation, the schedule, more micro-batches, an even split, and only then
-    more stages. Where only more devices or nothing of that would do, adapters that fit the devices are named too, and
-    weights that visit them. For a plan that fits by prediction (and ran out of memory all the same) it is what needs a
-    tenth less.
+    more stages. Where only more devices or none of these would help, adapters that fit the devices are named too, and
+    weights that visit them. A plan that should have fit, but ran out of memory, gets a change that needs a tenth less
+    memory.
     """
     limit = plan.planner.memory_bytes
     if limit is None or plan.fits:
@@ -63,7 +63,7 @@ def _fits(plan: Plan) -> str:
 
 
 def _adapters_that_fit(plan: Plan) -> Iterator[str]:
-    """LoRA, and then LoRA on quantised weights, each with the smallest change that makes it fit the same devices."""
+    """Yield the smallest changes with which LoRA, and LoRA on quantised weights, fit the same devices."""
     for keys, make in plan.planner.lighter.items():
         try:
             lighter = make()
@@ -79,7 +79,7 @@ def _adapters_that_fit(plan: Plan) -> Iterator[str]:
 
 
 def _visits_that_fit(planner: Planner, plan: Plan) -> Iterator[str]:
-    """Weights that visit the same devices, which are GPUs, with stages as small as they come; if that fits."""
+    """Yield the change that lets weights visit the same GPUs, with stages as small as possible, if that fits."""
     settings = plan.settings
     if settings.replicas != 1 or settings.visitors is not None:
         return
@@ -97,14 +97,14 @@ def _visits_that_fit(planner: Planner, plan: Plan) -> Iterator[str]:
 
 
 def _changed_plans(planner: Planner, plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Each change in words and as a plan, the smallest first."""
+    """Yield each change in words and as a plan, the smallest first."""
     for change in _changes(planner, plan.settings):
         with suppress(UserError):
             yield _arguments(change), best_plan(planner, plan.settings.replaced(**change))
 
 
 def _changes(planner: Planner, settings: DecidedConfig) -> Iterator[Mapping[str, Any]]:
-    """Keys of `pipeline` with other values, the smallest change first."""
+    """Yield keys of `pipeline` with other values, the smallest change first."""
     lean: dict[str, Any] = {"schedule": "1f1b", "recompute": AUTO}
     if settings.recompute != "stage":
         yield {"recompute": AUTO}
@@ -117,7 +117,7 @@ def _changes(planner: Planner, settings: DecidedConfig) -> Iterator[Mapping[str,
     finest = {"num_micro_batches": max([settings.num_micro_batches, *more]), **lean, "partition": AUTO}
     yield finest
     if isinstance(settings.replicas, tuple):
-        return  # They are of this many stages.
+        return  # the schedule is a table of this many stages
     for num_stages in _more_stages(settings.num_stages, planner.num_layers):
         of_replica = settings.num_processes // settings.replicas
         processes = num_stages * of_replica // settings.num_stages * settings.replicas
@@ -125,14 +125,14 @@ def _changes(planner: Planner, settings: DecidedConfig) -> Iterator[Mapping[str,
 
 
 def _arguments(change: Mapping[str, Any]) -> str:
-    """A change as arguments of a recipe, other processes as devices."""
+    """Write a change as arguments of a recipe. A number of processes is written as a number of devices."""
     first, *others = (f"pipeline.{name}={value}" for name, value in change.items() if name != "num_processes")
     devices = f" on {change['num_processes']} devices" if "num_processes" in change else ""
     return f"{first}{devices}{' with ' * bool(others)}{', '.join(others)}"
 
 
 def _more_stages(num_stages: int, num_layers: int) -> Iterator[int]:
-    """Larger K: one more at a time at first, then by a quarter, up to one stage a layer."""
+    """Yield larger K: one more at a time at first, then by a quarter, up to one stage for each layer."""
     while num_stages < num_layers:
         num_stages = min(num_stages + max(1, num_stages // 4), num_layers)
         yield num_stages
@@ -148,8 +148,8 @@ def advising(plan: Callable[[], Plan], rank: int) -> Iterator[None]:
     """Context manager that adds to an out-of-memory error what would need less memory.
 
     Args:
-        plan: makes the plan of the run; it may fail, for an optimizer that is not known.
-        rank: of this process.
+        plan: a function that makes the plan of the run; it may fail, for an optimizer that is not known.
+        rank: the rank of this process.
 
     Raises:
         StageError: in place of the failure, whose message it has.
@@ -165,7 +165,7 @@ def advising(plan: Callable[[], Plan], rank: int) -> Iterator[None]:
 
 
 def _advice(plan: Callable[[], Plan]) -> str:
-    """In one sentence."""
+    """The advice in one sentence."""
     try:
         return f"By the planner, {smallest_fix(plan())}"
     except Exception:
@@ -174,7 +174,7 @@ def _advice(plan: Callable[[], Plan]) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception, what caused it, and so on."""
+    """Yield an exception, its cause, the cause of that, and so on."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -182,5 +182,5 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_want_of_memory(error: BaseException) -> bool:
-    # On the CPU torch has no class of its own for it.
+    # On the CPU torch has no class of its own for this error.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -12,16 +12,16 @@ from hf_gpipe.recipe import AUTO
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.text import seconds_text
 
-#: A smaller share of the time is not worth a change.
+#: The bubble, as a share of the time, from which a change is worth it.
 _LARGE_BUBBLE = 0.2
-#: M and mini-batches are tried up to so many times their size: each size of micro-batch is traced anew.
+#: The most times of their size with which M and mini-batches are tried: each size of micro-batch is traced anew.
 _MOST_TIMES = 4
-#: In actions that are simulated: a few seconds.
+#: The most work of the search, in simulated actions: a few seconds.
 _MOST_WORK = 20_000
 
 
 def smaller_bubble(plan: Plan) -> str:
-    """One sentence: the change that fits and lowers a large bubble, and the step with it; empty where there is none.
+    """Say in one sentence which change fits and lowers a large bubble, and the step with it; empty: there is none.
 
     The fastest schedule and M come first, for they leave the training as it is, then mini-batches of more rows.
     """

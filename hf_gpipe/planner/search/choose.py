@@ -35,39 +35,39 @@ from hf_gpipe.schedule import (
 )
 
 AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES, *DIVIDED_HEAD)
-"""The schedules that "auto" chooses from. Of equally good ones the first is chosen."""
+"""The schedules that "auto" chooses from. The first of equally good schedules is chosen."""
 
-#: Those under which meshes are compared at first: of each mesh the first that it can have.
+#: The schedules under which meshes are compared at first: a mesh gets the first that it can run.
 _FIRST_SCHEDULES = ("zb_h2", "zb_v", "1f1b")
-#: Micro-batches a process with which it begins.
+#: The numbers of micro-batches for each process with which the search begins.
 _FIRST_MICRO_BATCHES = 1, 4
-#: Of so many meshes all schedules are tried, and so many with one stage a process are improved.
+#: The number of meshes whose schedules are all tried, and of meshes with one stage a process that are improved.
 _NUM_RESCHEDULED, _NUM_IMPROVED = 10, 3
-#: After so many steps the best plans are looked for again.
+#: The number of steps after which the best plans are looked for again.
 _STEPS_AT_ONCE = 12
 #: The work of one search, in actions that are simulated: some seconds.
 MOST_WORK = 60_000
-#: What a plan costs beside the simulation of its actions.
+#: The work of a plan beside the simulation of its actions.
 _WORK_OF_PLAN = 200
 
-#: For Python's collector of garbage, where nobody gave more.
+#: The thresholds of Python's garbage collector during a search, unless larger ones are set.
 _COLLECTED_AFTER = 50_000, 20, 100
 
 Outcome = Plan | PartitionError | ScheduleError | DataError
-"""Of a configuration: its plan, or why it has none."""
+"""The plan of a configuration, or the error that says why it has none."""
 
 
 def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
-    """The fastest plan that a configuration allows and that fits; where none does, the one that needs the least memory.
+    """The fastest plan that a configuration allows and that fits; where none fits, the plan that needs least memory.
 
     Args:
-        planner: of the model, its mini-batch and its device.
+        planner: the planner of the model, its mini-batch and its device.
         config: a value or "auto" for everything, and the number of processes where stages or replicas are "auto". The
             limit of memory is the planner's.
 
     Raises:
         PartitionError: the partition is by cost, and no split of any allowed plan meets the limit.
-        UserError: another of its kinds, for what no pipeline could do.
+        UserError: no pipeline could run what the configuration asks for.
     """
     plans = sorted(allowed_plans(planner, config), key=attrgetter("sort_key"))
     best = next(filter(can_run, plans), None)
@@ -78,7 +78,7 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
 
 
 def can_run(plan: Plan) -> bool:
-    """Whether every process can run the table of a plan to its end, which plans that are compared do not check."""
+    """Whether every process can run the table of a plan to its end. The comparison of plans does not check this."""
     try:
         check_once(plan.timeline.schedule)
     except ScheduleError:
@@ -88,7 +88,7 @@ def can_run(plan: Plan) -> bool:
 
 @contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Let Python look for garbage in cycles less often: planning makes millions of objects, and next to none of it."""
+    """Let Python look for garbage in cycles less often: planning makes millions of objects, and hardly any cycles."""
     before = gc.get_threshold()
     gc.set_threshold(*map(max, before, _COLLECTED_AFTER) if before[0] else before)
     try:
@@ -99,8 +99,8 @@ def _collecting_rarely() -> Iterator[None]:
 
 @_collecting_rarely()
 def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
-    """The plans that a configuration allows and that are worth a try, of named schedules, at least one. Raises as
-    `best_plan`."""
+    """The plans with named schedules that a configuration allows and that are worth a try, at least one. Raises the
+    errors of `best_plan`."""
     config = config.settled(can_plan=True)
     outcomes: list[Outcome] = []
     for cut in ways_to_cut(config, planner.inputs.mini_batch().target_tokens):
@@ -116,7 +116,7 @@ class _Search:
     """The search for what a configuration leaves open, whose number of chunks is decided.
 
     Args:
-        planner: of the model and these chunks.
+        planner: the planner of the model and these chunks.
         asked: the configuration.
     """
 
@@ -139,7 +139,7 @@ class _Search:
         return self._of_meshes() if asked.is_mesh_open else [self._outcome(each) for each in self._allowed()]
 
     def _outcome(self, config: PipelineConfig) -> Outcome:
-        """Of a configuration that leaves at most its partition and its recomputation open."""
+        """The outcome of a configuration that leaves at most its partition and its recomputation open."""
         try:
             return cut_plan(self._planner, config)
         except (PartitionError, ScheduleError, DataError) as error:
@@ -178,7 +178,7 @@ class _Search:
         return [*filter(self._is_worth_a_try, ways)]
 
     def _of_meshes(self) -> list[Outcome]:
-        """The outcomes of the first meshes, and of steps from the best plans, as long as these get better."""
+        """The outcomes of the first meshes, and of steps from the best plans, as long as plans get better."""
         meshes = Meshes(self._planner, self._asked)
         outcomes: dict[PipelineConfig, Outcome] = {}
         waiting = self._first(meshes.first())
@@ -190,7 +190,7 @@ class _Search:
         return list(outcomes.values())
 
     def _first(self, placements: Sequence[Placement]) -> list[PipelineConfig]:
-        """Where the search begins, what takes the least work first.
+        """The configurations with which the search begins. Those that take the least work come first.
 
         Raises:
             UserError: there is no mesh, or a mini-batch has too few rows for the replicas of any.
@@ -213,7 +213,7 @@ class _Search:
         return sorted(first, key=partial(work, planner))
 
     def _steps(self, outcomes: Mapping[PipelineConfig, Outcome], meshes: Meshes) -> Iterator[PipelineConfig]:
-        """The configurations one step from the best ones: with another schedule, another M, or a mesh one step away."""
+        """Yield configurations one step from the best plans: another schedule, another M, or a mesh one step away."""
         counts, schedules = self._counts, self._schedules
         ranked = sorted(outcomes, key=lambda config: _sort_key(outcomes[config]))
         of_meshes: dict[object, PipelineConfig] = {}
@@ -228,7 +228,7 @@ class _Search:
                 yield replace(configs[0], num_micro_batches=larger[0])
                 yield replace(configs[0], schedule=schedules[0])
                 return
-            # Of every mesh: one that lacks more under its first schedule may fit under this one.
+            # Every mesh is tried: a mesh that lacks more memory under its first schedule may fit under this schedule.
             yield from (replace(config, schedule=schedules[0]) for config in configs)
             configs = configs[:1]
         alone = [config for config in configs if config.places == config.processes]
@@ -266,8 +266,8 @@ class _Search:
             )
 
     def _is_worth_a_try(self, config: PipelineConfig) -> bool:
-        """Whether a decided M and schedule are: every replica gets a micro-batch where M was open, and of open
-        schedules each can run on the processes and is not another one there."""
+        """Whether a decided M and schedule are worth a try: every replica gets a micro-batch where M was open, and an
+        open schedule can run on the processes and does not equal another schedule there."""
         planner, asked = self._planner, self._asked
         num_stages, replicas = config.mesh
         counts, schedule = replicas_of(num_stages, replicas), config.schedule
@@ -313,7 +313,7 @@ def first_micro_batches(planner: Planner, config: PipelineConfig) -> list[int]:
 
 
 def _sort_key(outcome: Outcome) -> tuple[float, ...]:
-    """That of a plan; errors come last, and of these the one that lacks the least memory first."""
+    """The key of a plan, or of an error. Errors come last, and the error that lacks the least memory is their first."""
     if isinstance(outcome, Plan):
         return outcome.sort_key
     return (2.0, outcome.fullness if isinstance(outcome, PartitionError) else math.inf)

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, by what its layers cost and hold."""
+"""Cuts a model into stages, by what its layers cost and hold."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
     """The plan of a configuration that leaves at most its partition and its recomputation open.
 
     They depend on each other: a split is balanced for what is recomputed, and what is recomputed is what the split
-    leaves no room for. If nothing need be recomputed, this and the leanest recomputation are split for, and
-    the better split is taken. Otherwise the leanest recomputation is split for first, and then twice what was chosen.
+    leaves no room for. If nothing need be recomputed, the model is split without recomputation and with the leanest
+    recomputation, and the better split is taken. Otherwise it is split for the leanest recomputation first, and then
+    twice for the chosen recomputation.
     Where memory is short, graphs that wait on the host are tried too.
     """
     is_auto = config.recompute == AUTO
@@ -68,7 +69,7 @@ def _leanest(planner: Planner, settings: DecidedConfig, strategy: str | Sequence
 
 
 def _on_host(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> Iterator[Plan]:
-    """The plan whose graphs all wait on the host, where their link is fast enough and a split of them fits."""
+    """Yield the plan whose graphs all wait on the host, where the link is fast enough and a split fits."""
     settings = replace(settings, recompute="host")
     if _carries(planner, settings, 0, planner.num_layers - settings.divides_head):
         with suppress(PartitionError):
@@ -76,8 +77,8 @@ def _on_host(planner: Planner, settings: DecidedConfig, strategy: str | Sequence
 
 
 def _partly_on_host(plan: Plan) -> Iterator[Plan]:
-    """The plan whose graphs wait on the host, in place of recomputation, on those stages whose link is fast enough, and
-    whose process has room for what travels."""
+    """Yield the plan whose graphs wait on the host, in place of recomputation, on the stages whose link is fast enough
+    and whose process has room for the graphs that travel."""
     planner, settings = plan.planner, plan.settings
     entries = Recompute.parse(settings.recompute, settings.num_stages).entries
     hosts = {
@@ -97,8 +98,8 @@ def _partly_on_host(plan: Plan) -> Iterator[Plan]:
 
 
 def _carries(planner: Planner, settings: DecidedConfig, start: int, stop: int) -> bool:
-    """Whether a graph of these layers travels to the host, or back, while a micro-batch computes. On a CPU none does,
-    nor beside weights that visit."""
+    """Whether a graph of these layers travels to the host, or back, while a micro-batch computes. False on a CPU, and
+    beside weights that visit."""
     if not planner.device.is_asynchronous or settings.visitors:
         return False
     sums = planner.sums(settings)
@@ -108,13 +109,13 @@ def _carries(planner: Planner, settings: DecidedConfig, start: int, stop: int) -
 
 
 def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> tuple[int, ...]:
-    """The number of layers of each stage.
+    """Choose the number of layers of each stage.
 
     Args:
-        planner: of the model.
-        settings: their schedule, M, recompute and processes say what a stage costs and holds; not their partition.
-        strategy: "count", "parameters", "flops", "profile" (seconds, which must have been measured), "auto" (seconds,
-            measured or not), or a list.
+        planner: the planner of the model.
+        settings: the configuration. All but its partition is read, and says what a stage costs and holds.
+        strategy: "count", "parameters", "flops", "profile" for measured seconds, "auto" for seconds, measured or not,
+            or a list of numbers of layers.
 
     Raises:
         PartitionError: no split meets the planner's limit of memory, or `partition` raises it.
@@ -133,7 +134,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     layout = planner.layout(settings, planner.table(settings))
     bound, shares, stages = MemoryBound(layout), layout.recompute_shares, layout.stages
     sums, table, placement = layout.sums, layout.table, layout.table.placement
-    # Of r replicas the busiest runs M / r micro-batches, rounded up; the others wait for the slowest.
+    # The busiest of r replicas runs M / r micro-batches, rounded up; the others wait for the slowest.
     of_replica = [
         -(-table.num_micro_batches // count) / table.num_micro_batches / speed
         for count, speed in zip(placement.replicas, planner.speeds_of(placement), strict=True)
@@ -156,7 +157,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
     largest = max(caps, default=0.0)
 
     def memory_bytes(stage: int, start: int, stop: int) -> float:
-        # As if every stage had the largest limit of all.
+        # The bytes are scaled as if every stage had the largest limit of all.
         own = largest / caps[stage] if caps else 1.0
         return own * bound.stage_bytes(stage, stages[stage]._replace(start=start, stop=stop))
 
@@ -191,7 +192,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
 
 
 def _caps(planner: Planner, placement: Placement) -> list[float]:
-    """For each stage the most bytes that it may need, where a process's stages share its memory evenly."""
+    """The most bytes that each stage may need, where a process's stages share its memory evenly."""
     caps = []
     for own, limit in zip(placement.workers, planner.limits_of(placement), strict=True):
         if limit is None:

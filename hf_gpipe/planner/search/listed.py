@@ -24,22 +24,22 @@ from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.zero_bubble import whole_backwards
 
-#: Of the search for a table, in actions that are tried: a few seconds; and in tables of few micro-batches.
+#: The most work of the search for a table: in actions that are tried, a few seconds, and in tables that are tried.
 _EFFORT, _TABLES = 1_000_000, 1_500
-#: A step that is at most so many times as long as its bound is short enough.
+#: The length of a step, as a multiple of its bound, up to which it is short enough.
 _ENOUGH = 1.01
-#: So often a table is made, each for at most this share of the room before, where the one before does not fit: what
-#: arrives early takes room that the search does not count.
+#: The most tables that are made, and the share of the last room that the next table gets where a table does not fit:
+#: messages that arrive early take room that the search does not count.
 _MOST_TRIES, _LESS = 3, 0.97
 
 
 def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
-    """The better of a plan and the same with a table that is made for it, where the configuration allows that.
+    """The better of a plan and the plan with a table that is made for it, where the configuration allows such tables.
 
     Args:
-        plan: the best of the named schedules.
-        asked: what it was planned for. A table is made where its schedule is "auto"; its `recompute` says whether the
-            table may recompute micro-batches ("auto"), blocks only or nothing.
+        plan: the best plan of the named schedules.
+        asked: the configuration that it was planned for. A table is made where its schedule is "auto"; its
+            `recompute` says whether the table may recompute micro-batches ("auto"), blocks only or nothing.
     """
     settings, table = plan.settings, plan.timeline.schedule
     # A compiled block has one backward. In one process no table is shorter than another.
@@ -73,7 +73,7 @@ def _bound(costs: Costs, table: Schedule) -> float:
 
 
 def _listed_plans(plan: Plan, layout: Layout, costs: Costs, *, recomputes: bool) -> Iterator[Plan]:
-    """The plan with tables for as much room as there is, or where no limit is known for several amounts of it."""
+    """Yield the plan with tables for the memory that there is, or for several amounts where no limit is known."""
     settings, table = layout.settings, layout.table
     work = _work(layout, costs, recomputes=recomputes)
     size, count = table.placement.num_processes, table.num_micro_batches
@@ -117,20 +117,20 @@ def _work(layout: Layout, costs: Costs, *, recomputes: bool) -> Work:
 
 
 def _messages(costs: Costs, placement: Placement) -> list[float]:
-    """Seconds over each boundary: without replicas it has one edge."""
+    """The seconds of a message over each boundary, which has a single edge without replicas."""
     of_edges = cast(Mapping[tuple[int, int, int], float], costs.transfer_seconds)
     return [of_edges[edge] for edge in sorted(placement.edges)]
 
 
 def _room(plan: Plan, process: int) -> float:
-    """The bytes that a process has for micro-batches: what they take at its peak, and what is left then."""
+    """The bytes that a process has for micro-batches: what they take at its peak, and what is free then."""
     memory, table = plan.processes[process].memory, plan.timeline.schedule
     ids = table.num_micro_batches * plan.costs.micro_batch_bytes
     return memory.activations + memory.logits + memory.boundaries - ids + _spare(plan, process)
 
 
 def _spare(plan: Plan, process: int) -> int:
-    """The bytes that are left at the peak; below 0 those that lack."""
+    """The bytes that are free at the peak. A negative number is the bytes that lack."""
     limit = plan.planner.limit_of(process)
     assert limit is not None
     spare = limit - plan.processes[process].memory.total

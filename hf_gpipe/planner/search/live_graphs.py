@@ -1,4 +1,4 @@
-"""The choice of what is recomputed: for each stage as many stored graphs as the memory of its process has room for."""
+"""The choice of what is recomputed: each stage stores as many graphs as its process has memory for."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hf_gpipe.schedule.kinds import Held
 
 
 def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoice:
-    """For each stage the largest number of stored graphs that fits the planner's limit.
+    """Choose the largest number of stored graphs that fits the planner's limit, for each stage.
 
     Each graph above the first spares the recomputation of a micro-batch. Where not even one whole graph fits, the stage
     recomputes its blocks instead, if that needs less.
 
     Args:
-        planner: of the model.
-        settings: with the partition; their recompute is not read.
+        planner: the planner of the model.
+        settings: the configuration with its partition; its `recompute` is not read.
 
     Returns:
-        "none" where nothing need be recomputed, else an entry for each stage. It may not fit: then nothing does.
+        "none" where nothing need be recomputed, else an entry for each stage. Where it does not fit, nothing does.
     """
     layout = planner.layout(replace(settings, recompute="none"))
     bound, placement = MemoryBound(layout), layout.table.placement
@@ -48,18 +48,18 @@ class _Room:
         self._inner: dict[int, InnerRecompute] = dict.fromkeys(own, "none")
 
     def fill(self, limit_bytes: int) -> dict[int, str | int]:
-        """The most stored graphs of each stage; "none" where that is as many as it ever has, or "block"."""
+        """The most stored graphs of each stage, "none" where it may store as many as it ever has, or "block"."""
         for stage in self._live:
             if self._needed() > limit_bytes:
                 self._try_blocks(stage)
-        # In turn, so that no stage recomputes everything while another recomputes nothing.
+        # Stages grow in turn, so that no stage recomputes everything while another recomputes nothing.
         growing = [stage for stage in self._live if self._inner[stage] == "none"]
         while growing and self._needed() <= limit_bytes:
             growing = [stage for stage in growing if self._grow(stage, limit_bytes)]
         return {stage: self._entry(stage) for stage in self._live}
 
     def _grow(self, stage: int, limit_bytes: int) -> bool:
-        """Allow a stage one graph more; False where it needs none, or there is no room."""
+        """Allow a stage one graph more. Returns False where it needs no more, or where there is no room."""
         if self._live[stage] >= self._most(stage):
             return False
         self._live[stage] += 1
@@ -81,7 +81,7 @@ class _Room:
         return "none" if self._live[stage] >= self._most(stage) else self._live[stage]
 
     def _most(self, stage: int) -> int:
-        """How many stored graphs a stage ever has."""
+        """The most stored graphs that a stage ever has."""
         return self._bound.most[stage][Held.GRAPH]
 
     def _needed(self) -> float:

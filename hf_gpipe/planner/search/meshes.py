@@ -1,4 +1,4 @@
-"""Meshes, which say which processes hold which stages: where a search begins, and how it goes from mesh to mesh.
+"""Meshes, which say which processes hold which stages: the first meshes of a search, and the steps between meshes.
 
 A mesh is a row of processes with cuts in it: the processes between two cuts are the replicas of a stage. The search
 begins with even cuts. It goes on by one cut more, one cut less, a cut that moves along the row, or two processes of
@@ -16,11 +16,11 @@ from hf_gpipe.planner.plan import Planner
 from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.schedule import Placement, placement_for
 
-#: With up to so many processes the search begins with every mesh that has one stage a process.
+#: The most processes with which the search begins with every mesh that has one stage a process.
 _FEW_PROCESSES = 7
-#: With up to so many it begins with every order of unlike processes.
+#: The most processes with which it begins with every order of different processes.
 _FEW_ORDERED = 4
-#: With more it begins with so many orders of the classes of devices.
+#: The number of orders of the classes of devices with which it begins, for more processes.
 _MOST_ORDERS = 6
 
 
@@ -36,8 +36,8 @@ class Meshes:
     """The meshes that a configuration allows on a number of processes.
 
     Args:
-        planner: of the model; it knows the memory, the speeds and the links of the processes.
-        config: `num_stages` or `replicas` are "auto", and the number of processes is known.
+        planner: the planner of the model, which knows the memory, the speeds and the links of the processes.
+        config: the configuration, whose `num_stages` or `replicas` are "auto" and number of processes is known.
     """
 
     def __init__(self, planner: Planner, config: PipelineConfig) -> None:
@@ -47,14 +47,14 @@ class Meshes:
         self._replicas = config.replicas
         self._classes = planner.classes(self._size)
         depths = range(1, 1 if planner.cluster is None else len(planner.cluster.levels))
-        #: How many processes a machine has, and each larger part of the cluster.
+        #: The number of processes of a machine, and of each larger part of the cluster.
         self._machines = [planner.cluster.devices_in(depth) for depth in depths] if planner.cluster else []
         self._looks = [
             (number, *(process // size for size in self._machines)) for process, number in enumerate(self._classes)
         ]
 
     def first(self) -> list[Placement]:
-        """Where the search begins: even meshes, the usual order of the processes first; of few processes all meshes."""
+        """The meshes with which a search begins: even meshes, the usual order first; all meshes of few processes."""
         usual = [*self._side_by_side(), *self._consecutive()]
         every: dict[object, Placement] = {}
         for row in self._rows():
@@ -64,12 +64,12 @@ class Meshes:
         return list(every.values())
 
     def beside(self, placement: Placement, near: int = 0) -> list[Placement]:
-        """The meshes that differ from one in a cut, those beside the stage `near` first, or in two processes that have
-        changed places."""
+        """The meshes that differ from a placement in a cut, with cuts beside the stage `near` first, or in two
+        processes that have changed places."""
         return list(dict.fromkeys([*self._recut(placement, near), *self._exchanged(placement)]))
 
     def _side_by_side(self) -> Iterator[Placement]:
-        """D pipelines side by side, with one or two stages a process."""
+        """Yield D pipelines side by side, with one or two stages a process."""
         for replicas in self._divisors():
             of_pipeline = self._size // replicas
             asked = (self._most,) if self._fewest == self._most else (of_pipeline, 2 * of_pipeline)
@@ -78,7 +78,7 @@ class Meshes:
                     yield placement_for("gpipe", num_stages, self._size, replicas)
 
     def _consecutive(self) -> Iterator[Placement]:
-        """The replicas of a stage side by side."""
+        """Yield meshes with the replicas of a stage side by side."""
         most = min(self._most, self._size)
         if self._size <= _FEW_PROCESSES:
             places = range(1, self._size)
@@ -92,7 +92,7 @@ class Meshes:
                 yield placement
 
     def _rows(self) -> Iterator[Sequence[int]]:
-        """The orders of the processes, the given one first."""
+        """Yield the orders of the processes, the given order first."""
         processes = range(self._size)
         if self._size <= _FEW_ORDERED:
             yield from permutations(processes)
@@ -104,7 +104,7 @@ class Meshes:
             yield sorted(processes, key=lambda process: order.index(self._classes[process]))
 
     def _recut(self, placement: Placement, near: int) -> Iterator[Placement]:
-        """A cut more, a cut less, or a cut that moves by a process, or by one of each machine."""
+        """Yield meshes with a cut more, a cut less, or a cut moved by a process, or by a process of each machine."""
         if self._replicas != AUTO or len(placement.places) > self._size:
             return
         row = [process for own in placement.workers for process in own]
@@ -119,12 +119,12 @@ class Meshes:
                 yield self._usual(_cut(row, others))
 
     def _usual(self, placement: Placement) -> Placement:
-        """The usual order of the processes, if it does not matter."""
+        """Put the processes into the usual order, where their order does not matter."""
         is_alike = len(set(self._looks)) == 1
         return Placement.one_stage_each(placement.num_stages, placement.replicas) if is_alike else placement
 
     def _exchanged(self, placement: Placement) -> Iterator[Placement]:
-        """Two processes of unlike classes and stages have changed places; one of the pairs that are alike."""
+        """Yield meshes in which two processes of different classes and stages change places, one for alike pairs."""
         stages = [placement.stages_of(process) for process in range(self._size)]
         pairs = {
             (self._classes[first], stages[first], self._classes[second], stages[second]): (first, second)
@@ -139,7 +139,7 @@ class Meshes:
 
 
 def _cut(row: Sequence[int], cuts: Iterable[int]) -> Placement:
-    """A row of processes in stages."""
+    """Cut a row of processes into stages."""
     return Placement([row[start:stop] for start, stop in pairwise((0, *sorted(cuts), len(row)))])
 
 

@@ -20,12 +20,12 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        fastest: the plans that fit, the fastest first; of each mesh the best only. The first may have a table that was
-            made for it.
+        fastest: the best plan of each mesh that fits, the fastest first. The first may have a table that was made for
+            it.
         leanest: the plan that needs the least memory.
-        ways: the best plan of each way in which weights stay or visit, one that does not fit too.
-        num_tried: how many plans there were.
-        least: the division among the fewest ranks with which all weights fit the devices, if fewer are not enough.
+        ways: the best plan of each way in which weights stay or visit, whether it fits or not.
+        num_tried: the number of plans that were tried.
+        least: the division among the fewest ranks with which all weights fit the devices, if fewer do not suffice.
     """
 
     fastest: tuple[Plan, ...]
@@ -36,10 +36,10 @@ class SearchResult:
 
 
 def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
-    """The results of `search` together, of planners for one `tensor_parallel` after another, the smallest first.
+    """Search with the planner of each `tensor_parallel`, the smallest first, and merge the results.
 
     Raises:
-        PartitionError: of the first, where there is no split at all.
+        PartitionError: there is no split at all. It is the first planner's error.
     """
     results, errors = [], []
     for planner, config in asked:
@@ -63,7 +63,7 @@ def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
 def search(planner: Planner, config: PipelineConfig) -> SearchResult:
     """Try K, replicas, the order of the processes, M, schedule, recomputation and partition on a number of processes.
 
-    The configuration itself is among what is tried; the others have of it what `PipelineConfig.with_auto` keeps.
+    The configuration itself is tried too. The other ones keep of it what `PipelineConfig.with_auto` keeps.
 
     Raises:
         PartitionError: there is no split at all.
@@ -111,7 +111,7 @@ def _mesh_of(plan: Plan) -> object:
 
 
 def _lean(planner: Planner, plans: list[Plan]) -> Iterator[PipelineConfig]:
-    """The mesh with the most stages and that of the best plan, as they are and where they need the least memory."""
+    """Yield the mesh with the most stages and the best plan's mesh, unchanged and with the least memory."""
     if not plans:
         return
     most = max(plans, key=lambda plan: plan.settings.num_stages)

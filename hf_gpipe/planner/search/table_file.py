@@ -12,7 +12,7 @@ from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule import Schedule, recompute_under
 
 TABLE_FILE = "auto.txt"
-"""The name of such a table among the schedules. There is no such file."""
+"""The name by which a configuration names the table that was made for its plan. There is no such file."""
 
 
 def each_stage(seconds: object) -> Sequence[float]:
@@ -21,7 +21,7 @@ def each_stage(seconds: object) -> Sequence[float]:
 
 
 def with_table_file(plan: Plan, settings: DecidedConfig, table: Schedule) -> Plan:
-    """The plan of these settings with a valid table of this name in place of the schedule."""
+    """Plan these settings with a valid table, named `TABLE_FILE`, in place of the schedule."""
     planner = copy.copy(plan.planner)
     planner.inputs = replace(planner.inputs, tables={TABLE_FILE: table})
     recompute = recompute_under(table, "block" if settings.recompute == "block" else "stage")

@@ -1,4 +1,4 @@
-"""Ways to run a model whose weights visit: what is tried where a configuration leaves them open."""
+"""Ways to run a model whose weights visit its devices, which are tried where a configuration leaves them open."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
 from hf_gpipe.schedule.round_robin import deal_of, dealt_table
 
-#: The key that says what visits, for messages.
+#: The recipe's key for the weights that visit, for messages.
 SETTING = "offload_weights"
 _BREADTH_FIRST, _ROUND_ROBIN = "breadth_first", DEALT[0]
-#: Numbers of stages that are tried: about as many as layers, and a half; and micro-batches for each process.
+#: The divisors of the number of layers that give the numbers of stages to try, and micro-batches for each process.
 _STAGES, _MICRO_BATCHES = (1, 2), (1, 2, 4)
-#: The most stages of a slot; None: as many as take equal time.
+#: The most stages of a slot that are tried; None: as many as take equal time.
 _SLOTS = None, 3, 2, 1
-#: Tables of each that are planned, until one fits: more rounds need less memory.
+#: The number of tables of each kind that are planned until a table fits: more rounds need less memory.
 _TRIES = 3
-#: Numbers of rounds; None: what is best where copies and updates take no time.
+#: The numbers of rounds that are tried; None: the best number where copies and updates take no time.
 _ROUNDS = None, 1, 2, 3, 4, 6, 8, 12, 16
 
 
@@ -33,7 +33,7 @@ def open_visitors(planner: Planner) -> Sequence[Visitors]:
 
 
 def possible_visitors(planner: Planner) -> Sequence[Visitors]:
-    """The weights that may visit, the fewest first. On a CPU none: it has one memory."""
+    """The weights that may visit, the fewest first; empty on a CPU, which has one memory."""
     if not (planner.can_visit and planner.device.is_asynchronous):
         return ()
     total = planner.known_costs.total
@@ -41,7 +41,7 @@ def possible_visitors(planner: Planner) -> Sequence[Visitors]:
 
 
 def way_of(plan: Plan) -> str:
-    """Where the weights of a plan are, in the words of a recipe."""
+    """Words that say where the weights of a plan are, with the recipe's key and value where they visit."""
     if (visitors := plan.settings.visitors) is None:
         return "weights stay on their devices"
     order = _ROUND_ROBIN if plan.timeline.schedule.placement.is_dealt else _BREADTH_FIRST
@@ -49,14 +49,14 @@ def way_of(plan: Plan) -> str:
 
 
 def with_visitors(planner: Planner, config: PipelineConfig) -> Sequence[PipelineConfig]:
-    """The configuration, which leaves open what visits, with that decided, in every way that is worth a try."""
-    # Of dealt stages all weights visit.
+    """The configuration with `offload_weights`, which it leaves open, decided in every way that is worth a try."""
+    # All weights of dealt stages visit.
     ways = ("all",) if config.schedule in DEALT else (None, *open_visitors(planner))
     return [config.visited_by(visitors) for visitors in ways]
 
 
 def untried(*plans: Plan) -> str:
-    """A sentence where `open_visitors` has left out, for one of some plans, what a run could do; else an empty one."""
+    """A sentence where `open_visitors` has left out, for one of some plans, what a run could do; else empty."""
     if all(plan.planner.division.is_whole for plan in plans):
         return ""
     return (
@@ -69,8 +69,8 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
     """The configurations that are worth a try, with K, M, replicas, schedule and recomputation decided.
 
     Args:
-        planner: of the model.
-        config: `offload_weights` is frozen or all, and something is open.
+        planner: the planner of the model.
+        config: the configuration, whose `offload_weights` is frozen or all, and which leaves something open.
         counts: the numbers of micro-batches that are possible.
 
     Raises:
@@ -116,15 +116,15 @@ def _numbers_of_stages(planner: Planner, config: PipelineConfig, schedule: str, 
     most = planner.num_layers
     if schedule in DEALT:
         return sorted({max(most // part, size) for part in _STAGES}) if most >= size else ()
-    # In turn, so a multiple of the processes.
+    # Stages are assigned in turn, so their number is a multiple of the processes.
     return sorted({most // part // size * size for part in _STAGES if most // part >= 3 * size})
 
 
 def with_dealt_table(plan: Plan, asked: PipelineConfig) -> Plan:
-    """The better of a plan whose stages are dealt and the same with slots of its own seconds.
+    """The better of a plan whose stages are dealt and the plan with slots by its own seconds.
 
-    The builder takes all stages as equal, and copies and updates as free. Where something was open, slots are made of
-    the plan's seconds: a stage whose forward is long has a slot of its own, and so has one with a long backward. Fewer
+    The builder assumes that all stages are equal, and that copies and updates take no time. Where something was
+    open, slots follow from the plan's seconds: a stage whose forward or backward is long has a slot of its own. Fewer
     rounds load weights less often, and leave more backwards beside which stages are updated. Where a device has no room
     for the weights of two such slots, they have fewer stages.
     """
