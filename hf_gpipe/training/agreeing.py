@@ -10,28 +10,28 @@ from hf_gpipe.job.world import World
 
 
 class Agreement:
-    """All processes must do what one of them was asked for, or one would hang. Each has one, and they call it in step.
+    """Makes all processes do what any was asked for, or a process would hang. Each has one and calls it in step.
 
     Args:
-        world: of the pipeline.
+        world: the processes of the pipeline.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        #: Of the last call, if its requests may still have to be met.
+        #: Gives the requests of the last call, if they may still have to be met; else None.
         self._earlier: Callable[[], torch.Tensor] | None = None
 
     def reach(self, own: Sequence[int], *, waits: bool) -> list[int]:
         """The requests to meet now, the same in every process.
 
         Args:
-            own: for each kind of request a number, the same kinds in every process; 0: it was not asked for here.
+            own: a number for each kind of request, the same kinds in every process; 0: it was not asked for here.
             waits: whether to wait for the other processes, in all of them. If not, a process without requests goes on
                 at once. Then requests that every process has are met now, and others at the next call, when all
                 processes know of them.
 
         Returns:
-            Of each kind the largest number of any process, or 0.
+            The largest number of any process for each kind, or 0.
         """
         asked = list(own)
         if self._earlier is not None:

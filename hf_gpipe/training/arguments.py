@@ -35,7 +35,7 @@ from hf_gpipe.training.supported import (
     SAMPLING,
 )
 
-#: Where nothing can be planned.
+#: The error where nothing can be planned.
 _CANNOT_PLAN = (
     "Nothing can be planned where the training dataset, such as a stream, does not tell how long its rows are, and "
     "with an asynchronous schedule, the file of a table, or an optimizer of bitsandbytes."
@@ -48,17 +48,17 @@ _SETTLED: dict[str, Any] = {}
 
 
 def argument(default: Any, text: str, **metadata: Any) -> Any:
-    """A field of arguments; `text` is its help."""
+    """Make a field of arguments; `text` is its help."""
     return field(default=default, metadata={"help": text, **metadata})
 
 
 def key_of(section: type, name: str) -> Any:
-    """A field that is also a key of a recipe, with its default and its help."""
+    """Make a field that is also a key of a recipe, with the key's default and help."""
     return argument(getattr(section, name), keys_of(section)[name].text.replace("null:", "None:"))
 
 
 def _decided(name: str, section: type = PipelineConfig, **metadata: Any) -> Any:
-    """A key that a given Pipeline decides: None is not given, and what is given beside the Pipeline is compared."""
+    """Make a field for a key that a given Pipeline decides: None is not given, a value is compared with its."""
     text = keys_of(section)[name].text
     if name in PLANNED:
         return argument(None, f"{text.replace('null:', 'None:')} {_CANNOT_PLAN}")
@@ -67,7 +67,7 @@ def _decided(name: str, section: type = PipelineConfig, **metadata: Any) -> Any:
 
 @dataclass
 class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
-    """Arguments of `PipelineTrainer`: those of transformers' Trainer, and how the model is cut into stages.
+    """Arguments of `PipelineTrainer`: the arguments of transformers' Trainer, and how the model is cut into stages.
 
     `per_device_train_batch_size` is the rows of a mini-batch of the whole pipeline, `gradient_accumulation_steps` the
     number of mini-batches in one step. hf_gpipe/training/supported.py says which of transformers' arguments raise an
@@ -115,7 +115,7 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
     save_in_background: str = key_of(TrainingSection, "save_in_background")
     memory_save_steps: int | None = key_of(TrainingSection, "memory_save_steps")
     on_nonfinite_loss: str = key_of(TrainingSection, "on_nonfinite_loss")
-    # The default is the library's, and one with that of recipes.
+    # The default is the library's, and recipes have the same.
     ddp_timeout: int = argument(int(PipelineConfig.timeout_seconds), keys_of(PipelineConfig)["timeout_seconds"].text)
     predict_with_generate: bool = argument(False, "Whether evaluation and prediction generate texts for the metrics.")
     generation_max_length: int | None = argument(
@@ -129,7 +129,7 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
     )
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
-        """Raise UserError for arguments that there are not; a dataclass would raise a TypeError."""
+        """Raise UserError for arguments that do not exist; a dataclass would raise a TypeError."""
         known = {known_field.name for known_field in fields(cls) if known_field.init}
         for name in given.keys() - known:
             note = MISSING_ARGUMENTS.get(name)
@@ -140,7 +140,7 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
     if not TYPE_CHECKING:  # a type checker goes on finding what is misspelt
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError; of an argument that TRL has and a pipeline has not, with what to do instead."""
+            """Raise AttributeError. For an argument that only TRL has, the error says what to do instead."""
             if (note := MISSING_ARGUMENTS.get(name)) is not None:
                 raise MissingAttributeError(f"{type(self).__name__} has no argument {name!r}: {note}")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -149,10 +149,10 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
         if self.num_train_epochs is None:
             raise UserError("num_train_epochs=None: give a number above 0, or leave it out; max_steps goes before it")
         if isinstance(self.replicas, list) and len(self.replicas) == 1:
-            # One number of a command line.
+            # It is a single number of a command line.
             self.replicas = self.replicas[0]
         self._take_mixed_precision_of_launcher()
-        # Before the library's own checks, which replace values and could act on them.
+        # These checks come before the library's own checks, which replace values and could act on them.
         self._settled: dict[str, Any] = {}
         self.check()
         if self.bf16 and self.device.type == "cpu":
@@ -255,12 +255,12 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
         return PipelineConfig(**{name: value for name, value in given.items() if value is not None})
 
     def planned(self, inputs: PlanInputs) -> PlanInputs:
-        """The planner's inputs with what a step does beside its table."""
+        """Add to the planner's inputs what a step does beside its table."""
         return inputs
 
     @property
     def of_tokens(self) -> TokenLoss:
-        """The cross-entropy, with the options that these arguments have."""
+        """The cross-entropy with the options of these arguments."""
         return TokenLoss.of_settings(self)
 
     def make_loss(self) -> Loss | None:
@@ -269,7 +269,7 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
 
     @property
     def size(self) -> BatchSize:
-        """Of a mini-batch and of a step of the training."""
+        """The size of a mini-batch of the training, and of its steps."""
         return BatchSize(self.per_device_train_batch_size, self.batch_tokens, self.gradient_accumulation_steps)
 
     @property
@@ -318,17 +318,17 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device on which this process computes."""
         if self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() not in HARMLESS_VALUES:
             return torch.device("cpu")
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        # Without a number: which one is the pipeline's to choose, once the process has joined its job.
+        # It has no number: the pipeline chooses the device once the process has joined its job.
         return torch.device("cuda")
 
     @property
     def n_gpu(self) -> int:
-        """Devices that the library may split a mini-batch over: none beside this process's own."""
+        """The number of devices that the library may split a mini-batch over: 1, the process's own, or 0 on the CPU."""
         return 1 if self.device.type == "cuda" else 0
 
     @property
@@ -337,27 +337,27 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
 
     @property
     def world_size(self) -> int:
-        """Processes of the pipeline."""
+        """The number of processes of the pipeline."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     @property
     def process_index(self) -> int:
-        """Rank of this process."""
+        """The rank of this process."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     @property
     def local_process_index(self) -> int:
-        """Rank of this process on its machine; among all where no launcher says it."""
+        """The rank of this process on its machine, or among all processes where no launcher says it."""
         return dist.get_node_local_rank(fallback_rank=dist.get_rank()) if dist.is_initialized() else 0
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
         """Run a block in the main process before the others run it, however long it takes.
 
-        Before the processes have joined, nothing waits.
+        No process waits before the processes have joined.
 
         Args:
-            local: whether the first process of each machine counts as a main one.
+            local: whether the first process of each machine counts as a main process.
             desc: the work, for the library's signature.
         """
         is_first = (self.local_process_index if local else self.process_index) == 0
@@ -372,7 +372,7 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
 PIPELINE_ARGUMENTS = tuple(
     name for name in keys_of(PipelineConfig) if name in PipelineTrainingArguments.__dataclass_fields__
 )
-#: The keys whose limits arguments have; of the library's own arguments, those for which it has no others.
+#: The keys whose limits arguments have. A library's argument is among them if the library has no limits for it.
 LIMITS = {
     **{
         name: key for name, key in keys_of(TrainingSection).items() if name in PipelineTrainingArguments.__annotations__

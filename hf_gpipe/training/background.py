@@ -10,13 +10,13 @@ from concurrent.futures import Future
 from hf_gpipe.job.facts import available_memory
 from hf_gpipe.job.world import World
 
-#: Of the memory that a machine has available, the share that copies may take: the files that are written need as much
-#: again until they are on the disk.
+#: The share of a machine's available memory that copies may take: the files that are written need as much again until
+#: they are on the disk.
 _COPIES_SHARE = 0.5
 
 
 def begun(work: Callable[[], None], name: str) -> Future[None]:
-    """Begin some work in a thread of its own; the result waits for it, and raises what it raised."""
+    """Begin some work in a thread of its own. The future's result waits for it, and raises its error."""
     future: Future[None] = Future()
 
     def run() -> None:
@@ -33,7 +33,7 @@ def begun(work: Callable[[], None], name: str) -> Future[None]:
 
 
 def has_memory_for(num_bytes: int, world: World) -> bool:
-    """Whether every machine has memory for copies of so many bytes of each of its processes.
+    """Whether every machine has memory for copies of `num_bytes` for each of its processes.
 
     Every process must call it, and gets the same answer.
     """

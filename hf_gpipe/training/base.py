@@ -45,7 +45,7 @@ from hf_gpipe.training.longest import longest_mini_batch
 from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
 
-#: Arguments that may be another's in each process: where it writes and shows what, and a token that must not travel.
+#: Arguments that may differ between processes: where each writes and what it shows, and a token that must not travel.
 _OF_EACH_PROCESS = (
     *("output_dir", "logging_dir", "run_name", "report_to", "project", "trackio_space_id", "disable_tqdm", "log_level"),
     *("log_level_replica", "log_on_each_node", "local_rank", "hub_token"),
@@ -56,11 +56,11 @@ def join_with(args: PipelineTrainingArguments, **others: Any) -> Job:
     """Join the job, and compare the arguments of a trainer with those of the other processes.
 
     Args:
-        args: of the trainer.
-        others: what else it was given that must be the same, by its names.
+        args: the arguments of the trainer.
+        others: what else the trainer was given that must be the same in every process, by name.
 
     Raises:
-        DisagreementError: on every process: they differ.
+        DisagreementError: the arguments differ; raised on every process.
     """
     job = join_job(args.ddp_timeout)
     names = [argument.name for argument in fields(args) if argument.name not in _OF_EACH_PROCESS]
@@ -77,7 +77,7 @@ def options_of(optimizer: torch.optim.Optimizer | None) -> Any:
 
 
 def set_up_model(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
-    """Set what the arguments say of a pipeline's model. Raises UserError where the model has nothing of the kind."""
+    """Set what the arguments say about a pipeline's model. Raises UserError where the model has no such setting."""
     for name in args.of_text:
         check_reads_text(pipe.adapter, f"{name}={getattr(args, name)!r}")
     if args.predict_with_generate:
@@ -117,9 +117,9 @@ def name_of_callback(error: Exception) -> str:
 
 
 def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]) -> None:
-    """Give each callback that keeps a state the one saved under its class's name, in order.
+    """Give each callback that keeps a state the state saved under its class's name, in order.
 
-    Raises CheckpointError where the state is not one of that class.
+    Raises CheckpointError where the state is not a state of that class.
     """
     states_of = {name: list(s) if isinstance(s, list) else [s] for name, s in saved.items()}
     for index, callback in enumerate(callbacks):
@@ -142,18 +142,18 @@ def make_pipeline(
     world: World,
     loss: Loss | None,
 ) -> Pipeline:
-    """The pipeline that the arguments ask for.
+    """Make the pipeline that the arguments ask for.
 
     Args:
         spec: the model.
         args: the trainer's arguments.
         example: the shape of the longest mini-batch to come, for the planner.
-        world: of the job, where the devices are chosen.
-        loss: in place of the cross-entropy.
+        world: the processes of the job, with the chosen devices.
+        loss: the loss in place of the cross-entropy.
     """
     config = args.config
     inputs = args.planned(PlanInputs.of_training(args, packing=args.packs_rows))
-    # The layers of a chain are found by it.
+    # The example is what the layers of a chain are found with.
     if chain_of(spec) is not None or not config.settled(can_plan=inputs.has_known_optimizer).is_decided:
         examples: list[Any] = []
         world.from_reader(lambda: examples.append(example()), takes_long=True)
@@ -166,7 +166,7 @@ def make_pipeline(
 
 
 def _num_micro_batches_before(output_dir: Path) -> int | None:
-    """The number of micro-batches of the newest checkpoint that says it."""
+    """The number of micro-batches of the newest checkpoint that has it; None: there is none."""
     for checkpoint in reversed(checkpoints(output_dir)):
         with suppress(UserError, OSError):  # it is reported where it is needed
             return read_state(checkpoint).run.num_micro_batches
@@ -181,7 +181,9 @@ def example_of(dataset: Any, args: PipelineTrainingArguments) -> Mapping[str, to
 
 
 def loss_scaler(pipe: Pipeline) -> LossScaler | None:
-    """float16 needs one, for its smallest number is 6e-8. Raises UserError where the weights are not in float32."""
+    """The loss scaler that float16 needs, since its smallest number is 6e-8; None for other types.
+
+    Raises UserError where the weights are not in float32."""
     if pipe.adapter.autocast is None or pipe.adapter.autocast.dtype != torch.float16:
         return None
     if pipe.adapter.dtype not in (torch.float32, torch.float64):

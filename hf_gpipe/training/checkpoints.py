@@ -52,10 +52,10 @@ class Saving(NamedTuple):
     """A checkpoint that was begun.
 
     Attributes:
-        path: of its directory, once it is written.
-        step: updates that had been made.
-        epoch: at that step.
-        outcome: of the thread that writes it; None: it is written.
+        path: its directory, once it is written.
+        step: the number of updates that had been made.
+        epoch: the epoch at that step.
+        outcome: the future of the thread that writes it; None: it is written.
         is_in_memory: whether it is kept in the memory of the machines, and not on disk.
     """
 
@@ -70,11 +70,11 @@ class Checkpoints:
     """The checkpoints in an output directory. Every process has one and calls it in step with the others.
 
     Args:
-        trainer: what is saved and loaded is its state, its optimizer's, and its pipeline's weights.
+        trainer: the trainer, whose state, optimizer's state and weights are saved and loaded.
 
     Attributes:
         saved_step: the step whose checkpoint on disk was begun last; None: none so far.
-        kept_step: the same for those in memory.
+        kept_step: the step whose checkpoint in memory was begun last; None: none so far.
     """
 
     def __init__(self, trainer: SavingTrainer) -> None:
@@ -95,7 +95,7 @@ class Checkpoints:
         return every is not None and step % every == 0 and step not in (None, 0, self.saved_step, self.kept_step)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint after `step` updates is."""
+        """The directory of the checkpoint after `step` updates."""
         return checkpoint_path(self._output_dir, step)
 
     def tidy(self) -> None:
@@ -105,7 +105,7 @@ class Checkpoints:
         self._world.from_writer(lambda: tidy(self._output_dir))
 
     def find(self, wanted: str | os.PathLike[str] | bool | None) -> Path | None:
-        """The checkpoint that the main process asks for, found to be whole; with True the newest one, if any."""
+        """Find the checkpoint that the main process asks for, and check that it is complete. True: the newest."""
         asked = self._world.from_reader(lambda: wanted)
         if asked is None or asked is False:
             return None
@@ -129,11 +129,11 @@ class Checkpoints:
         """Load the weights, the loss's scale, and the state of the optimizer and its scheduler.
 
         Args:
-            checkpoint: to resume from.
-            new: of a run that begins anew with the present arguments.
+            checkpoint: the checkpoint to resume from.
+            new: the state of a run that begins anew with the present arguments.
 
         Returns:
-            How far the run had come, and transformers' state.
+            The state of the run, which says how far it had come, and transformers' state.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, or does not fit.
@@ -171,7 +171,7 @@ class Checkpoints:
         With `save_only_model` it has nothing that a training needs to resume.
 
         Args:
-            run: how far the run has come; what the pipeline and the loss's scale are at is noted in it.
+            run: how far the run has come. The pipeline's state and the loss's scale are added to it.
             in_memory: whether to write it into the memory of the machines.
         """
         assert self._saving is None, "at most one checkpoint is being written"
@@ -194,7 +194,7 @@ class Checkpoints:
                 part.copy()
             # The state changes, and other checkpoints become the best one, while this one is written.
             snapshot = copy.deepcopy(state) if self._world.is_writer else state
-            # One with a higher number may lie there since an earlier run, and be damaged.
+            # A checkpoint with a higher number may be there from an earlier run, and be damaged.
             keep = final, Path(state.best_model_checkpoint or final)
             write = partial(self._write, stack.pop_all(), directory, pending, snapshot, keep, memory)
             if memory is None:
@@ -219,7 +219,7 @@ class Checkpoints:
         return self._saving is not None and (self._saving.outcome is None or self._saving.outcome.done())
 
     def end(self) -> Saving | None:
-        """Wait until the checkpoint that was begun is written, and return it. None: there is none.
+        """Wait until the checkpoint that was begun is written, and return it. None: no checkpoint was begun.
 
         Raises:
             CheckpointError: on every process, if one of them could not write.
@@ -233,7 +233,7 @@ class Checkpoints:
     def give_up(self, error: BaseException, within: float) -> None:
         """Before the training ends by an error, let a checkpoint be written that all processes have copied.
 
-        A process that has others waits for so many seconds, since one of them may have ended.
+        A process waits for other processes for `within` seconds at most, since they may have ended.
         """
         if self._saving is None or self._saving.outcome is None:
             return
@@ -298,7 +298,7 @@ class Checkpoints:
 
 
 def _check_data(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a position in the data stands for other rows now."""
+    """Raise CheckpointError if a position in the data now means other rows."""
     for name, value in now.items():
         before = saved.get(name, OLDER_DATA_FACTS.get(name))
         if before != value:

@@ -28,7 +28,7 @@ from hf_gpipe.training.steps import data_seed
 class EvaluatingTrainer(SavingTrainer):
     """Reads datasets and evaluates on them, by the methods of transformers' Trainer."""
 
-    #: Columns of rows that the collator reads beside those of the model.
+    #: The columns of rows that the collator reads beside the columns that the model reads.
     _collated_columns: tuple[str, ...] = ()
 
     @by_every_process
@@ -41,12 +41,12 @@ class EvaluatingTrainer(SavingTrainer):
     ) -> dict[str, float]:
         """Loss and the metrics of `compute_metrics`; the same in every process.
 
-        The loss is the one trained on, without dropout, and like transformers' Trainer's the mean over rows of the loss
-        of their mini-batch.
+        The loss is the training's loss, without dropout. As in transformers' Trainer, it is the mean over rows of the
+        loss of their mini-batch.
 
         Args:
-            eval_dataset: in place of the trainer's, or a name of the trainer's dict; a dict of datasets gives each
-                one's metrics under its name.
+            eval_dataset: a dataset in place of the trainer's, or a name of the trainer's dict. A dict of datasets gives
+                the metrics of each dataset under its name.
             ignore_keys: without effect: a pipeline returns no other outputs than logits.
             metric_key_prefix: goes before the metrics' names.
             generation: with `predict_with_generate`, keyword arguments of `generate`.
@@ -65,7 +65,7 @@ class EvaluatingTrainer(SavingTrainer):
         return metrics
 
     def _by_name(self, given: Any) -> Any:
-        """A dataset; or where the main process has a dict of several, such a dict, of None in the other processes."""
+        """The dataset to evaluate; a dict by name where the main process has several, with None in other processes."""
         names = self.world.from_reader(lambda: list(given) if isinstance(given, Mapping) else None)
         if names is None:
             return given
@@ -99,7 +99,7 @@ class EvaluatingTrainer(SavingTrainer):
     ) -> PredictionOutput:
         """Predictions, labels and metrics of a dataset; the same in every process.
 
-        Of a dataset without labels there are only the predictions, and the metrics of speed.
+        A dataset without labels gives only predictions, and the metrics of speed.
 
         Args:
             test_dataset: the examples.
@@ -108,9 +108,9 @@ class EvaluatingTrainer(SavingTrainer):
             generation: with `predict_with_generate`, keyword arguments of `generate`.
 
         Returns:
-            Of all rows, or with `eval_do_concat_batches=False` in lists with an entry per mini-batch: the logits, what
-            `preprocess_logits_for_metrics` left of them, or with `predict_with_generate` the tokens; and the labels.
-            Shorter rows are filled with -100, tokens with the padding token.
+            The logits of all rows, what `preprocess_logits_for_metrics` left of them, or the tokens with
+            `predict_with_generate`; and the labels. Shorter rows are filled with -100, tokens with the padding token.
+            With `eval_do_concat_batches=False` they are lists with an entry for each mini-batch.
         """
         self._check_surface()
         batches = self._evaluated(test_dataset, generation, "prediction requires a test_dataset")
@@ -137,7 +137,7 @@ class EvaluatingTrainer(SavingTrainer):
     # ------------------------------------------------------------------ the data
 
     def get_train_dataloader(self) -> MiniBatches:
-        """The mini-batches of the training; iterated over, those of the first epoch.
+        """The mini-batches of the training. Iterating over them gives the first epoch.
 
         Raises UserError in a process that has no training dataset.
         """
@@ -169,7 +169,7 @@ class EvaluatingTrainer(SavingTrainer):
         return self.get_train_dataloader() if self.world.is_reader else None
 
     def _example(self, spec: ModelSpec) -> Batch | Workload | None:
-        """A mini-batch, or its shape: of a model that reads no tokens, from the first training row."""
+        """A mini-batch, or its shape; from the first training row for a model that reads no tokens."""
         chain = chain_of(spec)
         if chain is None:
             return example_of(self.train_dataset, self.args)
@@ -189,7 +189,7 @@ class EvaluatingTrainer(SavingTrainer):
         order: str = "sequential",
         read: set[str] | None = None,
     ) -> MiniBatches:
-        """Mini-batches of a dataset; `read` has the columns that a model reads, of a pipeline that is not made yet."""
+        """Make the mini-batches of a dataset. `read`: the columns that the model reads, before there is a pipeline."""
         columns = None
         if self.args.remove_unused_columns:
             if read is None:

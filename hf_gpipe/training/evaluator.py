@@ -24,8 +24,8 @@ class Evaluator:
     """Evaluates a trainer's model on mini-batches. Every process makes one and calls it; all get the same results.
 
     Args:
-        trainer: its arguments and functions count as they are now.
-        prefix: goes before the metrics' names.
+        trainer: the trainer, whose arguments and functions count as they are now.
+        prefix: the text before the metrics' names.
         options: keyword arguments of `generate`, with `predict_with_generate`.
     """
 
@@ -42,7 +42,7 @@ class Evaluator:
         return self._run(batches, predicts=predicts, keeps=False)[1]
 
     def predict(self, batches: Iterable[Batch] | None) -> PredictionOutput:
-        """Predictions and labels, if there are any, besides the metrics; `batches` are those of `evaluate`."""
+        """Predictions, labels if there are any, and the metrics; `batches` as for `evaluate`."""
         columns, metrics = self._run(batches, predicts=not self._args.prediction_loss_only, keeps=True)
         mine = self._arrays(columns)[:2] if columns.predictions else (None, None)
         return PredictionOutput(*from_last_stage(self._pipe, mine), metrics)
@@ -51,12 +51,12 @@ class Evaluator:
         """The rows with their predictions, in the last stage's leader, and the metrics.
 
         Args:
-            batches: of `evaluate`.
+            batches: the mini-batches, as for `evaluate`.
             predicts: whether there are predictions.
-            keeps: whether they are kept where `compute_metrics` has seen them mini-batch by mini-batch.
+            keeps: whether predictions are kept after `compute_metrics` has seen them mini-batch by mini-batch.
         """
         trainer, args, pipe, prefix = self._trainer, self._args, self._pipe, self._prefix
-        trainer.metrics_of_loss(is_training=False)  # those of other calls are not of this evaluation
+        trainer.metrics_of_loss(is_training=False)  # metrics of other calls do not belong to this evaluation
         pad_token_id = pipe.world.from_reader(lambda: getattr(trainer.processing_class, "pad_token_id", None))
         start_time = time.time()
         generation = None
@@ -120,7 +120,7 @@ class Evaluator:
         return _in_lists(denumpify_detensorize(self._trainer.compute_metrics(prediction, **options)) or {})
 
     def _arrays(self, columns: _Columns) -> tuple[Any, ...]:
-        """Predictions, labels, inputs and losses of all rows, in one array each or as lists of mini-batches."""
+        """Predictions, labels, inputs and losses of all rows, each as one array or as a list with the mini-batches."""
         others: list[Any] = [column or None for column in (columns.labels, columns.inputs, columns.row_losses)]
         if not self._args.eval_do_concat_batches:
             return columns.predictions, *others
@@ -132,12 +132,13 @@ class _Columns:
     """The rows of several mini-batches, in the last stage's leader.
 
     Attributes:
-        fill: fills the predictions of shorter rows.
+        fill: the number that fills the predictions of shorter rows.
         input_of: a mini-batch -> what is kept of its inputs.
-        predictions: of each mini-batch (rows, ...): logits, or what `preprocess` left of them, or generated tokens.
-        labels: (rows, T) of each.
-        inputs: of each, where they are wanted, the entry that the model reads first, such as token ids (rows, S).
-        row_losses: mean negative log-likelihood (rows,) of each.
+        predictions: the predictions of each mini-batch (rows, ...): logits, what `preprocess` left of them, or
+            generated tokens.
+        labels: the labels of each mini-batch, (rows, T).
+        inputs: the entry that the model reads first, such as token ids (rows, S), of each mini-batch, if wanted.
+        row_losses: the mean negative log-likelihood of each row, (rows,), of each mini-batch.
     """
 
     fill: int
@@ -159,7 +160,7 @@ class _Columns:
 
 
 def _in_lists(metrics: Any) -> Any:
-    """Metrics with lists in place of arrays and tensors: logs and checkpoints are JSON."""
+    """Put lists in place of arrays and tensors of metrics, since logs and checkpoints are JSON."""
     if isinstance(metrics, Mapping):
         return {name: _in_lists(value) for name, value in metrics.items()}
     return metrics.tolist() if hasattr(metrics, "tolist") else metrics
@@ -175,7 +176,7 @@ def metric_of(args: PipelineTrainingArguments, metrics: Mapping[str, float]) -> 
 
 
 def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
-    """Whether these metrics are the best so far, which the state then notes."""
+    """Note metrics that are the best so far in the state. Returns whether they are."""
     args, state = trainer.args, trainer.state
     if args.metric_for_best_model is None:
         return False

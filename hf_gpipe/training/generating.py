@@ -1,4 +1,4 @@
-"""Prediction by generation: what `predict_with_generate` asks of a mini-batch with targets."""
+"""Prediction by generation, as `predict_with_generate` asks for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_gpipe.runtime.generation import check_generates
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.loader import Batch
 
-#: Every setting of `generate`, so that none of the model's generation_config changes what is generated.
+#: The neutral value of every setting of `generate`, so that the model's generation_config changes nothing.
 _NEUTRAL: dict[str, Any] = {
     **{name: None for name in vars(GenerationConfig()) if name[0] != "_" and name != "use_cache"},
     **{"num_beams": 1, "num_return_sequences": 1},
@@ -33,13 +33,13 @@ class Generation:
     """Generates for the rows of a mini-batch, as transformers' Seq2SeqTrainer does. Every process has one.
 
     An encoder-decoder is given the sources. A decoder-only model is given each row up to its first target, padded on
-    the left, and what it adds is compared with the targets: the prompt's labels must be -100. What is sampled depends
+    the left, and the added tokens are compared with the targets: the prompt's labels must be -100. Samples depend
     on the run's seed, the step and the number of the mini-batch.
 
     Args:
         pipe: the pipeline.
         options: keyword arguments of `generate`.
-        pad_token_id: what shorter rows are filled with; None: the model's own, or -100 where it has none.
+        pad_token_id: the token that fills shorter rows; None: the model's own, or -100 where it has none.
     """
 
     def __init__(self, pipe: Pipeline, options: Mapping[str, Any], pad_token_id: int | None) -> None:
@@ -52,7 +52,7 @@ class Generation:
         self.pad_token_id = pad_token_id if pad_token_id is not None else IGNORED_LABEL if own is None else own
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """Token ids (B, T'), on every process; of a decoder-only model without the prompts."""
+        """Generate token ids (B, T'), on every process. A decoder-only model's are without the prompts."""
         if not self._is_decoder_only:
             inputs = {name: tensor for name, tensor in batch.items() if name not in _TARGET_SIDE}
             return self._generated(inputs)
@@ -73,10 +73,10 @@ class Generation:
 
 
 def completions_of(pipe: Pipeline, prompts: Batch, end: int | None, max_tokens: int, **options: Any) -> torch.Tensor:
-    """The tokens that a decoder-only model adds to each of some prompts, (N, T), on every process.
+    """Generate the tokens that a decoder-only model adds to each of some prompts, (N, T), on every process.
 
     Args:
-        pipe: the model.
+        pipe: the pipeline of the model.
         prompts: `input_ids` and `attention_mask`, (N, S) each, padded on the left.
         end: the token that ends a completion, and fills the rows after it; None: there is none.
         max_tokens: the most tokens of a completion.
@@ -88,12 +88,12 @@ def completions_of(pipe: Pipeline, prompts: Batch, end: int | None, max_tokens: 
 
 
 def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` of what comes before the first target of each row, padded on the left.
+    """`input_ids` and `attention_mask` of the tokens before the first target of each row, padded on the left.
 
     Args:
-        batch: of a decoder-only model: input_ids, and where there are such labels and attention_mask, each (B, T);
-            without labels a row is a prompt.
-        pad_token_id: fills the columns that the mask leaves out.
+        batch: a mini-batch of a decoder-only model: input_ids, and perhaps labels and attention_mask, each (B, T).
+            Without labels a whole row is a prompt.
+        pad_token_id: the token that fills the columns that the mask leaves out.
 
     Raises:
         DataError: a row without a prompt, or with labels and without a target.
@@ -121,7 +121,7 @@ def left_padded_prompts(batch: Batch, pad_token_id: int) -> dict[str, torch.Tens
 
 
 def generation_options(args: PipelineTrainingArguments, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `generate`: those of a call go before the training arguments'."""
+    """Keyword arguments of `generate`. The options of a call replace the training arguments'."""
     chosen = {name: value for name, value in options.items() if value is not None}
     if args.generation_max_length is not None and not {"max_length", "max_new_tokens"} & chosen.keys():
         chosen["max_length"] = args.generation_max_length
@@ -131,7 +131,7 @@ def generation_options(args: PipelineTrainingArguments, options: Mapping[str, An
 
 
 def generation_config_of(source: str | GenerationConfig) -> GenerationConfig:
-    """The configuration itself, or the one of a file, directory or Hub id. Raises UserError where there is none."""
+    """The configuration itself, or that which a file, directory or Hub id has. Raises UserError where there is none."""
     if isinstance(source, GenerationConfig):
         return copy.deepcopy(source)
     if not isinstance(source, str | os.PathLike):

@@ -1,11 +1,11 @@
-"""A Pipeline that is given to a trainer: what the arguments ask for beside it is what it is, or an error.
+"""A Pipeline that is given to a trainer: arguments must agree with its settings, or an error is raised.
 
 A pipeline's own arguments are None where they are not given, so whatever is given is compared, also a value that equals
-a default. Of transformers' arguments, the default counts as not given, because it cannot be told from a value.
+a default. The default of an argument of transformers counts as not given, because it cannot be told from a value.
 
 The seed decides two things. Dropout reads it in each step, so the trainer's seed counts for it, as it does for
-transformers' Trainer, unless the Pipeline was given a seed. New weights were made with the Pipeline's seed, so another
-one that is asked for comes too late.
+transformers' Trainer, unless the Pipeline was given a seed. New weights were made with the Pipeline's seed, so
+another seed comes too late.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.training.arguments import PIPELINE_ARGUMENTS, PipelineTrainingArguments
 
 Values = Callable[[Pipeline], tuple[Any, ...]]
-"""A Pipeline -> the values of an argument that agree with it; the first one is shown in messages."""
+"""A Pipeline -> the values of an argument that agree with it; the first value is shown in messages."""
 
 
 def _field(name: str) -> Values:
-    """The value that a field of the configuration has, and the value that was asked for."""
+    """Make the function that gives the value of a field of the configuration, and the value that was asked for."""
     return lambda pipe: (getattr(pipe.config, name), getattr(pipe.given, name))
 
 
@@ -50,7 +50,7 @@ def _recomputes(pipe: Pipeline) -> tuple[Any, ...]:
     return ({"none", "host"}.isdisjoint((chosen,) if isinstance(chosen, str) else chosen),)
 
 
-#: The arguments that a given Pipeline decides. tests/training/test_given.py has all others, with none left out.
+#: The arguments that a given Pipeline decides. tests/training/test_given.py lists all other arguments.
 COMPARED: dict[str, Values] = {
     **{name: _field(name) for name in PIPELINE_ARGUMENTS},
     "partition": _partition,
@@ -80,12 +80,12 @@ _OF_PIPELINE: dict[str, Callable[[Pipeline], str]] = {
 
 
 def take_given(pipe: Pipeline, args: PipelineTrainingArguments, **options: Any) -> None:
-    """Raise UserError where a trainer is asked for something else than the given pipeline is.
+    """Raise UserError where the trainer's arguments differ from the given pipeline's settings.
 
     Args:
-        pipe: given to the trainer; its dropout follows the trainer's seed from now on.
+        pipe: the given pipeline; its dropout follows the trainer's seed from now on.
         args: the trainer's arguments.
-        options: what else the trainer is given that a pipeline has; None: it is not given.
+        options: other arguments of the trainer that a pipeline decides; None: not given.
     """
     if given := [name for name, value in options.items() if value is not None]:
         raise UserError(
@@ -97,7 +97,7 @@ def take_given(pipe: Pipeline, args: PipelineTrainingArguments, **options: Any) 
 
 
 def check_given(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
-    """Raise UserError where the arguments ask for something else than the given pipeline is."""
+    """Raise UserError where the arguments differ from the given pipeline's settings."""
     for name, agreeing in COMPARED.items():
         if _is_asked(args, name) and (asked := _value(args, name)) not in (values := agreeing(pipe)):
             shown = _OF_PIPELINE.get(name, lambda _, value=values[0]: repr(value))(pipe)
@@ -127,7 +127,7 @@ def take_seed(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
 
 
 def _is_asked(args: PipelineTrainingArguments, name: str) -> bool:
-    """Whether an argument of this name is there, and was given."""
+    """Whether an argument of this name exists, and was given."""
     known = args.__dataclass_fields__
     if name not in known:  # of another release of transformers
         return False
@@ -137,7 +137,7 @@ def _is_asked(args: PipelineTrainingArguments, name: str) -> bool:
 
 
 def _value(args: PipelineTrainingArguments, name: str) -> Any:
-    """An argument in the form that the configuration has."""
+    """The value of an argument, in the form of the configuration."""
     if name == "memory":
         return args.config.memory_bytes
     if name == "packing":

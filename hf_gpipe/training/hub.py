@@ -16,7 +16,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
-#: The files of a checkpoint that are not part of the model; what an output directory has beside a model.
+#: The files of a checkpoint, and of an output directory, that are not part of the model.
 _STATE = ("training_state/*", "trainer_state.json")
 _CHECKPOINTS = ("_*", "checkpoint-*", LOCK_FILE)
 
@@ -27,7 +27,8 @@ class HubUploads:
     """The repository of a training. Every process has one and calls it; the main process talks to the Hub.
 
     Args:
-        args: `hub_model_id` (by default the output directory's name), `hub_strategy` and their kin.
+        args: the arguments, of which `hub_model_id`, by default the output directory's name, `hub_strategy` and the
+            others of the Hub are read.
         world: the processes.
     """
 
@@ -58,7 +59,7 @@ class HubUploads:
         token: str | None = None,
         revision: str | None = None,
     ) -> Any:
-        """Upload a saved model; its checkpoints stay here. What `HfApi.upload_folder` returns, in the main process."""
+        """Upload a saved model without its checkpoints. Returns `HfApi.upload_folder`'s result, in the main process."""
         assert self.repo_id is not None, "the repository has been made"
         outcome: list[Any] = []
         self.finish()
@@ -73,7 +74,7 @@ class HubUploads:
     def push_checkpoint(self, checkpoint: Path, message: str) -> None:
         """Begin to upload a checkpoint as `hub_strategy` says, without waiting; the main process only.
 
-        While the last upload is under way nothing is begun, unless `hub_always_push`.
+        No upload begins while the last upload is under way, unless `hub_always_push` is set.
         """
         strategy = self._args.hub_strategy
         is_busy = any(not future.done() for future in self._pending)
@@ -87,7 +88,7 @@ class HubUploads:
     def _upload(
         self, folder: Path, message: str, token: str | None = None, revision: str | None = None, **options: Any
     ) -> Any:
-        """Begin to upload a folder; `options` are others of `HfApi.upload_folder`, which may wait for the end."""
+        """Begin to upload a folder; `options` go to `HfApi.upload_folder`, which may wait for the end."""
         return HfApi().upload_folder(
             repo_id=str(self.repo_id),
             folder_path=str(folder),
@@ -98,7 +99,7 @@ class HubUploads:
         )
 
     def finish(self) -> None:
-        """Wait for the uploads of checkpoints; one that failed is a warning, for the training can go on without."""
+        """Wait for the uploads of checkpoints. A failed upload is a warning, since the training can go on."""
         for future in self._pending:
             if (error := future.exception()) is not None:
                 logger.warning(f"a checkpoint was not uploaded to {self.repo_id}: {error}")

@@ -1,7 +1,7 @@
 """Mini-batches of a dataset. The content of a mini-batch depends on (seed, epoch, number) only.
 
 Only the main process reads. Random transforms and collators (masking, sampling) draw from generators that are seeded
-for each mini-batch, so a run that resumes, or that loads with another number of workers, gets the same ones.
+for each mini-batch, so a run that resumes, or that loads with another number of workers, gets equal mini-batches.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class MiniBatches:
 
     Attributes:
         dataset: map-style (a length, and rows by index) or iterable.
-        collate: rows to a mini-batch.
-        size: of a mini-batch. The last of an epoch may have fewer rows. By tokens, the epochs of a map-style dataset
-            have equally many mini-batches: as many as the rows of the first make.
+        collate: rows -> a mini-batch.
+        size: the size of a mini-batch. The last of an epoch may have fewer rows. With a size in tokens, all epochs of a
+            map-style dataset have as many mini-batches as the rows of the first epoch make.
         order: "sequential", "random", or "group_by_length" (rows of similar length share a mini-batch). An iterable
             dataset has its own order; by length, it is sorted in pools of what has been read.
-        seed: of the order and of random transforms.
+        seed: the seed of the order and of random transforms.
         drop_last: whether a mini-batch with fewer rows is left out.
-        columns: entries of a row to keep; None: all.
-        length_column: column of a datasets.Dataset that holds the rows' lengths, for "group_by_length".
-        workers: options of torch's DataLoader for loading in other processes; none: this process loads.
+        columns: the entries of a row to keep; None: all.
+        length_column: the column of a datasets.Dataset that holds the rows' lengths, for "group_by_length".
+        workers: the options of torch's DataLoader for loading in other processes; empty: this process loads.
         temperature: T by which languages are drawn (hf_gpipe.data.translation.sampling); 1: every row once an epoch.
     """
 
@@ -70,7 +70,7 @@ class MiniBatches:
         return self.epoch(0)
 
     def __len__(self) -> int:
-        """Mini-batches of an epoch. Raises TypeError if only reading the dataset tells."""
+        """The number of mini-batches of an epoch. Raises TypeError if only reading the dataset tells."""
         if (count := self.count()) is None:
             raise TypeError("the number of mini-batches is not known before they are read")
         return count
@@ -81,7 +81,7 @@ class MiniBatches:
         return not has_index(self.dataset)
 
     def count(self) -> int | None:
-        """Mini-batches of an epoch; None if only reading the dataset tells."""
+        """The number of mini-batches of an epoch; None if only reading the dataset tells."""
         if not hasattr(self.dataset, "__len__"):
             return None
         if (size := self.size.known_rows) is None:
@@ -90,16 +90,16 @@ class MiniBatches:
         return whole + (rest > 0 and not self.drop_last)
 
     def epoch(self, epoch: int, start: int = 0, place: Mapping[str, Any] | None = None) -> Iterator[Batch]:
-        """The mini-batches of an epoch from number `start` on; of a map-style dataset, those before are not loaded.
+        """The mini-batches of an epoch from number `start` on. A map-style dataset does not load those before.
 
         Args:
-            epoch: from 0.
-            start: from 0.
-            place: what `place` has said of `start`, so that an iterable dataset need not be read from its beginning.
+            epoch: the epoch, counted from 0.
+            start: the number of the first mini-batch, counted from 0.
+            place: the result of the method `place` for `start`, so that an iterable dataset is not read from its
+                beginning.
 
         Raises:
-            DataError: rows whose length, target tokens or language is not known and needed; rows that cannot be
-                collated.
+            DataError: the length, target tokens or language of rows is needed and unknown, or rows cannot be collated.
         """
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -113,9 +113,9 @@ class MiniBatches:
         return iter(DataLoader(load, batch_size=None, sampler=numbers, **self.workers))
 
     def place(self, number: int) -> dict[str, Any] | None:
-        """Where mini-batch `number` of the epoch being read stands, for `epoch` of another run, as JSON values.
+        """The place of mini-batch `number` in the epoch being read, for `epoch` of another run, as JSON values.
 
-        None for a map-style dataset, whose mini-batches have an index, and for an iterable one without `state_dict`
+        None for a map-style dataset, whose mini-batches have an index, and for an iterable dataset without `state_dict`
         and `load_state_dict`, which is read from its beginning.
         """
         return self._positions[0].at(number) if self._positions else None
@@ -140,7 +140,7 @@ class MiniBatches:
         return [drawn[batch].tolist() for batch in self._without_rest(batches)]
 
     def _without_rest(self, batches: list[list[Any]]) -> list[list[Any]]:
-        """Mini-batches without those that are left out."""
+        """Drop the last mini-batch, where it has fewer rows and is left out."""
         size = self.size.known_rows if self.drop_last else None
         return [batch for batch in batches if size in (None, len(batch))]
 
@@ -157,20 +157,20 @@ class MiniBatches:
 
     @cached_property
     def _num_token_batches(self) -> int:
-        """The mini-batches of every epoch: those of the first."""
+        """The number of mini-batches of every epoch, which the first epoch decides."""
         assert self.size.tokens is not None
         return num_token_batches(self._target_tokens[self._drawn(0)], self.size.tokens)
 
     @cached_property
     def _target_tokens(self) -> np.ndarray:
-        """Of each row."""
+        """The number of target tokens of each row."""
         if hasattr(self.dataset, "target_tokens"):
             return np.asarray(self.dataset.target_tokens)
         return np.array([target_tokens(self.dataset[index]) for index in range(len(self.dataset))], dtype=np.int64)
 
     @cached_property
     def _languages(self) -> Sequence[str]:
-        """Of each row."""
+        """The language of each row."""
         if hasattr(self.dataset, "languages"):
             return list(self.dataset.languages)
         if "language" in (getattr(self.dataset, "column_names", None) or ()):
@@ -194,7 +194,7 @@ class MiniBatches:
             ) from error
 
     def _read(self, epoch: int, start: int, place: Mapping[str, Any] | None) -> Iterator[Batch]:
-        """The mini-batches of an iterable dataset; without a place, those before `start` are read and left out."""
+        """Read the mini-batches of an iterable dataset. Without a place, those before `start` are read and skipped."""
         if self.workers is not None:
             raise UserError("dataloader_num_workers: an iterable dataset is read by the main process; use 0")
         if self.temperature != 1:
@@ -234,7 +234,7 @@ class MiniBatches:
             number += len(batches)
 
     def _check_columns(self, row: Any) -> None:
-        """Raise DataError for a row of which the model would get nothing."""
+        """Raise DataError for a row that has no entry that the model reads."""
         if not isinstance(row, Mapping) or self.columns is None or {*row} & {*self.columns} - LABEL_COLUMNS:
             return
         columns = listed(list(map(str, row)))

@@ -1,6 +1,6 @@
-"""The logs of a training: the mean loss since the last one, the last gradient norm and learning rate, and the speed.
+"""The logs of a training: the mean loss since the last log, the last gradient norm and learning rate, and the speed.
 
-Under an asynchronous schedule also how stale the gradients of each stage were, in updates.
+Under an asynchronous schedule, logs also say how stale the gradients of each stage were, in updates.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Logs:
     """Sums up the steps of one training. Every process has one and calls it in step with the others.
 
     Args:
-        trainer: at the beginning of this training.
-        start_time: of this training, by `time.time`.
+        trainer: the trainer, at the beginning of this training.
+        start_time: the start of this training, by `time.time`.
 
     Attributes:
-        meter: the speed.
+        meter: measures the speed.
     """
 
     def __init__(self, trainer: TrainerInterface, start_time: float) -> None:
@@ -35,7 +35,7 @@ class Logs:
         #: The sums of the losses since the last log, and before it.
         self._loss = self._logged_loss = 0.0
         self._num_rows = 0
-        #: Since the last log, of each stage the updates by which gradients of micro-batches were late.
+        #: The updates by which each stage's gradients of micro-batches were late, since the last log.
         self._staleness: list[list[int]] = []
 
     def add_window(self, table: Schedule) -> None:
@@ -44,14 +44,14 @@ class Logs:
         self._staleness = [a + b for a, b in zip(self._staleness, late, strict=True)] if self._staleness else late
 
     def add_loss(self, loss: float, steps: int) -> None:
-        """Add the loss of a step that `steps` others came before."""
+        """Add the loss of a step; `steps` is the number of steps before it."""
         if self._args.logging_nan_inf_filter and not math.isfinite(loss):
-            # As Trainer does: the mean of the steps since the last log stands in for a loss that is not a number.
+            # As in Trainer, the mean of the steps since the last log stands in for a loss that is not a number.
             loss = self._loss / (1 + steps - self._logged_step)
         self._loss += loss
 
     def count(self, group: Sequence[Batch]) -> int:
-        """Note what a step has trained on; returns its tokens without padding."""
+        """Note what a step has trained on. Returns the number of its tokens without padding."""
         self._num_rows += sum(len(batch["labels"]) for batch in group)
         return self.meter.count(group)
 
@@ -59,7 +59,7 @@ class Logs:
         """The metrics since the last call; None where there was no step.
 
         Args:
-            norm: of the last step's gradient.
+            norm: the norm of the last step's gradient.
             rate: the learning rate of the last step.
         """
         state = self._trainer.state

@@ -1,4 +1,4 @@
-"""How long mini-batches become, for the planner, which must know before the training begins."""
+"""The greatest length of mini-batches, which the planner must know before the training begins."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.training.pools import has_index, target_tokens
 
-#: Rows that are looked at, drawn evenly over the dataset: reading all of a large one would take minutes.
+#: The number of rows that are looked at, evenly over the dataset: reading all of a large dataset would take minutes.
 _SAMPLE = 1000
 
 
 def longest_mini_batch(
     dataset: Any, size: BatchSize, *, by_length: bool = False, packing: bool = False
 ) -> Workload | None:
-    """A mini-batch in which every row is as long as the longest one drawn, or padded to it; packed, a large one.
+    """A mini-batch whose rows are all as long as the longest row drawn, or padded to it; a large one if rows are packed.
 
     Args:
-        dataset: the training rows, as they are before they are collated; a stream of them may have the attribute
-            `longest`, the most ids and labels of a row.
-        size: of a mini-batch.
+        dataset: the training rows before they are collated. A stream of rows may have the attribute `longest`, the most
+            ids and labels of a row.
+        size: the size of a mini-batch.
         by_length: whether rows of similar length share a mini-batch.
         packing: whether the rows of a mini-batch are packed.
 
     Returns:
-        None where the rows have no `input_ids`, or their number is not known.
+        The shape of the mini-batch; None where the rows have no `input_ids`, or their number is not known.
     """
     if not has_index(dataset):
         if (longest := getattr(dataset, "longest", None)) is None:
@@ -46,14 +46,14 @@ def longest_mini_batch(
         targets = [len(row["labels"] if hasattr(row.get("labels"), "__len__") else token_ids(row)) for row in rows]
     if (num_rows := size.known_rows) is None:
         counts = [target_tokens(row) for row in rows] or targets
-        # Unsorted, a mini-batch has as many rows as of the mean length fill it, and pads them to its longest.
+        # An unsorted mini-batch has as many rows as rows of mean length fill it, and pads them to its longest row.
         typical = max(counts) if by_length else sum(counts) // len(counts)
         num_rows = size.rows_of(max(1, typical))
     if packing:
 
         def large_and_longest(lengths: list[int]) -> tuple[int, int]:
             longest = max(*lengths, 1)
-            # Rows that are drawn at random: beyond four standard deviations of their sum there is next to nothing.
+            # Rows are drawn at random: their sum almost never exceeds its mean by four standard deviations.
             large = longest if by_length else mean(lengths) + 4 * pstdev(lengths) / math.sqrt(num_rows)
             return max(1, min(longest, math.ceil(large))), longest
 

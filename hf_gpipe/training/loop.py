@@ -1,4 +1,4 @@
-"""The loop of a training: steps over the mini-batches, and between them what callbacks have asked for."""
+"""The loop of a training: steps over the mini-batches, and the work between steps that callbacks ask for."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_ev
 
 
 class TrainingLoop:
-    """One training, from its first step to its last. Every process has one and calls it in step with the others.
+    """Runs a training from its first step to its last. Every process has one and calls it in step with the others.
 
     Args:
-        trainer: whose model is trained; its state is that of the first step.
-        length: of the training.
+        trainer: the trainer whose model is trained, with the state of the first step.
+        length: the length of the training.
         batches: the mini-batches; None in processes that do not read data.
         run: how far the run has come.
-        checkpoints: where steps are saved.
-        logs: of this training.
+        checkpoints: the checkpoints into which steps are saved.
+        logs: the logs of this training.
         ignored_keys: `ignore_keys` of the evaluations.
         resume_hint: what to do after a stop, for its message.
     """
@@ -131,29 +131,29 @@ class TrainingLoop:
                 self._count(group)
                 self._trainer.num_trained_tokens += self._logs.count(group)
                 done += len(group)
-                # Of the mini-batches trained on: those that are read ahead are read again.
+                # The position is after the last trained mini-batch: those that are read ahead are read again.
                 self._run.position = DataPosition(epoch, done, None if batches is None else batches.place(done))
                 self._state.global_step += 1
                 self._state.epoch = epoch + self._length.fraction_of_epoch(done)
                 self._trainer.fire("on_step_end")
                 asked |= {flag for flag in _FLAGS if getattr(self._control, flag)}
             for flag in asked:
-                # Asked for by a step before the last one, it is done at the end of the window.
+                # What a step before the last one asked for is done at the end of the window.
                 setattr(self._control, flag, True)
             self._log_evaluate_save(waits=self._updates.wait)
             if self._control.should_epoch_stop or self._control.should_training_stop:
                 break
         if done == 0:
-            # An iterable dataset that is exhausted: another epoch would give nothing either.
+            # An iterable dataset is exhausted, so another epoch would give nothing either.
             self._control.should_training_stop = True
-        # A training that stops inside an epoch, at max_steps say, has the rest of it before it.
+        # A training that stops inside an epoch, at max_steps say, has not had the rest of the epoch.
         if done == self._length.mini_batches_per_epoch or not self._control.should_training_stop:
             self._run.position = DataPosition(epoch + 1)
         self._trainer.fire("on_epoch_end")
         self._log_evaluate_save(waits=True)
 
     def _count(self, group: Sequence[Batch]) -> None:
-        """Note in the state how much a step has computed and read."""
+        """Add to the state how much a step has computed and read."""
         for batch in group:
             size = self._pipe.adapter.main_input(batch).numel()
             self._state.total_flos += 6 * size * self._num_parameters
@@ -168,7 +168,7 @@ class TrainingLoop:
     # ------------------------------------------------------------------ between steps
 
     def _log_evaluate_save(self, *, waits: bool) -> None:
-        """Do what callbacks have asked for, in every process; `waits` is that of `Agreement.reach`."""
+        """Do what callbacks have asked for, in every process; `waits` as for `Agreement.reach`."""
         is_written, stop_signal = self._agree(waits=waits)
         is_kept = self._checkpoints.keeps(self._state.global_step)
         if waits or is_written or stop_signal or is_kept or any(getattr(self._control, flag) for flag in _FLAGS):
@@ -198,10 +198,10 @@ class TrainingLoop:
         """Agree on what callbacks or a signal asked for in any process: see `Agreement.reach`.
 
         Returns:
-            Whether a checkpoint that was begun is written, and the signal on which the training stops; 0: none.
+            Whether a checkpoint that was begun is written, and the signal on which the training stops; 0: no signal.
         """
         asked = [int(getattr(self._control, flag)) for flag in _FLAGS]
-        # When the first process has seen that it is written, all are done or have failed.
+        # When the first process has seen that the checkpoint is written, all processes are done or have failed.
         asked += [int(self._checkpoints.is_written), self._stop_request.signal]
         agreed = self._agreement.reach(asked, waits=waits)
         for flag, value in zip(_FLAGS, agreed, strict=False):
@@ -234,7 +234,7 @@ class TrainingLoop:
         self._run.evaluation_is_due = False
         self._evaluate()
         if self._state.best_global_step == self._state.global_step:
-            # Saved again: its checkpoint does not know yet that it is the best one.
+            # The step is saved again, since its checkpoint does not know yet that it is the best.
             self._save()
 
     def _save(self, *, in_memory: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Dynamic scaling of the loss for float16: as large as the gradients of all stages allow.
+"""Dynamic scaling of the loss for float16. The scale is as large as the gradients of all stages allow.
 
 Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), section 3.2; the rule and its numbers are
 torch.amp.GradScaler's, which sees the gradients of one process only. Here one scale serves the whole pipeline: whether
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-#: The largest float32: GradScaler's scale is one and does not grow beyond.
+#: The largest float32: GradScaler's scale is a float32 and does not grow beyond it.
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -23,9 +23,9 @@ class LossScaler:
 
     Attributes:
         scale: the present factor.
-        growth_factor: the scale is multiplied by it after `growth_interval` updates in a row without an overflow.
-        backoff_factor: and by this after each overflow.
-        growth_interval: see above.
+        growth_factor: the factor of the scale after `growth_interval` updates in a row without an overflow.
+        backoff_factor: the factor of the scale after each overflow.
+        growth_interval: the number of updates without an overflow after which the scale grows.
     """
 
     scale: float = 65536.0
@@ -61,6 +61,6 @@ class LossScaler:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave. Raises KeyError where an entry is missing."""
+        """Load what `state_dict` returned. Raises KeyError where an entry is missing."""
         for name, default in asdict(LossScaler()).items():
             setattr(self, name, type(default)(state[name]))

@@ -2,7 +2,7 @@
 
 An update of a bfloat16 weight that is smaller than 1/256 of it is lost in rounding; in a float32 copy such updates add
 up (Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740, section 3.1). The model keeps its half
-precision, and so do its gradients, what crosses stage boundaries and the model files.
+precision, and so do its gradients, the tensors that cross stage boundaries, and the model files.
 
 Where the copies are in CPU memory, so is the optimizer's state, and the host computes the update (Ren et
 al. 2021, ZeRO-Offload, arXiv 2101.06840, section 4). The device keeps weights and gradients.
@@ -22,7 +22,7 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.shards import SETTING, Shards
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
-#: Name of the copy among the state that the optimizer keeps of a parameter, in a checkpoint.
+#: The name of a copy among the entries of its parameter's optimizer state, in a checkpoint.
 SLOT = "master_weight"
 
 
@@ -30,7 +30,7 @@ class MasterWeights:
     """The copies of this process's trainable parameters, by their Hugging Face names.
 
     Args:
-        parameters: name -> parameter; for copies in float32, those that train must all be in half precision.
+        parameters: name -> parameter. Copies in float32 need all trainable parameters in half precision.
         in_float32: whether the copies are in float32; otherwise they have the type of the weights.
         on_host: whether the copies are in CPU memory; otherwise they are where the weights are.
 
@@ -57,12 +57,12 @@ class MasterWeights:
         #: The argument that asks for the copies.
         self.asked_by = "fp32_master_weights" if in_float32 else "offload_optimizer"
         self._shards: Shards | None = None
-        #: The copies, by name; with `shard` of this replica's shards, and without elements where it has none.
+        #: The copies, by name. After `shard` they copy this replica's shards, and are empty where it has none.
         self.copies = {name: torch.nn.Parameter(self._copy(weight)) for name, weight in self._weights.items()}
 
     @classmethod
     def of(cls, args: PipelineTrainingArguments, pipe: Pipeline) -> MasterWeights | None:
-        """The copies that the arguments ask for. Raises UserError where there can be none."""
+        """Make the copies that the arguments ask for; None: none. Raises UserError where copies are not possible."""
         if not (args.fp32_master_weights or args.offload_optimizer):
             return None
         parameters = dict(pipe.named_parameters())
@@ -83,7 +83,7 @@ class MasterWeights:
         """Keep the copies, and the optimizer's state, of this replica's shards alone. A second call does nothing.
 
         Raises:
-            UserError: the copies are of other shards already.
+            UserError: the copies were made for other shards already.
         """
         if self._shards is not None:
             if not self._shards.are_like(shards):
@@ -105,7 +105,7 @@ class MasterWeights:
         return tensor if self._shards is None else self._shards.own(name, tensor)
 
     def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        # A step may be of some parameters alone, while gradients of others come in another thread.
+        # A step may update some parameters alone, while gradients of others come in another thread.
         held = {copy for group in optimizer.param_groups for copy in group["params"]}
         weights = {name: weight for name, weight in self._weights.items() if self.copies[name] in held}
         owned = {name: self._own(name, weight.grad) for name, weight in weights.items() if weight.grad is not None}
@@ -119,9 +119,9 @@ class MasterWeights:
     def _give_values(self) -> None:
         for name, weight in self._weights.items():
             copy = self.copies[name]
-            # Without a gradient it has not changed: a step may be of some stages alone.
+            # A copy without a gradient has not changed: a step may update some stages alone.
             if copy.grad is not None and (own := self._own(name, weight)) is not None:
-                # On the same stream as the next gradients' way to the host, for which the next update waits.
+                # The copy is on the stream of the next gradients' way to the host, for which the next update waits.
                 own.copy_(copy, non_blocking=True)
             copy.grad = None
         if self._shards is not None:
@@ -131,7 +131,7 @@ class MasterWeights:
     def in_state_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Context manager in which the optimizer's state also holds the copies, to be saved with it.
 
-        Those that have the type of the weights are equal to them.
+        Copies that have the type of the weights are equal to the weights.
         """
         copies = [
             copy
@@ -148,7 +148,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the copies out of an optimizer's state that was loaded; where there is none, from the weights."""
+        """Take the copies out of a loaded optimizer state, or make them of the weights where it has none."""
         for name, weight in self._weights.items():
             if (own := self._own(name, weight)) is not None:
                 copy = self.copies[name]

@@ -12,16 +12,17 @@ from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule.kinds import Resource
 from hf_gpipe.training.loader import Batch
 
-#: Begins the name of the metric of each stage.
+#: The beginning of the name of each stage's metric.
 STAGE_PEAK = "peak_memory_bytes_stage_"
 
 
 class Meter:
-    """Counts from one line of metrics to the next. Every process has one and calls it in step with the others.
+    """Counts between two lines of metrics. Every process has one and calls it in step with the others.
 
     Args:
         pipe: the pipeline that is trained.
-        timeline_steps: updates between two whose actions are timed for the bubble; None: none is timed.
+        timeline_steps: the number of updates after which an update's actions are timed for the bubble again; None: no
+            update is timed.
     """
 
     def __init__(self, pipe: Pipeline, timeline_steps: int | None = None) -> None:
@@ -30,11 +31,11 @@ class Meter:
         self._restart()
 
     def times(self, step: int, num_steps: int = 1) -> list[ActionTime] | None:
-        """Where the executor notes the actions of an update or a window; None: it is not timed.
+        """The list in which the executor notes the actions of an update or a window; None: it is not timed.
 
         Args:
-            step: the number of the update, or of the first in the window, counted from 1.
-            num_steps: how many updates the window has. It is timed if one of them is to be.
+            step: the number of the update, or of the first update of the window, counted from 1.
+            num_steps: the number of updates of the window. It is timed if any of its updates is.
         """
         every = self._timeline_steps
         if every is None or (step + num_steps - 1) // every == (step - 1) // every:
@@ -43,7 +44,7 @@ class Meter:
         return self._timed[-1]
 
     def count(self, batches: Sequence[Batch]) -> int:
-        """Note what an update trained on; returns its tokens without padding, or its rows."""
+        """Note what an update trained on. Returns the number of its tokens without padding, or of its rows."""
         count = sum(map(self._pipe.adapter.size_of, batches))
         self._count += count
         return count
@@ -61,12 +62,13 @@ class Meter:
         """The metrics since the last call, the same in every process.
 
         Returns:
-            tokens_per_second: of sources and targets, without padding; of a model that reads no tokens rows_per_second.
-            training_seconds: since the last call, without what was paused for, of the slowest process.
-            peak_memory_bytes: the most that one process has used since it started: of its device on CUDA, else of main
-                memory.
-            peak_memory_bytes_stage_N: the same for each of several stages, of the device or process that has it.
-            stash_bytes: the most that one process has kept of old versions of weights in the last window, under an
+            tokens_per_second: the tokens of sources and targets, without padding, per second; rows_per_second for a
+                model that reads no tokens.
+            training_seconds: the seconds of the slowest process since the last call, without pauses.
+            peak_memory_bytes: the most bytes that a process has used since it started, of its device on CUDA, else of
+                CPU memory.
+            peak_memory_bytes_stage_N: the peak memory of stage N's device or process, where there are several stages.
+            stash_bytes: the most bytes that a process has kept of old versions of weights in the last window, under an
                 asynchronous schedule.
             bubble: the idle fraction of all processes in the timed updates, where there were any.
         """

@@ -1,4 +1,4 @@
-"""The optimizer of a process's own parameters, and its learning rate: the same numbers as one optimizer of them all."""
+"""The optimizer of a process's parameters, and its learning rate: they compute what one optimizer for all would."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def make_optimizer(
     get_cls_and_kwargs: Callable[..., Any] = Trainer.get_optimizer_cls_and_kwargs,
     get_decayed: Callable[[PreTrainedModel], Collection[str]] | None = None,
 ) -> Optimizer:
-    """An optimizer of this process's parameters; weight decay spares the same ones as in transformers' Trainer.
+    """Make an optimizer of this process's parameters. Weight decay spares the same parameters as in Trainer.
 
     Args:
         pipe: the pipeline.
-        args: `optim` and its settings.
+        args: the arguments, of which `optim` and its settings are read.
         cls_and_kwargs: another class and its arguments, in place of `args.optim`.
         master_weights: the copies to update in place of the parameters.
-        get_cls_and_kwargs: from the arguments and None, the class that they ask for and its arguments.
-        get_decayed: from the model of a stage, the names of the parameters that weight decay is for; None: Trainer's.
+        get_cls_and_kwargs: (arguments, None) -> the class that they ask for and its arguments.
+        get_decayed: model of a stage -> the names of the parameters that weight decay is for; None: Trainer's function.
 
     Raises:
         UserError: the class does not take these arguments.
@@ -49,8 +49,8 @@ def make_optimizer(
         text = f"optim={_word(args.optim)!r} does not take optim_args={args.optim_args!r}: {error}"
         raise UserError(f"{text}; give it as name=value,name=value") from error
     get_decayed = get_decayed or partial(Trainer.get_decay_parameter_names, None)
-    # Asked of the models themselves, for the kind of a module decides as well as its parameter's name, and a stage's
-    # model has the modules that PEFT has put there.
+    # The names come from the stages' models, since the kind of a module decides as well as its parameter's name, and a
+    # stage's model has the modules that PEFT has put there.
     models = [model for stage in pipe.models.values() for model in stage.models]
     decays = {name for model in models for name in get_decayed(model)}
     named = pipe.named_parameters() if master_weights is None else master_weights.copies.items()
@@ -85,8 +85,8 @@ def shard_optimizer(trainer: TrainerInterface) -> None:
     """Let the replicas of a stage share the steps of its optimizer and its state, if the pipeline's `zero` is 1.
 
     Raises:
-        UserError: the class of the optimizer is not known to treat each parameter alone, or with `tensor_parallel`
-            each element; or the scheduler reads state that another replica has.
+        UserError: the class of the optimizer is not known to treat each parameter alone, or each element alone with
+            `tensor_parallel`; or the scheduler reads state that another replica has.
     """
     optimizer, division = trainer.made_optimizer(), trainer.pipe.config.division
     if not (division.is_whole or treats_elements_alone(optimizer, division.text)):
@@ -116,10 +116,9 @@ def updated_parameters(trainer: TrainerInterface) -> dict[str, torch.nn.Paramete
 
 
 def step_stage(trainer: TrainerInterface, stage: int) -> None:
-    """Step the optimizer for the parameters of a stage alone, while gradients of others may come and go in another
-    thread.
+    """Step the optimizer for the parameters of a stage alone, while other gradients may come and go in another thread.
 
-    The others are hidden behind parameters without gradient, so that every parameter keeps its place in its group.
+    Other parameters are hidden behind parameters without gradient, so that each parameter keeps its place in its group.
     """
     updated, names, optimizer = (
         updated_parameters(trainer),
@@ -139,7 +138,7 @@ def step_stage(trainer: TrainerInterface, stage: int) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Raise UserError unless an optimizer holds exactly those of this process's `parameters` that are trainable."""
+    """Raise UserError unless an optimizer holds exactly the trainable parameters of this process's `parameters`."""
     held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     wanted = {p for p in parameters if p.requires_grad}
     if held != wanted:
@@ -181,15 +180,15 @@ def make_scheduler(args: PipelineTrainingArguments, optimizer: Optimizer, max_st
 
 
 def _word(value: Any) -> str:
-    """An argument whose values the library has in an enumeration, as it is written."""
+    """The written form of an argument whose values are an enumeration of the library."""
     return str(getattr(value, "value", value))
 
 
 def set_rates(optimizer: Optimizer, scheduler: Scheduler | None) -> None:
-    """Give the next update the rate that its schedule has for it.
+    """Give the next update the learning rate that the schedule has for it.
 
-    A resumed training may have another number of updates than when it was saved. The saved rate is that of the old
-    schedule, which at its end is 0.
+    A resumed training may have another number of updates than when it was saved. The saved rate is from the old
+    schedule, and is 0 at the end of that schedule.
     """
     if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
         rates = zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -198,5 +197,5 @@ def set_rates(optimizer: Optimizer, scheduler: Scheduler | None) -> None:
 
 
 def takes_metric(scheduler: Any) -> bool:
-    """Whether a scheduler moves on with a metric of evaluations, and not with every update."""
+    """Whether a scheduler steps with a metric of evaluations, and not with every update."""
     return "metrics" in inspect.signature(scheduler.step).parameters

@@ -21,21 +21,21 @@ from hf_gpipe.data.deterministic import stable_random
 from hf_gpipe.errors import DataError
 from hf_gpipe.recipe.batch_size import BatchSize
 
-# A pool is in memory as Python objects, so it has at most about so many rows or target tokens, or one mini-batch.
+# The most rows and target tokens of a pool, about, or one mini-batch: it is in memory as Python objects.
 _MOST_ROWS, _MOST_TOKENS = 2**15, 2**20
 
-#: Datasets of the library `datasets` that were sent to a place.
+#: The datasets of the library `datasets` that were sent to a place.
 _sent: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class Pools:
-    """How the rows of an iterable dataset are cut.
+    """Cuts the rows of an iterable dataset into pools and mini-batches.
 
     Attributes:
-        size: of a mini-batch.
+        size: the size of a mini-batch.
         by_length: whether rows of similar length share a mini-batch. Otherwise a pool is one mini-batch.
-        seed: of the order of a pool's mini-batches.
+        seed: the seed of the order of a pool's mini-batches.
     """
 
     size: BatchSize
@@ -43,7 +43,7 @@ class Pools:
     seed: int
 
     def read(self, rows: Iterator[Any]) -> list[Any]:
-        """The rows of the next pool; none at the end."""
+        """The rows of the next pool; empty at the end."""
         pool: list[Any] = []
         done, num_tokens = 0, self.size.tokens
         size, most = (self.size.rows, _MOST_ROWS) if num_tokens is None else (num_tokens, _MOST_TOKENS)
@@ -56,7 +56,7 @@ class Pools:
         return pool
 
     def cut(self, pool: Sequence[Any], epoch: int, number: int) -> list[list[Any]]:
-        """The mini-batches of a pool, whose first one is mini-batch `number` of the epoch."""
+        """The mini-batches of a pool, whose first mini-batch has this `number` in the epoch."""
         order = list(range(len(pool)))
         if self.by_length:
             lengths = [row_length(row) for row in pool]
@@ -73,10 +73,10 @@ class Pools:
 
 
 class DataPositions:
-    """Where the pools of an epoch begin, as far as they have been read: reading may be ahead of training.
+    """The places where the pools of an epoch begin, as far as they have been read: reading may be ahead of training.
 
     Args:
-        dataset: its state is asked for where it has one.
+        dataset: the dataset, whose state is asked for where it has a state.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -85,7 +85,7 @@ class DataPositions:
 
     @property
     def is_known(self) -> bool:
-        """Whether the dataset can say where it stands, and be sent back there."""
+        """Whether the dataset can return its state, and load it again."""
         return all(callable(getattr(self._dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def begin(self, start: int, place: Mapping[str, Any] | None) -> int:
@@ -93,13 +93,13 @@ class DataPositions:
 
         Args:
             start: the mini-batch that comes next.
-            place: what `at` has said of it; None: nothing is known.
+            place: the result of `at` for that mini-batch; None: nothing is known.
 
         Returns:
             The number of the first mini-batch that will be read.
 
         Raises:
-            DataError: a place that the dataset does not understand.
+            DataError: the dataset does not understand the place.
         """
         state, done = (None, start) if place is None else (place["state"], place["done"])
         if state is not None:
@@ -112,7 +112,7 @@ class DataPositions:
             if _is_of_datasets(self._dataset):
                 _sent.add(self._dataset)
         elif _is_of_datasets(self._dataset) and self._dataset in _sent:
-            # It would begin where it was sent ever after.
+            # Otherwise every later epoch would begin at this place.
             self._dataset.load_state_dict(None)
         self._starts = [(start - done, state)]
         return start - done
@@ -136,7 +136,7 @@ class DataPositions:
 
 
 def has_index(dataset: Any) -> bool:
-    """Whether rows can be asked for by number: torch's iterable datasets inherit the method and refuse it."""
+    """Whether rows can be asked for by number. Torch's iterable datasets inherit the method, which raises an error."""
     has_methods = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return has_methods and not isinstance(dataset, IterableDataset)
 
@@ -146,9 +146,9 @@ def _is_of_datasets(dataset: Any) -> bool:
 
 
 def target_tokens(row: Any) -> int:
-    """The labels of a row that count; of a row without labels the ids, of which a collator makes the labels.
+    """The number of labels of a row that count, or of ids where a row has no labels: a collator makes them of the ids.
 
-    Raises DataError for a row with neither.
+    Raises DataError for a row without labels and ids.
     """
     labels: Any = row.get("labels") if isinstance(row, Mapping) else None
     if hasattr(labels, "__len__"):
@@ -157,7 +157,7 @@ def target_tokens(row: Any) -> int:
 
 
 def row_length(row: Any) -> int:
-    """The tokens of source and target. Raises DataError for a row without `input_ids`."""
+    """The number of tokens of source and target. Raises DataError for a row without `input_ids`."""
     ids, labels = _ids(row), row.get("labels")
     return len(ids) + (len(labels) if hasattr(labels, "__len__") else 0)
 

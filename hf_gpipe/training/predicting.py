@@ -22,19 +22,20 @@ from hf_gpipe.training.generating import Generation
 from hf_gpipe.training.loader import Batch
 
 Preprocess = Callable[[torch.Tensor, torch.Tensor], Any]
-"""(logits (B, T, V), labels (B, T)) -> a tensor of B rows, or a tuple of such."""
+"""(logits (B, T, V), labels (B, T)) -> a tensor of B rows, or a tuple of such tensors."""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """One evaluated mini-batch; the same in every process, but for its logits.
+    """An evaluated mini-batch, which is equal in every process except for its logits.
 
     Attributes:
         batch: the mini-batch.
-        has_labels: whether it came with labels; without them its loss means nothing.
-        evaluation: its loss, in total and per row.
-        logits: where they were asked for, in the last stage's leader: an array (rows, ...), or a tuple of such.
-        tokens: generated token ids (rows, T'), where they were asked for.
+        has_labels: whether it came with labels; without labels its loss means nothing.
+        evaluation: its loss, in total and for each row.
+        logits: an array (rows, ...) or a tuple of such arrays, in the last stage's leader; None elsewhere, and where
+            logits were not asked for.
+        tokens: the generated token ids (rows, T'); None where they were not asked for.
         is_last: whether no mini-batch follows.
     """
 
@@ -60,12 +61,12 @@ def predict(
 
     Args:
         pipe: the pipeline; its weights must not change meanwhile.
-        batches: read in the main process; the others may pass None.
+        batches: the mini-batches, which the main process reads; the others may pass None.
         with_logits: whether logits are kept.
         needs_labels: whether a mini-batch without labels is an error.
-        preprocess: reduces a micro-batch's logits as soon as they exist; what it leaves goes to the host.
-        generation: generates for each row.
-        prepared: a mini-batch as it is read -> the one to evaluate; called in every process.
+        preprocess: a function that reduces a micro-batch's logits as soon as they exist; its result goes to the host.
+        generation: generates tokens for each row; None: nothing is generated.
+        prepared: a mini-batch as it is read -> the mini-batch to evaluate; called in every process.
 
     Raises:
         DataError: a mini-batch without labels, where they are needed.
@@ -100,7 +101,7 @@ def shared_batches(batches: Iterable[Batch] | None, world: World) -> Iterator[Ba
 
 
 def from_last_stage(pipe: Pipeline, value: Any) -> Any:
-    """The value of the last stage's leader, on every process."""
+    """Send the value of the last stage's leader to every process."""
     return pipe.world.broadcast_value(value, pipe.world.leader_of(pipe.num_stages - 1))
 
 
@@ -108,8 +109,8 @@ def mean_loss(losses: Sequence[float], num_rows: Sequence[int], *, only_finite: 
     """The mean over rows of the loss of their mini-batch, as transformers' Trainer computes it.
 
     Args:
-        losses: of each mini-batch.
-        num_rows: of each mini-batch.
+        losses: the loss of each mini-batch.
+        num_rows: the number of rows of each mini-batch.
         only_finite: whether losses that are inf or NaN are left out, unless all are.
     """
     values, weights = np.array(losses), np.array(num_rows)
@@ -134,33 +135,33 @@ class _Logits:
 
     def __init__(self, preprocess: Preprocess | None, is_autocast: bool) -> None:
         self._preprocess, self._is_autocast = preprocess, is_autocast
-        #: Of each micro-batch that this process ran on the last stage, in order: what was kept, and its columns.
+        #: (what was kept, number of columns) of each micro-batch that this process ran on the last stage, in order.
         self._parts: list[tuple[Any, int]] = []
 
     def add(self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
         labels = inputs["labels"]
-        # As transformers' Trainer hands them over under autocast, whatever type the head gave them.
+        # Under autocast transformers' Trainer returns logits in float32, whatever type the head gave them.
         logits = logits.float() if self._is_autocast else logits
         kept = logits if self._preprocess is None else self._preprocess(logits, labels)
-        # At once: the logits of a whole mini-batch need not fit on the device.
+        # They go to the host at once, since the logits of a whole mini-batch need not fit on the device.
         # A classifier's rows have no columns of labels.
         self._parts.append((_on_host(kept), labels.shape[1] if labels.dim() > 1 else 0))
 
     def collected(self, world: World, num_columns: int) -> Any:
         """All rows as numpy arrays, in the last stage's leader; None elsewhere. Every process must call it.
 
-        Those that have the labels' columns get back the ones cut off as padding.
+        Arrays that have the labels' columns get back the columns cut off as padding.
         """
         of_replicas = world.gather_at_first(self._parts, world.replicas_of(world.placement.num_stages - 1))
         if of_replicas is None:
             return None
-        # Of r replicas number m % r has run micro-batch m.
+        # Replica m % r of r replicas has run micro-batch m.
         in_order = [part for parts in zip_longest(*of_replicas) for part in parts if part is not None]
         return concatenated([_as_arrays(kept, columns, num_columns) for kept, columns in in_order])
 
 
 def _on_host(kept: Any) -> Any:
-    """A tensor as an array, and a list or tuple of tensors as a tuple of arrays."""
+    """Turn a tensor into an array, and a list or tuple of tensors into a tuple of arrays."""
     if isinstance(kept, list | tuple):
         return tuple(_on_host(part) for part in kept)
     tensor = kept.detach().cpu()
@@ -176,7 +177,7 @@ def _as_arrays(kept: Any, columns: int, num_columns: int) -> Any:
 
 
 def _with_end(stream: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each entry of a stream, and whether it is the last one."""
+    """Yield each entry of a stream, and whether it is the last."""
     pending = next(stream, None)
     while pending is not None:
         following = next(stream, None)
@@ -185,6 +186,6 @@ def _with_end(stream: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def _padded(array: np.ndarray, num_columns: int, fill: int) -> np.ndarray:
-    """(B, T, ...) -> (B, num_columns, ...)."""
+    """Pad (B, T, ...) with `fill` to (B, num_columns, ...)."""
     missing = num_columns - array.shape[1]
     return np.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2), constant_values=fill)

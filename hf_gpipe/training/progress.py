@@ -18,7 +18,7 @@ from hf_gpipe.training.meter import STAGE_PEAK
 
 METRICS_FILE = "metrics.jsonl"
 
-#: The project's metrics and how they are shown, in this order; a script's own come after them.
+#: The project's metrics and how they are shown, in this order; metrics of a script come after them.
 _SHOWN = {
     "loss": ".4f",
     "eval_loss": ".4f",
@@ -28,13 +28,13 @@ _SHOWN = {
     "rows_per_second": ",.0f",
     "bubble": ".1%",
 }
-#: Metrics of every training that are for files only, and the ends of the names of others.
+#: Metrics of every training that are for files only, and the endings of other such metrics' names.
 _HIDDEN = {"epoch", "total_flos", "train_loss", "training_seconds", "num_input_tokens_seen"}
 _HIDDEN_ENDS = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second", "_compilation_time")
 
 
 class ProgressBar(ProgressCallback):
-    """One bar over all steps, with the last metrics beside it; plain lines where stderr is not a terminal."""
+    """Shows a bar over all steps, with the last metrics beside it; plain lines where stderr is not a terminal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class ProgressBar(ProgressCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Evaluations take no bar of their own."""
+        """Do nothing: evaluations have no bar of their own."""
 
     def on_log(
         self,
@@ -111,7 +111,7 @@ class MetricsFile(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the file anew; where a training resumes, keep the lines up to there."""
+        """Start the file anew. A training that resumes keeps the lines up to its first step."""
         path = self._path(args)
         if not state.is_world_process_zero:
             return
@@ -147,7 +147,7 @@ class _Line(TypedDict):
 
 
 def _step(line: str) -> float:
-    """The step of a line of the file; of a line that was cut off when its process was killed, none."""
+    """The step of a line of the file; infinity for a line that was cut off when its process was killed."""
     try:
         return float(strict_json.parse(line, METRICS_FILE, _Line, allows_nan=True)["step"])
     except UserError:

@@ -35,8 +35,8 @@ class SavingTrainer(TrainerInterface):
         With `push_to_hub` the model is then uploaded, as transformers' Trainer does.
 
         Args:
-            output_dir: where to.
-            _internal_call: whether the trainer calls it, for a checkpoint or an upload, and uploads nothing itself.
+            output_dir: the directory to write to; None: `args.output_dir`.
+            _internal_call: whether the trainer calls it for a checkpoint or an upload; then nothing is uploaded here.
         """
         directory = Path(output_dir) if output_dir is not None else self._output_dir
         self._check_surface()
@@ -45,9 +45,9 @@ class SavingTrainer(TrainerInterface):
             self._push(directory, "Model save", {})
 
     def model_to_save(self, directory: Path, world: World) -> PendingWrite | None:
-        """The model of a checkpoint, to be written into its directory; `world` is for the messages of the writing.
+        """Prepare the model of a checkpoint for writing into its directory; `world` is for the messages of the writing.
 
-        A `save_model` that is overridden writes at once, and nothing is left: None.
+        Returns None where `save_model` is overridden, since it then writes at once.
         """
         if getattr(self.save_model, "__func__", None) is SavingTrainer.save_model:
             self._check_surface()
@@ -64,10 +64,10 @@ class SavingTrainer(TrainerInterface):
             tokenizer.save_pretrained(folder)
 
     def create_model_card(self, *entries: Any, **named_entries: Any) -> None:
-        """Draft the model card, README.md in `args.output_dir`; the main process does.
+        """Draft the model card, README.md in `args.output_dir`. Only the main process writes.
 
         The arguments, such as `language`, `tags` and `dataset`, are those of transformers' `Trainer.create_model_card`.
-        The tags of a card that is there are kept.
+        The tags of an existing card are kept.
 
         Raises UserError where the directory cannot be made.
         """
@@ -97,12 +97,12 @@ class SavingTrainer(TrainerInterface):
             card.save(path)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write metrics into `{split}_results.json` of `args.output_dir`; the main process does.
+        """Write metrics into `{split}_results.json` of `args.output_dir`. Only the main process writes.
 
         Args:
             split: "train", "eval", "test" or "all".
-            metrics: what `train`, `evaluate` or `predict` gave.
-            combined: whether they are also added to all_results.json.
+            metrics: the metrics that `train`, `evaluate` or `predict` returned.
+            combined: whether the metrics are also added to all_results.json.
 
         Raises:
             UserError: the directory cannot be made.
@@ -112,7 +112,7 @@ class SavingTrainer(TrainerInterface):
         trainer_pt_utils.save_metrics(self, split, metrics, combined)
 
     def save_state(self) -> None:
-        """Write the state of the training, with its log, into `args.output_dir`; the main process does.
+        """Write the state of the training, with its log, into `args.output_dir`. Only the main process writes.
 
         Raises UserError where the directory cannot be made.
         """
@@ -147,15 +147,15 @@ class SavingTrainer(TrainerInterface):
         """Save the model into `args.output_dir` and upload it to `args.hub_model_id`. Every process calls it.
 
         Args:
-            commit_message: of the commit.
+            commit_message: the message of the commit.
             blocking: whether to wait until all is uploaded.
-            token: in place of `hub_token`.
-            revision: branch, in place of `hub_revision`.
+            token: the token of the Hub, in place of `hub_token`.
+            revision: the branch, in place of `hub_revision`.
             private: whether a new repository is private, in place of `hub_private_repo`.
-            card: arguments of `create_model_card`.
+            card: the arguments of `create_model_card`.
 
         Returns:
-            In the main process what `huggingface_hub.HfApi.upload_folder` returns: the commit, or its future.
+            The result of `huggingface_hub.HfApi.upload_folder` in the main process: the commit, or its future.
 
         Raises:
             UserError: in every process, where the Hub does not accept the model.
@@ -167,7 +167,7 @@ class SavingTrainer(TrainerInterface):
         return self._push(self._output_dir, commit_message or "End of training", card, **options)
 
     def _push(self, directory: Path, message: str, card: dict[str, Any], **options: Any) -> Any:
-        """Upload a saved model; `options` are those of `HubUploads.push`."""
+        """Upload a saved model; `options` as for `HubUploads.push`."""
         self.fire("on_push_begin")
         if directory == self._output_dir:
             name = (self.args.hub_model_id or directory.absolute().name).rpartition("/")[2]

@@ -15,23 +15,24 @@ from hf_gpipe.schedule.kinds import FORWARD, Resource
 
 logger = transformers.logging.get_logger(__name__)
 
-#: Steps that are timed between two comparisons. The fastest counts: other programs disturb some steps of any machine.
+#: The number of timed steps between two comparisons. The fastest step counts: other programs disturb some steps.
 _TIMED = 10
-#: How many times as long a machine may compute, compared with the others, before it is named: beside its own first
-#: steps, and beside the plan, whose estimates are less exact.
+#: The ratio of times, compared with other machines, from which a machine is named as slow: relative to its own first
+#: steps, and relative to the plan, whose estimates are less exact.
 _SLOWER, _SLOWER_THAN_PLANNED = 1.5, 2.0
 
 
 class SlowMachines:
     """Compares how long the actions of each process take. Every process has one and calls it in step with the others.
 
-    In a step all processes compute the same rows, so what a process needs, divided by what it is expected to need, is
-    compared with the same ratio of the other machines' processes. At first the plan says what is expected, if the
-    pipeline has one. Later it is what the process needed at the first comparison.
+    In a step all processes compute the same rows, so the seconds of a process, divided by its expected seconds, are
+    compared with this ratio of the other machines' processes. At first the plan gives the expected seconds, if the
+    pipeline has a plan. Later they are the seconds of the process at the first comparison.
 
     Args:
         pipe: the pipeline that is trained.
-        every: steps between two comparisons; None, or all processes on one machine: none is made, and nothing timed.
+        every: the number of steps between two comparisons. Nothing is timed or compared with None, or where all
+            processes are on one machine.
     """
 
     def __init__(self, pipe: Pipeline, every: int | None) -> None:
@@ -40,19 +41,19 @@ class SlowMachines:
         self._every = every if len(set(self._hosts)) > 1 else None
         self._num_steps = 0
         self._seconds: list[float] = []
-        #: In the process that prints: of each process, at the first comparison.
+        #: The seconds of each process at the first comparison, in the process that prints.
         self._first: list[float | None] | None = None
         self._named: set[int] = set()
 
     def times(self, num_steps: int) -> list[ActionTime] | None:
-        """Where the executor notes the actions of the next step or window; None: it is not timed."""
+        """The list in which the executor notes the actions of the next step or window; None: it is not timed."""
         if self._every is None:
             return None
         interval = max(1, self._every // _TIMED)
         return [] if self._passes(interval, num_steps) else None
 
     def count(self, num_steps: int, times: Sequence[ActionTime] | None) -> None:
-        """Note that so many steps were made, with the times of this process's actions if they were timed."""
+        """Note `num_steps` steps, with the times of this process's actions if they were timed."""
         if self._every is None:
             return
         seconds = seconds_of_forward((t.action, t.end - t.start - t.waiting - t.sending) for t in times or ())
@@ -103,7 +104,7 @@ class SlowMachines:
 
 
 def seconds_of_forward(actions: Iterable[tuple[Action, float]]) -> float | None:
-    """The seconds of all that computes, for each forward; None: there is none."""
+    """The seconds of all actions that compute, divided by the number of forwards; None: there is no forward."""
     of_micro_batches = [(action.kind, seconds) for action, seconds in actions if not action.kind.is_of_mini_batch]
     computing = [(kind, seconds) for kind, seconds in of_micro_batches if kind.resource is Resource.COMPUTE]
     forwards = sum(kind == FORWARD for kind, _ in computing)
@@ -113,11 +114,11 @@ def seconds_of_forward(actions: Iterable[tuple[Action, float]]) -> float | None:
 def ratios(
     measured: Sequence[float | None], expected: Sequence[float | None], hosts: Sequence[str]
 ) -> dict[int, float]:
-    """How many times as long as expected each process has computed, divided by the same of the other machines.
+    """The measured seconds of each process per expected second, divided by this ratio of the other machines.
 
     Args:
-        measured: seconds of each process; None: it has computed nothing.
-        expected: the same as a plan says, or as it was earlier.
+        measured: the seconds of each process; None: it has computed nothing.
+        expected: the seconds of each process by a plan, or by an earlier measurement.
         hosts: the machine of each process.
     """
     own = {

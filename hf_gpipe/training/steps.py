@@ -1,4 +1,4 @@
-"""How many steps a training has, and which rows they are made of."""
+"""The number of steps of a training, and the rows that steps are made of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from hf_gpipe.errors import UserError
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
-#: The settings that decide which rows a place in the data stands for.
+#: The settings that decide which rows a place in the data means.
 _DATA_FACTS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -19,19 +19,19 @@ _DATA_FACTS = (
     "batch_tokens",
     "sampling_temperature",
 )
-#: Those that older checkpoints do not mention, and what they were then.
+#: The settings that older checkpoints do not mention, with their values at that time.
 OLDER_DATA_FACTS = {"batch_tokens": None, "sampling_temperature": 1.0}
 
 
 @dataclass(frozen=True)
 class TrainingLength:
-    """How many steps a training has.
+    """The number of steps of a training.
 
     Attributes:
-        mini_batches_per_epoch: None where only reading an iterable dataset tells.
-        max_steps: optimizer updates of the training.
-        num_epochs: epochs begun, the last one possibly not finished.
-        accumulation: mini-batches of a step.
+        mini_batches_per_epoch: the mini-batches of an epoch; None where only reading an iterable dataset tells.
+        max_steps: the number of optimizer steps of the training.
+        num_epochs: the number of epochs that are begun; the last may not be finished.
+        accumulation: the number of mini-batches of a step.
     """
 
     mini_batches_per_epoch: int | None
@@ -41,10 +41,10 @@ class TrainingLength:
 
     @classmethod
     def make(cls, args: PipelineTrainingArguments, mini_batches_per_epoch: int | None) -> TrainingLength:
-        """Counted as transformers' Trainer counts: `max_steps`, where given, goes before `num_train_epochs`.
+        """Count the steps as transformers' Trainer does: `max_steps`, where given, replaces `num_train_epochs`.
 
         Raises:
-            UserError: no mini-batch, or no length and no `max_steps`.
+            UserError: there is no mini-batch, or neither a length nor `max_steps`.
         """
         accumulation = args.size.accumulation
         if mini_batches_per_epoch is None:
@@ -64,7 +64,7 @@ class TrainingLength:
         return cls(mini_batches_per_epoch, max_steps, num_epochs, accumulation)
 
     def fraction_of_epoch(self, mini_batches: int) -> float:
-        """Which part of an epoch so many mini-batches are."""
+        """The part of an epoch that a number of mini-batches is."""
         return mini_batches / (self.mini_batches_per_epoch or self.max_steps * self.accumulation)
 
 
@@ -74,7 +74,7 @@ def data_seed(args: PipelineTrainingArguments) -> int:
 
 
 def data_facts(args: PipelineTrainingArguments, length: TrainingLength) -> dict[str, Any]:
-    """The settings that decide which rows a place in the data stands for."""
+    """The settings that decide which rows a place in the data means."""
     return {name: getattr(args, name) for name in _DATA_FACTS} | {
         "data_seed": data_seed(args),
         "mini_batches_per_epoch": length.mini_batches_per_epoch,

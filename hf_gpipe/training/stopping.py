@@ -1,6 +1,6 @@
-"""Stopping on request: on SIGTERM or SIGINT a training ends its step, saves, and leaves, in all processes alike.
+"""Stopping on request: on SIGTERM or SIGINT a training ends its step, saves, and ends, in all processes.
 
-A signal sets a flag and nothing else. The processes agree on it where a step ends. Python runs a handler between two
+A signal only sets a flag. The processes agree on stopping where a step ends. Python runs a handler between two
 of its own instructions, so never while a process waits in gloo or NCCL; the system's own handler writes the signal's
 number into a pipe all the same, and a thread reads it there.
 """
@@ -31,11 +31,11 @@ _POLL_SECONDS = 0.25
 class TrainingStopped(SystemExit):
     """Ends the program after a training was stopped and saved, with exit code 75: start it again to go on.
 
-    A script that has something to do before its end may catch it.
+    A script that has something to do before its end may catch this exception.
 
     Attributes:
-        step: updates made.
-        checkpoint: where everything is saved.
+        step: the number of updates that were made.
+        checkpoint: the directory in which everything is saved.
     """
 
     def __init__(self, step: int, checkpoint: os.PathLike[str]) -> None:
@@ -49,7 +49,7 @@ class StopRequest:
 
     The process still ends at once, without saving, on a second signal, where the step does not end within
     `within` seconds, and where another process of this machine has ended meanwhile. Python handles signals in the main
-    thread only: in another one, the context manager changes nothing.
+    thread only: in another thread, the context manager changes nothing.
     """
 
     def __init__(self, world: World, within: float, *, is_on: bool = True) -> None:
@@ -61,17 +61,17 @@ class StopRequest:
 
     @classmethod
     def of(cls, args: PipelineTrainingArguments, world: World) -> StopRequest:
-        """As the arguments of a trainer say."""
+        """Make the request that the arguments of a trainer ask for."""
         return cls(world, args.stop_seconds, is_on=args.enable_jit_checkpoint)
 
     @property
     def within(self) -> float:
-        """Seconds that this process waits for a step, or for another process that writes."""
+        """The seconds that this process waits for a step, or for another process that writes."""
         return self._stop.within
 
     @property
     def signal(self) -> int:
-        """Number of the signal that was sent; 0: none."""
+        """The number of the signal that was sent; 0: no signal."""
         return self._stop.signal or 0
 
     def __enter__(self) -> StopRequest:
@@ -100,11 +100,11 @@ class StopRequest:
         os.close(self._pipe[0])
 
     def forget_peers(self) -> None:
-        """All is saved: from now on the other processes may end before this one."""
+        """Let the other processes end before this one from now on, since all is saved."""
         self._peers = []
 
     def _forget_in_child(self) -> None:
-        """Give a forked process, such as a data loader's worker, the signals' usual meaning: they are its own."""
+        """Give signals their usual meaning in a forked process, such as a data loader's worker."""
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -136,7 +136,7 @@ class StopRequest:
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
-    """Python's part of a signal whose number the thread reads from the pipe."""
+    """Do nothing in Python's handler, since the thread reads the signal's number from the pipe."""
 
 
 def _is_running(process: int) -> bool:

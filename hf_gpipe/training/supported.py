@@ -1,4 +1,4 @@
-"""Which of transformers' training arguments a pipeline does not support, or supports in part.
+"""The training arguments of transformers that a pipeline does not support, or supports in part.
 
 A field that is not supported may keep its default; anything else is an error that names it.
 scripts/trainer_tables.py has the other fields.
@@ -47,8 +47,8 @@ _SFT_ONLY = "only PipelineSFTConfig has it"
 
 _AUTOCAST = "fp16=True and bf16=True compute under torch.autocast; leave it out"
 
-#: Arguments of TRL's configurations, and of older releases of transformers, that are not there -> why, and what to do
-#: instead.
+#: Arguments of TRL's configurations, and of older releases of transformers, that do not exist here -> why, and what to
+#: do instead.
 MISSING_ARGUMENTS = {
     "group_by_length": "write train_sampling_strategy='group_by_length'",
     "evaluation_strategy": "write eval_strategy",
@@ -94,17 +94,17 @@ MISSING_ARGUMENTS = {
     "activation_offloading": "recompute='host' does it; leave it out",
 }
 
-#: Values of the above that ask for what a pipeline does anyway.
+#: Values of these arguments that ask for what a pipeline does anyway.
 HARMLESS_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "activation_checkpointing_kwargs": ({"use_reentrant": False},),
     "gradient_checkpointing_kwargs": ({"use_reentrant": False},),
     "label_names": (["labels"],),
 }
 
-#: Optimizers that treat each parameter alone, so that a stage's update is the whole model's.
+#: Optimizers that treat each parameter alone, so that a stage's update equals the whole model's.
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop")
 
-#: The same, where the package bitsandbytes is installed.
+#: Such optimizers of the package bitsandbytes, where it is installed.
 BITSANDBYTES_OPTIMIZERS = (
     *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"),
     *("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
@@ -114,7 +114,7 @@ BITSANDBYTES_OPTIMIZERS = (
 
 SAMPLING = ("random", "sequential", "group_by_length")
 
-#: Variable of accelerate's environment -> what it turns on, unless its value is one of the harmless ones.
+#: Variable of accelerate's environment -> what it turns on, unless its value is a harmless value.
 REFUSED_ENVIRONMENT = {
     "ACCELERATE_DYNAMO_BACKEND": "torch.compile",
     "ACCELERATE_USE_FSDP": "FSDP",

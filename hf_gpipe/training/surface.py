@@ -1,8 +1,8 @@
-"""Which methods and attributes of transformers' Trainer and Seq2SeqTrainer `PipelineTrainer` has.
+"""The methods and attributes of transformers' Trainer and Seq2SeqTrainer that `PipelineTrainer` has.
 
-Each public one is a method or attribute of `PipelineTrainer`, or in a table below with what to do instead. Overriding a
-method that is never called would train with something else than its author expects, so it raises an error; so does
-overriding a private method.
+Each public name is a method or attribute of `PipelineTrainer`, or in a table below with what to do instead. A method
+that is overridden but never called would train with something else than its author expects, so overriding it raises an
+error; so does overriding a private method.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hf_gpipe.errors import MissingAttributeError, UserError
 
 _ROWS = "give the trainer the dataset and a data_collator; train_sampling_strategy sets the order"
 _STEP = "a step is a pass over stages and micro-batches; use a callback, such as on_step_end or on_pre_optimizer_step"
-#: Methods that are here and may not be overridden, since the trainer would not ask them. Name -> note.
+#: Methods that the trainer has, and that may not be overridden since it would not call them. Name -> note.
 FIXED = {
     "get_train_dataloader": f"the mini-batches of epoch 0; to change them {_ROWS}",
     "get_eval_dataloader": "the mini-batches; to change them give another eval_dataset or data_collator",
@@ -27,7 +27,7 @@ FIXED = {
     "is_world_process_zero": "the processes are the launcher's",
 }
 
-#: Attributes that are here and may not be set. Name -> note.
+#: Attributes that the trainer has, and that may not be set. Name -> note.
 READ_ONLY = {
     "model": "`Pipeline.model`, the Hugging Face model with the trained tensors; other processes' tensors are on meta",
     "model_wrapped": "the same as `model`: nothing is wrapped around it",
@@ -43,8 +43,8 @@ READ_ONLY = {
     "is_fsdp_xla_v2_enabled": "False",
 }
 
-#: Methods and attributes that are not here. Name -> why, and what to use instead. Private ones are those that are
-#: overridden most; the others get `_PRIVATE`.
+#: Methods and attributes that the trainer lacks. Name -> why, and what to use instead. Of private methods it has those
+#: that are overridden most; the others get `_PRIVATE`.
 REFUSED = {
     name: note
     for note, names in {
@@ -116,7 +116,7 @@ class Surface:
     """The attributes of a trainer that may be overridden and set.
 
     Args:
-        base: the trainer here, whose own public names may be, unless a table says otherwise.
+        base: the trainer, whose own public names may be overridden and set, unless a table says otherwise.
     """
 
     def __init__(self, base: type) -> None:
@@ -126,11 +126,11 @@ class Surface:
         notes = {name: _PRIVATE if name.startswith("_") else _NEW for name in unknown}
         #: Every name of the installed Trainer that may not be overridden or set, and what to do instead.
         self._notes = notes | FIXED | READ_ONLY | REFUSED
-        #: What `base` itself has under these names, before anybody replaces it.
+        #: The attributes of `base` under these names, before anybody replaces them.
         self._own = {name: inspect.getattr_static(base, name, _ABSENT) for name in self._notes}
 
     def check_class(self, cls: type) -> None:
-        """Raise UserError where a class of trainer has a method that would not be called."""
+        """Raise UserError where a trainer's class has a method that would not be called."""
         base = self._base.__name__
         if issubclass(cls, Trainer):
             raise UserError(
@@ -151,7 +151,7 @@ class Surface:
             )
 
     def check_assignment(self, trainer: object, name: str) -> None:
-        """Raise UserError where somebody sets an attribute of a trainer that it would not read."""
+        """Raise UserError where a script sets an attribute that the trainer would not read."""
         if (note := self._notes.get(name)) is not None:
             raise UserError(f"{type(trainer).__name__}.{name} cannot be set, for it would not be used: {note}")
 

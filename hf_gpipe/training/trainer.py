@@ -76,32 +76,32 @@ class PipelineTrainer(EvaluatingTrainer):
     process reads data: the other processes may pass None for datasets. Without a launcher one process has all stages.
 
     Args:
-        model: a PreTrainedModel, a configuration, a Hub id or directory, or a Pipeline (whose own settings then count).
+        model: a PreTrainedModel, a configuration, a Hub id or directory, or a Pipeline, whose own settings then count.
         args: the arguments; None: all defaults.
-        data_collator: rows to a mini-batch, a dict of tensors with `input_ids` and `labels`; None: Trainer's default.
-        train_dataset: map-style or iterable.
-        eval_dataset: the same, or a dict of several by name.
+        data_collator: rows -> a mini-batch, a dict of tensors with `input_ids` and `labels`; None: Trainer's default.
+        train_dataset: the dataset to train on, map-style or iterable.
+        eval_dataset: the dataset to evaluate on, map-style or iterable, or a dict of several by name.
         processing_class: the tokenizer; it is saved with the model.
-        model_init: makes the model, where `model` is None.
+        model_init: a function that makes the model, where `model` is None.
         compute_loss_func: (outputs, labels, num_items_in_batch=...) -> the loss, in place of the cross-entropy. It is
             called for each micro-batch, and the results are added up: it must be a sum over tokens or rows, divided by
             `num_items_in_batch`, the number of target tokens of the whole step. `outputs` has only the logits (B, T,
             V), which are then in memory in one piece. Give a function that compares neighbouring rows as
             LogitsLoss(function, rows_per_unit=...). Another `Loss` is accepted too.
-        compute_metrics: metrics of an EvalPrediction with the predictions of all rows; it is called in the process of
-            the last stage (of its first replica).
-        callbacks: called in every process, with `Pipeline.model` as `model`.
-        optimizers: an optimizer of `pipe.parameters()` and its scheduler, in place of those of `args`.
+        compute_metrics: EvalPrediction with the predictions of all rows -> metrics. It is called in the process of the
+            last stage's first replica.
+        callbacks: the callbacks, which are called in every process, with `Pipeline.model` as `model`.
+        optimizers: an optimizer of `pipe.parameters()` and its scheduler, in place of what `args` asks for.
         optimizer_cls_and_kwargs: a class of optimizer and its arguments, in place of `args.optim`.
-        preprocess_logits_for_metrics: reduces the logits (B, T, V) of a micro-batch before they are stored, such as to
-            their argmax.
-        peft_config, quantization_config: as for `Pipeline`.
+        preprocess_logits_for_metrics: a function that reduces the logits (B, T, V) of a micro-batch before they are stored,
+            such as to their argmax.
+        peft_config, quantization_config: the arguments of `Pipeline` with these names.
 
     Raises:
         UserError: an argument that is not supported, by its name.
     """
 
-    #: The class of its arguments.
+    #: The class of the trainer's arguments.
     _arguments: ClassVar[type[PipelineTrainingArguments]] = PipelineTrainingArguments
 
     def __init__(
@@ -127,7 +127,7 @@ class PipelineTrainer(EvaluatingTrainer):
         if not isinstance(self.args, self._arguments):
             expected = self._arguments.__name__
             raise UserError(f"args is a {type(args).__name__}; {type(self).__name__} needs a {expected}")
-        # They may have been changed since, by args.set_training(...) and the like.
+        # The arguments may have been changed since, by args.set_training(...) and the like.
         self.args.check()
         transformers.logging.set_verbosity(self.args.get_process_log_level())
         if (model is None) == (model_init is None):
@@ -188,7 +188,7 @@ class PipelineTrainer(EvaluatingTrainer):
     # ------------------------------------------------------------------ parts of the constructor
 
     def _prepare_data(self, model: Any) -> None:
-        """Make ready the datasets for a model or a Pipeline, and the collator; every process calls it."""
+        """Prepare the datasets for a model or a Pipeline, and the collator. Every process calls it."""
         if self.data_collator is None:
             self.data_collator = default_collator(self.processing_class)
 
@@ -213,15 +213,15 @@ class PipelineTrainer(EvaluatingTrainer):
         Args:
             resume_from_checkpoint: a checkpoint's directory, or True for the newest valid checkpoint in `output_dir`.
                 If there is none, True starts from the beginning, so the same script starts a run and resumes it.
-            trial: raises an error; there is no search over hyperparameters.
+            trial: must be None, since there is no search over hyperparameters.
             ignore_keys_for_eval: `ignore_keys` of the evaluations.
 
         Returns:
             The number of updates, the mean training loss of this call, and metrics; the same in every process.
 
         Raises:
-            UserError: nothing to train on; another run has the output directory, or it cannot be written into; a
-                checkpoint that is missing, damaged or does not fit.
+            UserError: there is nothing to train on; another run has the output directory, or it cannot be written into;
+                a checkpoint is missing, damaged or does not fit.
             TrainingStopped: with `enable_jit_checkpoint`, after SIGTERM or SIGINT, when the last step is saved. It is a
                 SystemExit: a script that does not catch it ends with exit code 75.
         """
@@ -230,10 +230,10 @@ class PipelineTrainer(EvaluatingTrainer):
         return self._train(resume_from_checkpoint, ignored_keys=ignore_keys_for_eval)
 
     def train_from(self, checkpoint: Path | None, resume_hint: str) -> TrainOutput:
-        """Train as `train` does, from a checkpoint that was already found to be whole; None: from the beginning.
+        """Train as `train` does, from a checkpoint that was already found to be complete; None: from the beginning.
 
         Args:
-            checkpoint: the same in every process.
+            checkpoint: the checkpoint's directory, the same in every process.
             resume_hint: what to do after a stop, for its message.
         """
         return self._train(checkpoint, is_whole=True, resume_hint=resume_hint)
@@ -262,7 +262,7 @@ class PipelineTrainer(EvaluatingTrainer):
             self.args, self.world.from_reader(lambda: None if batches is None else batches.count())
         )
         checkpoints = Checkpoints(self)
-        # First, for it gives back a checkpoint that was being replaced.
+        # This comes first, since it gives back a checkpoint that was being replaced.
         checkpoints.tidy()
         checkpoint = asked if is_whole else checkpoints.find(asked)
         checkpoints.forget_memory(checkpoint)
@@ -306,12 +306,12 @@ class PipelineTrainer(EvaluatingTrainer):
     # ------------------------------------------------------------------ the optimizer
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make the optimizer and its scheduler, unless they are there."""
+        """Make the optimizer and its scheduler, unless they exist."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps, self.optimizer)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Make `self.optimizer`, unless it is there, for the parameters of this process's stages.
+        """Make `self.optimizer`, unless it exists, for the parameters of this process's stages.
 
         Args:
             model: must be None; the pipeline's stages are trained.
@@ -330,14 +330,14 @@ class PipelineTrainer(EvaluatingTrainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Make `self.lr_scheduler`, unless it is there, over so many updates."""
+        """Make `self.lr_scheduler` over `num_training_steps` updates, unless it exists."""
         if self.lr_scheduler is None:
             optimizer = self.made_optimizer() if optimizer is None else optimizer
             self.lr_scheduler = make_scheduler(self.args, optimizer, num_training_steps)
         return self.lr_scheduler
 
     def _make_optimizer_and_scheduler(self, num_steps: int) -> torch.optim.Optimizer:
-        """Make what is not there yet, and check it. Raises UserError where it does not fit the model."""
+        """Make what does not exist yet, and check both. Raises UserError where they do not fit the model."""
         if self._makes_scheduler:
             self.lr_scheduler = None
         self.create_optimizer_and_scheduler(num_steps)
@@ -345,12 +345,12 @@ class PipelineTrainer(EvaluatingTrainer):
             missing = "optimizer" if self.optimizer is None else "lr_scheduler"
             raise UserError(f"there is no {missing}: create_{missing.removeprefix('lr_')} has to set trainer.{missing}")
         for group in self.optimizer.param_groups:
-            # Those of other processes, where it was made of all parameters of the whole model.
+            # Parameters of other processes are left out, where it was made of all parameters of the whole model.
             group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
         check_optimizer(self.optimizer, updated_parameters(self).values())
         shard_optimizer(self)
         return self.optimizer
 
 
-#: As the class is here, before anybody changes it.
+#: The attributes of the class before anybody changes them.
 PipelineTrainer._surface = Surface(PipelineTrainer)

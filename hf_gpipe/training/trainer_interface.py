@@ -44,14 +44,14 @@ class TrainerInterface:
     callback_handler: CallbackHandler
     control: TrainerControl
     state: TrainerState
-    #: Tokens without padding that this trainer has trained on.
+    #: The number of tokens without padding that this trainer has trained on.
     num_trained_tokens = 0
-    #: Tokens that earlier trainings had seen.
+    #: The number of tokens that earlier trainings had seen.
     _first_num_tokens = 0
-    #: Of the class that subclasses derive from.
+    #: The attributes of the class that subclasses derive from, by which overrides are checked.
     _surface: ClassVar[Surface]
 
-    #: No other engine is used, which scripts ask for.
+    #: None: no other engine is used. Scripts read this attribute.
     deepspeed = None
     is_deepspeed_enabled = is_fsdp_enabled = False
     is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
@@ -66,7 +66,7 @@ class TrainerInterface:
         super().__setattr__(name, value)
 
     def _check_surface(self) -> None:
-        """Raise UserError for an override, or for a parameter of `model`, that came since and would not be used."""
+        """Raise UserError for an override, or a parameter of `model`, that was added since and would not be used."""
         self._surface.check_class(type(self))
         self.pipe.model  # noqa: B018  # the property checks
 
@@ -77,7 +77,7 @@ class TrainerInterface:
 
     @property
     def model_wrapped(self) -> PreTrainedModel:
-        """The same model: nothing is wrapped around it."""
+        """The model, since nothing is wrapped around it."""
         return self.pipe.model
 
     @property
@@ -95,13 +95,13 @@ class TrainerInterface:
         return self.world.is_reporter
 
     def get_total_train_batch_size(self, args: PipelineTrainingArguments) -> int:
-        """Rows of one update. Raises UserError where their number varies."""
+        """The number of rows of an update. Raises UserError where it varies."""
         if (rows := args.size.rows_of_step) is None:
             raise UserError(f"get_total_train_batch_size: a mini-batch has {args.size}, so the rows of an update vary")
         return rows
 
     def num_examples(self, dataloader: Any) -> int:
-        """Rows of a loader's dataset; where it has no length, about as many as the mini-batches have."""
+        """The number of rows of a loader's dataset; about that of the mini-batches' rows, where it has no length."""
         dataset: Any = getattr(dataloader, "dataset", None)
         if hasattr(dataset, "__len__"):
             return len(dataset)
@@ -112,7 +112,7 @@ class TrainerInterface:
         return [group["lr"] for group in self.made_optimizer().param_groups]
 
     def get_optimizer_group(self, param: torch.nn.Parameter | None = None) -> Any:
-        """The optimizer's group that holds a parameter; without one, the parameters of each group."""
+        """The optimizer's group that holds a parameter; the parameters of each group, where none is given."""
         groups = self.made_optimizer().param_groups
         if param is None:
             return [group["params"] for group in groups]
@@ -122,12 +122,12 @@ class TrainerInterface:
         raise UserError("get_optimizer_group: no group of this process's optimizer holds this parameter")
 
     def made_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer. Raises UserError before there is one."""
+        """The optimizer. Raises UserError before it exists."""
         if self.optimizer is None:
             raise UserError("there is no optimizer yet: train makes it, or create_optimizer")
         return self.optimizer
 
-    # Trainer's own, which read nothing of a trainer that is not here.
+    # These are Trainer's own functions, which read nothing that this trainer lacks.
     get_optimizer_cls_and_kwargs = staticmethod(Trainer.get_optimizer_cls_and_kwargs)
     get_decay_parameter_names = Trainer.get_decay_parameter_names
     get_num_trainable_parameters = Trainer.get_num_trainable_parameters
@@ -147,7 +147,7 @@ class TrainerInterface:
             raise
 
     def new_state(self) -> TrainerState:
-        """The state before a training, with the present state of callbacks that keep one."""
+        """The state before a training, with the present state of callbacks that keep a state."""
         callbacks = [*self.callback_handler.callbacks, self.control]
         return TrainerState(
             is_local_process_zero=self.args.local_process_index == 0,
@@ -161,7 +161,7 @@ class TrainerInterface:
 
         Args:
             logs: the metrics.
-            start_time: of the training; with `include_num_input_tokens_seen` the tokens per second are added.
+            start_time: the start of the training; with `include_num_input_tokens_seen` it gives the tokens per second.
         """
         if "loss" in logs:
             logs.update(self.metrics_of_loss(is_training=True))
@@ -176,16 +176,16 @@ class TrainerInterface:
     # ------------------------------------------------------------------ for subclasses
 
     def metrics_of_loss(self, *, is_training: bool) -> dict[str, float]:
-        """Metrics that the loss has noted since the last call, the same in every process, which calls it; none here."""
+        """Metrics that the loss has noted since the last call, empty here. Every process calls it and gets the same."""
         return {}
 
     @property
     def updates_per_step(self) -> int:
-        """Updates from the mini-batches of a step."""
+        """The number of updates from the mini-batches of a step."""
         return 1
 
     def prepared(self, group: Sequence[Batch], *, is_training: bool = True) -> Sequence[Batch]:
-        """The mini-batches of a step, or of an evaluation, as the model reads them, from those of the loader.
+        """Turn the loader's mini-batches of a step, or of an evaluation, into those that the model reads.
 
         Every process calls it.
         """

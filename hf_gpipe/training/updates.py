@@ -1,4 +1,4 @@
-"""The steps of a training: the passes of each over its mini-batches, and the update that follows from them."""
+"""The steps of a training: each runs its mini-batches and makes the update that follows from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = transformers.logging.get_logger(__name__)
 
 def are_beside(trainer: TrainerInterface) -> bool:
     """Whether dealt stages are updated beside backwards: where an update needs the gradients of its stage alone, and
-    nothing looks at those of all stages before it. Every process calls it, and all have the same answer."""
+    nothing reads all stages' gradients before it. Every process calls it, and all get the same answer."""
     if not trainer.pipe.steps.can_update_beside or trainer.updates_per_step > 1 or _needs_numbers(trainer):
         return False
     own = (
@@ -42,14 +42,14 @@ def _needs_numbers(trainer: TrainerInterface) -> bool:
 
 
 class Updates:
-    """Runs the steps of a training, one after the other; the state of the trainer has the number of the last one.
+    """Runs the steps of a training in turn; the trainer's state has the number of the last step.
 
     Args:
-        trainer: whose model is trained.
-        logs: take the loss of each step.
+        trainer: the trainer whose model is trained.
+        logs: the logs that get the loss of each step.
 
     Attributes:
-        norm, rate: of the last update that is known, the norm of the gradient and the learning rate.
+        norm, rate: the norm of the gradient and the learning rate of the last update whose norm is known.
         wait: whether an update needs the loss or the norm, which follow from the gradients of all stages. Where it does
             not, a process begins its next step as soon as its own update is done, and reads these numbers after the
             next step.
@@ -60,13 +60,13 @@ class Updates:
         self._args, self._pipe, self._world = trainer.args, trainer.pipe, trainer.pipe.world
         self.norm: float | None = None
         self.rate: float | None = None
-        #: Of a step whose update did not wait for them: its number, and the loss and the norm.
+        #: (number, loss and norm) of a step whose update did not wait for its loss and norm.
         self._late_numbers: tuple[int, LossAndNorm] | None = None
-        #: Of each step of the last window the loss, the norm and the learning rate.
+        #: (loss, norm, learning rate) of each step of the last window.
         self._window: list[tuple[float, float, float]] = []
         self._has_warned = False
         self._slow_machines = SlowMachines(self._pipe, self._args.slow_machine_steps)
-        #: Of all processes, whose tables must be the same.
+        #: The answer of all processes, whose tables must be the same.
         self._is_beside = are_beside(trainer)
 
     @property
@@ -76,7 +76,7 @@ class Updates:
         return self._world.num_processes == 1 and not self._is_beside
 
     def run(self, window: Sequence[Sequence[Batch]]) -> None:
-        """One update from one or more mini-batches, or those of a window under an asynchronous schedule."""
+        """Make an update from one or more mini-batches, or the updates of a window under an asynchronous schedule."""
         self._scale_loss()
         step = self._trainer.state.global_step + 1
         times = self._logs.meter.times(step, len(window))
@@ -102,7 +102,7 @@ class Updates:
             self._note(step, *numbers().tolist())
 
     def _scale_loss(self) -> None:
-        """Let the next backwards have the scale of now, which an update changes."""
+        """Let the next backwards use the present scale, which an update may have changed."""
         self._pipe.loss_scale = self._scale
 
     @property
@@ -125,7 +125,7 @@ class Updates:
         self._pipe.zero_grad()
 
     def _run_window(self, window: Sequence[Sequence[Batch]], times: list[ActionTime] | None) -> None:
-        """The steps of a window under an asynchronous schedule, in which each stage updates by itself."""
+        """Run the steps of a window under an asynchronous schedule, in which each stage updates by itself."""
         updates = StageUpdates(self._trainer, self._trainer.lr_scheduler)
         numbers = self._pipe.train_window(window, updates, times).tolist()
         assert self._pipe.window is not None
@@ -133,7 +133,7 @@ class Updates:
         self._window = [(loss, norm, updates.rate(step)) for step, (loss, norm) in enumerate(numbers)]
 
     def _update_stage(self, stage: int) -> None:
-        """The update of a dealt stage, beside backwards."""
+        """Update a dealt stage, beside backwards."""
         step_stage(self._trainer, stage)
 
     def _update(
@@ -144,12 +144,12 @@ class Updates:
         *,
         is_done: bool = False,
     ) -> None:
-        """The update in the table's U, once the gradients are complete: clip, step, schedule the rate.
+        """Update in the table's U, once the gradients are complete: clip, step, schedule the rate.
 
         Args:
-            num_mini_batches: of the step.
-            loss: of the whole step; None: it is not known yet, and no more is the norm.
-            norm: of the whole gradient.
+            num_mini_batches: the number of mini-batches of the step.
+            loss: the loss of the whole step; None: the loss and the norm are not known yet.
+            norm: the norm of the whole gradient.
             is_done: whether the stages are updated already.
         """
         optimizer, scheduler = self._trainer.made_optimizer(), self._trainer.lr_scheduler
@@ -167,12 +167,12 @@ class Updates:
             scheduler.step()
 
     def _update_between(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        """An update of a step that has more of them: the rate stays, and nothing is logged."""
+        """Make an update that is not the last of its step: the rate stays, and nothing is logged."""
         if self._is_applied(self._trainer.state.global_step + 1, float(loss), self._clipped(norm)):
             self._trainer.made_optimizer().step()
 
     def _clipped(self, norm: torch.Tensor) -> float:
-        """Take the scale of the loss out of the gradients and clip them; the norm of the gradient before."""
+        """Divide the gradients by the loss's scale and clip them. Returns the norm of the gradient before clipping."""
         own = float(norm) / self._scale
         if self._trainer.scaler is not None:
             self._trainer.scaler.unscale_(self._pipe.parameters())
@@ -181,7 +181,7 @@ class Updates:
         return own
 
     def _note(self, step: int, loss: float, norm: float) -> bool:
-        """Note the loss and the norm of a step; returns whether its gradients are applied."""
+        """Note the loss and the norm of a step. Returns whether its gradients are applied."""
         is_applied = self._is_applied(step, loss, norm)
         if loss == norm == 0 and not self._has_warned and self._world.is_reporter:
             self._has_warned = True

@@ -24,17 +24,17 @@ from hf_gpipe.training.trainer_interface import TrainerInterface
 Group = Sequence[Batch]
 """The mini-batches of a step."""
 
-#: Events in the middle of an update, of which an asynchronous schedule has one per stage.
+#: The events in the middle of an update; an asynchronous schedule has an update for each stage.
 _EVENTS_OF_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
 
 
 def windows(groups: Iterable[Group], trainer: TrainerInterface) -> Iterator[list[Group]]:
-    """The steps that run as one table: one under a synchronous schedule, and a window under an asynchronous one.
+    """Yield the steps that run as one table: a step under a synchronous schedule, a window under an asynchronous one.
 
     Args:
         groups: the steps of an epoch.
-        trainer: its arguments say where logs, evaluations and checkpoints come; its state is at the end of the window
-            before.
+        trainer: the trainer. Its arguments say where logs, evaluations and checkpoints come; its state is at the end of
+            the window before.
     """
     window: list[Group] = []
     for group in groups:
@@ -73,7 +73,7 @@ def check_asynchronous(trainer: TrainerInterface) -> None:
 
 
 def callbacks_of_update(callbacks: Sequence[TrainerCallback]) -> Iterator[tuple[TrainerCallback, str]]:
-    """The callbacks that are called in the middle of an update, each with the name of the event."""
+    """Yield the callbacks that are called in the middle of an update, each with the name of the event."""
     for callback in callbacks:
         for event in _EVENTS_OF_UPDATE:
             if getattr(type(callback), event) is not getattr(TrainerCallback, event):
@@ -86,18 +86,18 @@ class StageUpdates:
     The stages of a process reach a step at different times. The first of them moves the learning rate's schedule on.
 
     Args:
-        trainer: whose optimizer steps, and whose `max_grad_norm` counts for each stage.
-        scheduler: of the learning rate; None: it stays.
+        trainer: the trainer, whose optimizer steps, and whose `max_grad_norm` counts for each stage.
+        scheduler: the schedule of the learning rate; None: the rate stays.
     """
 
     def __init__(self, trainer: TrainerInterface, scheduler: Any) -> None:
         self._trainer, self._optimizer = trainer, trainer.made_optimizer()
         self._scheduler = None if scheduler is None or takes_metric(scheduler) else scheduler
-        #: Of each step of the window, the settings of the optimizer's groups of parameters.
+        #: The settings of the optimizer's groups of parameters, for each step of the window.
         self._settings: list[list[dict[str, Any]]] = []
 
     def __call__(self, stage: int, step: int, norm: torch.Tensor) -> None:
-        """An `UpdateStage` of `Pipeline.train_window`."""
+        """Update a stage, as an `UpdateStage` of `Pipeline.train_window`."""
         is_first = step == len(self._settings)
         now = options_of_groups(self._optimizer)
         if is_first:
