@@ -18,7 +18,7 @@ _SAMPLE = 1000
 def longest_mini_batch(
     dataset: Any, size: BatchSize, *, by_length: bool = False, packing: bool = False
 ) -> Workload | None:
-    """A mini-batch whose rows are all as long as the longest row drawn, or padded to it; a large one if rows are packed.
+    """A mini-batch whose rows are all as long as the longest row drawn, or padded to it; packed, a large one.
 
     Args:
         dataset: the training rows before they are collated. A stream of rows may have the attribute `longest`, the most

@@ -93,8 +93,8 @@ class PipelineTrainer(EvaluatingTrainer):
         callbacks: the callbacks, which are called in every process, with `Pipeline.model` as `model`.
         optimizers: an optimizer of `pipe.parameters()` and its scheduler, in place of what `args` asks for.
         optimizer_cls_and_kwargs: a class of optimizer and its arguments, in place of `args.optim`.
-        preprocess_logits_for_metrics: a function that reduces the logits (B, T, V) of a micro-batch before they are stored,
-            such as to their argmax.
+        preprocess_logits_for_metrics: a function that reduces the logits (B, T, V) of a micro-batch before they are
+            stored, such as to their argmax.
         peft_config, quantization_config: the arguments of `Pipeline` with these names.
 
     Raises:
