@@ -43,7 +43,7 @@ def adapter_for(
     """Return the adapter of a model.
 
     Args:
-        config, dtype, attn_implementation, model_class, trust_remote_code: as of `Blueprint`.
+        config, dtype, attn_implementation, model_class, trust_remote_code: the attributes of `Blueprint`.
         autocast: mixed precision of every forward; None: everything computes in the type of the weights.
         quantization_config: a transformers.BitsAndBytesConfig to quantise the weights; None: as the configuration says.
 
@@ -97,8 +97,8 @@ def is_listed(config: PreTrainedConfig) -> bool:
 def is_known_exact(adapter: Adapter) -> bool:
     """Whether the model's code is transformers' own, and its split was verified for this code and version.
 
-    Another configuration of a family may run code that the default one, which was verified, does not. Of a chain every
-    tensor was followed.
+    Only a family's default configuration was verified, and another one may run other code. A chain is always exact,
+    because every tensor of its forward was followed.
     """
     if not isinstance(adapter, TextAdapter):
         return True

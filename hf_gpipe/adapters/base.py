@@ -62,9 +62,9 @@ class RowImages:
     """The images of a row of tokens, without their values.
 
     Attributes:
-        places: the columns of the tokens that stand for them.
-        entries: of this row's share of each entry of the mini-batch the entry's name, the shape, and the name of the
-            type; of whole numbers, by which shapes may follow, also the values.
+        places: the columns of the tokens that stand for the images.
+        entries: the name, the shape and the name of the type of this row's share of each entry of the mini-batch;
+            for whole numbers, from which shapes may follow, also the values.
     """
 
     places: tuple[int, ...]
@@ -79,10 +79,10 @@ class Adapter(ABC):
         layers: the chain.
         dtype: the type of the weights.
         autocast: mixed precision of every forward; None: everything computes in the type of the weights.
-        quantisation: of linear layers.
+        quantisation: how linear layers are quantised; None: they are not.
         projection: the linear layer that makes the logits, or the reason why training needs them whole.
-        config, given_config: of a Hugging Face model its configuration, and the one that it was made from.
-        stacks, routers, tables: of a Hugging Face model the stacks that its blocks form, the routers of its experts,
+        config, given_config: the configuration of a Hugging Face model, and the configuration that it was made from.
+        stacks, routers, tables: the stacks that the blocks of a Hugging Face model form, the routers of its experts,
             and for each stack the modules of its first block that its other blocks also use.
     """
 
@@ -100,7 +100,7 @@ class Adapter(ABC):
 
     @property
     def num_positions(self) -> Mapping[StackName, int]:
-        """For each stack with a table of positions their number, the greatest length of a text."""
+        """The number of positions, the greatest length of a text, for each stack with a table of positions."""
         return {}
 
     #: Attributes that follow from the others.
@@ -108,23 +108,23 @@ class Adapter(ABC):
     #: Names of parameters that never get a gradient.
     _constants: frozenset[str] = frozenset()
 
-    #: Of a model that reads text, by stack the names of the token ids that it reads, and of their mask.
+    #: The names of the token ids and of their mask, by the stack that reads them, for a model that reads text.
     text_keys: Mapping[StackName, tuple[str, str]] = {}
     #: Keys of a mini-batch that only the loss reads.
     loss_keys: tuple[str, ...] = ("labels",)
     #: Keys of a mini-batch that have a value for each token of the target, where that is another text.
     target_keys: tuple[str, ...] = ()
-    #: Keys of a mini-batch with what rows of tokens have beside them, such as images.
+    #: Keys of a mini-batch for what belongs to rows beside their tokens, such as images.
     image_keys: tuple[str, ...] = ()
-    #: Whether the model classifies or scores rows: its logits are (B, C), those of one token of each row.
+    #: Whether the model classifies or scores rows: its logits (B, C) are read at one token of each row.
     is_classifier = False
-    #: PEFT's name of the task, of which its adapters train the head too; None: they do not.
+    #: PEFT's name of the task for which its adapters train the head too; None: they do not train it.
     task_type: str | None = None
-    #: Whether the labels of a mini-batch are one for each row, and none of tokens.
+    #: Whether a mini-batch has one label for each row, and no labels of tokens.
     labels_rows = False
-    #: Whether the model makes logits; of one without a head the hidden states stand in their place.
+    #: Whether the model makes logits. The last hidden states take their place in a model without a head.
     has_head = True
-    #: Whether the last hidden states are what goes into the last layer, and not what it gives.
+    #: Whether the last hidden states are the input of the last layer, and not its output.
     ends_with_head = True
     #: Whether the logits are scores of the targets, whatever the loss is: a row has a likelihood.
     scores_targets = True
@@ -136,7 +136,7 @@ class Adapter(ABC):
     padding_predicts_in_chunks = False
     #: Whether a checkpoint may lack the head's weights, which are then new.
     may_lack_head = False
-    #: New weights of these modules are divided by so many layers, those of their stack (feed_forward.py).
+    #: The number of layers by which new weights of a module are divided: the layers of its stack (feed_forward.py).
     divided_by_depth: Mapping[str, int] = MappingProxyType({})
     #: Functions on modules of the model in memory that its stages run in place of the library's.
     patches: tuple[Patch, ...] = ()
@@ -149,10 +149,10 @@ class Adapter(ABC):
     def skeleton(self, stubs: Mapping[str, nn.Module] | None = None) -> Any:
         """Return a new copy of the whole model on the meta device: its modules and names, without memory.
 
-        Its attribute `all_tied_weights_keys` is that of transformers: alias -> the parameter that it is tied to.
+        Its attribute `all_tied_weights_keys` is transformers' own: alias -> the parameter that it is tied to.
 
         Args:
-            stubs: by name, what the copy has in place of modules.
+            stubs: what the copy has in place of modules, by their names.
         """
 
     def lay_out(self, model: PreTrainedModel) -> None:
@@ -184,7 +184,7 @@ class Adapter(ABC):
         return sum(parameter.numel() for parameter in self.reference.parameters())
 
     def parameters_of(self, stages: Sequence[range]) -> tuple[int, ...]:
-        """Of each stage, given by its layers, the number of its parameters; a tied one counts in the lowest stage."""
+        """Return the number of parameters of stages, given by their layers. A tied one counts in the lowest stage."""
         sizes: dict[str, tuple[int, int]] = {}
         for name, parameter in self.reference.named_parameters(remove_duplicate=False):
             owner, layer = self.ties.get(name, name), self.layer_of(name)
@@ -222,11 +222,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def sources(self, boundary: int) -> dict[str, tuple[Layer, ...]]:
-        """For each tensor that layer `boundary` receives, the layers that its value depends on."""
+        """Return the layers that the value of each tensor that layer `boundary` receives depends on."""
 
     @property
     def compared_class(self) -> type[PreTrainedModel] | None:
-        """The class whose tiny clone shows whether the split is exact; None: the one of the auto classes."""
+        """The class whose tiny clone shows whether the split is exact; None: the class that the auto classes choose."""
         return None
 
     def is_trained(self, layer: Layer, model: nn.Module) -> bool:
@@ -244,7 +244,7 @@ class Adapter(ABC):
         return any(parameter.requires_grad and name not in self._constants for name, parameter in named)
 
     def wants_gradient(self, boundary: int, is_trained: Sequence[bool]) -> dict[str, bool]:
-        """For each tensor that layer `boundary` receives, whether it depends on a layer that is trained."""
+        """Return whether each tensor that layer `boundary` receives depends on a layer that is trained."""
         trained = {layer for layer, is_one in zip(self.layers, is_trained, strict=True) if is_one}
         return {name: not trained.isdisjoint(layers) for name, layers in self.sources(boundary).items()}
 
@@ -256,9 +256,9 @@ class Adapter(ABC):
         """
 
     def computed_once(self, stage: Stage, inputs: Inputs) -> Inputs:
-        """The inputs of a stage's forward, with what it computes of them alone by frozen layers.
+        """Return the inputs of a stage's forward, with what frozen layers compute from them alone.
 
-        A forward that is recomputed finds it there.
+        A forward that is recomputed finds these results there.
         """
         return inputs
 
@@ -269,9 +269,9 @@ class Adapter(ABC):
         """Raise DataError for a mini-batch that lacks an entry, or has one that the stages cannot compute with."""
 
     def lengths_in_rows(self, batch: Tensors) -> Mapping[str, torch.Tensor]:
-        """How much each row of a mini-batch has, (N,), of entries whose first dimension is not the row.
+        """Return the length that each row has, (N,), of each entry whose first dimension is not the row.
 
-        Raises DataError where these do not belong together.
+        Raises DataError where the entries do not match the rows.
         """
         return {}
 
@@ -280,11 +280,11 @@ class Adapter(ABC):
         return None
 
     def with_row_images(self, inputs: Tensors, images: RowImages) -> Tensors:
-        """A mini-batch of text, in each of whose rows there are these images now, for the planner."""
+        """Put these images into each row of a mini-batch of text, for the planner."""
         raise NotImplementedError(f"{type(self.reference).__name__} reads tokens alone")
 
     def as_rows(self, batch: Tensors) -> Tensors:
-        """A mini-batch whose entries have a row each for what belongs together."""
+        """Return a mini-batch in which each row of every entry belongs to one example."""
         return batch
 
     def is_flattened(self, batch: Tensors) -> bool:
@@ -298,7 +298,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def size_of(self, batch: Tensors) -> int:
-        """The size of a mini-batch in what `counted` says."""
+        """Return the size of a mini-batch, in tokens or rows as `counted` says."""
 
     @abstractmethod
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
@@ -319,8 +319,8 @@ class Adapter(ABC):
         """Return the inputs of a micro-batch's forward in which documents stand one after the other in one row.
 
         Args:
-            documents: of each document its tensors on the CPU. Of a decoder-only model input_ids, labels and
-                position_ids (T,); of an encoder-decoder input_ids (S,), labels and perhaps decoder_input_ids (T,).
+            documents: the tensors of each document, on the CPU. A decoder-only model has input_ids, labels and
+                position_ids (T,); an encoder-decoder input_ids (S,), labels and perhaps decoder_input_ids (T,).
             is_compiled: whether the blocks are compiled by torch.compile.
 
         Raises:
@@ -342,9 +342,9 @@ class Adapter(ABC):
             )
 
     def no_targets(self, batch: Tensors, *, reads_logits: bool) -> torch.Tensor:
-        """Labels for a mini-batch without any, of which no loss is computed.
+        """Return placeholder labels for a mini-batch without labels, from which no loss is computed.
 
-        Raises DataError where the logits depend on labels, and `reads_logits` says that they are wanted.
+        Raises DataError where the logits depend on labels, and `reads_logits` says that logits are wanted.
         """
         raise DataError(
             f"a mini-batch has no 'labels', only {', '.join(batch)}; {type(self.reference).__name__} predicts nothing "
@@ -352,12 +352,12 @@ class Adapter(ABC):
         )
 
     def document_lengths(self, inputs: Inputs) -> dict[StackName, tuple[int, ...]]:
-        """The tokens of each document of a packed micro-batch, for each stack; of rows nothing."""
+        """Return the number of tokens of each document of a packed micro-batch, for each stack; empty for rows."""
         return {}
 
     @abstractmethod
     def targets(self, inputs: Tensors) -> torch.Tensor:
         """Labels (B, T) aligned with the logits (B, T, V); positions without a target are -100.
 
-        Of labels that are no classes zeros (B, 1), which count the rows.
+        Where labels are no classes, the targets are zeros (B, 1), which count the rows.
         """

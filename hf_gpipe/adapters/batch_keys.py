@@ -30,7 +30,7 @@ _SET_BY_PIPELINE = {
         "the stages make the encoder's output and its mask themselves",
     ),
 }
-#: Entries that losses read.
+#: Entries of a mini-batch that losses read.
 OF_LOSSES = (
     *("labels", "shift_labels", "ref_logps", "desirable", "kl", "advantages", "old_logps", "ref_token_logps"),
     *("teacher_tokens", "teacher_log_probs"),

@@ -1,4 +1,4 @@
-"""The key-value caches of generation: each stage keeps those of its own blocks.
+"""The key-value caches of generation: each stage keeps the keys and values of its own blocks.
 
 A model gets the length of the past, and from it positions and the sizes of masks, from the first slot of its cache or
 the first slot of a type. On most stages that slot belongs to a block of another stage, so such slots count tokens.

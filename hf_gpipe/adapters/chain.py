@@ -64,8 +64,8 @@ class Chain(Adapter):
     """The layers of a torch module in memory.
 
     Args:
-        module: the model. Its forward takes the entries of a mini-batch but `labels` by their names, or the only one,
-            and returns the logits, or an object whose attribute `logits` they are.
+        module: the model. Its forward takes the entries of a mini-batch but `labels` by their names, or the only entry
+            by position, and returns the logits or an object with an attribute `logits`.
         example: the shapes of a mini-batch, by which the layers are found. An nn.Sequential needs none.
         autocast: mixed precision of every forward; None: everything computes in the type of its inputs and weights.
 
@@ -78,7 +78,7 @@ class Chain(Adapter):
     scores_targets = False
     counted = "rows"
     derived = ("observations", "observed", "_fake")
-    #: Of the micro-batch whose forward runs now.
+    #: The shapes and types of the micro-batch whose forward runs now.
     observed: Observed
 
     def __init__(self, module: nn.Module, example: Shapes = (), autocast: Autocast | None = None) -> None:
@@ -149,7 +149,7 @@ class Chain(Adapter):
         return {"hidden": hidden}
 
     def _forward(self, model: nn.Module, inputs: Inputs) -> Any:
-        """The logits of inputs."""
+        """Return the logits of inputs."""
         given = {name: tensor for name, tensor in inputs.items() if name not in self.loss_keys}
         output = model(**given) if given.keys() <= self._takes else model(*given.values())
         return getattr(output, "logits", output)
@@ -213,7 +213,7 @@ class Chain(Adapter):
         return len(batch["labels"])
 
     def row_lengths(self, batch: Tensors) -> torch.Tensor:
-        """All rows have the same."""
+        """Return the lengths of the rows, which are all the same."""
         return torch.ones(len(batch["labels"]), dtype=torch.long)
 
     def check_inputs(self, inputs: Inputs) -> None:
@@ -255,12 +255,12 @@ def is_chain(model: Any) -> bool:
 
 
 def _as_meta(made: Any) -> Any:
-    """Tensors without memory, and without the mode in which they were made."""
+    """Return tensors without memory, and without the mode in which they were made."""
     return tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), made)
 
 
 def _without_memory(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a module on the meta device, or with fake tensors of another device, made without a copy of weights."""
+    """Copy a module to the meta device, or with fake tensors of another device, made without a copy of weights."""
     memory: dict[int, torch.Tensor] = {}
     for tensor in chain(module.parameters(), module.buffers()):
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -21,7 +21,7 @@ from hf_gpipe.errors import UnsupportedModelError
 
 
 def parts_of_sequential(model: nn.Module) -> tuple[Layer, ...]:
-    """The layers of an nn.Sequential: its parts, and in place of an nn.Sequential among them its own.
+    """Return the layers of an nn.Sequential: its parts; a part that is an nn.Sequential is replaced by its own parts.
 
     A part that stands in several places is replaced by copies there, whose parameters are tied.
     """
@@ -43,17 +43,17 @@ def _parts(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[str
 
 
 def find_layers(model: nn.Module, forward: Callable[[], Any]) -> tuple[Layer, ...]:
-    """The layers of any module, as many as form a chain.
+    """Return the layers of any module, as many as form a chain.
 
-    The modules that the model's own forward calls must form one. In place of a module that has lists of others, those
-    that it calls are layers, if they form a chain too.
+    The modules that the model's own forward calls must form a chain. A module with lists of other modules is replaced
+    by the modules that it calls, if they form a chain too.
 
     Args:
-        model: on the meta device, or with fake tensors.
-        forward: calls it on such inputs, and returns its logits.
+        model: the model, on the meta device or with fake tensors.
+        forward: calls the model on such inputs, and returns its logits.
 
     Raises:
-        UnsupportedModelError: they form no chain.
+        UnsupportedModelError: the modules form no chain.
     """
     order = _calls(model, forward)
     repeated = {name for name, count in Counter(order).items() if count > 1}
@@ -82,7 +82,7 @@ def find_layers(model: nn.Module, forward: Callable[[], Any]) -> tuple[Layer, ..
 
 
 def _calls(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
-    """The names of all modules that a forward calls, in order."""
+    """Return the names of all modules that a forward calls, in order."""
     order: list[str] = []
 
     def note(name: str, *_: Any) -> None:
@@ -99,7 +99,7 @@ def _calls(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
 
 
 def _grouped(model: nn.Module, names: Sequence[str], repeated: set[str]) -> tuple[Layer, ...]:
-    """Layers of modules that are called in this order."""
+    """Group modules, which are called in this order, into layers."""
     groups: list[tuple[str, list[str]]] = []
     first: list[str] = []
     for name in names:

@@ -54,7 +54,7 @@ class _Slot(DynamicLayer):
 
 
 class _SlidingSlot(_Slot, DynamicSlidingWindowLayer):
-    """The same of a block that attends to a window: what lies before the window is not read."""
+    """The slot of a block that attends to a window: what lies before the window is not read."""
 
     def __init__(self, parts: tuple[States, States], start: int, sliding_window: int) -> None:
         _Slot.__init__(self, parts, start)
@@ -77,7 +77,7 @@ class RowCache:
 
     Args:
         stage: the model of the stage.
-        length: tokens of the rows.
+        length: the number of tokens of each row.
     """
 
     def __init__(self, stage: StageModel, length: int) -> None:

@@ -1,6 +1,6 @@
 """Decoder-only models that classify or score rows: transformers' AutoModelForSequenceClassification.
 
-Their logits (B, C) are those of the last token of each row that is not padding. The model's own forward finds that
+Their logits (B, C) are read at the last token of each row that is not padding. The model's own forward finds that
 token by the id of the padding token.
 """
 
@@ -22,7 +22,7 @@ ONE_CLASS = "single_label_classification"
 
 
 class RowModel(DecoderOnly):
-    """A model whose labels (B, ...) are of rows, and not of tokens."""
+    """A model whose labels (B, ...) belong to rows, and not to tokens."""
 
     labels_rows = True
 
@@ -71,13 +71,13 @@ def as_classifier(
     """The fields by which a language model's configuration becomes that of a classifier.
 
     Args:
-        config: of the language model, or of a classifier of its family.
+        config: the configuration of the language model, or of a classifier of its family.
         labels: the names of the classes.
-        pad_token_id: for a configuration without one; the model finds a row's last token by it.
+        pad_token_id: the padding token's id, for a configuration without it; the model finds a row's last token by it.
         problem_type: as in transformers.
 
     Returns:
-        They are values for `read_config`; a configuration inside of the other one has a mapping.
+        Values for `read_config`; the fields of a configuration inside of another are a mapping.
 
     Raises:
         UnsupportedModelError: transformers has no such class of the family.
@@ -91,7 +91,7 @@ def as_classifier(
 
 
 def change(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
-    """Set fields of a configuration in place, those of one inside of it by a mapping."""
+    """Set fields of a configuration in place. A mapping sets the fields of a configuration inside of it."""
     for name, value in values.items():
         inner = getattr(config, name, None)
         if isinstance(inner, PreTrainedConfig):

@@ -31,8 +31,8 @@ _LARGEST = (
     (re.compile(r"num_labels$"), 1_000_000),
     (re.compile(""), 2**40),
 )
-#: The smallest of a number whose name matches: of -1 layers transformers makes a model without blocks. Vip-Llava's
-#: vision_feature_layers are places, and -1 is the last.
+#: The smallest number in a configuration whose name matches: for -1 layers transformers makes a model without blocks.
+#: Vip-Llava's vision_feature_layers are places, and -1 is the last.
 _SMALLEST = (
     (re.compile(r"(hidden_size|d_model|n_embd|n_head|heads|per_tok(en)?|max_position_embeddings|n_positions)$"), 1),
     (re.compile(r"(^n_layer|(?<!feature_)layers|blocks|depth|experts|intermediate_size|_dim)$"), 0),
@@ -48,8 +48,8 @@ def check_sizes(fields: Mapping[str, Any], prefix: str = "") -> None:
     The token of the end, and the like, must be whole numbers: generation, after the training, would see it first.
 
     Args:
-        fields: as in config.json.
-        prefix: of the fields' names in messages.
+        fields: the fields, as in config.json.
+        prefix: what the fields' names begin with in messages.
     """
     for name, value in fields.items():
         key = f"{prefix}{name}"
@@ -82,7 +82,7 @@ def check_attention(config: PreTrainedConfig, asked: str | None = None) -> None:
     The name of a kernel on the Hub, "owner/name", would let transformers fetch its code and run it.
 
     Args:
-        config: whose own attention, and that of its parts, is checked.
+        config: the configuration; its attention is checked, and the attention of the configurations inside of it.
         asked: the argument attn_implementation.
     """
     if asked is not None:

@@ -18,21 +18,21 @@ from hf_gpipe.errors import DataError
 
 
 class ImageEntries(ABC):
-    """The entries of one form. `pixel_values` is among them, and is missing where no row has an image."""
+    """The entries of one form of images. `pixel_values` is among them, and is missing where no row has an image."""
 
     #: Names of all entries.
     names: tuple[str, ...]
 
     @abstractmethod
     def lengths(self, batch: Tensors, num_tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """For each entry whose first dimension is not the row, how much of it each row has, (N,).
+        """Return the length that each row has, (N,), of each entry whose first dimension is not the row.
 
         Args:
             batch: the mini-batch.
-            num_tokens: image tokens of each row, (N,).
+            num_tokens: the number of image tokens of each row, (N,).
 
         Raises:
-            DataError: the images are not those of the image tokens.
+            DataError: the images do not match the image tokens.
         """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class ImagesOfGrids(ImageEntries):
         vision = config.vision_config
         side = 2 * vision.spatial_merge_size
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        # Of unlike shapes, so that no image passes for another.
+        # The shapes differ, so that no image passes for another.
         grids = torch.tensor([(1, side, side // 2 * (1 + number % 2)) for number in range(sum(num_images))])
         return {"pixel_values": torch.randn(int(grids.prod(dim=1).sum()), width), "image_grid_thw": grids}
 
@@ -118,7 +118,7 @@ class ImagesOfRows(ImageEntries):
 
 
 def _shape_of(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Shape of an image."""
+    """Return the shape (C, H, W) of an image."""
     vision: Any = config.vision_config
     size = vision.image_size
     height, width = size if isinstance(size, list | tuple) else (size, size)

@@ -25,7 +25,7 @@ from hf_gpipe.adapters.observation.skeleton import Blueprint
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import DataError, UnsupportedModelError
 
-#: By model_type the form of the images, of the families whose features are those of one forward of the tower.
+#: The form of the images by model_type, for the families whose features come from one forward of the tower.
 FORMS: Mapping[str, ImageEntries] = {
     **dict.fromkeys(("aya_vision", "cohere2_vision", "deepseek_vl", "gemma3", "got_ocr2"), ImagesInOrder()),
     **dict.fromkeys(("internvl", "janus", "llava", "paligemma", "vipllava"), ImagesInOrder()),
@@ -183,12 +183,12 @@ class ImageText(DecoderOnly):
 
 
 def _lengths(config: PreTrainedConfig, batch: Tensors) -> dict[str, torch.Tensor]:
-    """As of `Adapter.lengths_in_rows`, for a mini-batch with images."""
+    """Do what `Adapter.lengths_in_rows` does, for a mini-batch with images."""
     return FORMS[config.model_type].lengths(batch, (token_ids(batch) == config.image_token_id).sum(dim=1))
 
 
 def images_of_row(config: PreTrainedConfig, batch: Tensors) -> RowImages:
-    """As of `Adapter.row_images`, for a mini-batch with images and a model of this configuration."""
+    """Do what `Adapter.row_images` does, for a mini-batch with images and a model of this configuration."""
     is_image, lengths = token_ids(batch) == config.image_token_id, _lengths(config, batch)
     row = int(is_image.sum(dim=1).argmax())
     shares = {
@@ -207,8 +207,8 @@ def example_batch(model: PreTrainedModel, num_images: Sequence[int]) -> dict[str
     """A mini-batch of rows with so many images of the smallest size, and tokens drawn by torch's generator.
 
     Args:
-        model: of this kind, in memory.
-        num_images: of each row.
+        model: a model of images and text, in memory.
+        num_images: the number of images of each row.
     """
     config, text = model.config, model.config.get_text_config()
     entries = FORMS[config.model_type].example(config, num_images)
@@ -221,7 +221,7 @@ def example_batch(model: PreTrainedModel, num_images: Sequence[int]) -> dict[str
     if sum(num_images):
         with torch.no_grad():
             pooled = model.model.get_image_features(**pixels, return_dict=True).pooler_output
-        # Of each image; in some models all images of a row are one tensor.
+        # The number of features of each image; in some models all images of a row are one tensor.
         sizes = [features.shape[:-1].numel() for features in pooled] if isinstance(pooled, list | tuple) else []
         if len(sizes) != sum(num_images):
             sizes = [sum(sizes or [pooled.shape[:-1].numel()]) // sum(num_images)] * sum(num_images)
@@ -231,7 +231,7 @@ def example_batch(model: PreTrainedModel, num_images: Sequence[int]) -> dict[str
                 rows[row] = torch.cat([rows[row][:1], torch.full((next(images),), token), rows[row]])
     most = max(map(len, rows))
     for row, tokens in enumerate(rows):
-        # With little padding: of what no token sees, eager attention may make no number.
+        # The rows have little padding: eager attention may give NaN for columns that no token sees.
         more = max(most - row % 3 - len(tokens), 0)
         rows[row] = torch.cat([tokens, torch.randint(3, vocabulary, (more,))])
     ids = torch.stack([F.pad(row, (0, most - len(row))) for row in rows])
@@ -251,7 +251,7 @@ class _Pieces(tuple[torch.Tensor, ...]):
 
 
 class _EnoughError(Exception):
-    """Ends a forward whose first part alone is wanted."""
+    """Ends a forward of which only the first part is wanted."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ class Layer:
     """One entry of the list: modules of the Hugging Face model that are always on the same stage.
 
     `modules` are names in the whole model, in the order in which they are called. The layer has all their parameters,
-    and those of the modules in `idle`, which a forward on ids alone does not call.
+    and the parameters of the modules in `idle`, which a forward on ids alone does not call.
     """
 
     name: str
@@ -51,8 +51,8 @@ class Stack:
 
     Attributes:
         block_list: the list of the blocks.
-        blocks: in their order.
-        num_outputs: length of the tuple or list that a block returns, hidden states first; None: it returns them alone.
+        blocks: the blocks, in their order.
+        num_outputs: length of the tuple or list that a block returns, hidden states first; None: it returns no tuple.
         hidden: the hidden states that a block returns.
         idle: modules with weights that a forward on ids alone does not call, such as an image encoder.
         output: the class that the module around the list returns.
@@ -70,11 +70,11 @@ class Stack:
 
     @property
     def path(self) -> str:
-        """The module around the list."""
+        """The name of the module around the list."""
         return self.block_list.rpartition(".")[0]
 
     def of(self, model: PreTrainedModel) -> Stack:
-        """The same stack of a model with another number of blocks."""
+        """Return the corresponding stack of a model that differs only in its number of blocks."""
         numbers = range(len(model.get_submodule(self.block_list)))
         return replace(self, blocks=tuple(f"{self.block_list}.{number}" for number in numbers))
 

@@ -20,7 +20,7 @@ from hf_gpipe.errors import DataError
 Document = dict[str, torch.Tensor]
 """The tensors (T,) of a document: input_ids, position_ids, labels and what else a mini-batch has for each token.
 
-Those of a target may be of another length than those of its source.
+The tensors of a target may have another length than the tensors of its source.
 """
 
 #: Entries of flattened mini-batches that say where documents begin, in the forms of kernels.
@@ -164,7 +164,7 @@ def packed_parts(batch: Tensors, num_micro_batches: int, target_keys: Collection
 
 
 def _flattened_pieces(batch: Tensors) -> list[tuple[int, int, int]]:
-    """(row, start, stop) of each document of a flattened mini-batch."""
+    """Return (row, start, stop) of each document of a flattened mini-batch."""
     ids = batch[IDS]
     is_start = torch.zeros(ids.shape, dtype=torch.bool)
     is_start[:, 0] = True
@@ -181,7 +181,7 @@ def _flattened_pieces(batch: Tensors) -> list[tuple[int, int, int]]:
 
 
 def _row_pieces(batch: Tensors) -> list[tuple[int, int, int]]:
-    """(row, start, stop) of the tokens of each row that are not padding."""
+    """Return (row, start, stop) of the tokens of each row that are not padding."""
     ids, mask = batch[IDS], batch.get("attention_mask")
     if mask is None:
         return [(row, 0, ids.shape[1]) for row in range(ids.shape[0])]
@@ -202,5 +202,5 @@ def _row_pieces(batch: Tensors) -> list[tuple[int, int, int]]:
 
 
 def used_columns(is_used: torch.Tensor) -> torch.Tensor:
-    """For each row of (N, T) the number of columns up to the last used one, (N,)."""
+    """Return the number of columns up to the last used column, (N,), for each row of a mask (N, T)."""
     return (is_used * torch.arange(1, is_used.shape[1] + 1, device=is_used.device)).amax(dim=1)

@@ -53,9 +53,9 @@ class PeftAdapter:
     """A PEFT adapter.
 
     Attributes:
-        name: in the model.
-        config: its configuration, with the names of the target modules.
-        wrapped: the modules that are wrapped whole; those that others are tied to come first.
+        name: the adapter's name in the model.
+        config: the adapter's configuration, with the names of the target modules.
+        wrapped: the modules that are wrapped whole. A module comes before the modules that are tied to it.
         trained: the names of all trained parameters of the whole model.
         ties: name of each tied parameter of the whole model with its adapters -> the name that it is known by.
         saves_embeddings: whether the saved adapters have the embeddings and the head, as PEFT saves them where they
@@ -93,7 +93,7 @@ class PeftAdapter:
             if absent:
                 config.exclude_modules = _also_excluded(getattr(config, "exclude_modules", None), absent)
             with _having_input_embeddings(model), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the whole model it has warned before, and the rest is no matter
+                warnings.simplefilter("ignore")  # PEFT has warned about the whole model; a stage's warnings are noise
                 with values_where_they_stay(model):
                     inject_adapter_in_model(config, model, self.name)
         elif not getattr(model, "peft_config", None):
@@ -124,7 +124,7 @@ class PeftAdapter:
         model.set_submodule(wrapped.module, wrapper)
 
     def projection(self, plain: FoundProjection, model: PreTrainedModel) -> FoundProjection:
-        """Where the projection of the head is in `model`, the whole model with its adapters."""
+        """Return the projection of the head as it is found in `model`, the whole model with its adapters."""
         names: list[str] = []
         for name in plain.names:
             wrapped = next((entry.module for entry in self.wrapped if f"{name}.".startswith(f"{entry.module}.")), None)
@@ -142,7 +142,7 @@ class PeftAdapter:
         """Initialise the weights of the adapter's layers again, from the weights where the configuration asks for it.
 
         Args:
-            model: has its weights.
+            model: the model, with its weights.
             plant: seeds the generator from the name of a module.
 
         Raises:
@@ -220,7 +220,7 @@ class PeftAdapter:
 
 
 def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
-    """The parameter or buffer of this name."""
+    """Return the parameter or buffer of this name."""
     path, _, last = name.rpartition(".")
     tensor: torch.Tensor = getattr(model.get_submodule(path), last)
     return tensor.detach()
@@ -304,7 +304,7 @@ def find_peft(model: Any, given: Any) -> tuple[Any, tuple[str, Any] | None]:
             merged, turned off or not the active ones.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    # Of prompt learning only the wrapper knows.
+    # Only the wrapper knows of prompt learning.
     of_wrapper = getattr(model, "peft_config", None) if base is not model else None
     present = dict(of_wrapper or getattr(base, "peft_config", None) or {}) if isinstance(base, PreTrainedModel) else {}
     if present and given is not None:

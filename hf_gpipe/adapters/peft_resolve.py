@@ -41,10 +41,10 @@ def resolve_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = Tru
     """Let PEFT resolve its configuration on the whole model, on the meta device.
 
     Args:
-        adapter: the model's, whose `peft` is set; where its head gets adapters, its `projection` changes.
-        name: of the PEFT adapter.
-        config: its configuration.
-        is_new: whether its layers are yet to be added.
+        adapter: the model's adapter, whose `peft` is set; where its head gets adapters, its `projection` changes.
+        name: the name of the PEFT adapter.
+        config: the configuration of the PEFT adapter.
+        is_new: whether the layers of the PEFT adapter are yet to be added.
 
     Raises:
         UserError: peft is not installed.
@@ -70,12 +70,12 @@ def resolve_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = Tru
     try:
         with values_where_they_stay(whole):
             inject_adapter_in_model(known := before_injection(resolved), whole, name)
-    except NotImplementedError as error:  # of an operator on meta tensors
+    except NotImplementedError as error:  # an operator does not run on meta tensors
         raise UnsupportedModelError(
             f"{family}: peft's {method} is not supported: it reads the weights while its layers are added, and stages "
             "have none then; use LoRA on linear layers of the blocks"
         ) from error
-    # PEFT raises them for what it cannot wrap or tie.
+    # PEFT raises these errors for what it cannot wrap or tie.
     except (ValueError, TypeError, AttributeError) as error:
         raise UnsupportedModelError(f"{family}: peft's {method}: {error}") from error
     resolved.target_modules = known.target_modules

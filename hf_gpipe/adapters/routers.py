@@ -5,12 +5,12 @@ its routers (Switch Transformers, arXiv 2101.03961, section 2.2). Each stage sen
 the hidden states, and the model's own forward on the last stage computes the loss from all of them. The gradients of
 the logits are sent back in the same way.
 
-This loss is not a sum over tokens: that of a mini-batch is the mean of its micro-batches' auxiliary losses. It is added
-to the mean loss of the tokens. With one micro-batch it is the plain model's.
+This loss is not a sum over tokens: a mini-batch's auxiliary loss is the mean of its micro-batches' losses, and is added
+to the mean loss of the tokens. With one micro-batch it equals the plain model's loss.
 
 Nor is it a sum over the chunks of rows that are cut (`adapters/chunk_cache.py`). Each chunk leaves its logits
 on the last stage, where the last chunk computes the loss of whole rows. Its backward, which comes first, leaves the
-gradients of the other chunks' logits to theirs.
+gradients of the other chunks' logits to their own backward.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class ChunkRouters:
     """The router logits of rows that are cut into chunks, at one of the chunks.
 
     Attributes:
-        states: of each router the logits (B, T, experts).
+        states: the logits (B, T, experts) of each router.
         start: the chunk's first token.
-        num_rows: B.
-        is_last: whether it is the rows' last chunk.
+        num_rows: B, the number of rows.
+        is_last: whether the chunk is the rows' last one.
     """
 
     states: Sequence[States]
@@ -88,7 +88,7 @@ class ChunkRouters:
     is_last: bool
 
     def joined(self, logits: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Logits (B t, experts) of the chunk, behind those of the chunks before it."""
+        """Return the logits (B t, experts) of the chunk behind the logits of the chunks before it."""
         of_rows = (logit.unflatten(0, (self.num_rows, -1)) for logit in logits)
         return tuple(
             append(of_router, states, self.start).flatten(0, 1)
@@ -99,7 +99,7 @@ class ChunkRouters:
 class RouterPort:
     """The router logits of one forward of a stage: first those received, then those of its own blocks.
 
-    On the last stage those of a chunk come behind the logits of the chunks before it.
+    On the last stage the logits of a chunk come behind the logits of the chunks before it.
     """
 
     def __init__(self, *, is_last: bool) -> None:
@@ -118,7 +118,7 @@ class RouterPort:
         self._chunk = None
 
     def complete(self, own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
-        """Take the logits of the stage's own blocks; returns those that the model computes its loss from, if any.
+        """Take the logits of the stage's own blocks; return the logits from which the model computes its loss, if any.
 
         Before the last stage and the last chunk no loss is needed, and one computed from some of the routers or tokens
         would be wrong.

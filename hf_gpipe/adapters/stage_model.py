@@ -42,25 +42,25 @@ class StageModel:
 
     Attributes:
         parameters: once it is sealed, its parameters by Hugging Face name; a tied one once, under its source's name.
-        buffers: its persistent buffers, likewise.
+        buffers: its persistent buffers by Hugging Face name, once it is sealed.
     """
 
     def __init__(self, adapter: Adapter, start: int, stop: int) -> None:
         self.adapter = adapter
         self.start, self.stop = start, stop
-        #: The model; until its layers are chosen, that of the adapter.
+        #: The stage's model; until its layers are chosen, the adapter's whole model.
         self.model = adapter.reference
         self.port = Port()
         self.router_port = RouterPort(is_last=self.is_last)
         self._projection: Projection | None = None
-        #: Where the stage's linear layers put their weight gradients; None: they are autograd's.
+        #: Where the stage's linear layers put their weight gradients; None: autograd computes them.
         self.weight_gradients: WeightGradients | None = None
         self.recomputes_blocks = self._is_compiled = False
         self._noise: RemovableHandle | None = None
         self._pending: dict[str, nn.Module] = {}
-        #: The division of the layers among the ranks of the worker; None: each is whole.
+        #: The division of the layers among the ranks of the worker; None: each layer is whole.
         self.division: Division | HeadDivision | None = None
-        #: The head, of which the stage has a part beside its layers; None: it is a layer of the last stage.
+        #: The part of a divided head that the stage has beside its layers; None: the head is a layer of the last stage.
         self.head: StageModel | None = None
         self._strip()
 
@@ -93,7 +93,7 @@ class StageModel:
 
     @property
     def shared_names(self) -> frozenset[str]:
-        """Names of those of `parameters` that another stage may use too: tied ones, and tables of positions."""
+        """Names of the `parameters` that another stage may use too: tied parameters, and tables of positions."""
         tables = tuple(f"{table}." for tables in self.adapter.tables.values() for table in tables)
         tied = set(self.model.all_tied_weights_keys.values())
         return frozenset(name for name in self.parameters if name in tied or name.startswith(tables))
@@ -207,7 +207,7 @@ class StageModel:
         seed (`DropoutSeeds.noise`).
 
         Args:
-            alpha: None: no noise, and none any more.
+            alpha: the strength of the noise; None: no noise, from now on.
         """
         if self._noise is not None:
             self._noise.remove()
@@ -226,7 +226,7 @@ class StageModel:
         """Compile each block of this stage by torch.compile. Blocks of one class share one compilation.
 
         Args:
-            backend: of torch.compile.
+            backend: the backend of torch.compile.
 
         Raises UserError where a block has a BatchNorm, whose statistics are noted while it runs.
         """
@@ -305,9 +305,9 @@ class StageModel:
         """Take a part of the head beside the stage's layers.
 
         Args:
-            head: the layer, with this part.
-            division: of the head among processes.
-            is_first: whether this is the first stage of its process, which has the tensors that are no layer's.
+            head: the model of the head, with this part.
+            division: the division of the head among processes.
+            is_first: whether this is the first stage of its process, which has the tensors that belong to no layer.
         """
         self.head, self.division = head, division
         if is_first:
@@ -342,7 +342,7 @@ class StageModel:
         return self.division.whole_shape(name, part) if isinstance(self.division, Division) else part.shape
 
     def deferred_logits(self) -> DeferredLogits | None:
-        """For a forward that leaves out the logits; None where the stage makes none, or can only make them whole."""
+        """Return what records a forward without logits; None: the stage makes no logits, or must make them whole."""
         return None if self._projection is None else DeferredLogits()
 
     def __call__(
@@ -361,13 +361,13 @@ class StageModel:
             carry: the tensors received from the previous stage; empty on the first stage.
             micro_batch_seed: seed of dropout for this micro-batch and step; None leaves the generator alone.
             deferred: made by `deferred_logits`; the logits are left out, and can be computed by it.
-            rows: as the noise on their embeddings follows from them.
-            routers: of a chunk the router logits of its rows; None: rows are whole.
+            rows: the rows of the micro-batch, from which the noise on their embeddings follows.
+            routers: the router logits of the rows, at a chunk of them; None: rows are whole.
 
         Returns:
             The carry for the next stage. On the last stage {"logits": (B, T, V)} unless they are deferred; for a
-            mixture of experts with an auxiliary loss also {"auxiliary_loss": ()}, times its coefficient, of
-            whole rows: that of an earlier chunk is 0.
+            mixture of experts with an auxiliary loss also {"auxiliary_loss": ()}, times its coefficient. It is
+            computed from whole rows, by their last chunk; an earlier chunk returns 0.
         """
         if self.adapter.autocast is not None:
             # Autocast converts a leaf once for all its uses, so their gradients would be summed in half precision.
@@ -390,13 +390,13 @@ class StageModel:
 
     @torch.no_grad()
     def computed_once(self, inputs: Inputs, micro_batch_seed: int) -> Inputs:
-        """As of `Adapter.computed_once`, with the dropout of this micro-batch."""
+        """Do what `Adapter.computed_once` does, with the dropout of this micro-batch."""
         with self._seeded(micro_batch_seed):
             return self.adapter.computed_once(self, inputs)
 
     @contextmanager
     def _seeded(self, micro_batch_seed: int | None, rows: NoisyRows = NoisyRows()) -> Iterator[None]:
-        """Context manager of a forward: mixed precision, and seeds of dropout. At the end nothing is in the port."""
+        """Context manager of a forward: mixed precision, and seeds of dropout. At the end the port is empty."""
         if micro_batch_seed is not None and self.model.training:
             self.port.seeds = DropoutSeeds(self._generator, self._layer_keys, micro_batch_seed, rows)
         try:

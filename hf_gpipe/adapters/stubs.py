@@ -37,7 +37,7 @@ class Port:
         self.received: torch.Tensor | None = None
         self.captured: torch.Tensor | None = None
         self.seeds: DropoutSeeds | None = None
-        #: Of a packed row the tokens of each document, for each stack; empty for other rows.
+        #: The number of tokens of each document of a packed row, for each stack; empty for other rows.
         self.lengths: Mapping[StackName, tuple[int, ...]] = {}
 
     def close(self) -> None:
@@ -71,8 +71,8 @@ class EmbeddingStub(nn.Module):
     The model still computes positions and masks from the ids; the zeros themselves never reach a layer.
 
     Args:
-        width: of the embeddings.
-        dtype: of the embeddings.
+        width: D, the width of the embeddings.
+        dtype: the type of the embeddings.
         is_of_positions: whether it replaces a table of positions, which may be called with the mask of all tokens so
             far in place of the ids of a chunk.
     """

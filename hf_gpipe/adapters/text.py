@@ -33,7 +33,7 @@ class TextAdapter(Adapter):
     Args:
         blueprint: what the model is built from, on the meta device, which takes no memory.
         autocast: mixed precision of every forward; None: everything computes in the type of the weights.
-        quantisation: of linear layers; the configuration then has no `quantization_config`.
+        quantisation: how linear layers are quantised; the configuration then has no `quantization_config`.
     """
 
     text_keys: Mapping[StackName, tuple[str, str]] = {"decoder": (IDS, MASK)}
@@ -55,7 +55,7 @@ class TextAdapter(Adapter):
         self.padding_matters = any(
             getattr(self.config, name, 0) for name in ("index_topk", "expert_capacity", "chunk_size_feed_forward")
         )
-        # The same observation for a class that is given and for one that transformers chooses.
+        # A class that is given and a class that transformers chooses share one observation.
         is_of_config = type(self.config) is type(self.given_config)
         observed = replace(blueprint, model_class=type(self.reference)) if is_of_config else blueprint
         observation = observe_family(observed, autocast)
@@ -165,7 +165,7 @@ class TextAdapter(Adapter):
             raise DataError(f"shift_labels have the shape {tuple(shifted.shape)} and {IDS} {tuple(shape)}")
 
     def main_input(self, batch: Tensors) -> torch.Tensor:
-        """The token ids; of a model with an encoder those of the sources."""
+        """Return the token ids; of a model with an encoder, the ids of the sources."""
         return batch[IDS]
 
     def size_of(self, batch: Tensors) -> int:

@@ -16,7 +16,7 @@ def text_entries(ids: Any, mask: Any = None, labels: Any = None) -> dict[str, An
 
 
 def token_ids(entries: Mapping[str, Any]) -> Any:
-    """The token ids; of a model with an encoder those of the sources."""
+    """Return the token ids; of a model with an encoder, the ids of the sources."""
     return entries[IDS]
 
 

@@ -25,7 +25,7 @@ class TokenClassifier(DecoderOnly):
     task_type = "TOKEN_CLS"
 
     def built(self) -> PreTrainedModel:
-        """Without the dropout before the head, which transformers has where the configuration says nothing of it."""
+        """The model without the dropout before its head, which transformers adds where the configuration names none."""
         model = super().built()
         for module in model.children():
             if isinstance(module, nn.Dropout):

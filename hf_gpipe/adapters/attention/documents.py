@@ -32,12 +32,12 @@ class Documents:
     """The documents of a packed row.
 
     Attributes:
-        lengths: tokens of each, in order; of a chunk's documents those up to its end.
+        lengths: the number of tokens of each document, in order; for a chunk, only the tokens up to its end.
         has_whole_mask: whether attention gets one mask over the whole row; otherwise it runs document by document.
-        query_lengths: tokens of each that attend to it: the target's, where a decoder attends to an encoder, and the
-            chunk's own.
-        skipped: tokens of the row before the first of them.
-        earlier: tokens of the first of them before its first query.
+        query_lengths: the number of tokens that attend to each document: the target's, where a decoder attends to an
+            encoder, and the chunk's own.
+        skipped: the number of tokens of the row before the first document.
+        earlier: the number of tokens of the first document before its first query.
     """
 
     lengths: tuple[int, ...]
@@ -55,7 +55,7 @@ class Documents:
         is_compiled: bool = False,
         query_lengths: Sequence[int] | None = None,
     ) -> Documents:
-        """The documents of a row for a model; without `query_lengths` their own tokens attend to them.
+        """Return the documents of a row for a model. Without `query_lengths` their own tokens attend to them.
 
         Raises:
             UserError: the model's attention function cannot keep documents apart.
@@ -103,7 +103,7 @@ class MaskOfDocuments(torch.Tensor):
         lengths: tokens of each document.
         query_lengths: tokens of each document that attend to it.
         skipped: tokens before the documents.
-        masks: the mask of each document alone; None: it needs none.
+        masks: the mask of each document alone; None: the document needs no mask.
     """
 
     lengths: tuple[int, ...]
@@ -118,9 +118,9 @@ def mask_of_documents(documents: Documents, make_mask: MakeMask, options: Mappin
     """Return the mask of a packed row.
 
     Args:
-        documents: of the row.
-        make_mask: like a mask function of transformers, without a padding mask.
-        options: its keyword arguments for the whole row, or for a chunk of it and the keys that this has.
+        documents: the documents of the row.
+        make_mask: makes a mask, as a mask function of transformers without a padding mask does.
+        options: the keyword arguments of `make_mask` for the whole row, or for a chunk of it and the chunk's keys.
     """
     if is_flash(options["config"]._attn_implementation):
         return None

@@ -10,7 +10,7 @@ where nothing is padded, and no search for a shortcut where something is. They r
 
 A mask that the model makes itself, from token ids say, is no `KnownMask`, and about it transformers still asks.
 
-Of a row into which documents are packed the mask knows their lengths. transformers would find the documents by their
+The mask of a row into which documents are packed knows their lengths. transformers would find the documents by their
 position ids, and would ask the device for that too. Here the mask of each document is made as if it were alone.
 """
 
@@ -41,7 +41,7 @@ class KnownMask(torch.Tensor):
 
     Attributes:
         is_padded: whether any entry is not 1.
-        documents: what is packed into the only row; None: every row is one text.
+        documents: the documents that are packed into the only row; None: every row is one text.
     """
 
     is_padded: bool
@@ -49,7 +49,7 @@ class KnownMask(torch.Tensor):
 
     @classmethod
     def of(cls, mask: torch.Tensor, documents: Documents | None = None) -> KnownMask:
-        """The same memory, with the answer; reads the values, so `mask` should be on the CPU."""
+        """Return `mask` as a `KnownMask` of the same memory. It reads the values, so `mask` should be on the CPU."""
         return cls._with(mask, not bool((mask == 1).all()), documents)
 
     @classmethod

@@ -73,18 +73,18 @@ class BatchNorms:
     mean, and the sum of their squared deviations from it.
 
     Args:
-        model: of the stage. Its averages are held (`hold_averages`).
+        model: the stage's model. Its averages are held (`hold_averages`).
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = batch_norms_of(model)
-        #: Of each micro-batch, by its number.
+        #: The statistics of each micro-batch, by its number.
         self._known: dict[int, torch.Tensor] = {}
-        #: Of the micro-batch whose forward runs now, by layer; None: they are known, or not wanted.
+        #: The statistics of the micro-batch whose forward runs now, by layer; None: they are known, or not wanted.
         self._found: dict[str, torch.Tensor] | None = None
         #: Gathers a tensor of each replica, where these share statistics.
         self.gather: Gather | None = None
-        #: Of the micro-batch whose forward runs now, and of each micro-batch by layer, those of all replicas.
+        #: The number of the micro-batch whose forward runs now; all replicas' statistics, by micro-batch and layer.
         self._index = -1
         self._shared: dict[int, dict[str, torch.Tensor]] = {}
         for name, layer in self._layers.items():
@@ -168,11 +168,11 @@ class BatchNorms:
 
     @torch.no_grad()
     def update(self, mini_batches: Sequence[Hashable], total: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
-        """At the end of a step: the moving averages follow each of its mini-batches, in their order.
+        """Let the moving averages follow each mini-batch of a step, in order. Call it at the end of the step.
 
         Args:
-            mini_batches: of each micro-batch of the step, those of other replicas included, its mini-batch.
-            total: sums a tensor on the CPU over the replicas of the stage; None: it has none.
+            mini_batches: the mini-batch of each micro-batch of the step, including micro-batches of other replicas.
+            total: sums a tensor on the CPU over the replicas of the stage; None: the stage has no replicas.
         """
         if not self:
             return
@@ -197,7 +197,7 @@ class BatchNorms:
 
 
 def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The statistics of two sets of values together (Chan, Golub and LeVeque 1979, the pairwise formula)."""
+    """Return the statistics of the union of two sets of values (Chan, Golub and LeVeque 1979, the pairwise formula)."""
     (count, mean, squares), (more, other, others) = first, second
     both = count + more
     share = more / both.clamp(min=1)

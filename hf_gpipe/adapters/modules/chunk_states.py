@@ -24,9 +24,9 @@ class States:
         self._gradient: torch.Tensor | None = None
 
     def put(self, states: torch.Tensor, start: int) -> torch.Tensor:
-        """Write those (..., t, width) of the tokens from `start` on; returns all.
+        """Write the states (..., t, width) of the tokens from `start` on, and return the states of all tokens.
 
-        To write the same again changes nothing.
+        Writing the same states again changes nothing.
         """
         if self._states is None:
             self._states = states.new_zeros((*states.shape[:-2], self._length, states.shape[-1]))
@@ -66,14 +66,14 @@ class _Append(torch.autograd.Function):
 # A compiled graph would count the writes of later chunks, and may make no tensor that stays.
 @torch.compiler.disable
 def append(added: torch.Tensor, states: States, start: int, first: int = 0) -> torch.Tensor:
-    """Add a chunk's states to those of the chunks before it; returns these from token `first` on.
+    """Add a chunk's states to the states of the chunks before it, and return all of them from token `first` on.
 
     In backward, which runs over the chunks in reverse, the gradient of earlier chunks' states is kept in `states` for
     their own backward.
 
     Args:
-        added: (..., t, width).
-        states: of the rows.
+        added: the chunk's states, (..., t, width).
+        states: the states of the rows.
         start: the chunk's first token.
         first: the first token of the result, (..., start + t - first, width).
     """

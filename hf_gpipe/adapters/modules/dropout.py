@@ -20,7 +20,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*values: int) -> int:
-    """A 64-bit hash of integers (the finaliser of SplitMix64 after each), the same on every machine."""
+    """Return a 64-bit hash of integers, the same on every machine. SplitMix64's finaliser runs after each integer."""
     state = 0
     for value in values:
         state = (state + (value & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -62,9 +62,10 @@ class NoisyRows(NamedTuple):
     """The rows of a micro-batch, as the noise on their embeddings follows from them.
 
     Attributes:
-        seeds: of each row; packed documents are one row.
-        num_tokens: of a row of the whole mini-batch with its padding, or of all its documents if they are packed.
-        width: tokens of a row for which noise is drawn; those of the micro-batch, or of a chunk, are a part of them.
+        seeds: the seed of each row; packed documents are one row.
+        num_tokens: the number of tokens of a row of the whole mini-batch with its padding, or of all its documents if
+            they are packed.
+        width: the number of tokens of a row for which noise is drawn. The micro-batch, or a chunk, has some of them.
         start: the first of these tokens that the micro-batch has.
     """
 
@@ -105,7 +106,7 @@ class DropoutSeeds:
 
 
 def masks_of(config: Any) -> dict[str, float]:
-    """The probabilities of dropout above 0 in a configuration and those in it, by their paths."""
+    """Return the probabilities of dropout above 0 in a configuration and the ones inside of it, by their paths."""
     masks: dict[str, float] = {}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):

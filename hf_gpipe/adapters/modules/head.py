@@ -27,7 +27,7 @@ from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
 from hf_gpipe.errors import one_line
 
-#: Largest difference between logits made in parts and whole ones, of the largest logit.
+#: Largest difference between logits made in parts and whole logits, as a share of the largest logit.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 _HALF_TOLERANCE = 0.05
 
@@ -49,8 +49,8 @@ class DeferredLogits(TorchFunctionMode):
     Attributes:
         projection: a linear layer from D to V.
         autocast_dtype: type in which autocast lets the projection compute; None: no autocast.
-        dtype: of the logits.
-        vocabulary: the part of it that the projection is of; None: the whole.
+        dtype: the type of the logits.
+        vocabulary: the part of the vocabulary whose logits the projection makes; None: the whole vocabulary.
     """
 
     projection: nn.Linear
@@ -61,7 +61,7 @@ class DeferredLogits(TorchFunctionMode):
         super().__init__()
         self.vocabulary: VocabularyPart | None = None
         self._hidden: torch.Tensor | None = None
-        #: A function each, with its positional and keyword arguments.
+        #: The recorded operations: a function with its positional and keyword arguments.
         self._operations: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self._slots: dict[int, _Slot] = {}
         self._stand_ins: list[torch.Tensor] = []
@@ -174,7 +174,7 @@ class Projection:
     """The projection of a model's head, ready to be deferred.
 
     Args:
-        linears: the layer, or several of which a forward calls one; their classes are extended.
+        linears: the linear layer, or several of which a forward calls one; their classes are extended.
     """
 
     def __init__(self, *linears: Any) -> None:
@@ -218,9 +218,9 @@ def find_projection(
 
     Args:
         model: the tiny model. Its projection is changed for good.
-        head: name of its last layer.
-        entered: module -> when it was called in a forward.
-        logits: (B, T, V), what that forward returned.
+        head: the name of the model's last layer.
+        entered: the times at which each module was called in a forward, by its name.
+        logits: the logits (B, T, V) that this forward returned.
         forward: runs the same forward again.
     """
     inside = [name for name, times in entered.items() if f"{name}.".startswith(f"{head}.") and len(times) == 1]

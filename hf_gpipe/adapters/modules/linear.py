@@ -144,11 +144,11 @@ def _multiply(
 
     Args:
         gradients: receives the gradient of the parameter.
-        given: (..., inputs).
-        parameter: whose gradient it is.
-        bias: (outputs,).
+        given: the layer's input, (..., inputs).
+        parameter: the parameter that gets the gradient.
+        bias: the layer's bias, (outputs,), or None.
         matrix: one of the parameter's matrices, without a graph; None: the parameter is the matrix.
-        index: its number.
+        index: the number of that matrix in the parameter.
         is_transposed: whether the matrix is (inputs, outputs).
     """
     if torch.is_autocast_enabled(given.device.type):

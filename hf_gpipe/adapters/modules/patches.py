@@ -139,7 +139,7 @@ class _Rebinding:
     """Makes functions refer to other modules.
 
     Args:
-        modules: by `id` of the module that a function refers to, the one that it shall refer to.
+        modules: the module that a function shall refer to, by the `id` of the module that it refers to.
         what: the function's name, for errors.
     """
 

@@ -23,7 +23,7 @@ from transformers.utils import is_bitsandbytes_available
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut
 from hf_gpipe.errors import UnsupportedModelError, UserError
 
-#: Options of BitsAndBytesConfig that are refused if set -> the reason.
+#: Options of BitsAndBytesConfig that are not supported -> the reason.
 _REFUSED = {
     "llm_int8_has_fp16_weight": "its weights are trained in float16, and a pipeline trains no quantised weight",
     "llm_int8_enable_fp32_cpu_offload": "each stage is on one device; choose devices by num_stages and device",
@@ -164,9 +164,9 @@ def find_quantisation(config: PreTrainedConfig, given: Any, dtype: torch.dtype) 
     """How a model's weights are quantised: as its configuration says, or as they shall be.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         given: a BitsAndBytesConfig for weights that are not quantised; None: they stay as they are.
-        dtype: of the weights.
+        dtype: the type of the weights.
 
     Raises:
         UnsupportedModelError: the model is quantised in a way that adapters cannot be trained on here.
@@ -229,9 +229,9 @@ def part_of_4bit(parameter: Any, cut: Cut, place: int) -> nn.Parameter:
     Its scales are in float32, for scales of a scale lie in several parts.
 
     Args:
-        parameter: quantised, of which each rank has whole blocks (`plan_of` checks it).
-        cut: of the weight (outputs, inputs).
-        place: of the rank.
+        parameter: the quantised weight. Each rank has whole blocks of it, as `plan_of` checks.
+        cut: the cut of the weight (outputs, inputs).
+        place: the rank's place among the ranks.
     """
     import bitsandbytes as bnb
 
@@ -241,7 +241,7 @@ def part_of_4bit(parameter: Any, cut: Cut, place: int) -> nn.Parameter:
         scales = bnb.functional.dequantize_blockwise(scales, state.state2) + state.offset
 
     def part_of(grid: torch.Tensor, size: int) -> torch.Tensor:
-        """The part of what each `size` inputs have one of."""
+        """Return the rank's part of a tensor with an entry for each `size` inputs."""
         of_grid = cut if cut.dim == 0 else cut.of_groups(size)
         return of_grid.part(grid.reshape(state.shape[0], -1), place).contiguous()
 
@@ -259,7 +259,7 @@ def part_of_4bit(parameter: Any, cut: Cut, place: int) -> nn.Parameter:
 
 
 def size_of_quantised(parameter: torch.Tensor) -> tuple[int, int]:
-    """Number of weights that a parameter stands for, and its bytes with those of its scales, if it has any."""
+    """Return the number of weights that a parameter stands for, and the bytes of it and its scales."""
     scales: list[torch.Tensor] = []
     count = parameter.numel()
     if (state := getattr(parameter, "quant_state", None)) is not None:

@@ -1,7 +1,7 @@
 """SyncBatchNorm over the replicas of a stage: the statistics of the micro-batches that they run side by side.
 
-Each replica notes those of its own micro-batch, and all of them join them in the order of the replicas, so that every
-replica has the same bits. A recomputed forward finds them there, so it waits for nobody.
+Each replica notes the statistics of its own micro-batch, and joins the statistics of all replicas in the replicas'
+order, so that every replica has the same bits. A recomputed forward finds them kept, and waits for no replica.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""A tensor of each replica, in their order."""
+"""A replica's tensor -> the tensors of all replicas, in the order of the replicas."""
 
 
 def normalise(layer: _BatchNorm, values: torch.Tensor, statistics: torch.Tensor, gather: Gather) -> torch.Tensor:
     """The layer's output for its replica's values (B, C, ...).
 
     Args:
-        layer: in training.
-        values: of this replica's micro-batch.
+        layer: the layer, in training.
+        values: what the layer gets of this replica's micro-batch.
         statistics: (3, C) of the micro-batches of all replicas: number of values, mean, sum of squared deviations.
         gather: called in backward, by all replicas in the same order.
     """

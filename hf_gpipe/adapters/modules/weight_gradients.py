@@ -26,10 +26,10 @@ class Product:
     """One part of a parameter's gradient: the transpose of `left` times `right`, over N tokens.
 
     Attributes:
-        parameter: whose `.grad` it is added to.
+        parameter: the parameter to whose `.grad` the product is added.
         left: (N, rows), the gradient of the layer's output; the layer's input where the weight is stored transposed.
-        right: (N, columns), the other one of the two.
-        index: the matrix of a three-dimensional parameter that it belongs to, such as an expert's; None: the only one.
+        right: (N, columns), the other one of these two matrices.
+        index: the number of the matrix in a three-dimensional parameter, such as an expert's; None: the only matrix.
         offsets: (E,), where the rows of `left` and `right` end that belong to each matrix of a three-dimensional
             parameter, which then has as many products; None: one product.
     """
@@ -47,7 +47,7 @@ class Product:
         return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
     def add(self) -> None:
-        """Add it to `.grad`; the first part of a gradient is written, without zeros before."""
+        """Add the product to `.grad`. The first part of a gradient is written there, without zeros before."""
         parameter = self.parameter
         if self.index is not None:
             if parameter.grad is None:
@@ -100,7 +100,7 @@ class WeightGradients:
 
     @property
     def all_converted(self) -> Collection[torch.Tensor]:
-        """All these values."""
+        """Return all values that `converted` has kept."""
         return self._converted.values()
 
     def forget(self) -> None:
@@ -125,7 +125,7 @@ class WeightGradients:
         """Take a product. A parameter with hooks needs its gradient now: then the gradient for autograd is returned.
 
         Args:
-            product: of a layer.
+            product: the product of a layer.
             has_input_gradient: whether this backward also computes the gradient of the layer's input.
         """
         if product.has_hooks:
@@ -142,14 +142,14 @@ class DuringSums(WeightGradients):
     begin, so that both run together (Megatron-LM's `async_tensor_model_parallel_allreduce`).
 
     Args:
-        gradients: of the stage, which gets them then.
+        gradients: the stage's, which receives the products once a sum has begun.
     """
 
     def __init__(self, gradients: WeightGradients) -> None:
         super().__init__()
         self._gradients, self._waiting = gradients, list[Product]()
         self._saved = WeakIdKeyDictionary()
-        #: What backward has gathered again, until a sum has begun.
+        #: The inputs that backward has gathered again, until a sum has begun.
         self._gathered: dict[object, torch.Tensor] = {}
 
     def save(self, whole: torch.Tensor, part: torch.Tensor, gather: Whole) -> None:

@@ -29,7 +29,7 @@ class _Made(NamedTuple):
     """A tensor that an operation makes.
 
     Attributes:
-        owner: the number of the input whose memory it shares; None: it has its own.
+        owner: the number of the input whose memory the tensor shares; None: it has its own memory.
     """
 
     shape: torch.Size
@@ -45,7 +45,7 @@ _Output = _Made | int | None
 
 
 class _UnlikeError(Exception):
-    """An operation or an argument of which more matters than its form."""
+    """Raised for an operation or an argument whose output does not follow from the form."""
 
 
 Derive = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
@@ -56,9 +56,9 @@ class _Known(NamedTuple):
     """An operation on arguments of one form.
 
     Attributes:
-        cls: the class of what its outputs are in; None: it has one output.
-        outputs: all of them.
-        derived: what was asked of such calls.
+        cls: the class of the collection of the outputs; None: the operation has one output.
+        outputs: all outputs.
+        derived: the values of `Derive` for such calls.
     """
 
     cls: type | None
@@ -66,9 +66,9 @@ class _Known(NamedTuple):
     derived: dict[Derive, Any]
 
 
-#: By the operation and the form of its arguments; None: it must run.
+#: The known operations, by the operation and the form of its arguments; None: the operation must run.
 _kept: dict[Any, _Known | None] = {}
-#: By a device, the attributes of a new fake tensor on it, its mode apart.
+#: The attributes of a new fake tensor except its mode, by its device.
 _new: dict[torch.device, dict[str, Any]] = {}
 
 
@@ -111,7 +111,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], derive: Derive
 
 
 class KnownOperations(TorchDispatchMode):
-    """In it, no operation runs that is known."""
+    """A mode in which an operation that is known does not run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
@@ -179,7 +179,7 @@ def _mode_of(inputs: list[torch.Tensor]) -> Any:
 
 
 def _described(func: Any, inputs: list[torch.Tensor], result: Any, mode: Any) -> _Known:
-    """Raises _UnlikeError where another run may return something else."""
+    """Describe an operation by its result. Raises _UnlikeError where another run may return something else."""
     is_resized = any(argument.is_out for argument in func._schema.arguments)
     # Places in a table, unlike a mask of it, are as many as their tensor has.
     has_places = func is torch.ops.aten.index.Tensor and all(tensor.dtype in _PLACES for tensor in inputs[1:])
@@ -214,7 +214,7 @@ def _described_tensor(tensor: Any, inputs: list[torch.Tensor], mode: Any) -> _Ou
 
 
 def _of(output: _Output, inputs: list[torch.Tensor], mode: Any) -> torch.Tensor | None:
-    """The output for other inputs of the same form."""
+    """Return the output for other inputs of the same form."""
     if output is None or isinstance(output, int):
         return None if output is None else inputs[output]
     with torch._C._DisableTorchDispatch():

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hf_gpipe.adapters.observation.observed import Observed
 
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-"""Of each input of a model its name, shape and type."""
+"""The name, the shape and the type of each input of a model."""
 
 #: Shapes of inputs whose sizes are kept; of fewer the observations, for each rank and type of the inputs.
 _MOST_SHAPES, _MOST_OBSERVATIONS = 1024, 12
@@ -31,13 +31,13 @@ class Observations:
         observe: runs the model.
 
     Attributes:
-        count: the times that it was run.
+        count: the number of times that `observe` was called.
     """
 
     def __init__(self, observe: Callable[[Shapes], Observed]) -> None:
         self._observe = observe
         self.count = 0
-        #: By names, ranks and types of the inputs: their sizes, and the observations with theirs.
+        #: The sizes of inputs with the observation of each, by names, numbers of dimensions and types of the inputs.
         self._known: dict[Any, list[tuple[list[int], _Sizes]]] = {}
         self._of = lru_cache(_MOST_SHAPES)(self._find)
 

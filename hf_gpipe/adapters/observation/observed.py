@@ -45,8 +45,8 @@ def observe(model: nn.Module, layers: Sequence[Layer], forward: Callable[[], Any
     """Run a model's forward, and follow its tensors.
 
     Args:
-        model: on the meta device, or with fake tensors.
-        layers: of the model.
+        model: the model, on the meta device or with fake tensors.
+        layers: the model's layers.
         forward: calls the model on such inputs, and returns its logits.
 
     Raises:
@@ -69,7 +69,7 @@ def observe(model: nn.Module, layers: Sequence[Layer], forward: Callable[[], Any
 
 
 class _Followed(TorchDispatchMode):
-    """Knows of each tensor that depends on a layer the last layer that has run when it was made, and who made it.
+    """Notes the last layer that had run when a tensor was made, and its maker, where the tensor depends on a layer.
 
     Tensors are known by their memory, so views are the same tensor. All are kept until the end, so that no other takes
     the place of one. A tensor that depends on the model's inputs alone is not noted: each stage makes it anew.
@@ -79,10 +79,10 @@ class _Followed(TorchDispatchMode):
         super().__init__()
         self.given: list[torch.Tensor] = []
         self.made: dict[str, Any] = {}
-        #: By the layer's first module the tensor that stands for its input.
+        #: The tensor that stands for a layer's input, by the layer's first module.
         self.received: dict[str, torch.Tensor] = {}
         self._model, self._layers = model, layers
-        #: Of the memory of a tensor the layers during and after which it may be read, and the module that made it.
+        #: The layers during and after which a tensor may be read, and the module that made it, by its memory.
         self._readers: dict[int, tuple[set[int], str]] = {}
         self._alive: list[torch.Tensor] = []
         self._layer = -1

@@ -40,12 +40,12 @@ class Observation:
     """A model's stacks in the order in which they are called.
 
     Attributes:
-        stacks: one, or the encoder's and the decoder's.
-        head: the module that ran last; None: that was a block, of a model without a head.
+        stacks: one stack, or the encoder's and the decoder's.
+        head: the module that ran last; None: a block ran last, in a model without a head.
         projection: the linear layer in the head that makes the logits, if they can be made in parts.
         embeddings: modules before the blocks whose input is not hidden states.
         inputs: the first tensor that each module outside of the blocks, and each stack's first block, received.
-        routers: those whose logits the auxiliary loss of a mixture of experts is computed from; empty without one.
+        routers: the routers from whose logits the auxiliary loss is computed; empty without that loss.
         constants: parameters outside of the blocks that no gradient can reach, such as a table of sines.
         encoder_dtype: type of the encoder's output; None without an encoder.
         embedding_tables: the tables that were looked up.
@@ -84,7 +84,7 @@ class _Calls:
         return self.clock
 
 
-#: By the configuration of the clone, and by that of the model: to make the first of the second takes milliseconds.
+#: The observations, by the clone's configuration and by the model's, from which a clone's takes milliseconds.
 _observations: dict[str, Observation] = {}
 
 

@@ -121,8 +121,8 @@ def copy_with_stubs(model: Any, stubs: Mapping[str, nn.Module]) -> Any:
     To build the model anew takes several times as long, and a stage needs few of its layers.
 
     Args:
-        model: of whose modules none is in a closure (see `has_closures`).
-        stubs: by the name of the module that each replaces.
+        model: the model. No module of it is in a closure (see `has_closures`).
+        stubs: the stubs, by the name of the module that each replaces.
     """
     modules = {name: model.get_submodule(name) for name in stubs}
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))

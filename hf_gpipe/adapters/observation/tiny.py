@@ -192,7 +192,7 @@ def _shrink_images(shrunk: dict[str, Any], full: dict[str, Any]) -> None:
             shrunk[name] = IMAGE_TOKEN
     for name in ("vision_feature_layer", "vision_feature_layers"):  # the second in transformers 5.17's vipllava
         if (layers := full.get(name)) is not None:
-            # Of the tiny tower's hidden states, of which there is one more than it has blocks.
+            # The numbers of hidden states of the tiny tower, which has one more of them than blocks.
             numbers = layers if isinstance(layers, list) else [layers]
             within = [max(-NUM_BLOCKS - 1, min(NUM_BLOCKS, number)) for number in numbers]
             shrunk[name] = within if isinstance(layers, list) else within[0]

@@ -1,8 +1,8 @@
 """How the layers that peft adds are divided: from the layers of the plain model that they stand beside.
 
-Of LoRA (Hu et al. 2021, arXiv 2106.09685) beside a column layer the first factor is whole, and the second is a column
-layer. Beside a row layer the first factor is a row layer, and the second is whole. So beside the sums of a layer there
-is another one of the width of LoRA's rank.
+LoRA (Hu et al. 2021, arXiv 2106.09685) has two factors. Beside a column layer the first is whole, and the second is a
+column layer. Beside a row layer the first is a row layer, and the second is whole. So each sum of a layer is joined by
+another sum, of the width of LoRA's rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
 from hf_gpipe.errors import UserError
 
-#: By the number of ranks and whether there are adapters: every stage needs the plan of the whole model.
+#: The plans of a model, by the number of ranks and whether it has adapters: every stage needs the whole model's plan.
 _plans: WeakKeyDictionary[Adapter, dict[tuple[int, bool], SplitPlan]] = WeakKeyDictionary()
 
 
@@ -76,7 +76,7 @@ class _Adapted:
         if peft.config.peft_type != PeftType.LORA:
             raise self._error(f"peft_type {peft.config.peft_type.value}")
         layers: dict[str, Any] = {n: m for n, m in whole.named_modules() if isinstance(m, BaseTunerLayer)}
-        #: Of a module of the plain model where it is now.
+        #: The names that a module of the plain model has now, by its name there.
         self._places: dict[str, tuple[str, ...]] = {name: (f"{name}.base_layer",) for name in layers}
         for wrapped in peft.wrapped:
             copies = (f"{wrapped.module}.original_module", f"{wrapped.module}.modules_to_save.{peft.name}")

@@ -15,7 +15,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def dealt(count: int, size: int) -> Runs:
-    """So many units dealt out to so many ranks as evenly as can be; the first ranks have the most."""
+    """Deal `count` units out to `size` ranks as evenly as possible; the first ranks get the most."""
     each, more = divmod(count, size)
     stops = [place * each + min(place, more) for place in range(size + 1)]
     return tuple(pairwise(stops))
@@ -23,12 +23,12 @@ def dealt(count: int, size: int) -> Runs:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of an attention that each rank has, which stand in whole groups, or in one.
+    """The heads of an attention that each rank has: whole groups, or a part of one group.
 
     Attributes:
-        queries: of each rank the run of its query heads.
-        pairs: of each rank the run of the heads of keys and values that they read.
-        width: of a head.
+        queries: the run of query heads of each rank.
+        pairs: the run of heads of keys and values that the query heads of each rank read.
+        width: the width of a head.
     """
 
     queries: Runs
@@ -56,7 +56,7 @@ class Heads:
 
 
 def scaled(runs: Runs, width: int) -> Runs:
-    """Runs of indices, of runs of units that have so many each."""
+    """Return the runs of indices of runs of units, each of which has `width` indices."""
     return tuple((width * first, width * stop) for first, stop in runs)
 
 
@@ -70,9 +70,9 @@ class Cut:
     """The parts of a tensor.
 
     Attributes:
-        dim: along which it is cut.
-        parts: for each rank the runs of indices that it has, which lie one after another in its part. A run is also
-            that of another rank, where they share a key-value head, or has no index of others.
+        dim: the dimension along which it is cut.
+        parts: the runs of indices that each rank has, which lie one after another in its part. Two ranks have the same
+            run where they share a key-value head; otherwise runs do not overlap.
     """
 
     dim: int
@@ -83,8 +83,8 @@ class Cut:
         """Cut each of several packs that lie one after another, such as q, k and v in one matrix.
 
         Args:
-            dim: along which.
-            packs: of each the run of indices in it that each rank has.
+            dim: the dimension along which they are cut.
+            packs: the run of indices in each pack that each rank has.
         """
         ends = list(accumulate(max(stop for _, stop in runs) for runs in packs))
         starts = [0, *ends[:-1]]
@@ -92,7 +92,7 @@ class Cut:
         return cls(dim, tuple(zip(*placed, strict=True)))
 
     def of_groups(self, size: int) -> Cut:
-        """The cut of a tensor with an entry for each `size` indices."""
+        """Return the cut of a tensor with an entry for each `size` indices."""
         return Cut(self.dim, tuple(tuple((start // size, stop // size) for start, stop in runs) for runs in self.parts))
 
     def part(self, whole: torch.Tensor, place: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ class Cut:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def counts(self, place: int) -> tuple[bool, ...]:
-        """Of each run of a rank's part, whether it is counted, and not one before it that is the same."""
+        """Return whether each run of a rank's part is counted: a run that an earlier rank has too is not."""
         before = {run for runs in self.parts[:place] for run in runs}
         return tuple(run not in before for run in self.parts[place])
 
@@ -153,9 +153,9 @@ class VocabularyPart:
     """The part of the vocabulary whose logits a rank makes: a run of tokens.
 
     Attributes:
-        first: number of its first token.
+        first: the number of its first token.
         size: V, the number of tokens of all ranks together.
-        ranks: that have the other parts.
+        ranks: the ranks, each with its part.
     """
 
     first: int

@@ -19,9 +19,9 @@ class HeadDivision:
     """Which rows of the head's tensors the processes of a pipeline have. It stands for `Division`.
 
     Args:
-        cut: of the head's weight, and of its bias.
+        cut: the cut of the head's weight, and of its bias.
         parts: names of the tensors of which this process has a part.
-        copies: names of those that every process has whole, such as buffers.
+        copies: names of the tensors that every process has whole, such as buffers.
         ranks: the processes, each with its part; None: this one has everything.
     """
 
@@ -53,12 +53,12 @@ class HeadDivision:
 
 
 class HeadRows:
-    """The rows of one stage.
+    """The rows of a divided head that belong to one stage.
 
     Attributes:
         first: number of the stage's first token.
         size: V, the tokens of the vocabulary.
-        rows: those of the stage among the rows that its process has.
+        rows: the stage's rows among the rows that its process has.
     """
 
     def __init__(self, stages: Sequence[int], stage: int, num_stages: int, size: int, *, is_whole: bool) -> None:

@@ -30,7 +30,7 @@ def _names(kind: Kind, *names: str) -> dict[str, Kind]:
 KINDS: Mapping[str, Kind] = {
     **_names("query", "q_proj", "q", "query"),
     **_names("key or value", "k_proj", "v_proj", "k", "v", "key", "value"),
-    # One after the other in one matrix: q, k and v of all heads, or of each head its three.
+    # One matrix has q, k and v one after the other: of all heads, or head by head.
     **_names("query, key and value", "c_attn", "qkv_proj"),
     **_names("heads of three", "query_key_value"),
     **_names("width", "gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "wi", "wi_0", "wi_1", "dense_h_to_4h"),
@@ -66,11 +66,11 @@ class SplitPlan:
 
     Attributes:
         size: T, the ranks of a worker.
-        cuts: of each divided parameter or buffer, under its own name, and not that of an alias.
+        cuts: the cut of each divided parameter or buffer, under its own name, and never under an alias.
         modules: how each divided module is divided.
-        weights: of tables and heads the names of their weights.
-        units: of column layers how many heads or columns each rank makes of what a row layer then reads.
-        heads_of: of each attention the heads of each rank.
+        weights: the names of the weights of tables and heads, by module.
+        units: the number of heads or columns that each rank makes for the row layer after it, by column layer.
+        heads_of: the heads of each rank, by attention.
         shared: parameters that several ranks have alike and use for their own heads: their gradients are summed.
     """
 
@@ -119,7 +119,7 @@ class SplitPlan:
         """Plan for the column layers among the linear layers of blocks.
 
         Returns:
-            By their parents, the units (heads or columns) that they make, and that a row layer then reads.
+            The units, heads or columns, that the column layers make and a row layer then reads, by parent module.
         """
         made: dict[str, Runs] = {}
         for name, layer in layers:
@@ -144,7 +144,7 @@ class SplitPlan:
         return made
 
     def _divide_rows(self, model: Any, layers: Sequence[tuple[str, Any]], made: Mapping[str, Runs]) -> None:
-        """Plan for the row layers: each reads what column layers beside it make, or as in BERT those before it."""
+        """Plan for the row layers: it reads what column layers beside it make, or, as in BERT, before it."""
         before = ""
         for name, layer in layers:
             parent = name.rpartition(".")[0]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hf_gpipe.recipe import Division
 
 Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""A tensor -> another one."""
+"""A tensor -> another tensor."""
 
 
 class Ranks(ABC):
@@ -26,7 +26,7 @@ class Ranks(ABC):
 
     Attributes:
         division: how layers are divided among them.
-        place: of this one among them.
+        place: the number of this rank among them, counted from 0.
     """
 
     division: Division
@@ -34,7 +34,7 @@ class Ranks(ABC):
 
     @property
     def size(self) -> int:
-        """T, their number."""
+        """T, the number of ranks."""
         return self.division.num_ranks
 
     @abstractmethod
@@ -47,11 +47,11 @@ class Ranks(ABC):
 
     @abstractmethod
     def begin_total_part(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
-        """As `begin_total`, of which each rank gets a part alone: the parts have these lengths along `dim`."""
+        """Begin a sum as `begin_total` does, of which each rank gets a part: `lengths` are their sizes along `dim`."""
 
     @abstractmethod
     def gathered(self, part: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
-        """The parts of all ranks, of these lengths along `dim`, one after the other."""
+        """Return the parts of all ranks, of these lengths along `dim`, one after the other."""
 
     @abstractmethod
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class ProcessRanks(Ranks):
     division: Division
     place: int
     group: dist.ProcessGroup
-    #: Where the group's tensors are. Those of another device travel there and back.
+    #: The device of the group's tensors. Tensors of another device travel there and back.
     device: torch.device
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -117,8 +117,8 @@ def enter(tensor: torch.Tensor, ranks: Ranks, meanwhile: Callable[[], object] | 
     """A tensor that is the same on every rank, where each uses it in another way: backward sums its gradient.
 
     Args:
-        tensor: any.
-        ranks: of the worker.
+        tensor: the tensor.
+        ranks: the ranks of the worker.
         meanwhile: called in backward while the gradient is summed.
     """
     total = ranks.total if meanwhile is None else ending(ranks.begin_total, meanwhile)
@@ -142,7 +142,7 @@ def ending(begin: Callable[[torch.Tensor], Callable[[], torch.Tensor]], meanwhil
 
 
 def exchange(tensor: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
-    """The result of `forward`. In backward, `backward` makes the tensor's gradient of that of the result."""
+    """The result of `forward`. In backward, `backward` makes the tensor's gradient from the result's."""
     made: torch.Tensor = _Exchange.apply(tensor, forward, backward)
     return made
 

@@ -1,4 +1,4 @@
-"""Where a block's forward is: between a column layer and the row layer after it, tensors are parts."""
+"""The divided part of a block's forward: between a column layer and the row layer after it, tensors are parts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Region:
     before. torch.compile cannot compile what the ranks exchange, and is not to try it function by function.
 
     Attributes:
-        ranks: of the worker.
+        ranks: the ranks of the worker.
         is_inside: whether the tensors at hand are parts.
-        units: how many heads or columns each rank has of them.
+        units: the number of heads or columns of these tensors on each rank.
         during_sums: products of column layers that are added up while the gradient of their input is summed; None:
-            they are autograd's.
+            autograd computes them.
         rows: how positions are divided outside; None: they are not.
     """
 
@@ -58,7 +58,7 @@ class Region:
         """The whole of hidden states that column layers will read. It has entered already."""
         if self.rows is None:
             return tensor
-        # Each rank makes something else of it.
+        # Each rank computes something else from it, so backward sums its gradient.
         whole = exchange(tensor, self.rows.gathered, ending(self.rows.begin_total, self._meanwhile))
         self._entered[whole] = whole
         if self.during_sums is not None:

@@ -18,15 +18,15 @@ from hf_gpipe.adapters.tensor_parallel.cuts import dealt, lengths
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 
 DIM = 1
-"""The positions of hidden states (B, T, D)."""
+"""The dimension of the positions in hidden states (B, T, D)."""
 
 
 class Rows:
     """How the positions of the hidden states at hand are divided.
 
     Args:
-        length: T.
-        ranks: that have a part each.
+        length: T, the number of positions.
+        ranks: the ranks, each with its part.
     """
 
     def __init__(self, length: int, ranks: Ranks) -> None:
@@ -36,11 +36,11 @@ class Rows:
         self._own = stop - self._first
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part, in memory of its own."""
+        """Return this rank's part of whole hidden states, in memory of its own."""
         return whole.narrow(DIM, self._first, self._own).clone(memory_format=torch.contiguous_format)
 
     def gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole."""
+        """Return the whole hidden states from the parts of all ranks."""
         return self.ranks.gathered(part, DIM, self.lengths)
 
     def begin_total(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -36,8 +36,8 @@ class Division:
     """The division of a stage's layers, of which this rank has its part.
 
     Args:
-        plan: of the model.
-        ranks: of the worker.
+        plan: the plan of the model.
+        ranks: the ranks of the worker.
         has_dropout: whether a forward in training may draw masks.
     """
 
@@ -46,7 +46,7 @@ class Division:
         self._region, self._has_dropout = Region(ranks), has_dropout
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a parameter, or of a tensor of its shape; one that is divided in memory of its own."""
+        """Return this rank's part of a parameter, or of a tensor of its shape; a divided part has memory of its own."""
         cut = self.plan.cuts.get(name)
         if cut is None:
             return whole
@@ -55,8 +55,8 @@ class Division:
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter, or of a tensor of its shape, from all ranks, which all call it.
 
-        Raises CheckpointError where this rank has other values than the first one of those that have the same: each
-        updates its own from equal gradients, and nothing else would notice a device that computes wrong ones.
+        Raises CheckpointError where this rank has other values than the first rank with the same part. Each of them
+        updates its copy from equal gradients, so only this check notices a device that computes wrong values.
         """
         cut, ranks = self.plan.cuts.get(name), self.ranks
         if cut is None:
@@ -86,12 +86,12 @@ class Division:
         return cut.counted(gradient, self.ranks.place) if cut.is_shared else [gradient]
 
     def logits(self, part: torch.Tensor) -> torch.Tensor:
-        """Logits of the whole vocabulary (..., V) from those of a part."""
+        """Return the logits of the whole vocabulary (..., V) from the logits of this rank's part."""
         head = next((name for name, kind in self.plan.modules.items() if kind == "head"), None)
         if head is None:
             return part
         cut, ranks = replace(self.plan.cuts[self.plan.weights[head]], dim=part.dim() - 1), self.ranks
-        # All ranks go on with them alike.
+        # All ranks compute the same loss from the whole logits, so backward takes a part of their gradient.
         return exchange(
             part,
             lambda own: ranks.total(cut.spread(own, ranks.place)),
@@ -116,9 +116,9 @@ class Division:
                 part = self.part(own, parameter)
                 if part is parameter and not is_4bit(part):
                     part = parameter.detach().clone()
-                # Quantised ones are no plain parameters.
+                # Parts of quantised weights have a class of parameters of their own.
                 parts[parameter] = part if is_4bit(part) else nn.Parameter(part, parameter.requires_grad)
-            # Of what is whole in a block, a rank has the gradient of its own positions.
+            # A rank has the gradient of its own positions only, for parameters of a block that are whole.
             is_of_rows = self.ranks.division.divides_rows and own not in self.plan.cuts and name.startswith(in_blocks)
             if (own in self.plan.shared or is_of_rows) and not is_4bit(parts[parameter]) and parameter not in summed:
                 summed.add(parameter)
@@ -140,11 +140,11 @@ class Division:
                     _extended(with_weights[parent], _Entrance, self._region)
 
     def overlap(self, model: nn.Module, gradients: WeightGradients) -> None:
-        """Let the column layers of a model compute the gradients of their weights while that of their input is summed.
+        """Let the column layers of a model compute their weights' gradients while their input's gradient is summed.
 
         Args:
             model: the model, divided.
-            gradients: of the stage.
+            gradients: the stage's, which receives the weight gradients.
         """
         self._region.during_sums = during_sums = DuringSums(gradients)
         for name, module in model.named_modules():
@@ -227,7 +227,7 @@ def _digest(tensor: torch.Tensor) -> int:
 
 
 def part_of(whole: torch.Tensor, cut: Cut, place: int) -> torch.Tensor:
-    """A rank's part of a parameter, in memory of its own; trained if that is."""
+    """Return a rank's part of a parameter, in memory of its own; it is trained if the parameter is."""
     if is_4bit(whole):
         return part_of_4bit(whole, cut, place)
     # Optimizers' kernels need the layout of the parameter, and the whole must not be kept.
@@ -272,7 +272,7 @@ class _Row(_Divided):
         bias = self._parameters.get("bias")
         if bias is None:
             return self._region.leave(super().__call__(input))  # type: ignore[misc]
-        # A `Conv1D` needs one.
+        # A `Conv1D` needs a bias.
         without = torch.zeros_like(bias, requires_grad=False) if isinstance(self, Conv1D) else None
         self._parameters["bias"] = without  # type: ignore[assignment]
         try:
@@ -301,7 +301,7 @@ class _Table(_Divided):
         return self.of_all(ids, super().__call__)  # type: ignore[misc]
 
     def of_all(self, ids: torch.Tensor, embed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The embeddings of tokens (..., D), of which `embed` gives those of this part."""
+        """Return the embeddings of tokens (..., D). `embed` gives the embeddings of the tokens in this part."""
         own = ids - self.first
         is_foreign = (own < 0) | (own >= self.num_embeddings)
         embedded = embed(own.masked_fill(is_foreign, 0))
