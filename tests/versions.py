@@ -1,4 +1,4 @@
-"""What tests leave out, or compare less exactly, with libraries older than those of constraints.txt."""
+"""The libraries with which some tests are skipped or compare less exactly: those older than in constraints.txt."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from packaging.version import Version
 
 OLD_TORCH = Version(torch.__version__) < Version("2.13")
 OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.23")
-#: Share of a forward's operations that transformers 5.17 has besides: a product for the positions of each stage.
+#: The share of operations that transformers 5.17 adds to a forward: a product for the positions of each stage.
 OF_POSITIONS = 1e-3 if OLD_TRANSFORMERS else 0.0
 
 
 def needs_mended_doge() -> None:
     """Skip the test with transformers 5.17, in which doge's experts fail and its sdpa sees later tokens."""
     if OLD_TRANSFORMERS:
-        pytest.skip("this version of transformers has faults of its own in doge")
+        pytest.skip(f"doge's experts fail in transformers {transformers.__version__}, and its sdpa sees later tokens")

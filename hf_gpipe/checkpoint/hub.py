@@ -41,7 +41,7 @@ from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.checkpoint.digests import Digests, advising
 from hf_gpipe.errors import CheckpointError, listed
 
-#: How the names of types in safetensors begin that no weight has.
+#: The first letters of safetensors' types of whole numbers, which weights never have.
 WHOLE_NUMBERS = ("I", "U", "BOOL")
 
 
@@ -214,11 +214,15 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
     """Like `load`, but on the CPU the tensors are the mapped files."""
     model, quantisation = stage.model, stage.adapter.quantisation
     quantizer = None if quantisation is None else quantisation.quantizer()
-    is_own = _own_keys(model, quantizer)
+    state, renamed = model.state_dict(), _renaming(model, quantizer)
+
+    def is_own(key: str) -> bool:
+        return renamed(key) in state
+
     files = _fetch(path, is_own)
     _check(Path(path), files, is_own)
     if quantizer is None:
-        _check_types(model, path, files)
+        _check_types(model, renamed, path, files)
     _forget_initialisation(model)
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(path),
@@ -325,12 +329,14 @@ def unexpected_tensors(adapter: Adapter, path: str | os.PathLike[str]) -> list[s
     return sorted(info.unexpected_keys)
 
 
-def _check_types(model: PreTrainedModel, path: str | os.PathLike[str], files: Sequence[Path]) -> None:
+def _check_types(
+    model: PreTrainedModel, renamed: Callable[[str], str], path: str | os.PathLike[str], files: Sequence[Path]
+) -> None:
     """Raise CheckpointError for whole numbers in place of weights, as of a quantisation that config.json leaves out."""
-    parameters, renamed = dict(model.named_parameters(remove_duplicate=False)), _renaming(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for file in files:
         with _opened(path, file) as opened:
-            for key in opened.keys():  # noqa: SIM118
+            for key in opened.keys():  # noqa: SIM118  (not a mapping)
                 own = parameters.get(name := renamed(key))
                 dtype = opened.get_slice(key).get_dtype()
                 if own is not None and own.is_floating_point() and dtype.startswith(WHOLE_NUMBERS):
@@ -372,13 +378,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _own_keys(model: PreTrainedModel, quantizer: Any = None) -> Callable[[str], bool]:
-    """Return a function: whether a checkpoint's key, after the library's conversions, is a tensor of this stage."""
-    state, renamed = model.state_dict(), _renaming(model, quantizer)
-    return lambda key: renamed(key) in state
-
-
-def _renaming(model: PreTrainedModel, quantizer: Any = None) -> Callable[[str], str]:
+def _renaming(model: PreTrainedModel, quantizer: Any) -> Callable[[str], str]:
     """Return a function: the name of a checkpoint's tensor in a model, by the library's conversions."""
     state = model.state_dict()
     # A new mapping: entries record that they were used, and saving reverts the used ones.

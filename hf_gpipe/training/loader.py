@@ -216,8 +216,6 @@ class MiniBatches:
             _seed_generators(mix(self.seed, epoch, number))
             done += len(pool := pools.read(rows))
             batches = self._without_rest(pools.cut(pool, epoch, number))
-            if batches:
-                positions.pool_ends(number + len(batches))
             if length is not None and (done > length or (not batches and done < length)):
                 logger.warning_once(
                     f"the length of the dataset, a {type(self.dataset).__name__}, is {length}, and it gives "
@@ -226,6 +224,7 @@ class MiniBatches:
                 )
             if not batches:
                 return
+            positions.pool_ends(number + len(batches))
             for index, batch in enumerate(batches, start=number):
                 if index > number:
                     _seed_generators(mix(self.seed, epoch, index))
