@@ -73,11 +73,23 @@ class Run:
 
     @property
     def swept_rate(self) -> float | None:
-        """The rate with the best validation loss of the sweep, by the factor; None: no run of it has been evaluated."""
+        """The rate with the best validation loss of the sweep, by the factor; None: the recipe's own is taken.
+
+        Where no run of the sweep has been evaluated, as in a folder that has the finished runs alone, a run that has
+        begun keeps its rate.
+        """
         losses = {run: best.loss for run in self.sweep if (best := read_curve(run.folder).best) is not None}
         if not losses:
-            return None
+            return self._begun_rate if self.sweep else None
         return self.rate_factor * min(losses, key=losses.__getitem__).resolved().training.learning_rate
+
+    @property
+    def _begun_rate(self) -> float | None:
+        """The learning rate that the run has begun with; None: it has not begun."""
+        try:
+            return load_recipe(self.folder / RECIPE_FILE).training.learning_rate
+        except RecipeError:
+            return None
 
     @property
     def key(self) -> tuple[str, int]:

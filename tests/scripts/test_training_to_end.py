@@ -239,6 +239,18 @@ def test_the_best_rate_of_a_sweep_is_taken(tmp_path: Path) -> None:
     assert half.resolved().training.learning_rate == 2e-3
 
 
+def test_without_its_sweep_a_run_that_has_begun_keeps_its_rate(tmp_path: Path) -> None:
+    run = next(
+        run for run in plan_experiments(["related"], [Asked(2, [], tmp_path)]) if run.name == "l10n-related-deep"
+    )
+    assert run.resolved().training.learning_rate == 2e-3
+    given = replace(run, overrides=(*run.overrides, "training.learning_rate=1e-3"), sweep=())
+    run.folder.mkdir(parents=True)
+    (run.folder / "recipe.yaml").write_text(given.resolved().to_yaml())
+    assert run.progress()[0] == "begun"
+    assert replace(run, rate_factor=0.5).resolved().training.learning_rate == 1e-3
+
+
 def test_hours_follow_from_pairs_and_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
