@@ -149,15 +149,23 @@ def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> No
             raise UserError(f"{what} is a {kinds[0]} where the configuration makes a {kinds[1]}")
         for kind, hooks in _hooks(module):
             raise UserError(f"{what} has {kind} hooks ({hooks[0]}), which stages would not run; remove them")
-        for attribute, value in _scalars(wanted[name]).items():
+        for attribute, value in plain_attributes(wanted[name]).items():
             own = vars(module).get(attribute)
             # Some recurrent blocks keep a state there in a forward, and quantised layers the scales of their weights.
-            is_state = isinstance(own, torch.Tensor) or type(own).__module__.startswith("bitsandbytes.")
-            if name and own != value and not is_state:
+            is_state = isinstance(own, torch.Tensor) and value is None
+            is_state |= type(own).__module__.startswith("bitsandbytes.")
+            # The root's own values go to every stage with the weights (checkpoint/hub.py), as its forward reads them.
+            is_taken = not name and _is_plain(own)
+            if not is_state and not is_taken and (isinstance(own, torch.Tensor) or own != value):
                 raise UserError(
                     f"{what} has {attribute}={own!r} and stages made by its configuration have {value!r}; set it to "
                     "that, or change the configuration and make the model from it"
                 )
+    if model.loss_type != expected.loss_type:
+        raise UserError(
+            f"{family}: the model's loss_type is {model.loss_type!r} and stages made by its configuration have "
+            f"{expected.loss_type!r}; set it to that, and give a loss as LogitsLoss(function) or compute_loss_func"
+        )
     names = {n for n, _ in expected.named_parameters(remove_duplicate=False)}
     if extra := {n for n, _ in model.named_parameters(remove_duplicate=False)} ^ names:
         raise UserError(f"{family}: the parameter {sorted(extra)[0]!r} and the model's configuration do not agree")
@@ -232,8 +240,8 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, list[str]]]:
             yield kind, [getattr(hook, "__qualname__", repr(hook)) for hook in hooks]
 
 
-def _scalars(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes set by a module's configuration; none that a forward or a resize changes."""
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Plain attributes that a module's constructor has set; none that a forward or a resize changes."""
     return {
         name: value
         for name, value in vars(module).items()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     EvalPrediction,
     PreTrainedConfig,
@@ -275,15 +276,19 @@ def _options_of(model: Any, args: PipelineSFTConfig) -> dict[str, Any]:
         dtype = given.pop("dtype", given.pop("torch_dtype", "float32"))
         options = {"dtype": None if dtype == "auto" else dtype, "trust_remote_code": trusts or None}
         options |= {name: given.pop(name, None) for name in ("attn_implementation", "quantization_config")}
-        options["config_overrides"] = given | changes or None
+        new = {name: value for name, value in changes.items() if getattr(config, name, None) != value}
+        options["config_overrides"] = given | new or None
     else:
+        # A model has a copy of the coefficient, which its forward reads.
+        holders = [config, *(model.modules() if isinstance(model, nn.Module) else ())]
         for name, value in changes.items():
-            setattr(config, name, value)
+            for holder in (one for one in holders if one is config or name in vars(one)):
+                setattr(holder, name, value)
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _auxiliary(config: PreTrainedConfig, args: PipelineSFTConfig) -> dict[str, Any]:
-    """Changes of the configuration of a mixture of experts, whose auxiliary loss TRL turns on."""
+    """Values of the configuration of a mixture of experts, whose auxiliary loss TRL turns on."""
     coefficient = args.router_aux_loss_coef
     if not hasattr(config, "output_router_logits"):
         if coefficient:
@@ -293,5 +298,4 @@ def _auxiliary(config: PreTrainedConfig, args: PipelineSFTConfig) -> dict[str, A
             )
         return {}
     used = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
-    changes = {"output_router_logits": bool(used), "router_aux_loss_coef": used}
-    return {name: value for name, value in changes.items() if getattr(config, name, None) != value}
+    return {"output_router_logits": bool(used), "router_aux_loss_coef": used}

@@ -18,6 +18,9 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.observation.skeleton import copy_with_stubs
 from hf_gpipe.errors import UserError
+from hf_gpipe.model.clone import exact_clone
+from hf_gpipe.model.steps import plain_run
+from scripts.families import default_config
 from tests.gloo import run_gloo
 from tests.oracle import (
     VOCABULARY,
@@ -151,6 +154,8 @@ def with_a_parameter(model: PreTrainedModel) -> None:
         (lambda model: model.lm_head.register_full_backward_pre_hook(print), "'lm_head' has backward hooks"),
         (lambda model: model.model.layers[0].register_forward_hook(print), "'model.layers.0' has forward hooks"),
         (lambda model: setattr(model.model.layers[0].self_attn, "scaling", None), "has scaling=None"),
+        (lambda model: setattr(model.model.layers[0].self_attn, "scaling", torch.ones(2)), "has scaling=tensor"),
+        (lambda model: setattr(model, "loss_type", "ForMaskedLM"), "loss_type is 'ForMaskedLM' and stages.*LogitsLoss"),
         (lambda model: setattr(model.model.layers[1].input_layernorm, "variance_epsilon", 0.1), "variance_epsilon=0.1"),
         (across_layers, "refers to a LlamaMLP that is not in the same layer"),
         (with_a_parameter, "refers to a Parameter, which cannot be taken to a stage"),
@@ -163,6 +168,28 @@ def test_what_a_stage_would_not_run_is_an_error(change: Change, message: str) ->
     change(model)
     with pytest.raises(UserError, match=message):
         Pipeline(model, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [("cohere", "logit_scale", 3.0), ("mixtral", "router_aux_loss_coef", 5.0), ("mixtral", "num_experts_per_tok", 1)],
+)
+def test_a_changed_attribute_of_the_root_is_used(family: str, name: str, value: float) -> None:
+    """Stages had the attributes of the root that its configuration makes, so a changed factor of the logits was lost.
+
+    A test of `test_what_a_stage_would_not_run_is_an_error` has the same of other modules, whose values are compared.
+    """
+    config = default_config(family)
+    config.output_router_logits = family == "mixtral"
+    model = exact_clone(config, torch.float64)
+    batch = {"input_ids": padded_batch(tiny_config("llama"))["input_ids"] % model.config.vocab_size}
+    batch["labels"] = batch["input_ids"]
+    before = plain_run(model, [batch]).loss
+    assert getattr(model, name) != value
+    setattr(model, name, value)
+    expected = plain_run(model, [batch])
+    assert abs(expected.loss - before) > 1e-3
+    assert_same(run_pipeline(Pipeline(model, 2, 1), batch), Result(expected.loss, expected.gradients))
 
 
 class OwnLoss(LlamaForCausalLM):

@@ -462,13 +462,19 @@ def test_the_auxiliary_loss_of_experts_is_on_unless_its_weight_is_0(tmp_path: Pa
     moe |= {"shared_expert_intermediate_size": 8, "decoder_sparse_step": 1, "router_aux_loss_coef": 0.5}
     values = {name: value for name, value in config("qwen2").to_dict().items() if name not in ("model_type", "dtype")}
     of_experts = Qwen2MoeConfig(**{**values, **moe, "layer_types": None})
-    losses = {}
+    losses, in_memory = {}, {}
     for weight in (None, 0.0, 0.25):
         asked = {"num_stages": 1, "max_steps": 1, "router_aux_loss_coef": weight}
         _, (log,) = trained(tmp_path, copy.deepcopy(of_experts), **asked)
         losses[weight] = log["loss"]
-    assert losses[None] - losses[0.0] == pytest.approx(2 * (losses[0.25] - losses[0.0]), rel=1e-4)
-    assert losses[None] - losses[0.0] > 0.1
+        # A model in memory has a copy of the coefficient at its root.
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(of_experts))
+        _, (log,) = trained(tmp_path, model, **asked)
+        in_memory[weight] = log["loss"]
+    for found in (losses, in_memory):
+        assert found[None] - found[0.0] == pytest.approx(2 * (found[0.25] - found[0.0]), rel=1e-4)
+        assert found[None] - found[0.0] > 0.1
     with pytest.raises(UserError, match=r"router_aux_loss_coef=0\.1: llama has no auxiliary loss"):
         trained(tmp_path, config(), router_aux_loss_coef=0.1)
 
