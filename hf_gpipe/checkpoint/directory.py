@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests
-from hf_gpipe.checkpoint.hub import read_weight_map
 from hf_gpipe.checkpoint.peft import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
 from hf_gpipe.checkpoint.save import make_directory, replace_directory
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, has_state, read_state, read_trainer_state
 from hf_gpipe.checkpoint.together import write_once, write_together
+from hf_gpipe.checkpoint.weight_files import read_weight_map
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.job.world import World
 

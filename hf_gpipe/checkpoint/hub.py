@@ -28,10 +28,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils import logging as transformers_logging
 
-from hf_gpipe import strict_json
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.feed_forward import divide_by_depth
 from hf_gpipe.adapters.guards import plain_attributes
@@ -41,10 +40,8 @@ from hf_gpipe.adapters.peft import PeftAdapter, planting_before_layers
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.checkpoint.digests import Digests, advising
+from hf_gpipe.checkpoint.weight_files import OF_QUANTISATION, names_of_tensors, opened_weights, weight_files
 from hf_gpipe.errors import CheckpointError, listed
-
-#: The first letters of safetensors' types of whole numbers, which weights never have.
-WHOLE_NUMBERS = ("I", "U", "BOOL")
 
 
 class _SeededByName(TorchDispatchMode):
@@ -205,7 +202,7 @@ def reload(stage: StageModel, path: str | os.PathLike[str], seed: int) -> None:
 
 def _mapped(path: str | os.PathLike[str], current: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint under the names that it has, on the CPU, in place of `current`."""
-    files = _fetch(path, current.__contains__)
+    files = weight_files(path, current.__contains__)
     _check(Path(path), files, current.__contains__)
     mapped: dict[str, torch.Tensor] = {}
     for file in files:
@@ -227,9 +224,9 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
     def is_own(key: str) -> bool:
         return renamed(key) in state
 
-    files = _fetch(path, is_own)
+    files = weight_files(path, is_own)
     _check(Path(path), files, is_own)
-    if quantizer is None:
+    if quantisation is None or not quantisation.is_done:
         _check_types(model, renamed, path, files)
     _forget_initialisation(model)
     config = LoadStateDictConfig(
@@ -277,38 +274,6 @@ def add_peft(stage: StageModel, peft: PeftAdapter, device: torch.device, seed: i
             peft.reset(stage.model, plant)
 
 
-def _fetch(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[Path]:
-    """The safetensors files of a Hub directory or id that have this stage's tensors; only those are downloaded.
-
-    Raises CheckpointError if there are none or the index names a file outside of the directory.
-    """
-    main = _main_file(path)
-    if main.name == SAFE_WEIGHTS_NAME:
-        return [main]
-    weight_map = read_weight_map(main)
-    needed = sorted({file for key, file in weight_map.items() if is_own(key)}) or sorted(set(weight_map.values()))
-    return [found for file in needed if (found := _cached(path, file)) is not None]
-
-
-def _main_file(path: str | os.PathLike[str]) -> Path:
-    """The file of a Hub directory or id that has all weights, or the index of several."""
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        if (found := _cached(path, name, _raise_exceptions_for_missing_entries=False)) is not None:
-            return found
-    raise CheckpointError(
-        f"{str(path)!r} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; "
-        "give a checkpoint in safetensors format"
-    )
-
-
-def _cached(path: str | os.PathLike[str], file: str, **options: Any) -> Path | None:
-    try:
-        found = cached_file(str(path), file, **options)
-    except OSError as error:
-        raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
-    return None if found is None else Path(found)
-
-
 def unexpected_tensors(adapter: Adapter, path: str | os.PathLike[str]) -> list[str]:
     """The tensors of a Hub directory or id that the model does not have, where transformers would warn of them.
 
@@ -316,12 +281,7 @@ def unexpected_tensors(adapter: Adapter, path: str | os.PathLike[str]) -> list[s
     bias that the configuration turns off: the model would compute something else.
     """
     model, quantisation = adapter.reference, adapter.quantisation
-    main = _main_file(path)
-    if main.name == SAFE_WEIGHTS_NAME:
-        with _opened(path, main) as opened:
-            keys = list(opened.keys())
-    else:
-        keys = list(read_weight_map(main))
+    keys = names_of_tensors(path)
     state = model.state_dict()
     renamed = _renaming(model, None if quantisation is None else quantisation.quantizer())
     info = SimpleNamespace(missing_keys=set(), unexpected_keys={renamed(key) for key in keys} - state.keys())
@@ -340,28 +300,19 @@ def unexpected_tensors(adapter: Adapter, path: str | os.PathLike[str]) -> list[s
 def _check_types(
     model: PreTrainedModel, renamed: Callable[[str], str], path: str | os.PathLike[str], files: Sequence[Path]
 ) -> None:
-    """Raise CheckpointError for whole numbers in place of weights, as of a quantisation that config.json leaves out."""
+    """Raise CheckpointError for whole numbers or 8 bits in place of weights: a quantisation that config.json omits."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for file in files:
-        with _opened(path, file) as opened:
+        with opened_weights(path, file) as opened:
             for key in opened.keys():  # noqa: SIM118  (not a mapping)
                 own = parameters.get(name := renamed(key))
                 dtype = opened.get_slice(key).get_dtype()
-                if own is not None and own.is_floating_point() and dtype.startswith(WHOLE_NUMBERS):
+                if own is not None and own.is_floating_point() and dtype.startswith(OF_QUANTISATION):
                     raise CheckpointError(
                         f"the checkpoint {str(path)!r} does not fit the model: {name} has the type {dtype}, expected "
-                        "floating-point numbers; give the checkpoint before it was converted"
+                        "floating-point numbers of 16 bits or more; give the checkpoint before it was converted, or "
+                        "the config.json with its quantization_config"
                     )
-
-
-@contextmanager
-def _opened(path: str | os.PathLike[str], file: Path) -> Iterator[Any]:
-    """Context manager that opens a file of a checkpoint, of which each tensor is read alone."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
 
 
 def _check(directory: Path, files: Sequence[Path], is_own: Callable[[str], bool]) -> None:
@@ -372,18 +323,6 @@ def _check(directory: Path, files: Sequence[Path], is_own: Callable[[str], bool]
             index = [SAFE_WEIGHTS_INDEX_NAME] if SAFE_WEIGHTS_INDEX_NAME in digests.files else []
             names = [*index, *(file.name for file in files)]
             digests.check(part for name in names for part in digests.parts(name, is_own))
-
-
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Read an index: tensor name -> name of a file in the same directory. Raises CheckpointError if it is invalid."""
-    content = strict_json.read(index)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} is no index of a sharded checkpoint: it has no mapping weight_map")
-    for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file or file == ".." or "\0" in file:
-            raise CheckpointError(f"{index} names {file!r}, which is not a file of the same directory")
-    return weight_map
 
 
 def _renaming(model: PreTrainedModel, quantizer: Any) -> Callable[[str], str]:

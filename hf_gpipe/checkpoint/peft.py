@@ -19,10 +19,10 @@ from hf_gpipe.adapters.peft import PeftAdapter, need_peft, tensor_of
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.copies import Files, PendingWrite, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
-from hf_gpipe.checkpoint.hub import WHOLE_NUMBERS
 from hf_gpipe.checkpoint.save import make_directory, prepare_files, publish_files
 from hf_gpipe.checkpoint.save import write_configuration as write_model_configuration
 from hf_gpipe.checkpoint.together import write_once
+from hf_gpipe.checkpoint.weight_files import WHOLE_NUMBERS
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.job.world import World
 

@@ -31,6 +31,7 @@ from hf_gpipe.adapters.observation.skeleton import Blueprint, build_skeleton
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.checkpoint.configuration import read_config
+from hf_gpipe.checkpoint.weight_files import dtype_of_weights
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
 from hf_gpipe.model.exactness import verify
 from hf_gpipe.model.spec import ModelSource, ModelSpec
@@ -178,7 +179,10 @@ def _config_of(spec: ModelSpec) -> PreTrainedConfig:
 
 def _dtype_of(spec: ModelSpec, config: PreTrainedConfig) -> torch.dtype:
     given = read_dtype(spec.dtype, "dtype")
-    return given or read_dtype(getattr(config, "dtype", None), "the configuration's dtype") or torch.float32
+    own = given or read_dtype(getattr(config, "dtype", None), "the configuration's dtype")
+    if own is None and isinstance(spec.model, str | os.PathLike):
+        own = read_dtype(dtype_of_weights(spec.model), "the type of the weights")
+    return own or torch.float32
 
 
 def read_dtype(given: Any, what: str) -> torch.dtype | None:

@@ -79,8 +79,8 @@ class Pipeline:
         config: how the model is cut and run. The planner decides its values "auto", and a partition by cost, from
             `plan_inputs`.
         plan_inputs: an example of a mini-batch and facts about the optimizer, for the planner.
-        dtype: type of the weights, or its name, such as "bfloat16"; None or "auto": the model's own, or float32 for a
-            configuration without one.
+        dtype: type of the weights, or its name, such as "bfloat16"; None or "auto": that of the model's configuration,
+            or else of its weights, or float32.
         attn_implementation: "eager", "sdpa" ...; None: transformers chooses.
         trust_remote_code: whether a Hub model may run Python code of its own.
         config_overrides: values of the model's configuration to change; only with an id or directory.

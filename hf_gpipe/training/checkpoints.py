@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import transformers
 from transformers import TrainerState
+from transformers.utils import CONFIG_NAME
 
+from hf_gpipe import strict_json
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.directory import (
@@ -148,6 +150,7 @@ class Checkpoints:
                 f"num_micro_batches is {now} here, and {checkpoint} was trained with {before}: dropout will be "
                 f"another; give num_micro_batches={before} for the same run"
             )
+        _check_dtype(checkpoint, str(self._pipe.adapter.dtype).removeprefix("torch."))
         self._pipe.load_pretrained(checkpoint)
         trainer, weights = self._trainer, self._pipe.weights
         optimizer, scheduler = trainer.made_optimizer(), trainer.lr_scheduler
@@ -295,6 +298,14 @@ class Checkpoints:
             memory.publish(directory, keep[0], processes)
             return
         write_once(self._output_dir, processes, lambda: rotate(self._output_dir, self._args.save_total_limit, keep))
+
+
+def _check_dtype(checkpoint: Path, now: str) -> None:
+    """Raise CheckpointError if the weights were trained in another type, by their configuration."""
+    file = checkpoint / CONFIG_NAME
+    before = strict_json.read(file, dict[str, Any], allows_nan=True).get("dtype") if file.is_file() else None
+    if before not in (None, now):
+        raise CheckpointError(f"{checkpoint} has weights of {before}, and this run of {now}; give dtype={before!r}")
 
 
 def _check_data(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

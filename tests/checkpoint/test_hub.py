@@ -20,7 +20,7 @@ from transformers import (
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
-from hf_gpipe.checkpoint import hub, save
+from hf_gpipe.checkpoint import hub, save, weight_files
 from hf_gpipe.checkpoint.directory import written_whole
 from hf_gpipe.checkpoint.peft import pending_adapters
 from hf_gpipe.errors import CheckpointError, UserError
@@ -126,18 +126,31 @@ def test_sharded_checkpoints_are_read(tmp_path: Path) -> None:
     assert_equal(weights(Pipeline(tmp_path, 3)), expected)
 
 
+@pytest.mark.parametrize("size", ["1GB", "10KB"])
+def test_the_configuration_names_the_file_of_the_weights(size: str, tmp_path: Path) -> None:
+    """The weights of model.safetensors were read in place of those that `transformers_weights` names."""
+    config = tiny_config("llama")
+    plain_model(config, 1, torch.float32).save_pretrained(tmp_path / "other", max_shard_size=size)
+    plain_model(config, 0, torch.float32).save_pretrained(tmp_path)
+    for file in (tmp_path / "other").glob("model*"):
+        file.rename(tmp_path / file.name.replace("model.", "other."))
+    name = next(file.name for file in tmp_path.glob("other.safetensors*"))
+    configured(tmp_path, transformers_weights=name)
+    assert_equal(weights(Pipeline(tmp_path, 2)), dict(load_plain(tmp_path).named_parameters()))
+
+
 def test_only_the_needed_shards_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = plain_model(tiny_config("llama", tied=False), dtype=torch.float32)
     plain.save_pretrained(tmp_path, max_shard_size="10KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     fetched: list[str] = []
-    cached_file = hub.cached_file
+    cached_file = weight_files.cached_file
 
     def spy(path: str, name: str, **options: object) -> str | None:
         fetched.append(name)
         return cached_file(path, name, **options)
 
-    monkeypatch.setattr(hub, "cached_file", spy)
+    monkeypatch.setattr(weight_files, "cached_file", spy)
     for stage in range(3):
         fetched.clear()
         adapter = adapter_for(plain.config)
@@ -147,6 +160,25 @@ def test_only_the_needed_shards_are_fetched(tmp_path: Path, monkeypatch: pytest.
         shards = {name for name in fetched if name.startswith("model-")}
         assert shards == {index[name] for name in model.parameters}
         assert len(shards) < len(set(index.values()))
+
+
+@pytest.mark.parametrize("case", ["one file", "shards", "an index that says it", "several types"])
+def test_the_weights_tell_their_type(case: str, tmp_path: Path) -> None:
+    """A checkpoint of bfloat16 whose config.json has no `dtype` was loaded in float32."""
+    plain = plain_model(tiny_config("llama"), dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path, max_shard_size="1GB" if case in ("one file", "several types") else "10KB")
+    if case == "several types":
+        tensors = load_file(tmp_path / "model.safetensors")
+        last = max(tensors)
+        save_file(tensors | {last: tensors[last].float()}, tmp_path / "model.safetensors", {"format": "pt"})
+    if case == "an index that says it":
+        file = tmp_path / "model.safetensors.index.json"
+        index = json.loads(file.read_text())
+        file.write_text(json.dumps(index | {"metadata": index["metadata"] | {"dtype": "float16"}}))
+    configured(tmp_path, dtype=None)
+    expected = load_plain(tmp_path)
+    assert expected.dtype == (torch.float16 if case == "an index that says it" else torch.bfloat16)
+    assert_equal(weights(Pipeline(tmp_path, 2)), dict(expected.named_parameters()))
 
 
 def test_training_does_not_touch_the_files_that_were_loaded(tmp_path: Path) -> None:
@@ -254,10 +286,15 @@ def test_files_with_similar_names_stay(tmp_path: Path) -> None:
         assert all((tmp_path / name).exists() for name in own)
 
 
-def rounded(directory: Path) -> None:
-    """Whole numbers in place of weights: such a model was used."""
+def rounded(directory: Path, dtype: torch.dtype = torch.int8) -> None:
+    """Whole numbers in place of weights, or numbers of 8 bits without their scales: such a model was used."""
     tensors = load_file(directory / "model.safetensors")
-    save_file({n: (100 * t).to(torch.int8) for n, t in tensors.items()}, directory / "model.safetensors")
+    save_file({n: (100 * t).to(dtype) for n, t in tensors.items()}, directory / "model.safetensors")
+
+
+def divided(directory: Path) -> None:
+    """transformers 5.23 reads such a file first; the other one was read."""
+    (directory / "shard-00000-model-00001-of-00001.safetensors").write_bytes(b"")
 
 
 def configured(directory: Path, **values: Any) -> None:
@@ -276,7 +313,12 @@ def configured(directory: Path, **values: Any) -> None:
             partial(configured, intermediate_size=5),
             r"down_proj.weight has the shape \(\d+, \d+\), the model's \(\d+, 5\)",
         ),
-        (rounded, "has the type I8, expected floating-point numbers; give the checkpoint before"),
+        (rounded, "has the type I8, expected floating-point numbers of 16 bits or more; give the checkpoint before"),
+        (partial(rounded, dtype=torch.float8_e4m3fn), "has the type F8_E4M3, .*config.json with its quantization_con"),
+        (partial(configured, transformers_weights="../a.safetensors"), "expected a file of the same directory"),
+        (partial(configured, transformers_weights="adapter_model.bin"), "adapter_model.bin', expected a file"),
+        (partial(configured, transformers_weights="b.safetensors"), "has no b.safetensors, which transformers_weig"),
+        (divided, "is of a distributed checkpoint of transformers"),
         (partial(configured, hidden_act="gelo"), "no model of the configuration of llama: KeyError: 'gelo'; correct"),
     ],
 )

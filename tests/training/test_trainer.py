@@ -549,3 +549,11 @@ def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot write \S+/metrics.jsonl: Is a directory; earlier checkpoints"):
         trainer(tmp_path, callbacks=[_NoFile()]).train()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_weights_of_another_type_are_not_resumed(tmp_path: Path) -> None:
+    """A run that began in float32 went on in bfloat16: its weights were rounded, and nothing was said."""
+    trainer(tmp_path, family="llama", max_steps=1, save_strategy="steps", save_steps=1).train()
+    other = Pipeline(tiny_config("llama"), 2, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match="has weights of float32, and this run of bfloat16; give dtype='float32'"):
+        trainer(tmp_path, model=other, family="llama", max_steps=2).train(resume_from_checkpoint=True)
