@@ -554,6 +554,6 @@ def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
 def test_weights_of_another_type_are_not_resumed(tmp_path: Path) -> None:
     """A run that began in float32 went on in bfloat16: its weights were rounded, and nothing was said."""
     trainer(tmp_path, family="llama", max_steps=1, save_strategy="steps", save_steps=1).train()
-    other = Pipeline(tiny_config("llama"), 2, dtype=torch.bfloat16)
+    other = plain_model(tiny_config("llama"), dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match="has weights of float32, and this run of bfloat16; give dtype='float32'"):
         trainer(tmp_path, model=other, family="llama", max_steps=2).train(resume_from_checkpoint=True)
