@@ -207,3 +207,30 @@ def test_a_trainer_adds_adapters(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="peft_config is given, and the model is a Pipeline"):
         PipelineTrainer(made.pipe, args, **common, peft_config=lora())
     assert not PipelineTrainer(str(saved / "adapters"), args, **common).pipe.has_new_adapters
+
+
+def test_adapters_and_a_whole_model_replace_each_other(saved: Path, tmp_path: Path) -> None:
+    """The adapter_config.json of an earlier run stayed, and base and old adapters were read, never the new weights."""
+    whole = Pipeline(plain_model(tiny_config("llama"), 1, torch.float32), 2)
+    adapters = Pipeline(saved / "base", 2, peft_config=lora(), dtype=torch.float32)
+    for pipe in (adapters, whole, adapters):
+        pipe.save_pretrained(tmp_path)
+        weights = {name: p for name, p in pipe.named_parameters() if p.requires_grad}
+        again = dict(Pipeline(tmp_path, 2, dtype=torch.float32).named_parameters())
+        plain = dict(LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
+        for name, weight in weights.items():
+            assert torch.equal(again[name], weight), name
+            assert torch.equal(plain[name], weight), name
+        assert (tmp_path / "model.safetensors.index.json").exists() == (pipe is whole)
+    # Those that peft has saved, without digests.
+    (tmp_path / "hf_gpipe_digests.json").unlink()
+    whole.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("adapter*"))
+
+
+def test_adapters_are_saved_beside_their_model(saved: Path, tmp_path: Path) -> None:
+    """What an earlier save has left is deleted, and not the model that the adapters belong to."""
+    Pipeline(saved / "base", 2).save_pretrained(tmp_path)
+    Pipeline(tmp_path, 2, peft_config=lora()).save_pretrained(tmp_path)
+    assert {"model.safetensors.index.json", "adapter_model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
+    Pipeline(tmp_path, 2)

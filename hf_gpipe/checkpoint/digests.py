@@ -34,7 +34,7 @@ DIGESTS_FILE = "hf_gpipe_digests.json"
 FORMAT = 1
 _TENSORS = ".safetensors"
 #: Files of a checkpoint that are not part of the model; an upload of the model does not have them.
-_TRAINING = ("training_state/", "trainer_state.json")
+TRAINING = ("training_state/", "trainer_state.json")
 #: Bytes that are read at a time: few calls, and the block is still in the processor's cache for its digest.
 _BLOCK_BYTES = 1 << 20
 #: A few threads are as fast as memory allows; reading and digests release Python's lock.
@@ -198,7 +198,7 @@ def check_model_files(directory: Path) -> None:
     with advising():
         digests = Digests.read(directory)
         if digests is not None:
-            small = [file for file in digests.files if not file.endswith(_TENSORS) and not file.startswith(_TRAINING)]
+            small = [file for file in digests.files if not file.endswith(_TENSORS) and not file.startswith(TRAINING)]
             digests.check(part for file in small for part in digests.parts(file))
 
 

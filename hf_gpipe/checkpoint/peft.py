@@ -19,7 +19,7 @@ from hf_gpipe.adapters.peft import PeftAdapter, need_peft, tensor_of
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.copies import Files, PendingWrite, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
-from hf_gpipe.checkpoint.save import make_directory, prepare_files, publish_files
+from hf_gpipe.checkpoint.save import delete_earlier, make_directory, prepare_files, publish_files
 from hf_gpipe.checkpoint.save import write_configuration as write_model_configuration
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.checkpoint.weight_files import WHOLE_NUMBERS
@@ -94,13 +94,14 @@ def pending_adapters(
     Raises CheckpointError, on every process, if the main one cannot write into the directory.
     """
     world.from_writer(lambda: make_directory(directory))
+    adapter = next(iter(models.values())).adapter
+    base = adapter.config.name_or_path
 
     def write_configuration(folder: Path) -> None:
         config = copy.deepcopy(peft.config)
         config.inference_mode = True
-        config.base_model_name_or_path = next(iter(models.values())).adapter.config.name_or_path or None
+        config.base_model_name_or_path = base or None
         config.save_pretrained(folder)
-        adapter = next(iter(models.values())).adapter
         if adapter.task_type is not None:  # the names of its classes, which peft's file has not
             write_model_configuration(adapter, folder)
 
@@ -124,9 +125,11 @@ def pending_adapters(
             temporary = directory / f".{WEIGHTS_NAME}.tmp"
             save_file(tensors, temporary, metadata={"format": "pt"})
             with digests.updated(directory) as entries:
-                entries[WEIGHTS_NAME] = digests.entry_of_tensors(temporary, tensors)
-                entries |= publish_files(directory)
+                new = {WEIGHTS_NAME: digests.entry_of_tensors(temporary, tensors), **publish_files(directory)}
                 temporary.replace(directory / WEIGHTS_NAME)
+                entries |= new
+                if not base or Path(base).resolve() != directory.resolve():  # adapters may stand beside their model
+                    delete_earlier(directory, entries, new, is_complete=write_more is not None)
 
         write_once(directory, world, write_file)
         return {}

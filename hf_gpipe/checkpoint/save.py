@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,18 @@ from hf_gpipe.checkpoint import digests, hub
 from hf_gpipe.checkpoint.copies import Files, PendingWrite
 from hf_gpipe.checkpoint.digests import Entry
 from hf_gpipe.checkpoint.together import write_once, write_together
+from hf_gpipe.checkpoint.weight_files import DISTRIBUTED
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.job.wire import sendable
 from hf_gpipe.job.world import World
 
 #: File names of shards, written by transformers or by this module. Other files named model-... belong to the user.
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
+#: Names of the files that transformers takes a model's weights from, those of adapters included.
+_WEIGHTS = re.compile(
+    rf"{_SHARD.pattern}|model\.safetensors|adapter_(config\.json|model\.(safetensors|bin))|{DISTRIBUTED.pattern}"
+)
+_OF_MODEL = re.compile(rf"{_WEIGHTS.pattern}|model\.safetensors\.index\.json|(generation_)?config\.json")
 #: The folder in which small files wait until everything else is written.
 _PREPARED = ".config.tmp"
 
@@ -53,11 +59,11 @@ def pending_model(
     """A model that is to be written: one safetensors shard per stage, the index, configurations, digests of all these.
 
     The shards get new names. The file that makes them the checkpoint, the index or the single `model.safetensors`, is
-    written last, and then older shards are deleted. The configurations are read now, the tensors by
+    written last, and then what is left of an earlier save is deleted. The configurations are read now, the tensors by
     `PendingWrite.write`.
 
     Args:
-        directory: where to write; created if needed, other files in it stay.
+        directory: where to write; created if needed, files in it that no save has written stay.
         models: the stages of this process, by number.
         owner_stage: for each parameter of the whole model, the stage that writes it.
         world: the processes; every one must call this function.
@@ -96,7 +102,7 @@ def pending_model(
         for part in write_together(directory, world, lambda: write_shards(files)):
             shards.update(part)
 
-        write_once(directory, world, lambda: publish(directory, shards))
+        write_once(directory, world, lambda: publish(directory, shards, is_complete=write_more is not None))
         return {}
 
     return PendingWrite(files, write)
@@ -201,20 +207,21 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
     return Shard(sizes, digests.entry_of_tensors(path, tensors))
 
 
-def publish(directory: Path, shards: Mapping[str, Shard]) -> None:
-    """Make the written shards and the prepared files the directory's checkpoint, with digests, in the main process."""
+def publish(directory: Path, shards: Mapping[str, Shard], *, is_complete: bool = True) -> None:
+    """Make the written shards and the prepared files the directory's checkpoint, with digests, in the main process.
+
+    Args:
+        directory: of the checkpoint.
+        shards: the written ones, by their files.
+        is_complete: as of `delete_earlier`.
+    """
     with digests.updated(directory) as entries:
-        entries |= publish_files(directory)
-        weights = {p for p in directory.iterdir() if p.name == SAFE_WEIGHTS_NAME or _SHARD.fullmatch(p.name)}
-        outdated = {p for p in weights if p.name not in shards}
-        index = directory / SAFE_WEIGHTS_INDEX_NAME
+        new = publish_files(directory)
         if len(shards) == 1:
             (file, shard) = next(iter(shards.items()))
             (directory / file).replace(directory / SAFE_WEIGHTS_NAME)
-            entries[SAFE_WEIGHTS_NAME] = shard.entry
-            outdated.discard(directory / SAFE_WEIGHTS_NAME)
-            index.unlink(missing_ok=True)
-            entries.pop(SAFE_WEIGHTS_INDEX_NAME, None)
+            new[SAFE_WEIGHTS_NAME] = shard.entry
+            (directory / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
         else:
             sizes = [size for shard in shards.values() for size in shard.sizes.values()]
             content = {
@@ -223,9 +230,38 @@ def publish(directory: Path, shards: Mapping[str, Shard]) -> None:
             }
             new_index = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.tmp"
             new_index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-            entries[SAFE_WEIGHTS_INDEX_NAME] = digests.entry_of_file(new_index)
-            new_index.replace(index)
-            entries |= {file: shard.entry for file, shard in shards.items()}
-        for path in outdated:
-            entries.pop(path.name, None)
-            path.unlink()
+            new[SAFE_WEIGHTS_INDEX_NAME] = digests.entry_of_file(new_index)
+            new_index.replace(directory / SAFE_WEIGHTS_INDEX_NAME)
+            new |= {file: shard.entry for file, shard in shards.items()}
+        entries |= new
+        # Whoever has written them, these weights would be read in place of the new ones.
+        others = {path.name for path in directory.iterdir() if _WEIGHTS.fullmatch(path.name)}
+        delete_earlier(directory, entries, new, others, is_complete=is_complete)
+
+
+def delete_earlier(
+    directory: Path,
+    entries: dict[str, Entry],
+    new: Collection[str],
+    others: Collection[str] = (),
+    *,
+    is_complete: bool,
+) -> None:
+    """Delete what an earlier save has left, by its digests, and would be read together with the new files.
+
+    Args:
+        directory: of the files.
+        entries: the digests of the directory, from which the deleted files are taken.
+        new: the names of the new files.
+        others: the names of other files that belong to no save, which are deleted too.
+        is_complete: whether the new files have all that belongs to the model; if not, what is beside it, such as a
+            tokenizer, stays. The state of a training stays.
+    """
+    of_save = {name for name in entries if is_complete or _OF_MODEL.fullmatch(name)}
+    for name in sorted({*of_save, *others} - {*new}):
+        if not name.startswith(digests.TRAINING):
+            entries.pop(name, None)
+            path = directory / name
+            path.unlink(missing_ok=True)
+            if path.parent != directory and not any(path.parent.iterdir()):
+                path.parent.rmdir()

@@ -7,6 +7,7 @@ and an index are there.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -21,6 +22,8 @@ from hf_gpipe.errors import CheckpointError
 #: The first letters of safetensors' types of whole numbers, and of types that weights have in a quantisation alone.
 WHOLE_NUMBERS = ("I", "U", "BOOL")
 OF_QUANTISATION = (*WHOLE_NUMBERS, "F8_", "F6_", "F4")
+#: Names of the files of transformers' distributed checkpoints.
+DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _IS_OPTIONAL = {"_raise_exceptions_for_missing_entries": False}
 
@@ -98,10 +101,11 @@ def opened_weights(path: str | os.PathLike[str], file: Path) -> Iterator[Any]:
 
 def _main_file(path: str | os.PathLike[str], *, is_needed: bool = True) -> Any:
     """The file of a Hub directory or id that has all weights, or the index of several."""
-    if divided := next(Path(path).glob("shard-?????-model-?????-of-?????.safetensors"), None):
+    files = os.listdir(path) if os.path.isdir(path) else ()
+    if divided := next(filter(DISTRIBUTED.fullmatch, files), None):
         raise CheckpointError(
-            f"{divided} is of a distributed checkpoint of transformers, which from_pretrained reads in place of "
-            f"{SAFE_WEIGHTS_NAME}; load it there and save it with save_pretrained, or move these files away"
+            f"{Path(path) / divided} is of a distributed checkpoint of transformers, which from_pretrained reads in "
+            f"place of {SAFE_WEIGHTS_NAME}; load it there and save it with save_pretrained, or move these files away"
         )
     named = _named_file(path)
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if named is None else (named,):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,28 @@ def test_saving_over_an_older_checkpoint_leaves_only_the_new_one(tmp_path: Path)
         assert len(list(tmp_path.glob("*.safetensors"))) == num_stages
         load_plain(tmp_path)
     assert (tmp_path / "notes.txt").exists()
+
+
+def test_what_was_saved_beside_an_older_model_goes_with_it(tmp_path: Path) -> None:
+    """A tokenizer and the modules of an earlier run stayed in the directory of another model."""
+    pipe = Pipeline(tiny_config("llama"), 2)
+    for names in (("tokenizer.json", "1_Pooling/config.json"), ("processor_config.json",), ()):
+        pipe.weights.pending_write(tmp_path, pipe.world, partial(write_empty, names=names)).write()
+        (tmp_path / "notes.json").write_text("kept")
+        found = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.json")}
+        own = {"config.json", "generation_config.json", "hf_gpipe_digests.json", "model.safetensors.index.json"}
+        assert found == {*own, "notes.json", *names}
+    assert not (tmp_path / "1_Pooling").exists()
+    # The model alone is saved beside the tokenizer that belongs to it.
+    pipe.weights.pending_write(tmp_path, pipe.world, partial(write_empty, names=["tokenizer.json"])).write()
+    pipe.save_pretrained(tmp_path)
+    assert (tmp_path / "tokenizer.json").exists()
+
+
+def write_empty(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
 
 
 def test_files_with_similar_names_stay(tmp_path: Path) -> None:
