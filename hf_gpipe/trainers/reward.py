@@ -15,6 +15,7 @@ from hf_gpipe.losses.reward import RewardLoss
 from hf_gpipe.recipe.losses import RewardsSection
 from hf_gpipe.trainers.own_loss import OwnLossArguments, OwnLossTrainer, as_class
 from hf_gpipe.training.arguments import argument, key_of
+from hf_gpipe.training.base import align_special_tokens
 
 
 @dataclass
@@ -81,4 +82,5 @@ class PipelineRewardTrainer(OwnLossTrainer):
             )
 
     def _collator(self) -> RewardCollator:
+        align_special_tokens(self.pipe, self._tokenizer)  # as TRL does: the model finds the last token by the padding
         return RewardCollator(self.pipe.adapter.config.get_text_config().pad_token_id)

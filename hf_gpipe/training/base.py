@@ -7,16 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import (
     DataCollatorWithPadding,
     DefaultFlowCallback,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
+    ProcessorMixin,
     TrainerCallback,
     default_data_collator,
+    trainer_utils,
 )
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, ExportableState
@@ -93,6 +97,26 @@ def set_up_model(pipe: Pipeline, args: PipelineTrainingArguments) -> None:
         stage.add_noise(args.neftune_noise_alpha)
     if args.generation_config is not None:
         pipe.adapter.reference.generation_config = generation_config_of(args.generation_config)
+
+
+def align_special_tokens(pipe: Pipeline, processing_class: Any) -> None:
+    """Set the ends, starts and padding of a model's configurations to the tokenizer's, as Trainer does. All call it.
+
+    The modules stay as they were made, as a plain model's do: a new padding token gets gradients in the embedding.
+    """
+    is_known = isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    tokens = pipe.world.from_reader(lambda: {n: getattr(tokenizer, n) for n in _TOKENS} if is_known else None)
+    if tokens is None or not isinstance(reference := pipe.adapter.reference, PreTrainedModel):
+        return
+    trainer_utils.align_special_tokens(reference, SimpleNamespace(**tokens))
+    config = reference.config.get_text_config()
+    for stage in pipe.weights.every_model:
+        for name in _TOKENS:
+            setattr(stage.model.config.get_text_config(), name, getattr(config, name, None))
+
+
+_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
 def callbacks_of(

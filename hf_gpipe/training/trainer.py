@@ -38,6 +38,7 @@ from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
+    align_special_tokens,
     callbacks_of,
     default_collator,
     join_with,
@@ -257,6 +258,7 @@ class PipelineTrainer(EvaluatingTrainer):
         """Make the loop, with everything ready for the first step."""
         start_time = time.time()
         self._check_evaluations()
+        align_special_tokens(self.pipe, self.processing_class)
         batches = self.train_batches()
         length = TrainingLength.make(
             self.args, self.world.from_reader(lambda: None if batches is None else batches.count())

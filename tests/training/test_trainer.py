@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -17,6 +18,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
     EarlyStoppingCallback,
     EvalPrediction,
     Trainer,
@@ -32,6 +36,7 @@ from hf_gpipe.job import failures
 from hf_gpipe.training import loop
 from hf_gpipe.training.optim import make_optimizer
 from hf_gpipe.training.stopping import TrainingStopped
+from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
 from tests.training.toy import CausalRows, Recorder, Rows, StopAt, Stream, arguments, trainer, weights
@@ -557,3 +562,39 @@ def test_weights_of_another_type_are_not_resumed(tmp_path: Path) -> None:
     other = plain_model(tiny_config("llama"), dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match="has weights of float32, and this run of bfloat16; give dtype='float32'"):
         trainer(tmp_path, model=other, family="llama", max_steps=2).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("kind", ["a language model", "a classifier"])
+def test_the_tokenizer_s_special_tokens_become_the_model_s(kind: str, tmp_path: Path) -> None:
+    """A saved model went on after the end of a turn, and a classifier looked for another padding token than Trainer's.
+
+    Trainer sets the tokens at the start of a training, and evaluates with them afterwards.
+    """
+    own = tokenizer()
+    own.eos_token, own.pad_token, own.bos_token = "<|im_end|>", "<|eot_id|>", "<|im_start|>"
+    config = tiny_config("llama")
+    config.vocab_size, config.num_labels, config.eos_token_id, config.bos_token_id = len(own), 2, 2, None
+    is_classifier = kind == "a classifier"
+    auto = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = auto.from_config(config, attn_implementation="eager")
+    rows = [{"input_ids": [5 + number] * (2 + number % 3)} for number in range(4)]
+    for number, row in enumerate(rows):
+        row["labels"] = number % 2 if is_classifier else row["input_ids"]
+    collate = DataCollatorWithPadding(own) if is_classifier else DataCollatorForSeq2Seq(own)
+    common = {"train_dataset": rows, "eval_dataset": rows, "data_collator": collate, "processing_class": own}
+    given = {"max_steps": 1, "learning_rate": 0.0, "report_to": [], "use_cpu": True, "save_strategy": "no"}
+    theirs = Trainer(copy.deepcopy(model), TrainingArguments(str(tmp_path / "theirs"), **given), **common)
+    ours = PipelineTrainer(model, arguments(tmp_path / "ours", **given, weight_decay=0.0), **common)
+    found = []
+    for made in (ours, theirs):
+        made.train()
+        made.save_model()
+        saved = auto.from_pretrained(made.args.output_dir)
+        names = ("eos_token_id", "bos_token_id", "pad_token_id")
+        configs = [saved.config, *([] if is_classifier else [saved.generation_config])]
+        tokens = [getattr(one, name) for one in configs for name in names]
+        assert own.pad_token_id in tokens
+        found.append((made.evaluate()["eval_loss"], tokens))
+    assert found[0][1] == found[1][1]
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
