@@ -43,7 +43,8 @@ class ExamplesTrainer(PipelineTrainer, ABC):
 
     def _prepare_data(self, model: Any) -> None:
         if self.processing_class is None and isinstance(model, str):
-            self.processing_class = read_tokenizer(model)
+            trusts = getattr(self.args, "trust_remote_code", False)
+            self.processing_class = read_tokenizer(model, trust_remote_code=trusts)
         datasets: dict[str, Any] = {}
 
         def prepare() -> None:

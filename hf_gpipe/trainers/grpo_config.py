@@ -10,13 +10,14 @@ from hf_gpipe.errors import UserError, check_choice, check_count, check_number
 from hf_gpipe.losses.grpo import AGGREGATIONS, GRPOLoss
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe.losses import GRPOSection
+from hf_gpipe.trainers.model_arguments import ModelArguments
 from hf_gpipe.trainers.own_loss import OwnLossArguments
 from hf_gpipe.trainers.rollout_server import RolloutServer
 from hf_gpipe.training.arguments import argument, key_of
 
 
 @dataclass
-class PipelineGRPOConfig(OwnLossArguments):
+class PipelineGRPOConfig(ModelArguments, OwnLossArguments):
     """Arguments of `PipelineGRPOTrainer`: those of `PipelineTrainer`, and TRL's GRPOConfig's by their names.
 
     `per_device_train_batch_size` is the prompts of a mini-batch, each with `num_generations` completions.

@@ -32,6 +32,7 @@ from hf_gpipe.recipe import PreferencesSection, TrainingSection, keys_of
 from hf_gpipe.recipe.data import OF_ROWS_ALONE
 from hf_gpipe.recipe.section import check_by
 from hf_gpipe.trainers.examples import ExamplesTrainer
+from hf_gpipe.trainers.model_arguments import ModelArguments
 from hf_gpipe.training.arguments import PipelineTrainingArguments, argument, key_of
 from hf_gpipe.training.loader import Collate
 from hf_gpipe.training.pools import has_index
@@ -116,6 +117,9 @@ class OwnLossTrainer(ExamplesTrainer, ABC):
             peft_config=peft_config,
         )
 
+    def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
+        return model, self.args.model_options(model) if isinstance(self.args, ModelArguments) else {}
+
     def _example(self, spec: ModelSpec) -> Workload | None:
         if self.train_dataset is None or not hasattr(self.train_dataset, "lengths"):
             return None
@@ -172,13 +176,17 @@ class OwnLossTrainer(ExamplesTrainer, ABC):
 
 
 def as_class(
-    model: ModelSource, fields_of: Callable[[PreTrainedConfig, bool], dict[str, Any]]
+    model: ModelSource,
+    fields_of: Callable[[PreTrainedConfig, bool], dict[str, Any]],
+    *,
+    trust_remote_code: bool = False,
 ) -> tuple[ModelSource, dict[str, Any]]:
     """A model as one of another class, and more options of `ModelSpec` for it; a model in memory stays as it is.
 
     Args:
         model: the model.
         fields_of: a configuration, and whether it is a saved model's -> its fields that make it one of that class.
+        trust_remote_code: whether code beside a saved model's configuration may be run.
     """
     if isinstance(model, nn.Module):
         return model, {}
@@ -186,5 +194,6 @@ def as_class(
         config = copy.deepcopy(model)
         change(config, fields_of(config, False))
         return config, {}
-    fields = fields_of(read_config(base_of(model) if has_adapters(model) else model), True)
+    source = base_of(model) if has_adapters(model) else model
+    fields = fields_of(read_config(source, trust_remote_code=trust_remote_code), True)
     return model, {"config_overrides": fields} if fields else {}

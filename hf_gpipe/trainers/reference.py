@@ -6,6 +6,7 @@ turned off; otherwise they are computed once, before the training.
 
 from __future__ import annotations
 
+import os
 from abc import ABC
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from hf_gpipe.recipe import PreferencesSection
 from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.schedule import is_table_file
 from hf_gpipe.trainers.examples import each
+from hf_gpipe.trainers.model_arguments import ModelArguments
 from hf_gpipe.trainers.own_loss import OwnLossArguments, OwnLossTrainer
 from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.loader import Batch, MiniBatches
@@ -29,7 +31,7 @@ from hf_gpipe.training.predicting import shared_batches
 
 
 @dataclass
-class ReferenceArguments(OwnLossArguments):
+class ReferenceArguments(ModelArguments, OwnLossArguments):
     """Arguments of a trainer with a reference, TRL's by their names.
 
     Raises:
@@ -78,7 +80,10 @@ class ReferenceTrainer(OwnLossTrainer, ABC):
                 config = pipe.config.replaced(partition="count")
                 if is_table_file(config.schedule):  # it only runs forwards
                     config = replace(config, schedule="gpipe", recompute="stage")
-                reference = Pipeline(ref_model, config=config, autocast=args.autocast)
+                options: dict[str, Any] = {}
+                if isinstance(ref_model, str | os.PathLike):
+                    options = {"dtype": pipe.adapter.dtype, "trust_remote_code": args.trusts_model}
+                reference = Pipeline(ref_model, config=config, autocast=args.autocast, **options)
             self._precompute(reference)
 
     def _log_probs_of(self, log_probs: LogProbs, batch: Batch) -> torch.Tensor:

@@ -13,13 +13,14 @@ from hf_gpipe.data.examples.rewards import RewardCollator, RewardExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.reward import RewardLoss
 from hf_gpipe.recipe.losses import RewardsSection
+from hf_gpipe.trainers.model_arguments import ModelArguments
 from hf_gpipe.trainers.own_loss import OwnLossArguments, OwnLossTrainer, as_class
 from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.base import align_special_tokens
 
 
 @dataclass
-class PipelineRewardConfig(OwnLossArguments):
+class PipelineRewardConfig(ModelArguments, OwnLossArguments):
     """Arguments of `PipelineRewardTrainer`: those of `PipelineTrainer`, and TRL's RewardConfig's by their names.
 
     `per_device_train_batch_size` is the pairs of a mini-batch, of two rows each. Pairs with more than `max_length`
@@ -63,7 +64,8 @@ class PipelineRewardTrainer(OwnLossTrainer):
             is_ready = is_saved and SEQUENCE_CLASSIFICATION.named_by(config) is not None
             return {} if is_ready else as_classifier(config, ["LABEL_0"], padding)
 
-        return as_class(model, fields_of)
+        source, own = as_class(model, fields_of, trust_remote_code=self.args.trusts_model)
+        return source, self.args.model_options(model, own.get("config_overrides"))
 
     def _take_pipeline(self) -> None:
         super()._take_pipeline()

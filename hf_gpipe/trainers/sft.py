@@ -24,6 +24,7 @@ from transformers import (
 
 from hf_gpipe.adapters.text_entries import has_ids
 from hf_gpipe.checkpoint.configuration import read_config
+from hf_gpipe.checkpoint.peft import base_of, has_adapters
 from hf_gpipe.data.examples.image_text import ImageTextCollator, ImageTextExamples
 from hf_gpipe.data.examples.sft import SFTCollator, SFTExamples
 from hf_gpipe.data.tokenizer import read_tokenizer
@@ -103,7 +104,23 @@ class PipelineSFTTrainer(ExamplesTrainer):
         )
 
     def _source(self, model: Any) -> tuple[Any, dict[str, Any]]:
-        return model, _options_of(model, self.args)
+        args, is_path = self.args, isinstance(model, str | os.PathLike)
+        if is_path:
+            source = base_of(model) if has_adapters(model) else model
+            config = read_config(source, trust_remote_code=args.trusts_model)
+        else:
+            config = getattr(model, "config", model)
+        assert isinstance(config, PreTrainedConfig)
+        changes = _auxiliary(config, args)
+        new = {name: value for name, value in changes.items() if getattr(config, name, None) != value}
+        options = args.model_options(model, new)
+        if not is_path:
+            # A model has a copy of the coefficient, which its forward reads.
+            holders = [config, *(model.modules() if isinstance(model, nn.Module) else ())]
+            for name, value in changes.items():
+                for holder in (one for one in holders if one is config or name in vars(one)):
+                    setattr(holder, name, value)
+        return model, options
 
     def _take_pipeline(self) -> None:
         super()._take_pipeline()
@@ -250,41 +267,6 @@ def _tell_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arg
         ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         if tokenizer.eos_token_id not in ends:
             generation.eos_token_id = [tokenizer.eos_token_id, *ends]
-
-
-def _options_of(model: Any, args: PipelineSFTConfig) -> dict[str, Any]:
-    """The options of the Pipeline, by `model_init_kwargs` and the other arguments about the model."""
-    given = dict(args.model_init_kwargs) if isinstance(args.model_init_kwargs, dict) else {}
-    is_path = isinstance(model, str | os.PathLike)
-    if given and not is_path:
-        raise UserError(
-            "model_init_kwargs are for a model that is read from a Hub id or directory; set them when you make the "
-            "model"
-        )
-    for name in ("revision", "device_map"):
-        if given.pop(name, None) not in (None, "auto", "main"):
-            advice = (
-                "the pipeline places the stages" if name == "device_map" else "download that revision, give its path"
-            )
-            raise UserError(f"model_init_kwargs: {name} is not supported ({advice}); leave it out")
-    trusts = given.pop("trust_remote_code", args.trust_remote_code)
-    config = read_config(model, trust_remote_code=trusts) if is_path else getattr(model, "config", model)
-    assert isinstance(config, PreTrainedConfig)
-    changes = _auxiliary(config, args)
-    options: dict[str, Any] = {}
-    if is_path:
-        dtype = given.pop("dtype", given.pop("torch_dtype", "float32"))
-        options = {"dtype": None if dtype == "auto" else dtype, "trust_remote_code": trusts or None}
-        options |= {name: given.pop(name, None) for name in ("attn_implementation", "quantization_config")}
-        new = {name: value for name, value in changes.items() if getattr(config, name, None) != value}
-        options["config_overrides"] = given | new or None
-    else:
-        # A model has a copy of the coefficient, which its forward reads.
-        holders = [config, *(model.modules() if isinstance(model, nn.Module) else ())]
-        for name, value in changes.items():
-            for holder in (one for one in holders if one is config or name in vars(one)):
-                setattr(holder, name, value)
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _auxiliary(config: PreTrainedConfig, args: PipelineSFTConfig) -> dict[str, Any]:

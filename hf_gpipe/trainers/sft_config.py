@@ -9,32 +9,21 @@ from hf_gpipe.data.examples.packed_rows import STRATEGIES
 from hf_gpipe.errors import UserError, check_choice
 from hf_gpipe.losses.loss import TokenLoss
 from hf_gpipe.losses.token_metrics import TokenMetrics
-from hf_gpipe.training.arguments import PipelineTrainingArguments, argument
+from hf_gpipe.trainers.model_arguments import ModelArguments
+from hf_gpipe.training.arguments import argument
 
 
 @dataclass
-class PipelineSFTConfig(PipelineTrainingArguments):
+class PipelineSFTConfig(ModelArguments):
     """Arguments of `PipelineSFTTrainer`: those of `PipelineTrainer`, and TRL's SFTConfig's by their names.
 
     Raises:
         UserError: an argument that a pipeline does not support.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *PipelineTrainingArguments._VALID_DICT_FIELDS,
-        "model_init_kwargs",
-        "dataset_kwargs",
-    ]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*ModelArguments._VALID_DICT_FIELDS, "dataset_kwargs"]
 
     learning_rate: float = argument(2e-5, "Peak learning rate.")
-    logging_steps: float = argument(10, "Number of optimizer steps between two lines of metrics.")
-    bf16: bool | None = argument(None, "Whether forwards compute in bfloat16; None: they do unless fp16 is set.")
-    model_init_kwargs: dict[str, Any] | str | None = argument(
-        None,
-        "Options of a model that is a Hub id or directory: dtype (default: float32), attn_implementation, "
-        "trust_remote_code, quantization_config, and values of its configuration.",
-    )
-    trust_remote_code: bool = argument(False, "Whether a Hub model and its tokenizer may run Python code of their own.")
     router_aux_loss_coef: float | None = argument(
         None, "Weight of the auxiliary loss of a mixture of experts; 0: no such loss; None: as in its configuration."
     )
@@ -71,10 +60,6 @@ class PipelineSFTConfig(PipelineTrainingArguments):
     )
     loss_type: str = argument("nll", "nll, or dft (Dynamic Fine-Tuning).")
     activation_offloading: bool = argument(False, "Not supported: set recompute='host'.")
-
-    def __post_init__(self) -> None:
-        self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
-        super().__post_init__()
 
     def check(self) -> None:
         super().check()

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel, Trainer, get_scheduler
 from transformers.optimization import AdafactorSchedule
 
@@ -17,6 +18,8 @@ from hf_gpipe.runtime.shards import SETTING, treats_elements_alone
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.trainer_interface import TrainerInterface
+
+logger = transformers.logging.get_logger(__name__)
 
 Optimizer = torch.optim.Optimizer
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -146,6 +149,37 @@ def check_optimizer(optimizer: Optimizer, parameters: Iterable[torch.nn.Paramete
             f"optimizers: the optimizer holds {len(held & wanted)} of the {len(wanted)} trainable parameters of this "
             f"process's stages and {len(held - wanted)} others; make a Pipeline first, the optimizer of "
             "pipe.parameters(), and pass that pipeline as model; or pass optimizer_cls_and_kwargs"
+        )
+
+
+#: Elements of a parameter that are looked at, at most.
+_NUM_SAMPLED = 2**14
+
+
+def warn_of_lost_updates(trainer: TrainerInterface) -> None:
+    """Warn if rounding would lose the updates of most elements that are trained. Every process calls it.
+
+    Adam, and optimizers like it, change an element by about the learning rate. In bfloat16, which has 8 bits of
+    precision, a change below 2^-9 of the element is rounded away; in float16 it is one below 2^-12.
+    """
+    counts = torch.zeros(2, dtype=torch.float64)
+    for group in trainer.made_optimizer().param_groups:
+        rate = group.get("initial_lr", group.get("lr"))
+        # The updates of SGD depend on the size of the gradients, and those of some Adafactors on the weights'.
+        is_known = bool({"betas", "alpha"} & group.keys()) or group.get("scale_parameter") is False
+        for parameter in group["params"] if is_known and rate else ():
+            num_elements = parameter.numel()
+            elements = parameter.detach().flatten()[:: -(-num_elements // _NUM_SAMPLED) or 1].abs()
+            counts[0] += num_elements
+            if num_elements and parameter.dtype in (torch.bfloat16, torch.float16):
+                is_lost = elements * (torch.finfo(parameter.dtype).eps / 4) > rate
+                counts[1] += num_elements * float(is_lost.double().mean())
+    of_all, of_lost = trainer.world.all_reduce(counts).tolist()
+    if of_lost > of_all / 2 and trainer.world.is_reporter:
+        logger.warning(
+            f"learning_rate={trainer.args.learning_rate:g}: {of_lost / of_all:.0%} of the elements of the trained "
+            "weights are in half precision and so large that rounding loses updates of this size; set "
+            "fp32_master_weights=True, or read the model in float32 (dtype='float32') and set bf16=True"
         )
 
 

@@ -63,6 +63,7 @@ from hf_gpipe.training.optim import (
     make_scheduler,
     shard_optimizer,
     updated_parameters,
+    warn_of_lost_updates,
 )
 from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.steps import TrainingLength, data_facts
@@ -150,7 +151,8 @@ class PipelineTrainer(EvaluatingTrainer):
         self.world = model.world if isinstance(model, Pipeline) else world_for(self.args.config)
         self._prepare_data(model)
         if isinstance(model, Pipeline):
-            take_given(model, self.args, loss=loss, **options)
+            init_kwargs = getattr(self.args, "model_init_kwargs", None)
+            take_given(model, self.args, loss=loss, model_init_kwargs=init_kwargs, **options)
             self.pipe = model
         else:
             source, own = self._source(model)
@@ -350,6 +352,7 @@ class PipelineTrainer(EvaluatingTrainer):
             # Parameters of other processes are left out, where it was made of all parameters of the whole model.
             group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
         check_optimizer(self.optimizer, updated_parameters(self).values())
+        warn_of_lost_updates(self)
         shard_optimizer(self)
         return self.optimizer
 

@@ -60,6 +60,7 @@ def arguments(folder: Path | str, **values: Any) -> PipelineDPOConfig:
         "train_sampling_strategy": "sequential",
         "save_strategy": "no",
         "use_cpu": True,
+        "bf16": False,
     }
     return PipelineDPOConfig(output_dir=str(folder), **common | values)
 

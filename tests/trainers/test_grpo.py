@@ -178,6 +178,7 @@ def made_trainer(
         "logging_steps": 1,
         "save_strategy": "no",
         "use_cpu": True,
+        "bf16": False,
     }
     recorder = Recorder()
     made = PipelineGRPOTrainer(

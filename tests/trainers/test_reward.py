@@ -63,6 +63,7 @@ def made_trainer(folder: Path, model: Any, **values: Any) -> tuple[PipelineRewar
         "train_sampling_strategy": "sequential",
         "save_strategy": "no",
         "use_cpu": True,
+        "bf16": False,
     }
     recorder = Recorder()
     made = PipelineRewardTrainer(
