@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import transformers
 from transformers.trainer_utils import PredictionOutput
 
 from hf_gpipe.adapters import Adapter
@@ -23,6 +24,8 @@ from hf_gpipe.training.loader import LABEL_COLUMNS, Batch, MiniBatches
 from hf_gpipe.training.pools import has_index
 from hf_gpipe.training.saving_trainer import SavingTrainer
 from hf_gpipe.training.steps import data_seed
+
+logger = transformers.logging.get_logger(__name__)
 
 
 class EvaluatingTrainer(SavingTrainer):
@@ -72,7 +75,15 @@ class EvaluatingTrainer(SavingTrainer):
         return {name: given[name] if isinstance(given, Mapping) else None for name in names}
 
     def _check_evaluations(self) -> None:
-        """Raise UserError where the training would come to an evaluation, and there is no dataset for it."""
+        """Raise UserError where the training would evaluate without a dataset, or choose its best model by nothing."""
+        args = self.args
+        if args.metric_for_best_model is None and (args.save_strategy == "best" or args.load_best_model_at_end):
+            asked = "load_best_model_at_end=True" if args.load_best_model_at_end else "save_strategy='best'"
+            raise UserError(f"{asked} needs metric_for_best_model, the metric that decides, such as 'loss'; give it")
+        if args.save_strategy == "best" and args.eval_strategy == "no" and self.world.is_reporter:
+            logger.warning(
+                "save_strategy='best' saves after evaluations, and eval_strategy='no' asks for none; give eval_strategy"
+            )
         if self.args.eval_strategy == "no" or type(self).evaluate is not EvaluatingTrainer.evaluate:
             return
         if not self.world.from_reader(lambda: self.eval_dataset is not None):

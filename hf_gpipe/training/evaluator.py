@@ -176,12 +176,15 @@ def metric_of(args: PipelineTrainingArguments, metrics: Mapping[str, float]) -> 
 
 
 def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
-    """Note metrics that are the best so far in the state. Returns whether they are."""
+    """Note metrics that are the best so far in the state. Returns whether they are, which NaN never is."""
     args, state = trainer.args, trainer.state
     if args.metric_for_best_model is None:
         return False
+    if state.best_metric is None or math.isnan(state.best_metric):
+        # As in Trainer: early stopping counts an evaluation that is not better than this.
+        state.best_metric = -math.inf if args.greater_is_better else math.inf
     value, best = metric_of(args, metrics), state.best_metric
-    if best is not None and not (value > best if args.greater_is_better else value < best):
+    if not (value > best if args.greater_is_better else value < best):
         return False
     state.best_metric, state.best_global_step = value, state.global_step
     return True

@@ -302,7 +302,12 @@ class TrainingLoop:
         if state.best_model_checkpoint is not None:
             self._pipe.load_pretrained(state.best_model_checkpoint)
         saved = None if state.best_model_checkpoint is None else step_of(Path(state.best_model_checkpoint))
-        if saved != state.best_global_step and self._world.is_reporter:
+        if state.best_global_step is None and self._world.is_reporter:
+            logger.warning(
+                f"no evaluation gave a number as {self._args.metric_for_best_model!r}, so none is the best; the model "
+                f"is that of step {state.global_step}"
+            )
+        elif saved != state.best_global_step and self._world.is_reporter:
             logger.warning(
                 f"the best evaluation was that of step {state.best_global_step}, of which there is no checkpoint; the "
                 f"model is that of step {state.global_step if saved is None else saved}. Save as often as you evaluate "
