@@ -84,7 +84,7 @@ class PipelineTrainer(EvaluatingTrainer):
         train_dataset: the dataset to train on, map-style or iterable.
         eval_dataset: the dataset to evaluate on, map-style or iterable, or a dict of several by name.
         processing_class: the tokenizer; it is saved with the model.
-        model_init: a function that makes the model, where `model` is None.
+        model_init: a function that makes the model, where `model` is None; each training calls it anew.
         compute_loss_func: (outputs, labels, num_items_in_batch=...) -> the loss, in place of the cross-entropy. It is
             called for each micro-batch, and the results are added up: it must be a sum over tokens or rows, divided by
             `num_items_in_batch`, the number of target tokens of the whole step. `outputs` has only the logits (B, T,
@@ -134,8 +134,7 @@ class PipelineTrainer(EvaluatingTrainer):
         transformers.logging.set_verbosity(self.args.get_process_log_level())
         if (model is None) == (model_init is None):
             raise UserError("give either model or model_init")
-        seed = enable_full_determinism if self.args.full_determinism else set_seed
-        seed(self.args.seed)
+        self._set_seed()
         self.job = join_with(
             self.args,
             optimizer=options_of(optimizers[0]),
@@ -146,25 +145,11 @@ class PipelineTrainer(EvaluatingTrainer):
         self.data_collator = data_collator
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         model = self.call_model_init() if model is None else model
-        loss = loss_of_function(compute_loss_func)
-        options = {"peft_config": peft_config, "quantization_config": quantization_config}
+        self._given_loss = loss_of_function(compute_loss_func)
+        self._model_options = {"peft_config": peft_config, "quantization_config": quantization_config}
         self.world = model.world if isinstance(model, Pipeline) else world_for(self.args.config)
         self._prepare_data(model)
-        if isinstance(model, Pipeline):
-            init_kwargs = getattr(self.args, "model_init_kwargs", None)
-            take_given(model, self.args, loss=loss, model_init_kwargs=init_kwargs, **options)
-            self.pipe = model
-        else:
-            source, own = self._source(model)
-            options = own | {name: value for name, value in options.items() if value is not None}
-            spec = ModelSpec.of(source, autocast=self.args.autocast, **options)
-            loss = self.args.make_loss() if loss is None else loss
-            self.pipe = make_pipeline(spec, self.args, lambda: self._example(spec), self.world, loss)
-        self.world = self.pipe.world
-        set_up_model(self.pipe, self.args)
-        self._take_pipeline()
-        self.scaler = loss_scaler(self.pipe)
-        self.master_weights = MasterWeights.of(self.args, self.pipe)
+        self._set_model(model)
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer = optimizers[0]
@@ -189,6 +174,39 @@ class PipelineTrainer(EvaluatingTrainer):
         self.fire("on_init_end")
 
     # ------------------------------------------------------------------ parts of the constructor
+
+    def _set_seed(self) -> None:
+        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+
+    def _set_model(self, model: Any) -> None:
+        """Make the pipeline of a model, or take a given one, and make what depends on its weights."""
+        loss, options = self._given_loss, self._model_options
+        if isinstance(model, Pipeline):
+            init_kwargs = getattr(self.args, "model_init_kwargs", None)
+            take_given(model, self.args, loss=loss, model_init_kwargs=init_kwargs, **options)
+            self.pipe = model
+        else:
+            source, own = self._source(model)
+            options = own | {name: value for name, value in options.items() if value is not None}
+            spec = ModelSpec.of(source, autocast=self.args.autocast, **options)
+            loss = self.args.make_loss() if loss is None else loss
+            self.pipe = make_pipeline(spec, self.args, lambda: self._example(spec), self.world, loss)
+        self.world = self.pipe.world
+        #: The function that has made the weights, as long as they are not trained.
+        self._untrained_init = self.model_init
+        set_up_model(self.pipe, self.args)
+        self._take_pipeline()
+        self.scaler = loss_scaler(self.pipe)
+        self.master_weights = MasterWeights.of(self.args, self.pipe)
+
+    def _init_model_anew(self) -> None:
+        """Begin with the weights that `model_init` makes, as Trainer does in each training."""
+        if self.model_init is not None and self.model_init is not self._untrained_init:
+            self._set_seed()
+            self._set_model(self.call_model_init())
+            self.optimizer = self.lr_scheduler = None
+            self.callback_handler.model = self.model
+        self._untrained_init = None
 
     def _prepare_data(self, model: Any) -> None:
         """Prepare the datasets for a model or a Pipeline, and the collator. Every process calls it."""
@@ -260,6 +278,7 @@ class PipelineTrainer(EvaluatingTrainer):
         """Make the loop, with everything ready for the first step."""
         start_time = time.time()
         self._check_evaluations()
+        self._init_model_anew()
         align_special_tokens(self.pipe, self.processing_class)
         batches = self.train_batches()
         length = TrainingLength.make(

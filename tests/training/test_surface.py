@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 
 from hf_gpipe import PipelineTrainer
 from hf_gpipe.data import PairCollator
@@ -17,8 +17,8 @@ from hf_gpipe.errors import MissingAttributeError, UserError
 from hf_gpipe.training.surface import FIXED, READ_ONLY, REFUSED
 from scripts.trainer_tables import ATTRIBUTES, METHODS
 from tests.gloo import run_gloo
-from tests.oracle import tiny_config
-from tests.training.toy import Rows, arguments, trainer, weights
+from tests.oracle import plain_model, tiny_config
+from tests.training.toy import CausalRows, Rows, arguments, trainer, weights
 
 HERE = METHODS.keys() | FIXED.keys() | ATTRIBUTES.keys() | READ_ONLY.keys()
 
@@ -283,6 +283,44 @@ def test_model_init_may_take_a_trial(tmp_path: Path) -> None:
     for init in (lambda: MarianMTModel(tiny_config("marian")), lambda trial: MarianMTModel(tiny_config("marian"))):
         one = PipelineTrainer(args=arguments(tmp_path), model_init=init, train_dataset=Rows())
         assert one.model_init is init
+
+
+def test_each_training_calls_model_init_anew(tmp_path: Path) -> None:
+    """A second training went on with the trained weights and the old optimizer; Trainer begins anew."""
+    common: dict[str, Any] = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+    }
+    numbers = iter(range(9))
+
+    def init() -> Any:
+        model = plain_model(tiny_config("llama", tied=False), dtype=torch.float32)
+        # Trainer's first training calls it a second time, here it takes the model of the constructor.
+        torch.nn.init.normal_(model.lm_head.weight, std=0.01 * (1 + next(numbers)))
+        return model
+
+    plain = Trainer(
+        None,
+        TrainingArguments(output_dir=str(tmp_path / "plain"), use_cpu=True, disable_tqdm=True, **common),
+        data_collator=PairCollator(pad_token_id=0),
+        train_dataset=CausalRows(8),
+        model_init=init,
+    )
+    plain.train()
+    expected = plain.train()
+    numbers = iter(range(1, 9))
+    made = trainer(tmp_path, family="llama", model=None, model_init=init, train_dataset=CausalRows(8), **common)
+    made.train()
+    found = made.train()
+    assert found.training_loss == pytest.approx(expected.training_loss, abs=1e-5)
+    for name, parameter in made.pipe.named_parameters():
+        torch.testing.assert_close(parameter, plain.model.get_parameter(name), rtol=0, atol=2e-5, msg=name)
+    assert next(numbers) == 3
+    assert made.callback_handler.model is made.model
 
 
 def test_the_trainer_of_the_tests_is_the_one_here(tmp_path: Path) -> None:

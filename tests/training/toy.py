@@ -104,7 +104,7 @@ def trainer(folder: Path, *, family: str = "marian", dropout: float = 0.1, **val
     """A trainer of a tiny model; keywords of the trainer's constructor are taken out, the rest are arguments."""
     names = (
         *("callbacks", "eval_dataset", "train_dataset", "compute_metrics", "optimizers", "model", "data_collator"),
-        "preprocess_logits_for_metrics",
+        *("preprocess_logits_for_metrics", "model_init"),
     )
     own = {name: values.pop(name) for name in names if name in values}
     own.setdefault("model", tiny_config(family, dropout=dropout))
