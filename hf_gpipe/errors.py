@@ -23,8 +23,11 @@ class HfGpipeError(Exception):
     """The base of all exceptions below."""
 
 
-class UserError(HfGpipeError):
-    """Something the user can correct: the message says what was found, what is allowed and the next step."""
+class UserError(HfGpipeError, ValueError):
+    """Something the user can correct: the message says what was found, what is allowed and the next step.
+
+    It is a ValueError, because scripts expect one for a wrong argument.
+    """
 
     #: The attributes that travel with it between processes, and their types.
     travelling: ClassVar[Mapping[str, tuple[type, ...]]] = {}

@@ -47,9 +47,9 @@ def read(path: Path, shape: Any = Any, *, error: type[UserError] = CheckpointErr
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise error(f"{path} cannot be read: it is not a regular file")
+            raise ValueError("it is not a regular file")
         if status.st_size > MOST_BYTES:
-            raise error(f"{path} cannot be read: it has {status.st_size} bytes, and at most {MOST_BYTES} are allowed")
+            raise ValueError(f"it has {status.st_size} bytes, and at most {MOST_BYTES} are allowed")
         content = path.read_bytes()
     except (OSError, ValueError) as caught:
         raise error(f"{path} cannot be read: {caught}") from caught

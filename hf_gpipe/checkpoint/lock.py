@@ -83,6 +83,8 @@ def owned(output_dir: Path, world: World) -> Iterator[None]:
             path = Path(os.path.realpath(output_dir)) / LOCK_FILE
             if path not in _held:
                 taken.append(_Lock(path))
+        except UserError:
+            raise
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise CheckpointError(f"cannot write into the directory {str(output_dir)!r}: {why}") from error

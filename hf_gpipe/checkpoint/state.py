@@ -265,6 +265,8 @@ def load_state(
         if scheduler is not None and content.scheduler is not None:
             _check_scheduler(scheduler, content.scheduler, file)
             scheduler.load_state_dict(content.scheduler)
+    except CheckpointError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             f"{file} does not fit the optimizer and its scheduler: {error!r}; resume with "

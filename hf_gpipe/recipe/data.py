@@ -87,7 +87,7 @@ class DataSection:
     translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:
     documents for a decoder-only model, cut into blocks of `max_target_tokens`. chat: conversations for a decoder-only
     model, or prompts and completions. preferences: prompts with a chosen and a rejected answer, for a decoder-only
-    model (section `preferences`). kto: prompts with an answer and a label, true where the answer is wanted, for a
+    model (section `preferences`). kto: prompts with an answer and a label, true or 1 where the answer is wanted, for a
     decoder-only model (section `kto`). rewards: rows as for preferences, for a reward model, which is a decoder-only
     model with a head of one number. classification: texts with a label, for a decoder-only model with a new head or
     that of its checkpoint. process_rewards: prompts with the steps of an answer and a label for each step, for a

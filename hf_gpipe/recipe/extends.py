@@ -93,6 +93,8 @@ def _text(path: Path, name: str) -> str:
         if len(content) > 4 * LONGEST:
             raise RecipeError(f"{name} is no recipe: it has more than {4 * LONGEST} bytes.")
         return content.decode("utf-8-sig")
+    except RecipeError:
+        raise
     except FileNotFoundError as error:
         raise RecipeError(f"{name} does not exist (looked in {Path.cwd()}); correct the path.") from error
     except UnicodeDecodeError as error:

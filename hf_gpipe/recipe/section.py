@@ -226,9 +226,11 @@ def _schema(cls: type) -> dict[str, Any]:
     return TypeAdapter(cls).json_schema()
 
 
-def _misfit(error: ValidationError, cls: type, values: Mapping[str, Any]) -> MisfitError:
-    """The first error that pydantic found, as a `MisfitError`."""
-    first = error.errors(include_url=False, include_context=False)[0]
+def _misfit(error: ValidationError, cls: type, values: Mapping[str, Any]) -> UserError:
+    """The first error that pydantic found, as a `MisfitError`; an error of `__post_init__` as it was raised."""
+    first = error.errors(include_url=False)[0]
+    if isinstance(raised := first.get("ctx", {}).get("error"), UserError):
+        return raised
     name, *within = first["loc"]
     keys = keys_of(cls)
     if name not in keys:

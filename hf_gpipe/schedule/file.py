@@ -138,6 +138,8 @@ def _text(path: str) -> str:
         if len(content) > LARGEST_BYTES:
             raise ScheduleError(f"schedule: {path} has over {LARGEST_BYTES >> 20} MiB; no table is that large.")
         return content.decode("utf-8-sig")
+    except ScheduleError:
+        raise
     except FileNotFoundError:
         raise ScheduleError(
             f"schedule: there is no file {path} (looked in {Path.cwd()}); correct the path, or write one with "

@@ -229,6 +229,8 @@ class RolloutServer:
                         raise self._error(path, f"its answer has more than {strict_json.MOST_BYTES} bytes")
                 if response.length:
                     raise http.client.IncompleteRead(bytes(answer[:0]), response.length)
+        except UserError:
+            raise
         except TimeoutError as error:
             raise self._error(path, f"it took longer than rollout_timeout={self.timeout:g} seconds") from error
         except ValueError:  # its text has the key

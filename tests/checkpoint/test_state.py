@@ -465,8 +465,9 @@ def test_a_directory_that_processes_do_not_share_is_told(tmp_path: Path) -> None
 def test_a_state_that_was_tampered_with_is_told(change: Any, message: str, damaged: Path, tmp_path: Path) -> None:
     file = damaged / FOLDER / STATE_FILE
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as caught:
         trainer(tmp_path, **SAVE).train(resume_from_checkpoint=damaged)
+    assert "CheckpointError" not in str(caught.value), "no message is quoted in another"
 
 
 def with_group(state: dict[str, Any], **values: Any) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def test_a_cut_moves_in_all_machines_at_once() -> None:
     assert Placement([(0, 4, 1, 5, 2, 6), (3, 7)]) in beside
 
 
-def brute_force(within: Planner, config: PipelineConfig) -> Plan:
+def brute_force(within: Planner, config: PipelineConfig) -> Plan | None:
     """The best plan of all meshes in every order of the processes, each planned by itself."""
     processes, plans = range(config.processes), []
     for count in range(1, config.processes + 1):
@@ -86,7 +86,7 @@ def brute_force(within: Planner, config: PipelineConfig) -> Plan:
                     plans.append(best_plan(within, with_mesh(config, Placement(workers))))
                 except PartitionError:
                     continue
-    return min(plans, key=attrgetter("sort_key"))
+    return min(plans, key=attrgetter("sort_key"), default=None)
 
 
 @settings(deadline=None, max_examples=10)
@@ -104,9 +104,8 @@ def test_the_chosen_order_is_the_best_of_all(data: st.DataObject) -> None:
     config = replace(FREE, num_processes=num_processes)
     peak = best_plan(within, config).peak_bytes
     within = within.within(tuple(int(peak * one * 1.5) for one in data.draw(each)))
-    try:
-        expected = brute_force(within, config)
-    except ValueError:
+    expected = brute_force(within, config)
+    if expected is None:
         return
     plan = best_plan(within, config)
     assert plan.fits == expected.fits

@@ -113,7 +113,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             made_trainer(tmp_path, plain_model(config()), rows(4), **values)
     for row, message in (
-        ({"label": "yes"}, "row 0: 'label' is 'yes'; it must be true where the completion is wanted"),
+        ({"label": "yes"}, "row 0: 'label' is 'yes'; it must be true or 1 where the completion is wanted"),
+        ({"label": 0.5}, "row 0: 'label' is 0.5"),
+        ({"label": 2}, "row 0: 'label' is 2"),
+        ({"label": None}, "row 0: 'label' is None"),
         ({"chosen": "a", "rejected": "b"}, "'chosen' and 'rejected' are a pair; give each as a row of its own"),
     ):
         with pytest.raises(DataError, match=message):
@@ -121,6 +124,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
     pipe = Pipeline(plain_model(config()), 2, 2, loss=KTOLoss())
     with pytest.raises(DataError, match="the batch has no 'KL_labels', which KTO reads"):
         pipe.train_step(KTOCollator(0, has_mismatches=False)(list(KTOExamples(rows(2), tokenizer()))))
+
+
+def test_labels_of_zero_and_one() -> None:
+    """Labels 0 and 1, as scripts have them, were errors; TRL reads them as false and true."""
+    given = rows(6)
+    numbered = [row | {"label": int(row["label"])} for row in given]
+    assert list(KTOExamples(numbered, tokenizer())) == list(KTOExamples(given, tokenizer()))
 
 
 @pytest.mark.parametrize(("has_lora", "loss_type"), [(True, "kto"), (False, "kto"), (True, "apo_zero_unpaired")])

@@ -31,10 +31,13 @@ def judged_of(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
             "and 'label' (trl.data_utils.unpair_preference_dataset does so)"
         )
     label = row.get("label")
-    if not isinstance(label, bool):
-        raise DataError(f"{where}: 'label' is {label!r}; it must be true where the completion is wanted, else false")
+    # True and False are 1 and 0; a label of another type, as 1.0 or "1", may be a score.
+    if not isinstance(label, int) or label not in (0, 1):
+        raise DataError(
+            f"{where}: 'label' is {label!r}; it must be true or 1 where the completion is wanted, else false or 0"
+        )
     read = conversation_of(where, {name: value for name, value in row.items() if name != "messages"})
-    return read | {"label": label}
+    return read | {"label": bool(label)}
 
 
 class KTOExamples(PreferenceExamples):

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.modules.quantised import size_of_quantised
 from hf_gpipe.adapters.observation.tiny import BLOCK_COUNTS
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
@@ -134,7 +134,6 @@ class LayerTracer:
         self.run, self.representative_layer = to_run(self.layers)
         self.loss = loss
         self._as_on_gpu = as_on_gpu
-        self._recomputes_blocks = self._can_recompute_blocks()
         #: The stages that were made, by (first layer, end, whether blocks are recomputed).
         self._stages: dict[tuple[int, int, bool], StageTracer] = {}
         #: The traces of these stages, for micro-batches whose shapes differ in rows, or in chunks, alone.
@@ -204,8 +203,7 @@ class LayerTracer:
         block, saved_block_input = trace, saved_input
         if layer.kind == "block":
             saved_block_input = hidden
-            if self._recomputes_blocks:
-                block = self._trace(index, workload, recompute_blocks=True)
+            block = self._trace(index, workload, recompute_blocks=True)
         if layer.kind == "embedding" and "encoder_hidden" in sizes:
             # The decoder's blocks read the encoder's output until the last of them is done.
             saved_input = saved_block_input = sizes["encoder_hidden"]
@@ -307,16 +305,6 @@ class LayerTracer:
                 division=self._division,
             )
         return self._stages[key]
-
-    def _can_recompute_blocks(self) -> bool:
-        """Whether the family's blocks can be recomputed; other blocks keep all that their graphs save."""
-        if not self.run.adapter.stacks:
-            return True
-        try:
-            StageModel(self.run.adapter, 1, 2).checkpoint_blocks()
-        except (AttributeError, ValueError):
-            return False
-        return True
 
 
 @dataclass(frozen=True)
