@@ -44,6 +44,13 @@ def value_in(row: Mapping[str, Any], field: str, where: str) -> Any:
     return value
 
 
+def without_nulls(value: Any) -> Any:
+    """The value without keys that are null, at any depth: Arrow gives all mappings of a column the same keys."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
 def _names(row: Mapping[str, Any]) -> Iterator[str]:
     """The fields, and those one level inside them."""
     for name, value in row.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,12 @@ def test_a_template_that_does_not_show_what_the_assistant_says(
         ({"prompt": PAIR, "completion": PAIR[:1]}, "completion has no assistant turn"),
         ({"prompt": "a", "completion": PAIR}, "'prompt' is text, 'completion' is not"),
         ({"messages": PAIR, "tools": "[{"}, "tools is text that is not JSON"),
+        ({"messages": [PAIR[0], PAIR[1] | {"weight": 0.5}]}, "messages[1].weight is 0.5; it must be 1, or 0"),
+        ({"conversations": PAIR, "system": 3}, "x: system is 3; it must be text"),
+        (
+            {"conversations": [{"from": "system", "value": "a"}, *PAIR], "system": "b"},
+            "both 'system' and a first message of the system",
+        ),
     ],
 )
 def test_what_is_no_conversation(row: dict[str, Any], message: str) -> None:
@@ -199,6 +206,65 @@ def test_sharegpt_and_columns_of_arrow_are_messages() -> None:
     wanted = {"messages": PAIR}
     assert conversation_of("x", shared) == conversation_of("x", of_arrow) == wanted
     assert conversation_of("x", {"messages": PAIR, "tools": "[1]"}) == {**wanted, "tools": [1]}
+    system = {"role": "system", "content": "s"}
+    assert conversation_of("x", shared | {"system": "s"}) == {"messages": [system, *PAIR]}
+    assert conversation_of("x", shared | {"system": ""}) == wanted
+
+
+def test_keys_that_arrow_adds_to_tools_and_calls_are_not_learnt(plain: Any, tmp_path: Path) -> None:
+    """Arguments and properties that Arrow had filled with null were text of the conversation."""
+
+    def row(name: str) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": {name: "x"}}}
+        tool = {
+            "type": "function",
+            "function": {"name": name, "parameters": {"properties": {name: {"type": "string"}}}},
+        }
+        turns = [PAIR[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "y"}]
+        return {"messages": [*turns, PAIR[1]], "tools": [tool]}
+
+    rows = [row("find"), row("open")]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    filled = pyarrow.parquet.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert filled[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"find": "x", "open": None}
+    with_template(plain, MARKED["qwen 3"])
+    assert list(ChatExamples(filled, plain)) == by_transformers(rows, plain, 1000)
+
+
+@pytest.mark.parametrize("family", ["qwen 3", "mistral"])
+@pytest.mark.parametrize("has_markers", [True, False])
+@pytest.mark.parametrize("assistant_only", [True, False])
+def test_a_message_of_weight_zero_is_not_learnt(
+    family: str, has_markers: bool, assistant_only: bool, plain: Any
+) -> None:
+    """Its weight was ignored: the turn was learnt like the others."""
+    with_template(plain, MARKED[family] if has_markers else without_markers(MARKED[family]))
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}] * 3
+    weighted = [message | {"weight": int(number != 3)} for number, message in enumerate(turns)]
+    options: dict[str, Any] = {"assistant_only_loss": assistant_only}
+    (whole,) = ChatExamples([{"messages": turns}], plain, **options)
+    (example,) = ChatExamples([{"messages": weighted}], plain, **options)
+    (of_turns,) = ChatExamples([{"messages": turns}], plain)
+    learnt = [place for place, label in enumerate(of_turns["labels"]) if label != -100]
+    runs = [list(run) for _, run in itertools.groupby(learnt, lambda place: place - learnt.index(place))]
+    expected = [-100 if place in runs[1] else label for place, label in enumerate(whole["labels"])]
+    assert example == {"input_ids": whole["input_ids"], "labels": expected}
+    assert len(runs) == 3
+
+
+def test_a_template_that_does_not_teach_the_end_is_warned_of(plain: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """With GLM-4's template, whose answers end where the next turn begins, the model never stopped, without a word."""
+    for family in MARKED:
+        ChatExamples(conversations(family, 5), with_template(plain, MARKED[family]))
+    assert "learn to stop" not in caplog.text
+    glm = "{% for m in messages %}{{ '[INST]' if m.role == 'user' else '[/INST]' }}{{ m.content }}{% endfor %}"
+    prompt = "{% if add_generation_prompt %}{{ '[/INST]' }}{% endif %}"
+    ChatExamples([{"messages": PAIR * 2}], with_template(plain, glm + prompt))
+    assert "no target of the first conversations ends in a special token, so the model does not learn to stop" in (
+        caplog.text
+    )
+    assert "data.chat_template" in caplog.text
 
 
 def of(path: Path | str, **options: Any) -> Corpus[ReadRow]:

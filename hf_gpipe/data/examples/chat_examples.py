@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -9,10 +10,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters import IGNORED_LABEL
-from hf_gpipe.data.examples.chat_labels import ChatEncoder
+from hf_gpipe.adapters.text_entries import IDS
+from hf_gpipe.data.examples.chat_labels import ChatEncoder, ends_of_turns
 from hf_gpipe.data.examples.chats import conversation_of
 from hf_gpipe.data.examples.encoded import EncodedRows
 from hf_gpipe.data.examples.rows import Read, ReadRow
+
+logger = logging.getLogger(__name__)
+
+#: Rows whose ends are looked at.
+_LOOKED_AT = 16
 
 
 class ChatExamples(EncodedRows):
@@ -55,6 +62,23 @@ class ChatExamples(EncodedRows):
         self._kept = slice(max_length) if truncation_mode == "keep_start" else slice(-(max_length or 0), None)
         options = (truncation_mode, assistant_only_loss, completion_only_loss)
         super().__init__(rows, tokenizer, max_length=max_length, options=options)
+        self._warn_without_ends()
+
+    def _warn_without_ends(self) -> None:
+        """Warn if no target of the first rows ends in a special token: then nothing teaches the model to stop."""
+        first = (super(ChatExamples, self)._row(index) for index in range(min(_LOOKED_AT, self._table.num_rows)))
+        ends: list[bool] = []
+        for row in first:
+            ids, is_learnt = (np.asarray(row[IDS]), np.asarray(row["labels"]) != IGNORED_LABEL)
+            if not is_learnt.all() and len(ids) != self._max_length:
+                ends += ends_of_turns(self._tokenizer, ids, is_learnt)
+        if ends and not any(ends):
+            logger.warning(
+                "no target of the first %s ends in a special token, so the model does not learn to stop; give a chat "
+                "template that writes the token which ends generation behind the assistant's text, within "
+                "{%% generation %%} markers, in data.chat_template (in a script: processing_class.chat_template)",
+                self._what,
+            )
 
     def _example(self, read: ReadRow) -> tuple[np.ndarray, np.ndarray] | None:
         """The ids and labels of a conversation; None if no target is left."""

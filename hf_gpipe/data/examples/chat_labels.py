@@ -8,9 +8,10 @@ the generation prompt, and the messages up to it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.adapters.text_entries import token_ids
@@ -65,31 +66,42 @@ class ChatEncoder:
         return ids if has_end else self._tokenizer.encode(text + end)
 
     def _chat(self, where: str, row: Mapping[str, Any], messages: Messages) -> tuple[list[int], list[bool]]:
-        if not self._assistant_only:
+        weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+        if not self._assistant_only and all(weights):
             ids = ids_of(self._tokenizer, where, row, messages)
             return ids, [True] * len(ids)
         if not self._tokenizer.is_fast:
             raise DataError(
                 f"the tokenizer {self._tokenizer.name_or_path!r} is a slow one, which does not know the tokens of the "
-                "assistant's text; use a fast tokenizer, or data.assistant_only_loss: false"
+                "assistant's text; use a fast tokenizer, or data.assistant_only_loss: false and no weights"
             )
+        ids, turns = self._turns(where, row, messages)
+        are_all = all(weights)
+        return ids, [not self._assistant_only if turn < 0 else are_all or bool(weights[turn]) for turn in turns]
+
+    def _turns(self, where: str, row: Mapping[str, Any], messages: Messages) -> tuple[list[int], list[int]]:
+        """The ids of a conversation, and for each id the number of its assistant turn, -1 outside of them."""
         if _MARKER.search(self._tokenizer.get_chat_template(None, row.get("tools"))):
             marked = apply_template(
                 self._tokenizer, where, row, messages, return_dict=True, return_assistant_tokens_mask=True
             )
-            if 1 not in marked["assistant_masks"]:
+            mask = marked["assistant_masks"]
+            begins, weights = np.diff(mask, prepend=0) == 1, [message.get("weight", 1) for message in messages]
+            count = sum(message["role"] == "assistant" for message in messages)
+            if not begins.any() or (not all(weights) and begins.sum() != count):
                 raise DataError(
-                    f"{where}: the chat template's {{% generation %}} markers are around none of its text; correct the "
-                    "template, or remove the markers from it"
+                    f"{where}: the chat template's {{% generation %}} markers are around {begins.sum() or 'none'} of "
+                    f"its {count} assistant turns; correct the template, or remove the markers from it"
                 )
-            return token_ids(marked), [bool(bit) for bit in marked["assistant_masks"]]
+            return token_ids(marked), np.where(mask, begins.cumsum() - 1, -1).tolist()
         text = self._render(where, row, messages)
         spans = self._assistant_spans(where, row, messages, text)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        is_learnt = [
-            any(first < end and start < last for start, end in spans) for first, last in encoded["offset_mapping"]
+        turns = [
+            next((turn for turn, (start, end) in enumerate(spans) if first < end and start < last), -1)
+            for first, last in encoded["offset_mapping"]
         ]
-        return token_ids(encoded), is_learnt
+        return token_ids(encoded), turns
 
     def _assistant_spans(
         self, where: str, row: Mapping[str, Any], messages: Messages, text: str
@@ -121,6 +133,15 @@ class ChatEncoder:
     def _render(self, where: str, row: Mapping[str, Any], messages: Messages, **options: Any) -> str:
         rendered: str = apply_template(self._tokenizer, where, row, messages, tokenize=False, **options)
         return rendered
+
+
+def ends_of_turns(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, is_learnt: np.ndarray) -> Iterator[bool]:
+    """For each learnt part of a conversation that is not cut at its end: whether a special token ends it."""
+    special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    for end in np.flatnonzero(np.diff(is_learnt.astype(int), append=0) == -1):
+        while end and is_learnt[end] and ids[end] not in special and not tokenizer.decode([ids[end]]).strip():
+            end -= 1  # a line break may follow the token
+        yield ids[end] in special
 
 
 def apply_template(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_gpipe import strict_json
-from hf_gpipe.data.fields import check_characters
+from hf_gpipe.data.fields import check_characters, without_nulls
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe.words import shorten
 
@@ -23,18 +23,19 @@ def conversation_of(where: str, row: Mapping[str, Any], *, needs_assistant: bool
 
     Args:
         where: the row's name in messages.
-        row: has `messages`, a list of {"role", "content"}; or ShareGPT's `conversations`, a list of {"from", "value"};
-            or `prompt` and `completion`, both text or both lists of messages. `tools` may be JSON text.
+        row: has `messages`, a list of {"role", "content"}; or ShareGPT's `conversations`, a list of {"from", "value"},
+            before which `system` is the first message; or `prompt` and `completion`, both text or both lists of
+            messages. `tools` may be JSON text. An assistant's message with the weight 0 is not learnt.
         needs_assistant: whether messages must have an assistant turn.
 
     Raises:
         DataError: another form, an unknown role, content that is not text, or no assistant turn; names the row.
     """
-    given = {name: value for name, value in row.items() if value is not None}
+    given = given_in(where, row)
     if "conversations" in given:
         if "messages" in given:
             raise DataError(f"{where}: both 'messages' and 'conversations' are there; leave one of the columns out")
-        given["messages"] = given.pop("conversations")
+        given["messages"] = _with_system(where, given.pop("conversations"), given.get("system"))
     if ("messages" in given) == ("prompt" in given and "completion" in given):
         both = "messages" in given
         raise DataError(
@@ -55,7 +56,6 @@ def conversation_of(where: str, row: Mapping[str, Any], *, needs_assistant: bool
         raise DataError(
             f"{where}: {name} has no assistant turn (only {roles}), so nothing is learnt; leave the row out"
         )
-    _read_tools(where, given)
     return {name: given[name] for name in _COLUMNS if name in given}
 
 
@@ -71,7 +71,7 @@ def preference_of(where: str, row: Mapping[str, Any], *, needs_prompt: bool = Tr
     Raises:
         DataError: another form, an unknown role, or content that is not text; names the row and the column.
     """
-    given = {name: value for name, value in row.items() if value is not None}
+    given = given_in(where, row)
     if missing := [name for name in ("chosen", "rejected") if name not in given]:
         raise DataError(
             f"{where}: {missing[0]!r} is not there; a row of preferences has 'chosen' and 'rejected', and perhaps "
@@ -89,7 +89,6 @@ def preference_of(where: str, row: Mapping[str, Any], *, needs_prompt: bool = Tr
         given |= {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
     if needs_prompt and not given["prompt"]:
         raise DataError(f"{where}: there is no prompt, or it is empty; give 'prompt', or begin both answers with it")
-    _read_tools(where, given)
     kept = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
     return {name: given[name] for name in kept if name in given}
 
@@ -108,7 +107,9 @@ def _read_columns(where: str, given: dict[str, Any], columns: Sequence[str]) -> 
             given[name] = _messages(where, name, given[name])
 
 
-def _read_tools(where: str, given: dict[str, Any]) -> None:
+def given_in(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a row that are not null, at any depth, and `tools` as a list. Raises DataError."""
+    given: dict[str, Any] = without_nulls(row)
     if isinstance(tools := given.get("tools"), str):
         try:
             given["tools"] = strict_json.parse(tools, "it", error=DataError)
@@ -116,6 +117,7 @@ def _read_tools(where: str, given: dict[str, Any]) -> None:
             raise DataError(
                 f"{where}: tools is text that is not JSON ({error}); give a list of JSON schemas"
             ) from error
+    return given
 
 
 def num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -138,11 +140,24 @@ def _messages(where: str, column: str, value: object) -> list[dict[str, Any]]:
     return [_message(f"{where}: {column}[{number}]", message) for number, message in enumerate(value)]
 
 
+def _with_system(where: str, messages: object, system: object) -> object:
+    """ShareGPT's messages with the text of its system column, if any, before them."""
+    if not system or not isinstance(messages, list):
+        return messages
+    if not isinstance(system, str):
+        raise DataError(f"{where}: system is {shorten(repr(system))}; it must be text")
+    first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
+    if "system" in (first.get("from"), first.get("role")):
+        raise DataError(f"{where}: both 'system' and a first message of the system are there; leave one of them out")
+    return [{"from": "system", "value": system}, *messages]
+
+
 def _message(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise DataError(f'{where} is {shorten(repr(value))}; a message is {{"role": ..., "content": ...}}')
-    # Arrow gives all messages of a column the same keys.
-    message = {key: entry for key, entry in value.items() if entry is not None}
+    message = dict(value)
+    if (weight := message.pop("weight", 1)) not in (0, 1):
+        raise DataError(f"{where}.weight is {shorten(repr(weight))}; it must be 1, or 0 for what is not learnt")
     role_key = "role" if "role" in message else "from"
     role = message.pop(role_key, None)
     if role_key == "from":
@@ -167,4 +182,4 @@ def _message(where: str, value: object) -> dict[str, Any]:
                 '"text": ...}'
             )
         check_characters(part["text"], "content", where)
-    return {"role": role, **message}
+    return {"role": role, **message} | ({} if weight or role != "assistant" else {"weight": 0})

@@ -15,6 +15,7 @@ from transformers import AutoProcessor, ProcessorMixin
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.data.deterministic import SPLITS
+from hf_gpipe.data.fields import without_nulls
 from hf_gpipe.data.hub import without_media
 from hf_gpipe.data.image_files import StoredRows, as_stored, divided, splits_with_images
 from hf_gpipe.data.splits import Corpus
@@ -67,7 +68,7 @@ class ImageTextExamples:
             raise IndexError(index)
         where = f"row {index}"
         try:
-            row = {name: value for name, value in self._rows[index].items() if value is not None}
+            row = without_nulls(self._rows[index])
         except Exception as error:  # whatever a damaged image raises, or one of too many pixels
             raise DataError(f"{where} cannot be read: {one_line(str(error), 200)}; leave it out") from error
         images = row.get("images", [row["image"]] if "image" in row else [])
@@ -190,8 +191,7 @@ def _with_places(where: str, messages: Sequence[Mapping[str, Any]], count: int) 
             places = [] if has_places or message["role"] != "user" else [{"type": "image"}] * count
             has_places = has_places or message["role"] == "user"
             content = [*places, {"type": "text", "text": content}]
-        # Of rows of a table each part has every column.
-        parts = [{name: value for name, value in part.items() if value is not None} for part in content or ()]
+        parts = content or []
         if unread := {part.get("type") for part in parts} - {"text", "image"}:
             raise DataError(
                 f"{where} has a part of the type {unread.pop()!r} in its messages; parts are 'text' or 'image': leave "

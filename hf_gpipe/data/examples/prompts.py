@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.examples.chat_labels import ids_of
+from hf_gpipe.data.examples.chats import given_in
 from hf_gpipe.errors import DataError
 
 
@@ -58,7 +59,8 @@ class PromptExamples:
         prompt = row.get("prompt")
         if not isinstance(prompt, str | list):
             raise DataError(f"{where}: 'prompt' is {prompt!r}; it must be text, or a list of messages")
-        ids = ids_of(tokenizer, where, row, prompt, add_generation_prompt=True)
+        given = given_in(where, row)
+        ids = ids_of(tokenizer, where, given, given["prompt"], add_generation_prompt=True)
         if not ids:
             raise DataError(f"{where}: the tokenizer leaves no tokens of the prompt; leave the row out")
         return ids
