@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("partition",),
     ("recipe",),
     ("strict_json",),
+    ("libraries",),
     ("adapters",),
     ("losses",),
     ("job",),

@@ -252,7 +252,7 @@ class Adapter(ABC):
     def run(self, stage: Stage, inputs: Inputs, carry: Tensors) -> dict[str, torch.Tensor]:
         """Run a stage's layers and return what `StageModel.__call__` returns.
 
-        A cache is used only where `inputs` has one, as in generation: `past_key_values` and `use_cache`.
+        A cache is used only where `inputs` has one, as in generation: `cache_argument` and `use_cache`.
         """
 
     def computed_once(self, stage: Stage, inputs: Inputs) -> Inputs:

@@ -19,7 +19,9 @@ _NOT_TEXT = ("inputs_embeds", "decoder_inputs_embeds", "pixel_values", "image_",
 _SET_BY_PIPELINE = {
     "num_items_in_batch": "the loss is divided by the mini-batch's own number of targets",
     **dict.fromkeys(("logits_to_keep", "num_logits_to_keep"), "the loss needs the logits of every position"),
-    **dict.fromkeys(("past_key_values", "cache_position", "cache_params", "use_cache"), "training uses no cache"),
+    **dict.fromkeys(
+        ("cache", "past_key_values", "cache_position", "cache_params", "use_cache"), "training uses no cache"
+    ),
     **dict.fromkeys(
         ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
         "a pipeline returns the loss and logits only",

@@ -48,7 +48,7 @@ UNSUPPORTED = {
     "inputs_embeds": "the embedding is a layer of the first stage; give input_ids",
     "decoder_inputs_embeds": "the embedding is a layer of a stage; give decoder_input_ids",
     "cache_implementation": _OWN_CACHE,
-    "past_key_values": _OWN_CACHE,
+    **dict.fromkeys(("cache", "cache_params", "past_key_values"), _OWN_CACHE),
     "compile_config": _COMPILED,
     "max_time": "processes would stop at different tokens; use max_new_tokens",
     "synced_gpus": "the processes of a pipeline run in lock-step already",

@@ -28,6 +28,7 @@ from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.job.world import World
+from hf_gpipe.libraries.transformers import cache_argument
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.edges import Edges
@@ -89,6 +90,10 @@ class Generator:
     def device(self) -> torch.device:
         return self._world.device
 
+    @functools.cached_property
+    def _cache_name(self) -> str:
+        return cache_argument(self._model)
+
     @torch.no_grad()
     def generate(self, inputs: Mapping[str, Any]) -> Any:
         """Return the result of the whole model's `GenerationMixin.generate`, on every process.
@@ -122,11 +127,11 @@ class Generator:
         """The result of `generate` for the rows of one pipeline, in each of its processes."""
         arguments = {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in shared.items()}
         if self._arguments.setting(arguments, "use_cache") is not False:
-            arguments["past_key_values"] = PipelineCache(self._stages)
+            arguments[self._cache_name] = PipelineCache(self._stages)
         output = self._model.generate(**arguments, streamer=streamer)
         if isinstance(output, ModelOutput):
             # The cache has only this process's part, which is useless to the caller.
-            output = type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
+            output = type(output)(**{name: value for name, value in output.items() if name != self._cache_name})
         return output
 
     # ------------------------------------------------------------------ what the model in lock-step calls
@@ -154,7 +159,12 @@ class Generator:
         Args:
             inputs: arguments of the model's forward; ids of (B, T), where T is 1 except for the prompt.
         """
-        cache = inputs.pop("past_key_values", None)
+        cache = None
+        if inputs.get("use_cache"):
+            cache = inputs.pop(self._cache_name, None)
+            if cache is None:
+                # The model dropped it and gives the whole text again, as with longrope where its rotations change.
+                cache = PipelineCache(self._stages)
         ids = inputs["decoder_input_ids" if self._adapter.config.is_encoder_decoder else "input_ids"]
         self._check_positions(ids.shape[1] + (0 if cache is None else cache.get_seq_length()), inputs)
         outputs = self._run("decoder", inputs, cache)
@@ -162,14 +172,18 @@ class Generator:
             cache.advance(ids.shape[1])
         if self._heads:
             logits = self._joined_logits(outputs, inputs, len(ids))
-            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            return self._output(logits, cache)
         if "logits" in outputs:
             # `generate` would convert them to float32 next; done here, the dtype of the broadcast is known everywhere.
             logits = outputs["logits"][:, -1:].float().contiguous()
         else:
             vocabulary = self._adapter.reference.get_output_embeddings().weight.shape[0]
             logits = torch.empty(ids.shape[0], 1, vocabulary, device=self.device)
-        return CausalLMOutputWithPast(logits=self._from_last("decoder", logits), past_key_values=cache)
+        return self._output(self._from_last("decoder", logits), cache)
+
+    def _output(self, logits: torch.Tensor, cache: PipelineCache | None) -> CausalLMOutputWithPast:
+        """What the forward of the model in lock-step returns."""
+        return CausalLMOutputWithPast(logits=logits, **({} if cache is None else {self._cache_name: cache}))
 
     def _joined_logits(self, outputs: Mapping[str, torch.Tensor], inputs: Inputs, num_rows: int) -> torch.Tensor:
         """The logits of the last position (B, 1, V) where every stage has a part of the head."""
@@ -213,7 +227,7 @@ class Generator:
                 continue
             given = {n: v.to(stage.device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
             if cache is not None:
-                given["past_key_values"] = cache.of_stage[number]
+                given[self._cache_name] = cache.of_stage[number]
             try:
                 carry = {}
                 if not self._begins(stage, stack):

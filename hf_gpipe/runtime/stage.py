@@ -19,6 +19,7 @@ from hf_gpipe.adapters.chunk_cache import RowCache
 from hf_gpipe.adapters.modules.head import DeferredLogits
 from hf_gpipe.adapters.modules.weight_gradients import Product, kept_bytes
 from hf_gpipe.adapters.routers import ChunkRouters
+from hf_gpipe.libraries.transformers import cache_argument
 from hf_gpipe.losses.cached_teacher import TopK
 from hf_gpipe.losses.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.runtime.channel import Shapes
@@ -390,7 +391,7 @@ class Stage:
             self.row_caches[chunk.sequence] = RowCache(self.model, chunk.length)
         rows = self.row_caches[chunk.sequence]
         routers = rows.routers_at(chunk.start, *self.model.adapter.main_input(inputs).shape)
-        return {**inputs, "past_key_values": rows.at(chunk.start), "use_cache": True}, routers
+        return {**inputs, cache_argument(self.model.model): rows.at(chunk.start), "use_cache": True}, routers
 
     def _loss_of(
         self, loss: Loss, read: LossInputs, deferred: DeferredLogits | None, added: torch.Tensor | None

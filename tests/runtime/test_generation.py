@@ -14,6 +14,7 @@ from transformers import (
     GPT2Config,
     LogitsProcessor,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -22,7 +23,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError, UnsupportedModelError, UserError
+from hf_gpipe.libraries.transformers import cache_argument
 from hf_gpipe.runtime.generate_arguments import UNSUPPORTED
+from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.spread_rows import pipelines
 from hf_gpipe.schedule.placement import Placement
 from tests.gloo import run_gloo
@@ -141,6 +144,35 @@ def test_prompt_in_chunks_and_without_a_mask() -> None:
     assert torch.equal(found, model.generate(input_ids=ids, max_new_tokens=10))
 
 
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_a_cache_that_the_model_drops(num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi-3 forgets its keys where a text outgrows its short rotations; the stages then ran every token once more."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 3.0, 2.0, 6.0]}
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Phi3Config(
+        vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=None, initializer_range=0.7, rope_parameters=rope, **shape
+    )
+    config.original_max_position_embeddings = 8
+    model = plain_model(config).eval()
+    ids = torch.arange(3, 15).view(2, 6)
+    options = {"input_ids": ids, "max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True}
+    lengths: list[int] = []
+    with model.register_forward_pre_hook(
+        lambda _, args, given: lengths.append(given["input_ids"].shape[1]), with_kwargs=True
+    ):
+        expected = model.generate(**options)
+    of_stages: list[int] = []
+    decode = Generator.decode
+    monkeypatch.setattr(
+        Generator, "decode", lambda self, given: of_stages.append(given["input_ids"].shape[1]) or decode(self, given)
+    )
+    found = Pipeline(model, num_stages).generate(**options)
+    assert of_stages == lengths == [6, 1, 1, 9, 1, 1, 1, 1]
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.logits, expected.logits)
+
+
 def test_scores_of_the_plain_model() -> None:
     model = sharp_model("marian")
     options = {"num_beams": 2, "return_dict_in_generate": True, "output_scores": True}
@@ -148,7 +180,8 @@ def test_scores_of_the_plain_model() -> None:
     found = Pipeline(model, 3).generate(**prompts(model), max_new_tokens=10, **options)
     assert torch.equal(found.sequences, expected.sequences)
     torch.testing.assert_close(found.sequences_scores, expected.sequences_scores)
-    assert "past_key_values" not in found
+    assert cache_argument(model) in expected
+    assert cache_argument(model) not in found
 
 
 class _Forbid(LogitsProcessor):

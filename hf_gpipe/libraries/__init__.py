@@ -1,0 +1,1 @@
+"""The private and undocumented names of libraries that the package uses, in a module for each library."""
