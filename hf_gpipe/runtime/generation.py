@@ -182,7 +182,7 @@ class Generator:
         return self._output(self._from_last("decoder", logits), cache)
 
     def _output(self, logits: torch.Tensor, cache: PipelineCache | None) -> CausalLMOutputWithPast:
-        """What the forward of the model in lock-step returns."""
+        """The output of the model in lock-step."""
         return CausalLMOutputWithPast(logits=logits, **({} if cache is None else {self._cache_name: cache}))
 
     def _joined_logits(self, outputs: Mapping[str, torch.Tensor], inputs: Inputs, num_rows: int) -> torch.Tensor:
