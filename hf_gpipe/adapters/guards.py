@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -138,7 +139,8 @@ def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> No
         expected: the same model built from its configuration, on any device.
     """
     family = model.config.model_type
-    modules, wanted = dict(model.named_modules()), dict(expected.named_modules())
+    # After resize_token_embeddings an encoder-decoder has one embedding under several names, for several tied ones.
+    modules, wanted = (dict(one.named_modules(remove_duplicate=False)) for one in (model, expected))
     for name in modules.keys() ^ wanted.keys():
         where = "not made by its configuration" if name in modules else "in its configuration alone"
         raise UserError(f"{family}: the model's module {name!r} is {where}, from which the stages are built")
@@ -149,13 +151,14 @@ def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> No
             raise UserError(f"{what} is a {kinds[0]} where the configuration makes a {kinds[1]}")
         for kind, hooks in _hooks(module):
             raise UserError(f"{what} has {kind} hooks ({hooks[0]}), which stages would not run; remove them")
-        for attribute, value in plain_attributes(wanted[name]).items():
+        for attribute, value in _plain_attributes(wanted[name]).items():
             own = vars(module).get(attribute)
             # Some recurrent blocks keep a state there in a forward, and quantised layers the scales of their weights.
             is_state = isinstance(own, torch.Tensor) and value is None
             is_state |= type(own).__module__.startswith("bitsandbytes.")
-            # The root's own values go to every stage with the weights (checkpoint/hub.py), as its forward reads them.
-            is_taken = not name and _is_plain(own)
+            is_taken = _is_plain(own) and _is_taken(name, attribute)
+            # Of a tied head, resize_token_embeddings exchanges the weight alone.
+            is_taken |= attribute == "out_features" and len(getattr(module, "weight", ())) == value
             if not is_state and not is_taken and (isinstance(own, torch.Tensor) or own != value):
                 raise UserError(
                     f"{what} has {attribute}={own!r} and stages made by its configuration have {value!r}; set it to "
@@ -174,6 +177,29 @@ def check_as_configured(model: PreTrainedModel, expected: PreTrainedModel) -> No
             f"{family}: the model and its configuration do not tie the same weights: {', '.join(sorted(odd.pop()))}; "
             "set tie_word_embeddings in the configuration to what the model does"
         )
+
+
+def take_attributes(model: nn.Module, source: nn.Module) -> None:
+    """Give a model those plain attributes of a model in memory that need not be as its configuration makes them.
+
+    Args:
+        model: the whole model on the meta device, or that of a stage.
+        source: the model in memory.
+    """
+    modules = dict(source.named_modules(remove_duplicate=False))
+    for name, module in model.named_modules(remove_duplicate=False):
+        own = _plain_attributes(modules[name]) if name in modules else {}
+        for attribute in _plain_attributes(module).keys() & own.keys():
+            if _is_taken(name, attribute):
+                setattr(module, attribute, copy.deepcopy(own[attribute]))
+
+
+def _is_taken(module: str, attribute: str) -> bool:
+    """Whether an attribute is taken as it is: the root's, which its forward reads, and the padding of any module.
+
+    Scripts set `config.pad_token_id` after loading, and the embedding keeps the padding that it was made with.
+    """
+    return not module or attribute in ("padding_idx", "pad_token_id")
 
 
 def check_classes(model: PreTrainedModel, layers: tuple[str, ...]) -> None:
@@ -240,7 +266,7 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, list[str]]]:
             yield kind, [getattr(hook, "__qualname__", repr(hook)) for hook in hooks]
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Plain attributes that a module's constructor has set; none that a forward or a resize changes."""
     return {
         name: value

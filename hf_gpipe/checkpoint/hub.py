@@ -7,7 +7,6 @@ conversions of keys apply unchanged.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.feed_forward import divide_by_depth
-from hf_gpipe.adapters.guards import plain_attributes
+from hf_gpipe.adapters.guards import take_attributes
 from hf_gpipe.adapters.modules.dropout import default_generator, keeping_random_numbers, key, mix
 from hf_gpipe.adapters.modules.quantised import BySlices, quantised_layers, restore
 from hf_gpipe.adapters.peft import PeftAdapter, planting_before_layers
@@ -110,7 +109,7 @@ def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
 
 
 def take(stage: StageModel, source: torch.nn.Module, device: torch.device) -> None:
-    """Give a stage the weights of a model in memory, the plain attributes of its root, and its functions.
+    """Give a stage the weights of a model in memory, its attributes that need not be configured, and its functions.
 
     On the same device weights are shared.
     """
@@ -143,9 +142,7 @@ def take(stage: StageModel, source: torch.nn.Module, device: torch.device) -> No
             setattr(module, leaf, tensor.to(device))
     if any(t.device.type == "meta" for t in model.state_dict().values()):
         raise CheckpointError("the given model is on the meta device and has no weights")
-    changed = plain_attributes(source)
-    for name in plain_attributes(model).keys() & changed.keys():
-        setattr(model, name, copy.deepcopy(changed[name]))
+    take_attributes(model, source)
     for patch in stage.adapter.patches:
         if any(patch.layer in layer.all_modules for layer in stage.layers):
             patch.put(model, source)

@@ -22,7 +22,7 @@ from hf_gpipe.adapters.auto_classes import (
 )
 from hf_gpipe.adapters.chain import Chain, is_chain
 from hf_gpipe.adapters.feed_forward import feed_forward_outputs
-from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model, check_sizes
+from hf_gpipe.adapters.guards import check_as_configured, check_classes, check_model, check_sizes, take_attributes
 from hf_gpipe.adapters.modules.batch_norm import batch_norms_of
 from hf_gpipe.adapters.modules.head import FoundProjection
 from hf_gpipe.adapters.modules.patches import find_patches
@@ -114,6 +114,7 @@ def open_model(spec: ModelSpec, device: torch.device) -> Adapter:
             expected = adapter.skeleton()
             adapter.peft.inject(expected)
         check_as_configured(model, expected)
+        take_attributes(adapter.reference, model)
         adapter.patches = find_patches(model, expected, layers)
         if any(patch.layer == adapter.layers[-1].name for patch in adapter.patches):
             adapter.projection = FoundProjection((), "a function of its head was replaced")

@@ -6,19 +6,28 @@ import copy
 import types
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GPT2Config, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel, T5Config
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    T5Config,
+)
 
 from hf_gpipe import Pipeline
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.adapters.observation.skeleton import copy_with_stubs
 from hf_gpipe.errors import UserError
 from hf_gpipe.model.clone import exact_clone
+from hf_gpipe.model.clone import padded_batch as model_batch
 from hf_gpipe.model.steps import plain_run
 from scripts.families import default_config
 from tests.gloo import run_gloo
@@ -190,6 +199,44 @@ def test_a_changed_attribute_of_the_root_is_used(family: str, name: str, value: 
     expected = plain_run(model, [batch])
     assert abs(expected.loss - before) > 1e-3
     assert_same(run_pipeline(Pipeline(model, 2, 1), batch), Result(expected.loss, expected.gradients))
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma2", "bart", "m2m_100"])
+def test_another_padding_token_after_loading(family: str) -> None:
+    """The embedding keeps the padding that it was made with, and this model was an error: scripts set the token."""
+    model = exact_clone(default_config(family), torch.float64)
+    model.config.pad_token_id = 7
+    batch = model_batch(model)
+    expected = plain_run(model, [batch])
+    assert_same(run_pipeline(Pipeline(model, 2, 1), batch), Result(expected.loss, expected.gradients))
+
+
+def test_another_padding_token_of_a_classifier() -> None:
+    """It finds the last token of a row by the configuration's padding, and its embedding has the earlier one."""
+    config = tiny_config("llama")
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").double().train()
+    model.config.pad_token_id = 7
+    ids = torch.tensor([[3, 4, 5, 7], [3, 0, 7, 7], [8, 9, 0, 10]])
+    batch = {"input_ids": ids, "attention_mask": (ids != 7).long(), "labels": torch.tensor([0, 1, 1])}
+    loss = model(**batch).loss
+    loss.backward()
+    expected = Result(loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert_same(run_pipeline(Pipeline(model, 2, 1), batch), expected)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "marian", "m2m_100", "pegasus"])
+def test_resized_embeddings_of_an_encoder_decoder(family: str, tmp_path: Path) -> None:
+    """They are one module under several names then, and this model was an error."""
+    model = exact_clone(default_config(family), torch.float64)
+    model.resize_token_embeddings(model.config.vocab_size + 5, mean_resizing=False)
+    batch = model_batch(model)
+    batch["labels"][0, 0] = batch["input_ids"][0, 0] = model.config.vocab_size - 1
+    expected = plain_run(model, [batch])
+    pipe = Pipeline(model, 3, 1)
+    assert_same(run_pipeline(pipe, batch), Result(expected.loss, expected.gradients))
+    pipe.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="eager").train()
+    assert abs(plain_run(again, [batch]).loss - expected.loss) < 1e-10
 
 
 class OwnLoss(LlamaForCausalLM):
