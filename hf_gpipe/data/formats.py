@@ -37,7 +37,7 @@ T = TypeVar("T")
 _BATCH_ROWS = 1000
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
-#: Characters of a line, which is in memory as a whole.
+#: Characters of a line, or of a value of CSV with line breaks, which is in memory as a whole.
 _LONGEST_LINE = 1 << 24
 #: Characters that a gzipped file with one JSON array, which is in memory as a whole, may unpack to.
 _LONGEST_ARRAY = 1 << 28
@@ -218,11 +218,18 @@ def read_csv(path: Path, start: int = 0, delimiter: str | None = None) -> Iterat
     if delimiter is None:
         delimiter = "\t" if ".tsv" in path.suffixes[-2:] else ","
     quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    # The limit of the module is one for the process, and low. It is never lowered: another thread may be reading.
+    csv.field_size_limit(most := max(csv.field_size_limit(), _LONGEST_LINE))
     with text_of(path, newline="") as opened:
         reader = csv.reader(lines_of(opened, path), delimiter=delimiter, quoting=quoting, strict=True)
         try:
             yield from _csv_rows(reader, path, start)
         except csv.Error as error:
+            if "field limit" in str(error):
+                raise DataError(
+                    f"{path}, line {reader.line_num}: a value has more than {most} characters; divide it, or correct "
+                    "the quotes"
+                ) from error
             raise DataError(f"{path}, line {reader.line_num} is not CSV ({error}); correct the line") from error
 
 

@@ -84,6 +84,17 @@ def test_quoted_values_come_back_whole(tmp_path_factory, values):
     assert [tuple(row.values()) for _, row in read_csv(path)] == values
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.csv.gz"])
+def test_documents_are_longer_than_the_limit_of_python_s_module(tmp_path, name):
+    """A value of over 131,072 characters was "not CSV", whatever read another file at that time."""
+    rows = [{"source": "a" * 200_000, "target": f"b{number}"} for number in range(3)]
+    path, small = write(tmp_path / name, rows), write(tmp_path / "small.csv", ROWS)
+    reader, other = read_csv(path), read_csv(small)
+    found = [next(reader)[1]]
+    assert len(list(other)) == len(ROWS), "its end leaves the limit of the other"
+    assert found + [row for _, row in reader] == rows
+
+
 def test_values_are_text_and_tabs_part_them_as_they_are(tmp_path):
     (tmp_path / "rows.csv").write_text('a,b\nNA,007\n"two\nlines","with, comma"\n')
     assert [row for _, row in read_csv(tmp_path / "rows.csv")] == [
@@ -110,7 +121,8 @@ def test_values_are_text_and_tabs_part_them_as_they_are(tmp_path):
         ("rows.csv", b'a,b\n"1,2\n', "not CSV"),
         ("rows.csv", "a,b\ngrün,2\n".encode("latin-1"), "not UTF-8"),
         ("rows.csv.gz", b"a,b\n", r"rows\.csv\.gz cannot be read"),
-        ("rows.csv", b"a,b\n" + b"1" * 200_000 + b",2\n", "line 2 is not CSV .*field limit"),
+        ("rows.csv", b'a,b\n"' + b"1234567\n" * (1 << 21) + b'1",2\n', "a value has more than 16777216 characters"),
+        ("rows.csv", b"a,b\n" + b"1" * (1 << 24) + b",2\n", "line 2 has more than 16777216 characters"),
         ("rows.parquet", b"", r"rows\.parquet cannot be read as Parquet"),
         ("rows.parquet", b"PAR1" + b"\x00" * 40 + b"PAR1", r"rows\.parquet cannot be read as Parquet"),
         ("rows.parquet", "cut", r"rows\.parquet cannot be read as Parquet"),
