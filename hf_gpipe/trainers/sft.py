@@ -22,6 +22,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.text_entries import has_ids
 from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.peft import base_of, has_adapters
@@ -165,7 +166,11 @@ class PipelineSFTTrainer(ExamplesTrainer):
                 "formatting_func makes texts, which have no completion; set completion_only_loss=False, or leave "
                 "formatting_func out"
             )
-        if dataset is None or isinstance(dataset, SFTExamples | ImageTextExamples) or args.skips_preparation:
+        if dataset is None or isinstance(dataset, SFTExamples | ImageTextExamples):
+            return dataset
+        if args.skips_preparation:
+            if self.data_collator is None or isinstance(self.data_collator, SFTCollator):
+                _check_labels(dataset)
             return dataset
         if not has_index(dataset):
             raise DataError("rows are tokenised before the training, and a stream has no end; give a map-style dataset")
@@ -218,6 +223,18 @@ class PipelineSFTTrainer(ExamplesTrainer):
         if (noted := self.pipe.loss.of_tokens.metrics) is not None:
             metrics |= means(self.world.gather_objects(noted.take(is_training=is_training)))
         return metrics
+
+
+def _check_labels(dataset: Any) -> None:
+    """Raise UserError where `SFTCollator` would learn all tokens of rows whose masks choose some of them."""
+    columns = _first_row(dataset).keys() | set(getattr(dataset, "column_names", None) or ())
+    masks = sorted(columns & {"assistant_masks", "completion_mask"})
+    if masks and "labels" not in columns:
+        raise UserError(
+            f"dataset_kwargs: skip_prepare_dataset=True, and the rows have {masks[0]!r} without 'labels': masks become "
+            "labels in the preparation, and without it every token would be learnt; give the rows labels, with "
+            f"{IGNORED_LABEL} for tokens that are not learnt, or leave skip_prepare_dataset out"
+        )
 
 
 def _first_row(dataset: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class PipelineSFTConfig(ModelArguments):
                 "tokenizer.chat_template before"
             )
         options = self.dataset_kwargs if isinstance(self.dataset_kwargs, dict) else {}
-        if unknown := options.keys() - {"skip_prepare_dataset", "add_special_tokens"}:
+        if unknown := options.keys() - {"skip_prepare_dataset"}:
             raise UserError(f"dataset_kwargs: {min(unknown)!r} is not supported; only skip_prepare_dataset is")
         if (self.packing or self.eval_packing) and self.max_length is None:
             raise UserError("packing needs max_length, the tokens of a packed row")

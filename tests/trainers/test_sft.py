@@ -406,6 +406,24 @@ def test_rows_of_every_form() -> None:
             SFTExamples([row], made, **options)
 
 
+def test_masks_of_rows_that_are_not_prepared_are_not_ignored(tmp_path: Path) -> None:
+    """With skip_prepare_dataset every token was learnt; TRL's SFTTrainer raises an error for these rows."""
+    skip: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_steps": 1}
+    ids = {"input_ids": [5, 6, 7, 8]}
+    model = plain_model(config())
+    for mask in ("assistant_masks", "completion_mask"):
+        masked = [ids | {mask: [0, 0, 1, 1]}] * 3
+        with pytest.raises(UserError, match=f"the rows have '{mask}' without 'labels'.*leave skip_prepare_dataset out"):
+            trained(tmp_path, model, masked, **skip)
+        labelled = [row | {"labels": [-100, -100, 7, 8]} for row in masked]
+        _, (log,) = trained(tmp_path, copy.deepcopy(model), labelled, **skip)
+        _, (prepared,) = trained(tmp_path, copy.deepcopy(model), masked, max_steps=1, completion_only_loss=True)
+        assert log["loss"] == pytest.approx(prepared["loss"], abs=1e-10)
+        made, _ = trained(tmp_path, copy.deepcopy(model), labelled, **skip)
+        with pytest.raises(UserError, match=f"the rows have '{mask}'"):
+            made.evaluate(masked)
+
+
 def test_rows_that_lose_their_targets_are_dropped_and_shuffled_as_trl_does() -> None:
     kept = [{"prompt": "a", "completion": "b" * count} for count in range(1, 6)]
     long = {"prompt": "a" * 50, "completion": "b"}
@@ -495,7 +513,7 @@ def test_defaults_are_trl_s(tmp_path: Path) -> None:
         ({"pad_to_multiple_of": 8}, "pad_to_multiple_of=8"),
         ({"activation_offloading": True}, "recompute='host'"),
         ({"chat_template_path": "org/name"}, "chat_template_path='org/name'"),
-        ({"dataset_kwargs": {"add_specials": 1}}, "dataset_kwargs: 'add_specials'"),
+        ({"dataset_kwargs": {"add_special_tokens": False}}, "dataset_kwargs: 'add_special_tokens'"),
         ({"dataset_batch_size": 3}, "PipelineSFTConfig has no argument 'dataset_batch_size'"),
         ({"num_train_epochs": None}, "num_train_epochs=None.*max_steps"),
     ],
