@@ -16,7 +16,7 @@ from uuid import uuid4
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests
+from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests, check_model_files
 from hf_gpipe.checkpoint.peft import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
 from hf_gpipe.checkpoint.save import make_directory, replace_directory
 from hf_gpipe.checkpoint.state import FOLDER, STATE_FILE, has_state, read_state, read_trainer_state
@@ -279,6 +279,28 @@ def _check_files(checkpoint: Path) -> None:
                 pass
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{checkpoint / file} is missing or damaged: {error}") from error
+
+
+def find_model_damage(checkpoint: Path, world: World, *, checks_bytes: bool) -> str:
+    """Why a saved model cannot be loaded, the same in every process; empty if it can.
+
+    Args:
+        checkpoint: its directory.
+        world: the processes; every one must call this function.
+        checks_bytes: whether the tensors are read too, by each process its share; otherwise only the headers.
+    """
+    problem = ""
+    try:
+        if not checkpoint.is_dir():
+            raise CheckpointError(f"there is no {checkpoint}")
+        check_model_files(checkpoint)
+        digests, files = Digests.read(checkpoint), _weights(checkpoint)
+        if digests is not None:
+            parts = [part for file in files for part in digests.parts(file)]
+            digests.check(parts[world.rank :: world.num_processes] if checks_bytes else [])
+    except CheckpointError as error:
+        problem = str(error)
+    return next((problem for problem in world.gather_objects(problem) if problem), "")
 
 
 def _weights(checkpoint: Path) -> list[str]:

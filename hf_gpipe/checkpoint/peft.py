@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -14,13 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_gpipe import strict_json
-from hf_gpipe.adapters import StageModel
+from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.peft import PeftAdapter, need_peft, tensor_of
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.copies import Files, PendingWrite, on_cpu
 from hf_gpipe.checkpoint.digests import Digests, Entry
-from hf_gpipe.checkpoint.save import delete_earlier, make_directory, prepare_files, publish_files
-from hf_gpipe.checkpoint.save import write_configuration as write_model_configuration
+from hf_gpipe.checkpoint.save import delete_earlier, publish_files, write_configuration
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.checkpoint.weight_files import WHOLE_NUMBERS
 from hf_gpipe.errors import CheckpointError, UserError
@@ -79,33 +78,32 @@ def as_config(given: Any) -> Any:
     return config
 
 
+def write_adapter_configuration(adapter: Adapter, folder: Path) -> None:
+    """Write the configuration of a model's adapters."""
+    assert adapter.peft is not None
+    config = copy.deepcopy(adapter.peft.config)
+    config.inference_mode = True
+    config.base_model_name_or_path = adapter.config.name_or_path or None
+    config.save_pretrained(folder)
+    if adapter.task_type is not None:  # the names of its classes, which peft's file has not
+        write_configuration(adapter, folder)
+
+
 def pending_adapters(
     directory: Path,
     models: Mapping[int, StageModel],
     world: World,
     peft: PeftAdapter,
-    write_more: Callable[[Path], Any] | None = None,
+    *,
+    is_complete: bool,
 ) -> PendingWrite:
     """The adapters of all stages, to be written into one file, with digests. Every process must call it.
 
     The tensors are gathered in the main process, which writes, because PEFT has no sharded adapters; they are small.
-    The configuration is read now, the tensors by `PendingWrite.write`. `write_more` is that of `save.pending_model`.
-
-    Raises CheckpointError, on every process, if the main one cannot write into the directory.
+    The directory is that of `save.prepare`; the tensors are read by `PendingWrite.write`. `is_complete` is as of
+    `save.delete_earlier`.
     """
-    world.from_writer(lambda: make_directory(directory))
-    adapter = next(iter(models.values())).adapter
-    base = adapter.config.name_or_path
-
-    def write_configuration(folder: Path) -> None:
-        config = copy.deepcopy(peft.config)
-        config.inference_mode = True
-        config.base_model_name_or_path = base or None
-        config.save_pretrained(folder)
-        if adapter.task_type is not None:  # the names of its classes, which peft's file has not
-            write_model_configuration(adapter, folder)
-
-    write_once(directory, world, lambda: prepare_files(directory, write_configuration, write_more))
+    base = next(iter(models.values())).adapter.config.name_or_path
     files: Files = {}
     for stage, model in models.items():
         if world.is_in_first_replica(stage):
@@ -129,7 +127,7 @@ def pending_adapters(
                 temporary.replace(directory / WEIGHTS_NAME)
                 entries |= new
                 if not base or Path(base).resolve() != directory.resolve():  # adapters may stand beside their model
-                    delete_earlier(directory, entries, new, is_complete=write_more is not None)
+                    delete_earlier(directory, entries, new, is_complete=is_complete)
 
         write_once(directory, world, write_file)
         return {}

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -25,7 +24,7 @@ from hf_gpipe.checkpoint.copies import Files, PendingWrite
 from hf_gpipe.checkpoint.digests import Entry
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.checkpoint.weight_files import DISTRIBUTED
-from hf_gpipe.errors import CheckpointError
+from hf_gpipe.errors import CheckpointError, HfGpipeError, UserError
 from hf_gpipe.job.wire import sendable
 from hf_gpipe.job.world import World
 
@@ -54,31 +53,24 @@ def pending_model(
     models: Mapping[int, StageModel],
     owner_stage: Mapping[str, int],
     world: World,
-    write_more: Callable[[Path], Any] | None = None,
+    *,
+    is_complete: bool,
 ) -> PendingWrite:
-    """A model that is to be written: one safetensors shard per stage, the index, configurations, digests of all these.
+    """A model that is to be written: one safetensors shard per stage, the index, digests of all these.
 
     The shards get new names. The file that makes them the checkpoint, the index or the single `model.safetensors`, is
-    written last, and then what is left of an earlier save is deleted. The configurations are read now, the tensors by
-    `PendingWrite.write`.
+    written last, and then what is left of an earlier save is deleted. The tensors are read by `PendingWrite.write`.
 
     Args:
-        directory: where to write; created if needed, files in it that no save has written stay.
+        directory: where to write, after `prepare`; files in it that no save has written stay.
         models: the stages of this process, by number.
         owner_stage: for each parameter of the whole model, the stage that writes it.
         world: the processes; every one must call this function.
-        write_more: writes other small files that belong to the model, such as the tokenizer's, into the directory that
-            it gets; called in the writer.
-
-    Raises:
-        CheckpointError: on every process, if one of them cannot write into the directory.
+        is_complete: as of `delete_earlier`.
     """
     num_stages = world.placement.num_stages
-    world.from_writer(lambda: make_directory(directory))
     taken = world.is_writer and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
     tag = world.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[world.writer]
-    configure = partial(write_configuration, next(iter(models.values())).adapter)
-    write_once(directory, world, lambda: prepare_files(directory, configure, write_more))
     files: Files = {}
     for stage, model in models.items():
         if world.is_in_first_replica(stage):  # each file is written once
@@ -102,20 +94,47 @@ def pending_model(
         for part in write_together(directory, world, lambda: write_shards(files)):
             shards.update(part)
 
-        write_once(directory, world, lambda: publish(directory, shards, is_complete=write_more is not None))
+        write_once(directory, world, lambda: publish(directory, shards, is_complete=is_complete))
         return {}
 
     return PendingWrite(files, write)
 
 
+def prepare(directory: Path, world: World, *writes: Callable[[Path], Any] | None) -> None:
+    """`prepare_files` by the writer, in a directory that is made if needed. Every process must call it.
+
+    Raises:
+        UserError: on every process, if a file cannot be written, or something has no form in a file.
+    """
+    world.from_writer(lambda: make_directory(directory))
+    write_once(directory, world, lambda: prepare_files(directory, *writes))
+
+
 def prepare_files(directory: Path, *writes: Callable[[Path], Any] | None) -> None:
-    """Write small files beside the directory's own, until `publish_files` makes them its own."""
+    """Write small files beside the directory's own, until `publish_files` makes them its own.
+
+    Args:
+        directory: an existing directory.
+        writes: functions that write files, such as the tokenizer's, into the folder that they get.
+
+    Raises:
+        UserError: a function fails, such as for a configuration with values that are not valid.
+    """
     temporary = directory / _PREPARED
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     for write in writes:
-        if write is not None:
+        if write is None:
+            continue
+        try:
             write(temporary)
+        except (OSError, HfGpipeError):
+            raise
+        except Exception as error:  # the library, and a script's own tokenizer, raise whatever they come upon
+            raise UserError(
+                f"a file that belongs to the model cannot be saved: {type(error).__name__}: "
+                f"{' '.join(str(error).split())}; correct what it says"
+            ) from error
 
 
 def publish_files(directory: Path) -> dict[str, Entry]:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NotRequired, Required
 
+import numpy as np
 import torch
 from pydantic import FiniteFloat
 from safetensors import safe_open
@@ -160,9 +161,7 @@ def pending_state(
                     tensors[stage_of[name]][f"{name}/{slot}"] = whole
             elif world.leads(stage_of[name]):
                 values.setdefault(name, {})[slot] = _json(value, f"optimizer state {slot!r} of {name}")
-    groups = _json(options_of_groups(optimizer), "an optimizer's option")
-    schedule = None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state")
-    progress = _json({"has_digests": True, **asdict(run)}, "progress")
+    groups, schedule, progress = _in_json(optimizer, scheduler, run)
 
     def write_slots(tensors: Files) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
         folder.mkdir(exist_ok=True)
@@ -197,6 +196,24 @@ def pending_state(
         return {f"{FOLDER}/{file}": entry for file, entry in files.items()}
 
     return PendingWrite(tensors, write)
+
+
+def _in_json(
+    optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, run: RunState
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The optimizer's options, the scheduler's state and the progress as JSON. Raises CheckpointError."""
+    groups = _json(options_of_groups(optimizer), "an optimizer's option")
+    schedule = None if scheduler is None else _json(scheduler.state_dict(), "the scheduler's state")
+    return groups, schedule, _json({"has_digests": True, **asdict(run)}, "progress")
+
+
+def check_state(optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, run: RunState) -> None:
+    """Raise CheckpointError for a value that `pending_state` could not save."""
+    _in_json(optimizer, scheduler, run)
+    for slots in optimizer.state.values():
+        for slot, value in slots.items():
+            if not isinstance(value, torch.Tensor):
+                _json(value, f"optimizer state {slot!r}")
 
 
 def options_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -383,9 +400,11 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _json(value: Any, what: str) -> Any:
-    """Return `value` in a form that JSON restores unchanged, except that tuples become lists."""
+    """Return `value` in a form that JSON restores unchanged, except that tuples become lists, and scalars numbers."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:  # of Adafactor's own schedule, say
+        return value.item()
     if isinstance(value, list | tuple):
         return [_json(entry, what) for entry in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -394,5 +413,7 @@ def _json(value: Any, what: str) -> Any:
 
 
 def _like(current: Any, saved: Any) -> Any:
-    """Return a saved option in the type that the optimizer has for it, because JSON has no tuples."""
+    """Return a saved option in the type that the optimizer has for it, because JSON has no tuples and tensors."""
+    if isinstance(current, torch.Tensor) and isinstance(saved, int | float):
+        return torch.full_like(current, saved)
     return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
-from hf_gpipe.errors import CheckpointError
+from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.job.world import World
 
 Value = TypeVar("Value")
@@ -32,16 +32,21 @@ def write_together(
         The values that `write` returned in the processes, in order of rank.
 
     Raises:
-        CheckpointError: on every process, if one of them cannot write.
+        CheckpointError: on every process, if one of them cannot write. A UserError of one is raised on every process.
     """
-    value, problem = None, ""
+    value: Value | None = None
+    problem: UserError | str = ""
     with world.working(PATIENCE):
         try:
             value = write() if is_writing else None
         except (OSError, SafetensorError) as error:
             problem = " ".join(str(error).split())
+        except UserError as error:
+            problem = error
     outcomes = world.gather_objects((value, problem))
     for rank, (_, why) in enumerate(outcomes):
+        if isinstance(why, UserError):
+            raise problem if isinstance(problem, UserError) and rank == world.rank else why
         if why:
             raise CheckpointError(
                 f"process {rank} cannot write into {directory}: {why}; earlier checkpoints are unchanged; make room "

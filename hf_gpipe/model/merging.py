@@ -50,7 +50,7 @@ def merge(
     Args:
         spec: of a model with saved adapters.
         output: a new or empty directory. After a crash it is not there.
-        write_more: that of `checkpoint.save.pending_model`.
+        write_more: a function of `checkpoint.save.prepare_files`.
         shard_bytes: of the weights that are in memory together.
 
     Returns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,8 +14,8 @@ import torch
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.checkpoint.copies import PendingWrite
-from hf_gpipe.checkpoint.peft import load_adapters, pending_adapters
-from hf_gpipe.checkpoint.save import pending_model
+from hf_gpipe.checkpoint.peft import load_adapters, pending_adapters, write_adapter_configuration
+from hf_gpipe.checkpoint.save import pending_model, prepare, write_configuration
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World
 from hf_gpipe.model.trainable import TrainableLayers
@@ -225,13 +226,30 @@ class StageParameters:
         Args:
             directory: where to.
             world: whose messages the writing uses.
-            write_more: that of `checkpoint.save.pending_model`.
+            write_more: as for `prepare_write`.
         """
+        self.prepare_write(directory, world, write_more)
+        is_complete = write_more is not None
         self.ties.refresh_copies()
         if self.adapter.peft is not None:
-            return pending_adapters(directory, self.models, world, self.adapter.peft, write_more)
-        self._check_not_quantised("save_pretrained")
-        return pending_model(directory, self.models, self.ties.owner_stage, world, write_more)
+            return pending_adapters(directory, self.models, world, self.adapter.peft, is_complete=is_complete)
+        return pending_model(directory, self.models, self.ties.owner_stage, world, is_complete=is_complete)
+
+    def prepare_write(self, directory: Path, world: World, write_more: Callable[[Path], Any] | None = None) -> None:
+        """Write everything but the tensors into a folder in a directory, where it waits for them.
+
+        Args:
+            directory, world: as for `pending_write`.
+            write_more: writes other small files that belong to the model, such as the tokenizer's, into the directory
+                that it gets; called in the writer.
+
+        Raises:
+            UserError: on every process, if the model or a file cannot be saved.
+        """
+        if self.adapter.peft is None:
+            self._check_not_quantised("save_pretrained")
+        write = write_configuration if self.adapter.peft is None else write_adapter_configuration
+        prepare(directory, world, partial(write, self.adapter), write_more)
 
     def _check_not_quantised(self, what: str) -> None:
         """Raise UserError where the weights are quantised: they never change, and their files are the source's."""

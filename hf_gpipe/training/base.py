@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     DataCollatorWithPadding,
     DefaultFlowCallback,
@@ -19,6 +20,7 @@ from transformers import (
     PrinterCallback,
     ProcessorMixin,
     TrainerCallback,
+    TrainerControl,
     default_data_collator,
     trainer_utils,
 )
@@ -48,6 +50,8 @@ from hf_gpipe.training.loader import Collate
 from hf_gpipe.training.longest import longest_mini_batch
 from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.progress import MetricsFile, ProgressBar
+
+logger = transformers.logging.get_logger(__name__)
 
 #: Arguments that may differ between processes: where each writes and what it shows, and a token that must not travel.
 _OF_EACH_PROCESS = (
@@ -140,8 +144,10 @@ def name_of_callback(error: Exception) -> str:
     return "a callback"
 
 
-def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]) -> None:
+def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any], world: World) -> None:
     """Give each callback that keeps a state the state saved under its class's name, in order.
+
+    A saved state without its callback is a warning, as in Trainer.
 
     Raises CheckpointError where the state is not a state of that class.
     """
@@ -157,6 +163,12 @@ def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]
                     f"stateful_callbacks.{name} in {TRAINER_STATE_FILE} does not fit the callback: {error!r}; resume "
                     "from another checkpoint, or with restore_callback_states_from_checkpoint=False"
                 ) from error
+    missing = [name for name, states in states_of.items() if states and name != TrainerControl.__name__]
+    if missing and world.is_reporter:
+        logger.warning(
+            f"the checkpoint has the state of {', '.join(missing)}, and this training has no such callback: the state "
+            "is ignored; give the callback to go on with it"
+        )
 
 
 def make_pipeline(

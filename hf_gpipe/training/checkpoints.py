@@ -23,7 +23,10 @@ from hf_gpipe.checkpoint.directory import (
     check_shared,
     check_whole,
     checkpoint_path,
+    find_model_damage,
+    remove,
     rotate,
+    temporary_path,
     tidy,
     written_whole,
 )
@@ -31,6 +34,7 @@ from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints, newest_checkpoint
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.checkpoint.state import (
     TRAINER_STATE_FILE,
+    check_state,
     load_state,
     pending_state,
     read_state,
@@ -85,6 +89,8 @@ class Checkpoints:
         self._output_dir = Path(trainer.args.output_dir)
         self._saving: Saving | None = None
         self._has_warned = False
+        args = trainer.args
+        self._saves = args.save_strategy != "no" or args.enable_jit_checkpoint or args.keeps_in_memory
         self.saved_step: int | None = None
         self.kept_step: int | None = None
         self._memory = None
@@ -167,6 +173,55 @@ class Checkpoints:
         self._pipe.step = saved.pipeline_step
         position = DataPosition(saved.position.epoch) if self._args.ignore_data_skip else saved.position
         return replace(saved, position=position, data=new.data, num_micro_batches=now), state
+
+    def find_best(self, resumed: Path | None = None) -> Path | None:
+        """The checkpoint of the best model, if it can be read; otherwise the state forgets it. Every process calls it.
+
+        Args:
+            resumed: the checkpoint that the training goes on from. The best one may have been moved together with it.
+        """
+        state = self._trainer.state
+        if state.best_model_checkpoint is None:
+            return None
+        best, problems = Path(state.best_model_checkpoint), []
+        for path in (best, *([] if resumed is None else [resumed.parent / best.name])):
+            with Job.current().during("checking the best checkpoint"):
+                problem = find_model_damage(path, self._world, checks_bytes=resumed is None)
+            if not problem:
+                state.best_model_checkpoint = str(path)
+                return path
+            problems.append(problem)
+        state.best_model_checkpoint = None
+        if self._world.is_reporter:
+            logger.warning(
+                f"the best model so far, of step {state.best_global_step}, cannot be loaded: {problems[0]}; what "
+                "is trained is not lost, and a later model takes its place if it is better"
+            )
+        return None
+
+    def check(self, run: RunState) -> None:
+        """Raise UserError where no checkpoint of this training could be written; all but the tensors is tried.
+
+        Without checkpoints the model may be saved at the end, and what would hinder it is a warning.
+        """
+        directory = temporary_path(self.path(0))
+        with Job.current().during("preparing for checkpoints"):
+            self.check_state(run)
+            try:
+                self._trainer.try_to_save(directory, self._for_saving)
+            except UserError as error:
+                if self._saves:
+                    raise
+                if self._world.is_reporter:
+                    logger.warning(f"the trained model could not be saved: {error}")
+            finally:
+                if self._world.is_writer:
+                    remove(directory)
+
+    def check_state(self, run: RunState) -> None:
+        """Raise CheckpointError for a value of the optimizer, its scheduler or the data that cannot be saved."""
+        if self._saves and not self._args.save_only_model:
+            check_state(self._trainer.made_optimizer(), self._trainer.lr_scheduler, run)
 
     def begin(self, run: RunState, *, in_memory: bool = False) -> None:
         """Write the checkpoint of this step, or copy it and write it in the background; then rotate. `end` follows.

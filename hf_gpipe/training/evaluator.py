@@ -17,7 +17,7 @@ from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import Generation, generation_options
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.predicting import Predicted, concatenated, from_last_stage, mean_loss, predict
-from hf_gpipe.training.trainer_interface import TrainerInterface
+from hf_gpipe.training.trainer_interface import TrainerInterface, in_lists
 
 
 class Evaluator:
@@ -117,7 +117,7 @@ class Evaluator:
             inputs=inputs,
             losses=row_losses if "loss" in self._args.include_for_metrics else None,
         )
-        return _in_lists(denumpify_detensorize(self._trainer.compute_metrics(prediction, **options)) or {})
+        return in_lists(denumpify_detensorize(self._trainer.compute_metrics(prediction, **options)) or {})
 
     def _arrays(self, columns: _Columns) -> tuple[Any, ...]:
         """Predictions, labels, inputs and losses of all rows, each as one array or as a list with the mini-batches."""
@@ -157,13 +157,6 @@ class _Columns:
             self.inputs.append(self.input_of(predicted.batch).numpy())
         evaluation = predicted.evaluation
         self.row_losses.append((evaluation.row_nll / evaluation.row_tokens.clamp(min=1)).numpy())
-
-
-def _in_lists(metrics: Any) -> Any:
-    """Put lists in place of arrays and tensors of metrics, since logs and checkpoints are JSON."""
-    if isinstance(metrics, Mapping):
-        return {name: _in_lists(value) for name, value in metrics.items()}
-    return metrics.tolist() if hasattr(metrics, "tolist") else metrics
 
 
 def metric_of(args: PipelineTrainingArguments, metrics: Mapping[str, float]) -> float:

@@ -76,6 +76,11 @@ class Logs:
         logs["seconds_left"] = logs["training_seconds"] / steps * (state.max_steps - step)
         return {name: value for name, value in logs.items() if value is not None}
 
+    @property
+    def has_more_steps(self) -> bool:
+        """Whether there was a step since the last log."""
+        return self._trainer.state.global_step > self._logged_step
+
     def summary(self) -> dict[str, float]:
         """The metrics of the whole training, for this process; `train_loss` is the mean loss."""
         state = self._trainer.state

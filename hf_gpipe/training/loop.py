@@ -67,6 +67,7 @@ class TrainingLoop:
         self._run, self._checkpoints, self._logs = run, checkpoints, logs
         self._ignored_keys, self._resume_hint = ignored_keys, resume_hint
         self._args, self._pipe, self._world = trainer.args, trainer.pipe, trainer.pipe.world
+        self._first_step = trainer.state.global_step
         self._num_parameters = self._pipe.adapter.num_parameters(exclude_embeddings=True)
         self._updates = Updates(trainer, logs)
         self._agreement = Agreement(self._world)
@@ -140,6 +141,9 @@ class TrainingLoop:
             for flag in asked:
                 # What a step before the last one asked for is done at the end of the window.
                 setattr(self._control, flag, True)
+            if self._state.global_step == self._first_step + len(window):
+                # An optimizer makes its state in its first step, and a stream tells its place.
+                self._checkpoints.check_state(self._run)
             self._log_evaluate_save(waits=self._updates.wait)
             if self._control.should_epoch_stop or self._control.should_training_stop:
                 break
@@ -299,8 +303,8 @@ class TrainingLoop:
 
     def _load_best_model(self) -> None:
         state = self._state
-        if state.best_model_checkpoint is not None:
-            self._pipe.load_pretrained(state.best_model_checkpoint)
+        if self._checkpoints.find_best() is not None:
+            self._pipe.load_pretrained(Path(state.best_model_checkpoint or ""))
         saved = None if state.best_model_checkpoint is None else step_of(Path(state.best_model_checkpoint))
         if state.best_global_step is None and self._world.is_reporter:
             logger.warning(
@@ -317,6 +321,8 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         mine = self._logs.summary()
         metrics = self._world.broadcast_value(mine, self._world.reporter)
+        if self._logs.has_more_steps:
+            metrics |= self._trainer.metrics_of_loss(is_training=True)
         self._trainer.log(metrics)
         if self._args.load_best_model_at_end:
             self._load_best_model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from pathlib import Path
@@ -12,7 +13,8 @@ from transformers import Trainer, trainer_pt_utils
 from transformers.modelcard import TrainingSummary
 
 from hf_gpipe.checkpoint.copies import PendingWrite
-from hf_gpipe.checkpoint.save import make_directory
+from hf_gpipe.checkpoint.save import make_directory, prepare
+from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE
 from hf_gpipe.job.calls import by_every_process
 from hf_gpipe.job.world import World
 from hf_gpipe.training.hub import HubUploads
@@ -49,11 +51,33 @@ class SavingTrainer(TrainerInterface):
 
         Returns None where `save_model` is overridden, since it then writes at once.
         """
-        if getattr(self.save_model, "__func__", None) is SavingTrainer.save_model:
+        if self._saves_model_itself:
             self._check_surface()
             return self._own_model_to_save(directory, world)
         self.save_model(str(directory), _internal_call=True)
         return None
+
+    def try_to_save(self, directory: Path, world: World) -> None:
+        """Write what a checkpoint has beside tensors into a directory. Every process calls it.
+
+        Raises UserError where something has no form in a file, such as the state of a callback.
+        """
+        state = copy.deepcopy(self.state)
+        state.stateful_callbacks = self.new_state().stateful_callbacks
+
+        def write(folder: Path) -> None:
+            self._write_beside_model(folder)
+            state.save_to_json(folder / TRAINER_STATE_FILE)
+
+        if self._saves_model_itself:
+            self.pipe.weights.prepare_write(directory, world, write)
+        else:
+            prepare(directory, world, write)
+
+    @property
+    def _saves_model_itself(self) -> bool:
+        """Whether `save_model` is not overridden."""
+        return getattr(self.save_model, "__func__", None) is SavingTrainer.save_model
 
     def _own_model_to_save(self, directory: Path, world: World) -> PendingWrite:
         return self.pipe.weights.pending_write(directory, world, self._write_beside_model)

@@ -303,9 +303,11 @@ class PipelineTrainer(EvaluatingTrainer):
             saved.is_world_process_zero = self.state.is_world_process_zero
             self.state = saved
             if self.args.restore_callback_states_from_checkpoint:
-                restore_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks)
+                restore_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks, self.world)
+            checkpoints.find_best(checkpoint)
         self.state.compute_steps(self.args, length.max_steps)
         self.state.max_steps, self.state.num_train_epochs = length.max_steps, length.num_epochs
+        checkpoints.check(run)
         self._first_num_tokens = self.state.num_input_tokens_seen
         self.pipe.zero_grad()
         logs = Logs(self, start_time)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,6 +23,13 @@ from hf_gpipe.training.loss_scaling import LossScaler
 from hf_gpipe.training.master_weights import MasterWeights
 from hf_gpipe.training.predicting import Preprocess
 from hf_gpipe.training.surface import Surface
+
+
+def in_lists(metrics: Any) -> Any:
+    """Put lists and numbers in place of arrays and tensors, since logs and checkpoints are JSON."""
+    if isinstance(metrics, Mapping):
+        return {name: in_lists(value) for name, value in metrics.items()}
+    return metrics.tolist() if hasattr(metrics, "tolist") else metrics
 
 
 class TrainerInterface:
@@ -170,6 +178,12 @@ class TrainerInterface:
             seen = logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
             if start_time is not None:
                 logs |= speed_metrics("train", start_time, num_tokens=seen - self._first_num_tokens)
+        for name, value in logs.items():
+            logs[name] = in_lists(value)
+            try:
+                json.dumps(logs[name])
+            except (TypeError, ValueError) as error:
+                raise UserError(f"log: the value of {name!r} has no form in JSON: {error}; give a number") from error
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.fire("on_log", logs=logs)
 

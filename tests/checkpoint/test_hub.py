@@ -23,7 +23,6 @@ from hf_gpipe import Pipeline
 from hf_gpipe.adapters import StageModel, adapter_for
 from hf_gpipe.checkpoint import hub, save, weight_files
 from hf_gpipe.checkpoint.directory import written_whole
-from hf_gpipe.checkpoint.peft import pending_adapters
 from hf_gpipe.errors import CheckpointError, UserError
 from tests.gloo import run_gloo
 from tests.oracle import plain_model, tiny_config
@@ -397,7 +396,7 @@ def _fail_then_save(blocked: str, directory: str) -> list[str]:
         pass
     told.append(str(error.value))
     with pytest.raises(CheckpointError) as error:
-        pending_adapters(Path(blocked), pipe.models, pipe.world, peft=None)
+        pipe.weights.prepare_write(Path(blocked), pipe.world)
     told.append(str(error.value))
     pipe.save_pretrained(directory)
     return told

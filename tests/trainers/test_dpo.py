@@ -274,6 +274,21 @@ def test_thirty_steps_of_trl(loss_type: str, has_lora: bool, tmp_path: Path) -> 
     trained_alike(made, theirs, (ours, recorder), METRICS)
 
 
+def test_metrics_since_the_last_log_are_in_the_log_of_the_end(tmp_path: Path) -> None:
+    """The metrics of the last steps were dropped, unless a log fell on the last step; TRL adds them to the end's."""
+    model = plain_model(config())
+    _, every = trained(tmp_path, copy.deepcopy(model), max_steps=5)
+    for steps, first in ((3, 3), (5, None)):
+        _, logs = trained(tmp_path, copy.deepcopy(model), max_steps=5, logging_steps=steps)
+        assert "train_loss" in logs[-1]
+        for name in METRICS:
+            if first is None:
+                assert name not in logs[-1]
+            else:
+                expected = [log[name] for log in every if "loss" in log][first:]
+                assert logs[-1][name] == pytest.approx(sum(expected) / len(expected), abs=1e-10)
+
+
 def test_the_formulas_of_every_loss() -> None:
     """By numbers that were worked out by hand: beta = 0.5, log-ratios 1 and -1 of 2 and 4 tokens."""
     losses = torch.tensor([[3.0], [8.0]], dtype=torch.float64)

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import UserError
-from hf_gpipe.training import evaluating_trainer, loop
+from hf_gpipe.training import base, checkpoints, evaluating_trainer, loop
 from tests.oracle import plain_model, tiny_config
-from tests.training.toy import CausalRows, trainer
+from tests.training.toy import CausalRows, StopAt, trainer
 
 NAN = math.nan
+RESTORE = {"restore_callback_states_from_checkpoint": True}
 
 
 def scores(values: list[float]) -> Callable[[Any], dict[str, float]]:
     """`compute_metrics` whose score takes these values, one in each evaluation."""
     left = iter(values)
     return lambda prediction: {"score": next(left)}
+
+
+class Steps(TrainerCallback):
+    """Notes the number of steps that are done."""
+
+    now = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        Steps.now = state.global_step
 
 
 @pytest.mark.parametrize(
@@ -81,6 +92,89 @@ def test_nan_is_never_the_best(values: list[float], is_greater: bool, tmp_path: 
     assert own == others
     for parameter, tensor in mine.items():
         torch.testing.assert_close(tensor, theirs[parameter], rtol=0, atol=2e-5)
+
+
+def resumed(folder: Path, values: list[float], **others: Any) -> Any:
+    """A run whose first steps may be done; the score takes these values, one after each step."""
+    common: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "score",
+        "eval_dataset": CausalRows(2),
+        "compute_metrics": scores(values),
+        "max_steps": 4,
+        "family": "llama",
+    }
+    run = trainer(folder, **common | others)
+    run.train(resume_from_checkpoint=True)
+    return run
+
+
+def test_a_best_checkpoint_that_is_gone_is_told_when_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run died after its last step, with "Repo id must be in the form ...", and nothing of it was saved."""
+    told: list[tuple[str, int]] = []
+    for logger in (loop.logger, checkpoints.logger):
+        monkeypatch.setattr(logger, "warning", lambda text: told.append((text, Steps.now)))
+    resumed(tmp_path / "moved", [9, 1], callbacks=[StopAt(2)])
+    # A best checkpoint that has moved together with the resumed one is found.
+    (tmp_path / "moved").rename(tmp_path / "here")
+    assert resumed(tmp_path / "here", [2, 3]).state.best_model_checkpoint == str(tmp_path / "here" / "checkpoint-1")
+    assert told == []
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "here" / "checkpoint-4")
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "here" / f"checkpoint-{step}")
+    shutil.rmtree(tmp_path / "here" / "checkpoint-1")
+    run = resumed(tmp_path / "here", [2, 3], callbacks=[Steps()])
+    assert [(text.partition(" step ")[0], step) for text, step in told] == [
+        ("the best model so far, of", 0),
+        ("the best evaluation was that of", 4),
+    ]
+    assert run.state.global_step == 4
+    for name, parameter in run.pipe.named_parameters():
+        torch.testing.assert_close(parameter, saved.get_parameter(name), msg=name)
+
+
+def test_a_best_checkpoint_that_is_damaged_does_not_cost_the_trained_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(loop.logger, "warning", told.append)
+    monkeypatch.setattr(checkpoints.logger, "warning", told.append)
+
+    class Damage(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            file = tmp_path / "checkpoint-1" / "model.safetensors"
+            if state.global_step == 4:
+                content = bytearray(file.read_bytes())
+                content[-1] ^= 1
+                file.write_bytes(content)
+
+    run = resumed(tmp_path, [9, 1, 2, 3], callbacks=[Damage()], num_stages=1)
+    assert "model.safetensors" in told[0]
+    assert "what is trained is not lost" in told[0]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    for name, parameter in run.pipe.named_parameters():
+        torch.testing.assert_close(parameter, saved.get_parameter(name), msg=name)
+
+
+def test_a_saved_state_without_its_callback_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patience that was left of an EarlyStoppingCallback was dropped without a word; Trainer warns."""
+    told: list[str] = []
+    monkeypatch.setattr(base.logger, "warning", told.append)
+    callback = EarlyStoppingCallback(early_stopping_patience=3)
+    resumed(tmp_path, [3, 2], callbacks=[callback, StopAt(2)])
+    again = EarlyStoppingCallback(early_stopping_patience=3)
+    run = resumed(tmp_path, [1], callbacks=[again], max_steps=3, **RESTORE)
+    (kept,) = [one for one in run.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)]
+    assert (kept.early_stopping_patience_counter, told) == (2, [])
+    resumed(tmp_path, [1], **RESTORE)
+    assert len(told) == 1
+    assert told[0].startswith("the checkpoint has the state of EarlyStoppingCallback, and this training has no such")
 
 
 def test_no_number_among_the_evaluations_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
