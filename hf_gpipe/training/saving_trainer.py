@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub import ModelCard
-from transformers import Trainer, trainer_pt_utils
+from transformers import PreTrainedModel, Trainer, trainer_pt_utils
 from transformers.modelcard import TrainingSummary
 
 from hf_gpipe.checkpoint.copies import PendingWrite
@@ -19,6 +21,10 @@ from hf_gpipe.job.calls import by_every_process
 from hf_gpipe.job.world import World
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.trainer_interface import TrainerInterface
+
+logger = transformers.logging.get_logger(__name__)
+
+_CARD = "README.md"
 
 
 class SavingTrainer(TrainerInterface):
@@ -34,16 +40,23 @@ class SavingTrainer(TrainerInterface):
     def save_model(self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False) -> None:
         """Write model and tokenizer in Hub format, by default into `args.output_dir`. Every process calls it.
 
-        With `push_to_hub` the model is then uploaded, as transformers' Trainer does.
+        With `push_to_hub` the model is then uploaded, as transformers' Trainer does. A directory without a README.md
+        gets a model card, which names the base model of PEFT adapters as peft does.
 
         Args:
             output_dir: the directory to write to; None: `args.output_dir`.
-            _internal_call: whether the trainer calls it for a checkpoint or an upload; then nothing is uploaded here.
+            _internal_call: whether the trainer calls it for a checkpoint or an upload; then nothing is uploaded here,
+                and there is no card.
         """
         directory = Path(output_dir) if output_dir is not None else self._output_dir
         self._check_surface()
         self._own_model_to_save(directory, self.world).write()
-        if self.args.push_to_hub and not _internal_call:
+        if _internal_call:
+            return
+        self.world.from_writer(lambda: self._add_card(directory))
+        if self.world.is_reporter:
+            print(f"the model is saved in {directory}", file=sys.stderr, flush=True)
+        if self.args.push_to_hub:
             self._push(directory, "Model save", {})
 
     def model_to_save(self, directory: Path, world: World) -> PendingWrite | None:
@@ -99,7 +112,21 @@ class SavingTrainer(TrainerInterface):
         if not self.is_world_process_zero():
             return
         make_directory(self._output_dir)
-        path, kept = self._output_dir / "README.md", {name: value for name, value in given.items() if name != "self"}
+        self._write_card(self._output_dir / _CARD, {name: value for name, value in given.items() if name != "self"})
+
+    def _add_card(self, directory: Path) -> None:
+        """Write the card of a saved model, unless there is one. What goes wrong is a warning: the model is saved."""
+        if (directory / _CARD).exists() or not isinstance(self.pipe.adapter.reference, PreTrainedModel):
+            return
+        try:
+            # Without a name of the base model, transformers asks the Hub for nothing.
+            self._write_card(directory / _CARD, {"model_name": directory.absolute().name, "finetuned_from": ""})
+        except Exception as error:  # the library reads the dataset and the history, which may be of any kind
+            logger.warning(f"{directory} has no model card: {type(error).__name__}: {error}")
+
+    def _write_card(self, path: Path, kept: dict[str, Any]) -> None:
+        """Write a card; `kept` is the arguments of `TrainingSummary.from_trainer`."""
+        base = self.pipe.adapter.config.name_or_path
         if path.exists():
             before = ModelCard.load(path, ignore_metadata_errors=True).data.tags
             tags = kept.get("tags")
@@ -107,6 +134,7 @@ class SavingTrainer(TrainerInterface):
                 tags = [tags] if isinstance(tags, str) else list(tags)
                 kept["tags"] = [*tags, *(tag for tag in before if tag not in tags)]
         summary: Any = TrainingSummary.from_trainer(self, **kept)
+        summary.finetuned_from = summary.finetuned_from or (None if os.path.isdir(base) else base) or None
         # Trainer counts every process as a replica, which a stage is not.
         for name in ("distributed_type", "num_devices", "total_train_batch_size", "total_eval_batch_size"):
             summary.hyperparameters.pop(name, None)
@@ -117,7 +145,7 @@ class SavingTrainer(TrainerInterface):
         if self.pipe.adapter.peft is not None:
             card = ModelCard.load(path)
             card.data.library_name = "peft"
-            card.data.base_model = card.data.base_model or self.pipe.model.config.name_or_path or None
+            card.data.base_model = card.data.base_model or base or None
             card.save(path)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
+from huggingface_hub import ModelCard
+from transformers import LlamaForCausalLM, Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 
 from hf_gpipe import PipelineTrainer
 from hf_gpipe.data import PairCollator
@@ -275,6 +276,32 @@ def test_a_model_card_is_drafted(tmp_path: Path) -> None:
     assert "num_stages: 2" in first
     one.create_model_card(tags=["other"])
     assert "- mine" in (tmp_path / "README.md").read_text()
+
+
+def test_a_saved_model_has_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """save_model wrote no card and said nothing; adapters had no base model in their card, which peft writes."""
+    peft = pytest.importorskip("peft")
+    plain_model(tiny_config("llama"), dtype=torch.float32).save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(base, lora).save_pretrained(tmp_path / "plain")
+    expected = ModelCard.load(tmp_path / "plain/README.md").data
+    args = arguments(tmp_path / "out", max_steps=1)
+    one = PipelineTrainer(str(tmp_path / "base"), args, PairCollator(0), train_dataset=CausalRows(4), peft_config=lora)
+    one.train()
+    one.save_model(str(tmp_path / "adapters"))
+    card = ModelCard.load(tmp_path / "adapters/README.md")
+    assert (card.data.base_model, card.data.library_name) == (expected.base_model, expected.library_name)
+    assert f"the model is saved in {tmp_path / 'adapters'}" in capsys.readouterr().err
+    # The card of a user stays as it is, and it may be changed without harm to the model.
+    (tmp_path / "adapters/README.md").write_text("mine")
+    one.save_model(str(tmp_path / "adapters"))
+    assert (tmp_path / "adapters/README.md").read_text() == "mine"
+    PipelineTrainer(str(tmp_path / "adapters"), args, PairCollator(0), train_dataset=CausalRows(4))
+    whole = made(tmp_path / "whole")
+    whole.train_dataset = object()  # nothing of a card may cost a model
+    whole.save_model()
+    assert "generated_from_trainer" in (tmp_path / "whole/README.md").read_text()
 
 
 def test_model_init_may_take_a_trial(tmp_path: Path) -> None:
