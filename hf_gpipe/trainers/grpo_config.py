@@ -69,11 +69,12 @@ class PipelineGRPOConfig(ModelArguments, OwnLossArguments):
         check_number("top_p", self.top_p, most=1, is_above=True)
         for weight in self.reward_weights or ():
             check_number("reward_weights", weight, -math.inf)
-        if self.generation_config is not None:
-            raise UserError(
-                "generation_config: completions are sampled from the distribution that the loss reads; leave it out, "
-                "and set temperature, top_p or top_k"
-            )
+        for name in ("generation_config", "generation_max_length", "generation_num_beams", "predict_with_generate"):
+            if getattr(self, name):
+                raise UserError(
+                    f"{name}: completions are sampled from the distribution that the loss reads; leave it out, and set "
+                    "max_completion_length, temperature, top_p or top_k"
+                )
         check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
         if self.loss_type == "bnpo" and self.size.accumulation > 1:
             raise UserError(

@@ -74,6 +74,11 @@ class ReferenceTrainer(OwnLossTrainer, ABC):
         self._precomputes = pipe.loss.needs_reference and (
             args.precompute_ref_log_probs or self._has_other_reference or not pipe.has_new_adapters
         )
+        if not self._precomputes and (size := getattr(args, "precompute_ref_batch_size", None)) is not None:
+            raise UserError(
+                f"precompute_ref_batch_size={size} would have no effect: no log-probabilities of a reference are "
+                "computed before the training; leave it out, or set precompute_ref_log_probs=True"
+            )
         if self._precomputes:
             reference = pipe
             if ref_model is not None:

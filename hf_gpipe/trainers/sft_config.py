@@ -12,6 +12,8 @@ from hf_gpipe.losses.token_metrics import TokenMetrics
 from hf_gpipe.trainers.model_arguments import ModelArguments
 from hf_gpipe.training.arguments import argument
 
+_NOT_PREPARED = "dataset_kwargs has skip_prepare_dataset=True, so the collator gets the rows as they are"
+
 
 @dataclass
 class PipelineSFTConfig(ModelArguments):
@@ -86,6 +88,16 @@ class PipelineSFTConfig(ModelArguments):
             raise UserError(f"dataset_kwargs: {min(unknown)!r} is not supported; only skip_prepare_dataset is")
         if (self.packing or self.eval_packing) and self.max_length is None:
             raise UserError("packing needs max_length, the tokens of a packed row")
+        packs = self.packing or bool(self.eval_packing)
+        for name, is_read, reason in (
+            ("packing_strategy", packs, "no rows are packed"),
+            ("truncation_mode", self.max_length is not None and not self.packing, "no rows are cut one by one"),
+            ("assistant_only_loss", not self.skips_preparation, _NOT_PREPARED),
+            ("completion_only_loss", not self.skips_preparation, _NOT_PREPARED),
+            ("shuffle_dataset", not self.skips_preparation, _NOT_PREPARED),
+        ):
+            if not is_read and (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                raise UserError(f"{name}={value!r} would have no effect: {reason}; leave it out")
         if self.padding_free and not self.packing and self.max_length is not None:
             raise UserError(
                 "padding_free=True without packing goes with max_length=None, as in TRL; cut the rows yourself, or use "

@@ -150,6 +150,12 @@ class PipelineTrainer(EvaluatingTrainer):
         self.world = model.world if isinstance(model, Pipeline) else world_for(self.args.config)
         self._prepare_data(model)
         self._set_model(model)
+        if self.args.batch_eval_metrics and compute_metrics is not None:
+            if "compute_result" not in inspect.signature(compute_metrics).parameters:
+                raise UserError(
+                    "batch_eval_metrics=True calls compute_metrics for each mini-batch, with compute_result=True for "
+                    "the last; give the function that parameter, or leave batch_eval_metrics out"
+                )
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer = optimizers[0]
@@ -187,6 +193,10 @@ class PipelineTrainer(EvaluatingTrainer):
             self.pipe = model
         else:
             source, own = self._source(model)
+            if twice := [name for name in own if options.get(name) is not None]:
+                raise UserError(
+                    f"{twice[0]} is an argument of the trainer and in model_init_kwargs; leave one of them out"
+                )
             options = own | {name: value for name, value in options.items() if value is not None}
             spec = ModelSpec.of(source, autocast=self.args.autocast, **options)
             loss = self.args.make_loss() if loss is None else loss

@@ -409,6 +409,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             arguments(tmp_path, **values)
+    args = arguments(tmp_path, loss_type="orpo", precompute_ref_batch_size=3)
+    with pytest.raises(UserError, match="precompute_ref_batch_size=3 would have no effect"):
+        PipelineDPOTrainer(config(), args=args, train_dataset=rows(), processing_class=tokenizer())
     args = arguments(tmp_path, loss_type="orpo")
     with pytest.raises(UserError, match="ref_model is given, and loss_type='orpo' reads no reference"):
         PipelineDPOTrainer(config(), config(), args, train_dataset=rows(), processing_class=tokenizer())

@@ -358,6 +358,8 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
         ({"delta": -1.0}, "delta=-1.0: expected a finite number above 0"),
         ({"reward_weights": [math.nan]}, "reward_weights=nan: expected a finite number"),
         ({"generation_config": GenerationConfig()}, "generation_config: completions are sampled from the distribution"),
+        ({"predict_with_generate": True}, "predict_with_generate: completions are sampled from the distribution"),
+        ({"generation_num_beams": 2}, "generation_num_beams: completions are sampled from the distribution"),
         ({"scale_rewards": "all"}, "scale_rewards: found 'all'"),
         ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, "loss_type='bnpo': it is a mean over the tokens"),
         ({"temperature": 0.0}, "temperature: found 0.0 .*expected a number above 0"),

@@ -408,7 +408,7 @@ def test_rows_of_every_form() -> None:
 
 def test_masks_of_rows_that_are_not_prepared_are_not_ignored(tmp_path: Path) -> None:
     """With skip_prepare_dataset every token was learnt; TRL's SFTTrainer raises an error for these rows."""
-    skip: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_steps": 1}
+    skip: dict[str, Any] = {**SKIP, "max_steps": 1}
     ids = {"input_ids": [5, 6, 7, 8]}
     model = plain_model(config())
     for mask in ("assistant_masks", "completion_mask"):
@@ -497,6 +497,9 @@ def test_the_auxiliary_loss_of_experts_is_on_unless_its_weight_is_0(tmp_path: Pa
         trained(tmp_path, config(), router_aux_loss_coef=0.1)
 
 
+SKIP = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+
+
 def test_defaults_are_trl_s(tmp_path: Path) -> None:
     made = PipelineSFTConfig(output_dir=str(tmp_path), use_cpu=True)
     assert (made.learning_rate, made.logging_steps, made.bf16, made.max_length) == (2e-5, 10, True, 1024)
@@ -510,6 +513,13 @@ def test_defaults_are_trl_s(tmp_path: Path) -> None:
         ({"packing": True, "packing_strategy": "best"}, "packing_strategy='best'.*bfd, bfd_split, wrapped"),
         ({"packing": True, "max_length": None}, "packing needs max_length"),
         ({"padding_free": True}, "max_length=None"),
+        # Options that were accepted and had no effect.
+        ({"packing_strategy": "wrapped"}, "packing_strategy='wrapped' would have no effect: no rows are packed"),
+        ({"truncation_mode": "keep_end", "max_length": None}, "truncation_mode='keep_end' would have no effect"),
+        ({"truncation_mode": "keep_end", "packing": True}, "truncation_mode='keep_end' would have no effect"),
+        ({"shuffle_dataset": True, **SKIP}, "shuffle_dataset=True would have no effect: .*skip_prepare_dataset"),
+        ({"assistant_only_loss": True, **SKIP}, "assistant_only_loss=True would have no effect"),
+        ({"completion_only_loss": False, **SKIP}, "completion_only_loss=False would have no effect"),
         ({"pad_to_multiple_of": 8}, "pad_to_multiple_of=8"),
         ({"activation_offloading": True}, "recompute='host'"),
         ({"chat_template_path": "org/name"}, "chat_template_path='org/name'"),

@@ -146,6 +146,8 @@ def test_options_of_a_model_that_is_not_read_are_an_error(saved: str, tmp_path: 
     pipe = Pipeline(saved, 2, 1, loss=arguments.make_loss())
     with pytest.raises(UserError, match="model_init_kwargs is given, and the model is a Pipeline"):
         made("SFT", pipe, tmp_path, **given)
+    with pytest.raises(UserError, match="quantization_config is an argument of the trainer and in model_init_kwargs"):
+        trained(tmp_path, saved, options={"quantization_config": 1}, model_init_kwargs={"quantization_config": 2})
     with pytest.raises(UserError, match="model_init_kwargs are for a model that is read"):
         made("DPO", LlamaForCausalLM.from_pretrained(saved), tmp_path, **given)
 

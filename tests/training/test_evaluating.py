@@ -109,6 +109,8 @@ def test_metrics_in_parts_and_predictions_in_lists(tmp_path: Path) -> None:
         return metrics if compute_result else {}
 
     made = trainer(tmp_path, compute_metrics=compute, batch_eval_metrics=True, per_device_eval_batch_size=4)
+    with pytest.raises(UserError, match="give the function that parameter"):  # before its first evaluation
+        trainer(tmp_path, compute_metrics=lambda prediction: {}, batch_eval_metrics=True)
     found = made.evaluate(Rows(10, seed=3))
     # As JSON has them: they are written into metrics.jsonl, and into checkpoints.
     assert (found["eval_rows"], found["eval_each"], found["eval_of"]) == (10, [4, 4, 2], {"torch": [1, 2]})
