@@ -132,6 +132,12 @@ class PipelineTrainer(EvaluatingTrainer):
         # The arguments may have been changed since, by args.set_training(...) and the like.
         self.args.check()
         transformers.logging.set_verbosity(self.args.get_process_log_level())
+        parameters = {} if compute_metrics is None else inspect.signature(compute_metrics).parameters
+        if self.args.batch_eval_metrics and compute_metrics is not None and "compute_result" not in parameters:
+            raise UserError(
+                "batch_eval_metrics=True calls compute_metrics for each mini-batch, with compute_result=True for the "
+                "last; give the function that parameter, or leave batch_eval_metrics out"
+            )
         if (model is None) == (model_init is None):
             raise UserError("give either model or model_init")
         self._set_seed()
@@ -150,12 +156,6 @@ class PipelineTrainer(EvaluatingTrainer):
         self.world = model.world if isinstance(model, Pipeline) else world_for(self.args.config)
         self._prepare_data(model)
         self._set_model(model)
-        if self.args.batch_eval_metrics and compute_metrics is not None:
-            if "compute_result" not in inspect.signature(compute_metrics).parameters:
-                raise UserError(
-                    "batch_eval_metrics=True calls compute_metrics for each mini-batch, with compute_result=True for "
-                    "the last; give the function that parameter, or leave batch_eval_metrics out"
-                )
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer = optimizers[0]
