@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import os
 import sys
@@ -59,6 +60,9 @@ def loading() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        if "triton" in sys.modules:
+            # Its bindings would print hundreds of lines at the end about objects that were not collected.
+            atexit.register(gc.unfreeze)
 
 
 def run_command(work: Callable[[], int]) -> int:

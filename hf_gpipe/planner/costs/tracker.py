@@ -109,10 +109,11 @@ class Tracker(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         phase = self._phase
+        if func is _UNSAFE_VIEW:
+            # Its memory is the same, and PyTorch keeps no result of the other one. Releases differ in which they call.
+            func = _aten.view.default
         if phase is not None and not func.is_view:
             phase.calls += 1
-        if func is _UNSAFE_VIEW:
-            func = _aten.view.default  # its memory is the same, and PyTorch keeps no result of the other one
         # A product by 4-bit weights converts them back first, as its backward does.
         weights = args[0].new_empty(args[2]) if func.name() == _QUANTISED else None
         if weights is not None:
