@@ -5,27 +5,43 @@
     accelerate launch --num_processes 4 examples/translate.py MODEL PAIRS OUTPUT --num_stages 4
 
 PAIRS is a file of JSON lines {"source": ..., "target": ...}; its last tenth is kept for evaluation. All
-arguments of PipelineTrainingArguments may follow, such as --max_steps 1000 --bf16 --learning_rate 1e-4.
+arguments of PipelineTrainingArguments may follow, such as --max_steps 1000 --bf16 --learning_rate 1e-4. A model whose
+tokenizer has codes of languages needs --source_language and --target_language, as deu_Latn and eng_Latn for NLLB.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from datasets import load_dataset
 from sacrebleu.metrics import CHRF
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq, EvalPrediction, HfArgumentParser
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, EvalPrediction, GenerationConfig, HfArgumentParser
 
 from hf_gpipe import PipelineTrainer, PipelineTrainingArguments
+from hf_gpipe.data.translation.language_codes import LanguageCodes
+
+
+@dataclass
+class Languages:
+    """The tokenizer's codes of the languages of the file."""
+
+    source_language: str | None = None
+    target_language: str | None = None
 
 
 def main(model: str, pairs: str, output: str, *options: str) -> None:
     defaults = ["--predict_with_generate", "--num_micro_batches", "4", "--eval_strategy", "epoch"]
-    parser = HfArgumentParser(PipelineTrainingArguments)
-    (args,) = parser.parse_args_into_dataclasses(["--output_dir", output, *defaults, *options])
+    parser = HfArgumentParser([PipelineTrainingArguments, Languages])
+    args, languages = parser.parse_args_into_dataclasses(["--output_dir", output, *defaults, *options])
     tokenizer = AutoTokenizer.from_pretrained(model)
+    if codes := LanguageCodes.of(tokenizer, {}):
+        tokenizer.src_lang = codes.code(languages.source_language or "")
+        tokenizer.tgt_lang = codes.code(languages.target_language or "")
+        args.generation_config = GenerationConfig.from_pretrained(model)
+        args.generation_config.update(**codes.starting(languages.target_language))
 
     def encode(row: dict[str, Any]) -> dict[str, Any]:
         return dict(tokenizer(row["source"], text_target=row["target"], truncation=True, max_length=128))

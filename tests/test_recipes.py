@@ -23,10 +23,10 @@ from hf_gpipe.from_recipe import job
 from hf_gpipe.job.job import Job
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import SEQUENCE_KINDS, load_recipe
+from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe, load_recipe
 from hf_gpipe.recipe.data import CLASSIFIER_KINDS, PAIRED_KINDS
 from scripts.write_teacher import main as write_teacher
-from tests.data import hub_directories
+from tests.data import hub_directories, multilingual
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPES = sorted((REPOSITORY / "recipes").glob("**/*.yaml"))
@@ -80,6 +80,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def own_model(recipe: Recipe, data: Path, models: Path) -> Path:
+    """The tiny model in place of the recipe's."""
+    own = "questions/model" if recipe.data.kind == "image_text" else "nllb" if recipe.data.language_codes else None
+    return models if own is None else data / own
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data in the form that each recipe names, a few rows of it."""
@@ -126,6 +132,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pixels = np.random.default_rng(0).integers(0, 17, (60, 8, 8))
     digit_questions.write_rows(folder / "questions" / "data", pixels, [number % 10 for number in range(60)])
     digit_questions.write_model(folder / "questions" / "model")
+    of = multilingual.tokenizer("nllb", folder)
+    of.save_pretrained(folder / "nllb")
+    multilingual.model("nllb", of).float().save_pretrained(folder / "nllb")
     text = folder / "wikitext"
     text.mkdir()
     for split, count in splits.items():
@@ -151,7 +160,8 @@ def tiny(path: Path, data: Path, models: Path) -> list[str]:
         small = [one for one in small if not one.startswith(of_text)]
         if recipe.data.kind == "images":
             return [*small, f"data.path={data / 'digits.parquet'}", "data.test_fraction=0.2"]
-        return [*small, f"data.path={data}/questions/data", f"model.path={data}/questions/model"]
+        return [*small, f"data.path={data}/questions/data", f"model.path={own_model(recipe, data, models)}"]
+    models = own_model(recipe, data, models)
     overrides = [*small, f"tokenizer={{path: {models}}}"]
     if recipe.data.kind not in SEQUENCE_KINDS:
         overrides.append("evaluation.samples=1")
@@ -257,8 +267,7 @@ def test_it_is_planned(
 
     monkeypatch.setattr(LayerTracer, "costs", costs_once)
     recipe = load_recipe(path)
-    own = data / "questions" / "model" if recipe.data.kind == "image_text" else models
-    words = [f"model.path={own}"] if recipe.model.path else []
+    words = [f"model.path={own_model(recipe, data, models)}"] if recipe.model.path else []
     words += ["pipeline.num_stages=4"] if recipe.pipeline.offload_weights else []
     words += [f"distillation.teacher={models}"] if recipe.distillation.teacher else []
     code = plan.main([str(path), "--json", "--device", "tpu-v3", *words])

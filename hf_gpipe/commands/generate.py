@@ -41,6 +41,8 @@ def _parser() -> Parser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--system", help="system message of the chat")
     parser.add_argument("--plain", action="store_true", help="do not use the chat template")
+    parser.add_argument("--source-language", help="code of the texts' language, for a tokenizer that has such codes")
+    parser.add_argument("--target-language", help="code of the language to translate into, for such a tokenizer")
     parser.add_argument("--batch-size", type=int, default=8, help="number of lines of stdin in a batch (default: 8)")
     parser.add_argument("--dtype", help="type of the weights, such as bfloat16 (default: the checkpoint's)")
     parser.add_argument(
@@ -77,6 +79,7 @@ def _generate(args: argparse.Namespace) -> int:
     names = ("max_new_tokens", "num_beams", "do_sample", "temperature", "top_p")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     is_decoder_only = not pipe.adapter.config.is_encoder_decoder
+    options |= _in_languages(tokenizer, args)
     lines = _lines(args)
     while texts := pipe.world.from_reader(lambda: next(lines, []), takes_long=True):
         inputs = _encoded(tokenizer, texts, args, is_decoder_only=is_decoder_only)
@@ -87,6 +90,21 @@ def _generate(args: argparse.Namespace) -> int:
                 print(text, flush=True)
     job.leave()
     return 0
+
+
+def _in_languages(tokenizer: Any, args: argparse.Namespace) -> dict[str, int]:
+    """Let the tokenizer encode the texts' language; returns the argument of `generate` of the target's language."""
+    from hf_gpipe.data.translation.language_codes import LanguageCodes
+
+    names = {name: value for name in ("source_language", "target_language") if (value := getattr(args, name))}
+    codes = LanguageCodes.of(tokenizer, {})
+    if codes is None:
+        for name in names:
+            raise UserError(f"--{name.replace('_', '-')}: the tokenizer has no codes of languages; leave it out")
+        return {}
+    if args.source_language is not None:
+        tokenizer.src_lang = codes.code(args.source_language)
+    return {} if args.target_language is None else codes.starting(args.target_language)
 
 
 def _lines(args: argparse.Namespace) -> Iterator[list[str]]:

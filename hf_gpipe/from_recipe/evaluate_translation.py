@@ -229,11 +229,14 @@ def evaluate_translation(
     taken: list[Pair] = []
     num_characters: list[int] = []
     order: list[int] = []
+    #: In the main process: the rows that are translated.
+    encoded: list[Any] = []
 
     def make() -> Any:
         assert tokenizer is not None, "the main process has the tokenizer"
         taken.extend(_first_of_each_language(pairs or (), evaluation.max_examples))
         rows = rows_of(taken, tokenizer)
+        encoded.append(rows)
         num_characters.extend(rows.num_characters)
         # Little of a mini-batch is padding where its rows are about equally long.
         order.extend(sorted(range(len(rows)), key=lambda i: (len(token_ids(rows[i])), rows.lengths[i])))
@@ -249,10 +252,14 @@ def evaluate_translation(
     options |= {"do_sample": False, "num_return_sequences": 1}
     #: The translation of each pair, with the number of the reference's tokens.
     outcomes: dict[int, tuple[Translated, int]] = {}
-    for predicted in predict(pipe, batches, generation=Generation(pipe, options, pad_token_id)):
+    codes = encoded[0].codes if encoded else None
+    start_argument = pipe.world.from_reader(lambda: None if codes is None else codes.start_argument)
+    generation = Generation(pipe, options, pad_token_id, start_argument)
+    for predicted in predict(pipe, batches, generation=generation):
         if tokenizer is None or not pipe.world.is_reader:
             continue
-        texts = tokenizer.batch_decode(predicted.tokens, skip_special_tokens=True)
+        assert predicted.tokens is not None, "there is a generation"
+        texts = encoded[0].decoded(predicted.tokens)
         sums, counts = predicted.evaluation.row_nll.tolist(), predicted.evaluation.row_tokens.tolist()
         numbers = order[len(outcomes) : len(outcomes) + len(texts)]
         for index, text, nll, num_tokens in zip(numbers, texts, sums, counts, strict=True):

@@ -133,6 +133,7 @@ def _pairs_rows(recipe: Recipe, split: Any, tokenizer: PreTrainedTokenizerBase) 
         max_source_tokens=recipe.data.max_source_tokens,
         max_target_tokens=recipe.data.max_target_tokens,
         decoder_only=not model_config(recipe, None).is_encoder_decoder,
+        language_codes=recipe.data.language_codes,
     )
 
 

@@ -124,6 +124,10 @@ class DataSection:
     """Whether sources start with a tag for the target language, such as <2de>; always if there are several
     target languages and one side is known to be English."""
 
+    language_codes: Annotated[dict[str, Any], PAIRS] = field(default_factory=dict)
+    """Codes of a loaded tokenizer that has codes of languages, such as NLLB's and M2M-100's, for languages that it
+    calls otherwise: {de: deu_Latn, en: eng_Latn}. Rows of an encoder-decoder then have these in place of tags."""
+
     max_source_tokens: Annotated[int, Field(ge=2), PAIRS] = 128
     """Maximum length of a source in tokens, special tokens included; longer sources are truncated."""
 
@@ -281,6 +285,11 @@ class DataSection:
         for language, name in self.subset.items() if isinstance(self.subset, dict) else ():
             if not isinstance(name, str) or not name:
                 raise DataError(f"subset.{language} is {show(name)}; give the name of a subset.")
+        for language, code in self.language_codes.items():
+            if not isinstance(code, str) or not code:
+                raise DataError(
+                    f"language_codes.{language} is {show(code)}; give the tokenizer's code, such as deu_Latn."
+                )
         for language, number in (self.counts or {}).items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise DataError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from hf_gpipe.adapters import IGNORED_LABEL
@@ -40,12 +41,21 @@ class Generation:
         pipe: the pipeline.
         options: keyword arguments of `generate`.
         pad_token_id: the token that fills shorter rows; None: the model's own, or -100 where it has none.
+        start_argument: of an encoder-decoder whose targets have a token of their language: the argument of `generate`
+            that takes it, for each row by itself: "forced_bos_token_id", the first token of its targets, or
+            "decoder_start_token_id", the last one.
     """
 
-    def __init__(self, pipe: Pipeline, options: Mapping[str, Any], pad_token_id: int | None) -> None:
+    def __init__(
+        self,
+        pipe: Pipeline,
+        options: Mapping[str, Any],
+        pad_token_id: int | None,
+        start_argument: str | None = None,
+    ) -> None:
         check_generates(pipe.adapter)
         self._pipe = pipe
-        self._options = dict(options)
+        self._options, self._start_argument = dict(options), start_argument
         self._num_batches = 0
         self._is_decoder_only = not pipe.adapter.config.is_encoder_decoder
         own = pipe.adapter.reference.generation_config.pad_token_id
@@ -55,15 +65,29 @@ class Generation:
         """Generate token ids (B, T'), on every process. A decoder-only model's are without the prompts."""
         if not self._is_decoder_only:
             inputs = {name: tensor for name, tensor in batch.items() if name not in _TARGET_SIDE}
-            return self._generated(inputs)
+            return self._generated(inputs) if self._start_argument is None else self._by_start(inputs, batch["labels"])
         inputs = left_padded_prompts(batch, max(self.pad_token_id, 0))
         return self._generated(inputs)[:, token_ids(inputs).shape[1] :]
 
-    def _generated(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _by_start(self, inputs: Mapping[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        """Generate for the rows of each first token together, because `generate` takes one for all rows."""
+        assert self._start_argument is not None, "it is known"
+        last = (labels != IGNORED_LABEL).sum(dim=1) - 1
+        place = last if self._start_argument == "decoder_start_token_id" else torch.zeros_like(last)
+        tokens = labels.gather(1, place[:, None]).flatten()
+        made: list[torch.Tensor] = [torch.empty(0)] * len(tokens)
+        for token in tokens.unique().tolist():
+            rows = (tokens == token).nonzero().flatten()
+            alike = {name: tensor[rows] for name, tensor in inputs.items()}
+            for row, ids in zip(rows.tolist(), self._generated(alike, **{self._start_argument: token}), strict=True):
+                made[row] = ids
+        return pad_sequence(made, batch_first=True, padding_value=max(self.pad_token_id, 0))
+
+    def _generated(self, inputs: Mapping[str, torch.Tensor], **start: int) -> torch.Tensor:
         seed = mix(self._pipe.seed, self._pipe.step, self._num_batches)
         self._num_batches += 1
         default_generator(self._pipe.world.device).manual_seed(seed)
-        ids = self._pipe.generate(**inputs, **self._options)
+        ids = self._pipe.generate(**inputs, **self._options, **start)
         if len(ids) != len(token_ids(inputs)):
             raise UserError(
                 "num_return_sequences: an evaluation compares one generated row with each row of targets; set it to 1"

@@ -96,7 +96,7 @@ def test_two_threads_and_what_they_remember_change_nothing(tokenizer, monkeypatc
 def _in_blocks(pairs, size):
     for start in range(0, len(pairs), size):
         block = pairs[start : start + size]
-        yield [pair.source for pair in block], [pair.target for pair in block]
+        yield [pair.source for pair in block], [pair.target for pair in block], [""] * len(block), [""] * len(block)
 
 
 def test_nothing_is_logged_when_nothing_is_cut(tokenizer, caplog):

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 #: Keys that decide how pairs are used, but not which pairs the corpus has.
 _NOT_OF_THE_PAIRS = (
     *("max_source_tokens", "max_target_tokens", "temperature", "streaming", "counts", "shuffle_buffer", "made_by"),
+    "language_codes",
 )
 
 
@@ -82,7 +83,8 @@ def read_corpus(parts: Sequence[Part], fields: PairFields, data: DataSection) ->
         DataError: rows that are not pairs, a language without pairs, or no training pairs.
     """
     keys = {key: value for key, value in asdict(data).items() if key not in _NOT_OF_THE_PAIRS}
-    key = fingerprint("pairs", keys, [[part.language, part.identity()] for part in parts])
+    # Entries of "pairs" alone, of earlier releases, have no languages of the sides.
+    key = fingerprint("pairs with languages", keys, [[part.language, part.identity()] for part in parts])
     folder = cached("pairs", key, lambda folder: _write(folder, parts, fields, data))
     about = strict_json.read(folder / "about.json", _About, error=DataError)
     for name, number in about["empty"].items():

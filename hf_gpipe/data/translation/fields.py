@@ -109,8 +109,15 @@ class PairFields:
         for side in self._target_sides:
             from_, to = (source, target) if side == "target" else (target, source)
             code = ENGLISH if side == self.english_side else known
-            made.append(Pair(tagged(from_, code) if tags else from_, to, known, key))
+            made.append(Pair(tagged(from_, code) if tags else from_, to, known, key, *self._languages(side, language)))
         return made
+
+    def _languages(self, target_side: str, language: str | None) -> tuple[str, str]:
+        """The languages of source and target of a pair, as far as they are known."""
+        other = language or ""
+        if self.english_side is None:
+            return "", other
+        return (other, ENGLISH) if target_side == self.english_side else (ENGLISH, other)
 
     @cached_property
     def _target_sides(self) -> list[str]:

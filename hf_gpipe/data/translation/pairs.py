@@ -18,13 +18,15 @@ class Pair(NamedTuple):
     """A source and its translation. `source` includes its target tag, if there is one.
 
     `language` is that of the side that is not English, the key of reports per language. Pairs with equal `split_key`
-    are always in the same split.
+    are always in the same split. The languages of the sides are empty where the data do not say them.
     """
 
     source: str
     target: str
     language: str
     split_key: str
+    source_language: str = ""
+    target_language: str = ""
 
 
 class PairTable(Sequence[Pair]):
@@ -35,7 +37,7 @@ class PairTable(Sequence[Pair]):
         fingerprint: a hash of the content; None: nothing that is computed from the pairs is cached.
     """
 
-    SCHEMA = pyarrow.schema([(name, pyarrow.string()) for name in ("source", "target", "language", "split_key")])
+    SCHEMA = pyarrow.schema([(name, pyarrow.string()) for name in Pair._fields])
 
     def __init__(self, table: pyarrow.Table, fingerprint: str | None = None) -> None:
         self.table, self.fingerprint = table, fingerprint
@@ -73,14 +75,15 @@ def texts_of(pair: Pair) -> tuple[str, str]:
     return pair.source, pair.target
 
 
-def texts_in_blocks(pairs: Sequence[Pair]) -> Iterator[tuple[list[str], list[str]]]:
-    """Sources and targets of all pairs in order, a block at a time."""
+def texts_in_blocks(pairs: Sequence[Pair]) -> Iterator[tuple[list[str], ...]]:
+    """Sources, targets, the languages of sources and of targets of all pairs in order, a block at a time."""
+    names = ("source", "target", "source_language", "target_language")
     if isinstance(pairs, PairTable):
         for batch in pairs.table.to_batches(BATCH_ROWS):
-            yield batch.column("source").to_pylist(), batch.column("target").to_pylist()
+            yield tuple(batch.column(name).to_pylist() for name in names)
     else:
         for block in in_blocks(pairs):
-            yield [pair.source for pair in block], [pair.target for pair in block]
+            yield tuple([getattr(pair, name) for pair in block] for name in names)
 
 
 def languages_of(pairs: Sequence[Pair]) -> list[str]:
@@ -104,6 +107,11 @@ def count_languages(pairs: Sequence[Pair]) -> Counter[str]:
 def language_tag(language: str) -> str:
     """The tag of a source whose target is in `language`: "<2de>"."""
     return f"<2{language}>"
+
+
+def without_tag(source: str, language: str) -> str:
+    """`source` without the tag of its target `language`, if it has one."""
+    return source.removeprefix(f"{language_tag(language)} ")
 
 
 def tagged(source: str, language: str) -> str:

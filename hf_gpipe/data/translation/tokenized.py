@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import cached_property, partial
-from itertools import islice
+from itertools import islice, repeat
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +22,8 @@ from hf_gpipe.data.progress import progress
 from hf_gpipe.data.store import cached_table, fingerprint
 from hf_gpipe.data.threads import in_turn
 from hf_gpipe.data.tokenizer import identity_of_tokenizer
-from hf_gpipe.data.translation.pairs import Pair, languages_of, texts_in_blocks
+from hf_gpipe.data.translation.language_codes import LanguageCodes
+from hf_gpipe.data.translation.pairs import Pair, languages_of, texts_in_blocks, without_tag
 from hf_gpipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,11 +45,14 @@ class TokenizedPairs:
 
     For an encoder-decoder, input_ids are the source's tokens and labels the target's, each with the special tokens of
     the tokenizer. A decoder-only model reads `source </s> target </s>` in input_ids, and labels repeat it with the
-    source masked, so that the target alone is learnt. Sources longer than `max_source_tokens` and targets longer than
+    source masked, so that the target alone is learnt. Of a tokenizer that has codes of languages, an encoder-decoder's
+    source and target are tokens in their own languages, without a tag; `language_codes` has the codes of those that
+    the tokenizer calls otherwise. Sources longer than `max_source_tokens` and targets longer than
     `max_target_tokens`, special tokens included, are cut before their </s>; how many were cut is kept in
     `num_truncated_sources` and `num_truncated_targets`, and logged if `warns`.
 
-    Raises DataError for limits below 2, and for a decoder-only model's tokenizer that has no end-of-sequence token.
+    Raises DataError for limits below 2, for a decoder-only model's tokenizer that has no end-of-sequence token, and for
+    a language that the tokenizer does not know.
     """
 
     def __init__(
@@ -57,17 +63,22 @@ class TokenizedPairs:
         max_source_tokens: int,
         max_target_tokens: int,
         decoder_only: bool = False,
+        language_codes: Mapping[str, str] = MappingProxyType({}),
         warns: bool = True,
     ) -> None:
         self._decoder_only, self._pairs = decoder_only, pairs
         self._tokenizer, self._max_target_tokens = tokenizer, max_target_tokens
-        tokenize = _Tokenize(tokenizer, max_source_tokens, max_target_tokens, decoder_only)
+        #: None: the tokenizer has none, or the model's rows have tags.
+        self.codes = None if decoder_only else LanguageCodes.of(tokenizer, language_codes)
+        tokenize = _Tokenize(tokenizer, max_source_tokens, max_target_tokens, decoder_only, language_codes)
         made_of: str | None = getattr(pairs, "fingerprint", None)
         if made_of is None:
             self._table = pyarrow.Table.from_batches(list(tokenize.batches(pairs)), _SCHEMA)
             truncated = tokenize.num_truncated
         else:
-            limits = [max_source_tokens, max_target_tokens, decoder_only]
+            limits: list[Any] = [max_source_tokens, max_target_tokens, decoder_only]
+            if self.codes is not None:
+                limits.append(dict(language_codes))
             # Entries of "tokens" alone, of earlier releases, have another file with the counts.
             key = fingerprint("counted tokens", made_of, identity_of_tokenizer(tokenizer), limits)
             batches = tokenize.batches(pairs)
@@ -117,19 +128,32 @@ class TokenizedPairs:
         for pair, ids in zip(self._pairs, self._table.column("target"), strict=True):
             # Only a target of this length may have been cut.
             is_full = len(ids) >= self._max_target_tokens
-            text = self._tokenizer.decode(ids.as_py(), skip_special_tokens=True) if is_full else pair.target
+            (text,) = self.decoded([ids.as_py()]) if is_full else [pair.target]
             counts.append(len(text))
         return counts
+
+    def decoded(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """The texts of the token ids of some targets, without special tokens and tokens of languages."""
+        if self.codes is not None:
+            return self.codes.texts(rows)
+        texts: list[str] = self._tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return texts
 
 
 class _Tokenize:
     """Pairs to token ids, a block at a time; counts the texts that were cut."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, max_source_tokens: int, max_target_tokens: int, decoder_only: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_source_tokens: int,
+        max_target_tokens: int,
+        decoder_only: bool,
+        language_codes: Mapping[str, str],
     ) -> None:
+        codes = None if decoder_only else LanguageCodes.of(tokenizer, language_codes)
+        self._has_codes = codes is not None
         suffix: list[int] = []
-        # As the target side: multilingual tokenizers such as mBART's then put the target language's tokens around it.
         of_target: dict[str, Any] = {"as_target": True}
         end = _end_of_sequence(tokenizer) if decoder_only else []
         if decoder_only:
@@ -139,14 +163,18 @@ class _Tokenize:
         #: Sources and targets.
         self.num_truncated = [0, 0]
         self._sides = (
-            _Side(tokenizer, max_source_tokens, "max_source_tokens", suffix),
-            _Side(tokenizer, max_target_tokens, "max_target_tokens", end, **of_target),
+            _Side(tokenizer, max_source_tokens, "max_source_tokens", suffix, codes),
+            _Side(tokenizer, max_target_tokens, "max_target_tokens", end, codes, **of_target),
         )
 
-    def __call__(self, block: tuple[list[str], list[str]]) -> pyarrow.RecordBatch:
+    def __call__(self, block: tuple[list[str], ...]) -> pyarrow.RecordBatch:
         """The ids of sources and targets, as rows of an Arrow table."""
-        columns = [_list_array(side.encode(texts)) for side, texts in zip(self._sides, block, strict=True)]
-        return pyarrow.record_batch(columns, schema=_SCHEMA)
+        sources, targets, source_languages, target_languages = block
+        if self._has_codes:
+            sources = list(map(without_tag, sources, target_languages))
+        of_source, of_target = self._sides
+        columns = of_source.encode(sources, source_languages), of_target.encode(targets, target_languages)
+        return pyarrow.record_batch([*map(_list_array, columns)], schema=_SCHEMA)
 
     def batches(self, pairs: Sequence[Pair]) -> Iterator[pyarrow.RecordBatch]:
         """The ids of all pairs, in order."""
@@ -175,6 +203,7 @@ class _Side:
         max_tokens: int,
         key: str,
         suffix: list[int],
+        codes: LanguageCodes | None,
         *,
         as_target: bool = False,
         add_special_tokens: bool = True,
@@ -182,27 +211,37 @@ class _Side:
         if max_tokens < 2:
             raise DataError(f"{key} is {max_tokens}; it must be at least 2, for one token and the end of the sequence")
         self._tokenizer, self._suffix, self._limit = tokenizer, suffix, max_tokens - len(suffix)
-        self._argument, self._add_special_tokens = "text_target" if as_target else "text", add_special_tokens
-        #: The ids of texts, and whether the text was cut.
-        self._known: dict[str, tuple[np.ndarray, bool]] = {}
+        self._argument, self._language = ("text_target", "tgt_lang") if as_target else ("text", "src_lang")
+        self._codes, self._add_special_tokens = codes, add_special_tokens
+        #: The ids of texts of a language, and whether the text was cut.
+        self._known: dict[tuple[str, str], tuple[np.ndarray, bool]] = {}
         self.num_truncated = 0
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text."""
+    def encode(self, texts: Sequence[str], languages: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, which has a language where the tokenizer has codes."""
         if len(self._known) > _REMEMBERED_TEXTS:
             self._known.clear()
-        new = [text for text in dict.fromkeys(texts) if text not in self._known]
-        rows = self._ids(new, truncation=False)
-        long = [index for index, row in enumerate(rows) if len(row) > self._limit]
-        # The tokenizer itself cuts, since it knows which special tokens stand where.
-        for index, row in zip(long, self._ids([new[index] for index in long], truncation=True), strict=True):
-            rows[index] = row
-        are_cut = set(long)
-        for index, (text, row) in enumerate(zip(new, rows, strict=True)):
-            self._known[text] = np.array(row + self._suffix, dtype=np.int32), index in are_cut
-        encoded = [self._known[text] for text in texts]
+        keys = list(zip(repeat("") if self._codes is None else languages, texts, strict=self._codes is not None))
+        new: dict[str, list[str]] = {}
+        for language, text in dict.fromkeys(keys):
+            if (language, text) not in self._known:
+                new.setdefault(language, []).append(text)
+        for language, of_language in new.items():
+            with nullcontext() if self._codes is None else self._codes.side(self._language, language):
+                self._learn(language, of_language)
+        encoded = [self._known[key] for key in keys]
         self.num_truncated += sum(is_cut for _, is_cut in encoded)
         return [ids for ids, _ in encoded]
+
+    def _learn(self, language: str, texts: list[str]) -> None:
+        rows = self._ids(texts, truncation=False)
+        long = [index for index, row in enumerate(rows) if len(row) > self._limit]
+        # The tokenizer itself cuts, since it knows which special tokens stand where.
+        for index, row in zip(long, self._ids([texts[index] for index in long], truncation=True), strict=True):
+            rows[index] = row
+        are_cut = set(long)
+        for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
+            self._known[language, text] = np.array(row + self._suffix, dtype=np.int32), index in are_cut
 
     def _ids(self, texts: list[str], truncation: bool) -> list[list[int]]:
         if not texts:
@@ -248,6 +287,7 @@ class StreamedExamples:
         max_source_tokens: int,
         max_target_tokens: int,
         decoder_only: bool = False,
+        language_codes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._stream = stream
         source, target = max_source_tokens, max_target_tokens
@@ -259,6 +299,7 @@ class StreamedExamples:
             max_source_tokens=max_source_tokens,
             max_target_tokens=max_target_tokens,
             decoder_only=decoder_only,
+            language_codes=language_codes,
         )
         self._begin: dict[str, Any] = {"stream": stream.state_dict(), "rows": 0}
         self._loaded: dict[str, Any] | None = None

@@ -16,6 +16,7 @@ from hf_gpipe.data.splits import Corpus, split_beside
 from hf_gpipe.data.translation.cldr.coverage import cldr_languages, own_words
 from hf_gpipe.data.translation.cldr.locales import ENGLISH, ROOT, IsolatedLocale, known_locale
 from hf_gpipe.data.translation.cldr.templates import TEMPLATES, Phrase
+from hf_gpipe.data.translation.pairs import ENGLISH as ENGLISH_CODE
 from hf_gpipe.data.translation.pairs import Pair, language_tag, tagged, texts_of
 from hf_gpipe.errors import DataError, listed, nearest
 from hf_gpipe.recipe import DataSection
@@ -73,9 +74,11 @@ def cldr_corpus(data: DataSection) -> Corpus[Pair]:
             shortages.append((language, len(translations), asked))
         for text, english in translations:
             if direction != "from_english":
-                pairs.append(Pair(tagged(text, "en") if with_tag else text, english, language, english))
+                source = tagged(text, ENGLISH_CODE) if with_tag else text
+                pairs.append(Pair(source, english, language, english, language, ENGLISH_CODE))
             if direction != "to_english":
-                pairs.append(Pair(tagged(english, language) if with_tag else english, text, language, english))
+                source = tagged(english, language) if with_tag else english
+                pairs.append(Pair(source, text, language, english, ENGLISH_CODE, language))
     if shortages:
         _warn_of(shortages, len(languages))
     splits = split_beside((), pairs, data, lambda pair: pair.split_key, "pairs")
