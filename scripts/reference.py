@@ -23,11 +23,12 @@ from hf_gpipe.commands.train import USAGE
 from hf_gpipe.planner.machines.devices import DEVICES, LINKS
 from hf_gpipe.recipe.fields import SECTIONS
 from hf_gpipe.recipe.help import default_text, kinds_text, recipe_help
+from hf_gpipe.recipe.optimizers import OPTIMIZERS
 from hf_gpipe.recipe.section import keys_of
 from hf_gpipe.recipe.words import describe
 from hf_gpipe.trainers.sft_config import PipelineSFTConfig
 from hf_gpipe.training.arguments import PipelineTrainingArguments
-from hf_gpipe.training.supported import BITSANDBYTES_OPTIMIZERS, HARMLESS_ARGUMENTS, OPTIMIZERS, REFUSED
+from hf_gpipe.training.supported import HARMLESS_ARGUMENTS, REFUSED
 from hf_gpipe.training.surface import FIXED, READ_ONLY
 from hf_gpipe.training.surface import REFUSED as SURFACE_REFUSED
 
@@ -58,7 +59,11 @@ def library_arguments() -> str:
 
 def _verdict(name: str) -> str:
     if name in SUPPORTED:  # the limit is the part that is; empty: all of it
-        names = {"optimizers": ", ".join(OPTIMIZERS), "bitsandbytes": ", ".join(BITSANDBYTES_OPTIMIZERS)}
+        of_package = {name: state.needs_bitsandbytes for name, state in OPTIMIZERS.items()}
+        names = {
+            "optimizers": ", ".join(name for name, needs in of_package.items() if not needs),
+            "bitsandbytes": ", ".join(name for name, needs in of_package.items() if needs),
+        }
         return f"supported | {LIMITS.get(name, '').format(**names)}"
     if name in REFUSED:
         accepted = "".join(f"; {value!r} is accepted" for value in HARMLESS_ARGUMENTS.get(name, ()))

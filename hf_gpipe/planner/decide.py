@@ -43,13 +43,7 @@ def settled(config: PipelineConfig, inputs: PlanInputs, world: World) -> Pipelin
     if not config.not_given:
         return config
     has_example = world.from_reader(lambda: inputs.example is not None)
-    decided = config.settled(can_plan=has_example and inputs.has_known_optimizer)
-    # Both are the same with an asynchronous schedule.
-    is_lacking = not inputs.has_known_optimizer and decided != config.settled(can_plan=True)
-    if is_lacking and world.is_reporter:
-        values = ", ".join(f"{name} is {getattr(decided, name)}" for name in config.not_given)
-        logger.warning(f"the planner does not know the memory of optim={inputs.optim}, so {values}; give what you want")
-    return decided
+    return config.settled(can_plan=has_example)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from hf_gpipe.planner.costs.beside import NOTHING, Beside
 from hf_gpipe.planner.costs.model_costs import InnerRecompute
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.processes import Processes
+from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule import Schedule
@@ -62,8 +63,7 @@ class Layout:
         table = self.table
         return [table.num_recomputations(stage) / table.num_micro_batches for stage in range(table.num_stages)]
 
-    @cached_property
-    def state_shares(self) -> list[float]:
-        """The bytes of a process's optimizer state per byte of trainable weights, for each stage."""
-        share = self.inputs.state_share(self.sums.costs.dtype)
-        return [share / self.settings.update_shares(count) for count in self.table.placement.replicas]
+    def state_bytes(self, stage: int, size: Parameters) -> float:
+        """The bytes of the optimizer's state that a process has of trainable weights of a stage."""
+        num_replicas = self.table.placement.replicas[stage]
+        return self.inputs.state_bytes(size, self.sums.costs.dtype) / self.settings.update_shares(num_replicas)

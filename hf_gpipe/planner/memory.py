@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from operator import mul
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.layout import Layout, StageLayers
 from hf_gpipe.planner.machines.devices import Device
+from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.schedule import Timeline, num_stashes
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import Amounts, most_of_equal_stages, occupancy
@@ -110,7 +112,7 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
         if is_dealt
         else round(
             sum(
-                layout.state_shares[stage] * (sums.owned(*layers).trainable_bytes - visiting.trainable_bytes)
+                layout.state_bytes(stage, sums.owned(*layers) - visiting)
                 for stage, layers, visiting in zip(own, ranges, hosted, strict=True)
             )
         ),
@@ -141,12 +143,12 @@ def hosted_bytes(layout: Layout, timeline: Timeline) -> list[int]:
         timeline: the simulated table of the configuration.
     """
     sums, visitors, placement = layout.sums, layout.settings.visitors, layout.table.placement
-    state_share = layout.inputs.state_share(sums.costs.dtype)
+    state = partial(layout.inputs.state_bytes, dtype=sums.costs.dtype)
     sizes = [0] * placement.num_processes
     for stage, workers in zip(layout.stages, placement.workers, strict=True) if visitors is not None else ():
         hosted = sums.owned(*stage.run) if placement.is_dealt else sums.hosted(*stage.run, visitors)
         for worker in workers:
-            sizes[worker] += round(hosted.num_bytes + (1 + state_share) * hosted.trainable_bytes)
+            sizes[worker] += round(hosted.num_bytes + hosted.trainable_bytes + state(hosted))
     for worker in range(placement.num_processes) if sums.device.is_asynchronous else ():
         own = placement.stages_run_by(worker)
         amounts = {stage: {Held.AWAY: {"away": graph_bytes(sums, layout.stages[stage])}} for stage in own}
@@ -245,7 +247,7 @@ class MemoryBound:
         table, sums = layout.table, layout.sums
         self.most = most_of_equal_stages(table)
         self._sums, self._known = sums, _known.setdefault(sums, {})
-        self._state_shares = layout.state_shares
+        self._state_bytes = layout.state_bytes
         first = [workers[0] for workers in table.placement.workers]
         # The stages of a process share the libraries' memory.
         self._libraries = [layout.library_bytes[worker] / len(table.placement.stages_of(worker)) for worker in first]
@@ -264,7 +266,7 @@ class MemoryBound:
         own = self._known.get(key) or self._known.setdefault(key, _bytes_of(self._sums, *key))
         device = self._sums.device
         always = own.always + self._ids + self._libraries[number] + self._stashes[number] * own.trained
-        always += (1 + device.reserved_working_share) * own.trained + self._state_shares[number] * own.owned
+        always += (1 + device.reserved_working_share) * own.trained + self._state_bytes(number, own.owned)
         coming = live_graphs * own.graph + sum(map(mul, self._counts[number], own.kept))
         return always + (1 + device.reserved_share) * coming, (1 + device.reserved_working_share) * own.working
 
@@ -281,7 +283,8 @@ class _StageBytes(NamedTuple):
 
     Attributes:
         always: the bytes of weights, of their conversions by autocast for a step, and of buffers.
-        trained, owned: the bytes of its trained weights, and of the trained weights that it owns.
+        trained: the bytes of its trained weights.
+        owned: the weights that it owns.
         graph: the bytes of a stored graph.
         kept: the bytes of each of `_KEPT`.
         working: the most bytes of working memory beside a graph.
@@ -289,7 +292,7 @@ class _StageBytes(NamedTuple):
 
     always: float
     trained: int
-    owned: int
+    owned: Parameters
     graph: float
     kept: tuple[float, ...]
     working: float
@@ -311,7 +314,7 @@ def _bytes_of(sums: LayerSums, stage: StageLayers, converts_once: bool) -> _Stag
     return _StageBytes(
         held.num_bytes + sums.buffer_bytes(*run) + stage.beside.held_bytes + converted,
         held.trainable_bytes,
-        sums.owned(*run).trainable_bytes,
+        sums.owned(*run),
         sizes[Held.GRAPH],
         tuple(sizes.get(kept, 0) for kept in _KEPT),
         max(sizes.get(Held.HEAD, 0), forward, sizes[Held.BACKWARD], sizes[Held.FORWARD_ONLY]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hf_gpipe.planner.costs.model_costs import Parameters
+from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.text import size_text
 
@@ -39,12 +39,11 @@ def _saved_bytes(plan: Plan) -> list[int]:
     """
     inputs, costs = plan.planner.inputs, plan.costs
     sizes = [0] * len(plan.processes)
-    state_share = inputs.saved_share(costs.dtype)
     workers = plan.timeline.schedule.placement.workers
     for stage, owned in _owned(plan):
         weights = owned.trainable_bytes if inputs.saved == "adapters" else owned.num_bytes
         # The leader has gathered the parts that all ranks have of divided layers.
-        own = round(weights + state_share * owned.trainable_bytes)
+        own = round(weights + inputs.saved_bytes(owned, costs.dtype))
         sizes[workers[stage.number][0]] += plan.planner.division.total(own)
     return sizes
 
@@ -52,11 +51,11 @@ def _saved_bytes(plan: Plan) -> list[int]:
 def offloaded_bytes(plan: Plan) -> list[int]:
     """The bytes of float32 copies, their gradients and the optimizer's state in CPU memory, for each process."""
     inputs, settings, placement = plan.planner.inputs, plan.settings, plan.timeline.schedule.placement
-    sizes, share = [0] * len(plan.processes), inputs.hosted_share(plan.costs.dtype)
+    sizes = [0] * len(plan.processes)
     for stage, owned in _owned(plan):
         workers = placement.workers[stage.number]
         for process in workers:
-            sizes[process] += round(share * owned.trainable_bytes / settings.update_shares(len(workers)))
+            sizes[process] += round(inputs.hosted_bytes(owned, plan.costs.dtype) / settings.update_shares(len(workers)))
     return sizes
 
 

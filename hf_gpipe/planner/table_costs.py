@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from hf_gpipe.planner.costs.beside import Beside
-from hf_gpipe.planner.costs.model_costs import Parameters, Seconds
+from hf_gpipe.planner.costs.model_costs import Seconds
 from hf_gpipe.planner.layout import Layout, StageLayers
 from hf_gpipe.planner.memory import graph_bytes
-from hf_gpipe.planner.workload import OPTIMIZER_SLOTS, sent_share
+from hf_gpipe.planner.parameters import Parameters
+from hf_gpipe.planner.workload import sent_share
 from hf_gpipe.schedule import Costs
 from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT, OFFLOAD, PREFETCH
 
@@ -91,12 +92,12 @@ def _update_seconds(layout: Layout, owned: Parameters, num_processes: int) -> fl
     inputs, visitors, costs = layout.inputs, layout.settings.visitors, layout.sums.costs
     device = layout.processes.device
     if inputs.is_on_host(visitors):
-        moved = inputs.moved_share(costs.dtype, visitors) * owned.trainable_bytes
+        moved = inputs.moved_bytes(owned, costs.dtype, visitors)
         # Gradients and weights travel; weights that visit travel in their visits.
         travels = 0.0 if visitors == "all" else 2 * owned.trainable_bytes / device.host.copy_rate(num_processes)
         return travels + moved / device.host.process_rate(num_processes)
     if costs.update_seconds_per_parameter is not None:
         return costs.update_seconds_per_parameter * owned.trainable_count
     # Gradients are read for their norm and for the update; weights and state are read and written.
-    passes = 4 + 2 * OPTIMIZER_SLOTS[inputs.optim]
-    return passes * owned.trainable_bytes / device.memory_rate
+    moved = 4 * owned.trainable_bytes + 2 * inputs.own_state_bytes(owned, costs.dtype)
+    return moved / device.memory_rate

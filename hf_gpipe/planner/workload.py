@@ -18,8 +18,10 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.job.wire import sendable
+from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.recipe import SEQUENCE_KINDS, Chunks, PipelineConfig, Recipe, TrainingSection
 from hf_gpipe.recipe.data import PAIRED_KINDS
+from hf_gpipe.recipe.optimizers import OPTIMIZERS
 from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.cutting import in_chunks
@@ -28,17 +30,6 @@ from hf_gpipe.schedule import Schedule
 
 #: A token id that no family gives a meaning: past the special tokens, inside of the smallest vocabulary.
 _TOKEN = 5
-
-#: The size of the state that each optimizer of a recipe keeps, as a multiple of the trainable weights. Adafactor
-#: keeps a row and a column of each matrix, under a hundredth of it from 200 by 200 on.
-OPTIMIZER_SLOTS: dict[str, float] = {
-    "adamw_torch_fused": 2,
-    "adamw_torch": 2,
-    "adafactor": 0.01,
-    "sgd": 0,
-    "adagrad": 1,
-    "rmsprop": 1,
-}
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one weight."""
@@ -329,50 +320,53 @@ class PlanInputs:
             return self.example
         return Workload.of_entries(tensors_of(self.example))
 
-    @property
-    def has_known_optimizer(self) -> bool:
-        """Whether the size of the optimizer's state is known."""
-        return self.optim in OPTIMIZER_SLOTS
-
     def check(self) -> None:
         """Raise UserError where the optimizer's state has no known size."""
-        if not self.has_known_optimizer:
+        if self.optim not in OPTIMIZERS:
             raise UserError(
-                f"the optimizer {self.optim!r} has no known size of state; use one of {', '.join(OPTIMIZER_SLOTS)}"
-                f"{nearest(self.optim, OPTIMIZER_SLOTS)}"
+                f"the optimizer {self.optim!r} has no known size of state; use one of {', '.join(OPTIMIZERS)}"
+                f"{nearest(self.optim, OPTIMIZERS)}"
             )
 
-    def state_share(self, dtype: str) -> float:
-        """Bytes of the optimizer's state on the device per byte of trainable weights of this type."""
+    def _scale(self, dtype: str) -> float:
+        """The bytes of a value that is updated per byte of a weight of this type."""
+        return 4 / ITEM_BYTES[dtype] if self.fp32_master_weights else 1
+
+    def own_state_bytes(self, size: Parameters, dtype: str) -> float:
+        """The bytes of the optimizer's state of trainable weights of this type, wherever it is."""
+        updated = self._scale(dtype) * size.trainable_bytes
+        return OPTIMIZERS[self.optim].num_bytes(size.trainable_count, size.exact_count, updated)
+
+    def state_bytes(self, size: Parameters, dtype: str) -> float:
+        """The bytes of the optimizer's state, and of copies that it updates, on the device."""
         if self.offload_optimizer:
             return 0.0
         # A master copy and its gradient, and the state with them.
-        return self.copy_share(dtype) if self.fp32_master_weights else OPTIMIZER_SLOTS[self.optim]
+        return self.copy_bytes(size, dtype) if self.fp32_master_weights else self.own_state_bytes(size, dtype)
 
-    def copy_share(self, dtype: str) -> float:
-        """Bytes of weights' copies, their gradients and the optimizer's state per byte of such trainable weights."""
-        size = 4 if self.fp32_master_weights else ITEM_BYTES[dtype]
-        return (OPTIMIZER_SLOTS[self.optim] + 2) * size / ITEM_BYTES[dtype]
+    def copy_bytes(self, size: Parameters, dtype: str) -> float:
+        """The bytes of weights' copies, their gradients and the optimizer's state."""
+        return 2 * self._scale(dtype) * size.trainable_bytes + self.own_state_bytes(size, dtype)
 
-    def hosted_share(self, dtype: str) -> float:
-        """The bytes of `copy_share` that are in CPU memory."""
-        return self.copy_share(dtype) if self.offload_optimizer else 0.0
+    def hosted_bytes(self, size: Parameters, dtype: str) -> float:
+        """The bytes of `copy_bytes` that are in CPU memory."""
+        return self.copy_bytes(size, dtype) if self.offload_optimizer else 0.0
 
-    def saved_share(self, dtype: str) -> float:
-        """Bytes of optimizer state and master weights in a checkpoint per byte of trainable weights of this type."""
-        slots = OPTIMIZER_SLOTS[self.optim]
-        return (slots + 1) * 4 / ITEM_BYTES[dtype] if self.fp32_master_weights else slots
+    def saved_bytes(self, size: Parameters, dtype: str) -> float:
+        """The bytes of optimizer state and master weights in a checkpoint."""
+        copies = self._scale(dtype) * size.trainable_bytes if self.fp32_master_weights else 0
+        return copies + self.own_state_bytes(size, dtype)
 
     def is_on_host(self, visitors: Visitors | None) -> bool:
         """Whether the host computes the updates of trained weights, which may visit their devices."""
         return visitors == "all" or self.offload_optimizer
 
-    def moved_share(self, dtype: str, visitors: Visitors | None) -> float:
-        """Bytes that the host reads and writes in an update per byte of trainable weights of this type."""
+    def moved_bytes(self, size: Parameters, dtype: str, visitors: Visitors | None) -> float:
+        """The bytes that the host reads and writes in an update of trainable weights of this type."""
         # The host reads and writes weights, gradients and state, in float32 for master weights. Where weights visit,
         # the norm is of the gradients that come, which become master weights' gradients; these become the weights.
         of_visitors = 1 + 2 * self.fp32_master_weights if visitors == "all" else 0
-        return 2 * self.copy_share(dtype) + of_visitors
+        return 2 * self.copy_bytes(size, dtype) + of_visitors * size.trainable_bytes
 
     @property
     def of_optimizer(self) -> dict[str, Any]:

@@ -10,12 +10,14 @@ from pydantic import Field
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.recipe.data import OF_MANY_LABELS, OF_ROWS_ALONE, OF_TEXT, WITHOUT_IMAGES
+from hf_gpipe.recipe.optimizers import OPTIMIZERS
 from hf_gpipe.recipe.section import (
     MAY_CHANGE,
     Count,
     CountOrZero,
     Fraction,
     NotNegative,
+    OneOf,
     Positive,
     Text,
     refuse_given,
@@ -124,8 +126,8 @@ class TrainingSection(TrainingMeaning):
     warmup_steps: NotNegative = 0.0
     """Number of optimizer steps over which the learning rate rises from 0; a value below 1 is a share of all steps."""
 
-    optim: Literal["adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop"] = "adamw_torch_fused"
-    """The optimizer."""
+    optim: Annotated[str, OneOf(tuple(OPTIMIZERS))] = "adamw_torch_fused"
+    """The optimizer. Those of 8 or 32 bits, in pages or not, ademamix and rmsprop_bnb need the package bitsandbytes."""
 
     weight_decay: NotNegative = 0.0
     """Weight decay of all parameters except biases and norms; AdamW and Adafactor decouple it from the gradient."""
@@ -242,7 +244,7 @@ class TrainingSection(TrainingMeaning):
         if self.lr_scheduler_type == "constant":
             why = "lr_scheduler_type is constant, which has no warm-up; use constant_with_warmup"
             refuse_given(self, ("warmup_steps",), why)
-        if not self.optim.startswith("adamw"):
+        if not OPTIMIZERS[self.optim].has_betas:
             why = f"optim is {self.optim}, which does not use it; use adamw_torch_fused"
             refuse_given(self, ("adam_beta1", "adam_beta2", "adam_epsilon"), why)
         if self.bf16 and self.fp16:

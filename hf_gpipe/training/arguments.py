@@ -22,14 +22,13 @@ from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
 from hf_gpipe.recipe.batch_size import BatchSize
+from hf_gpipe.recipe.optimizers import OPTIMIZERS
 from hf_gpipe.recipe.pipeline.stages import PLANNED
 from hf_gpipe.recipe.training import TrainingMeaning
 from hf_gpipe.training.supported import (
-    BITSANDBYTES_OPTIMIZERS,
     HARMLESS_ARGUMENTS,
     HARMLESS_VALUES,
     MISSING_ARGUMENTS,
-    OPTIMIZERS,
     REFUSED,
     REFUSED_ENVIRONMENT,
     SAMPLING,
@@ -38,7 +37,7 @@ from hf_gpipe.training.supported import (
 #: The error where nothing can be planned.
 _CANNOT_PLAN = (
     "Nothing can be planned where the training dataset, such as a stream, does not tell how long its rows are, and "
-    "with an asynchronous schedule, the file of a table, or an optimizer of bitsandbytes."
+    "with an asynchronous schedule or the file of a table."
 )
 
 
@@ -171,12 +170,12 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
             if library_s.name in REFUSED:
                 self._refuse_unless_default(library_s)
         optim = str(getattr(self.optim, "value", self.optim))
-        check_choice("optim", optim, (*OPTIMIZERS, *BITSANDBYTES_OPTIMIZERS))
-        if optim in BITSANDBYTES_OPTIMIZERS and not is_bitsandbytes_available():
+        check_choice("optim", optim, tuple(OPTIMIZERS))
+        if OPTIMIZERS[optim].needs_bitsandbytes and not is_bitsandbytes_available():
+            others = ", ".join(name for name, state in OPTIMIZERS.items() if not state.needs_bitsandbytes)
             raise UserError(
                 f"optim={optim!r} keeps its state in 8 bits, or in pages, by "
-                "the package bitsandbytes, which is not installed; install it, or choose one of "
-                f"{', '.join(OPTIMIZERS)}"
+                f"the package bitsandbytes, which is not installed; install it, or choose one of {others}"
             )
         for name in MISSING_ARGUMENTS.keys() & vars(self).keys() - type(self).__dataclass_fields__.keys():
             raise UserError(f"{type(self).__name__} has no argument {name!r}, which was set: {MISSING_ARGUMENTS[name]}")

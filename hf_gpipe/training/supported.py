@@ -101,17 +101,6 @@ HARMLESS_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "label_names": (["labels"],),
 }
 
-#: Optimizers that treat each parameter alone, so that a stage's update equals the whole model's.
-OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop")
-
-#: Such optimizers of the package bitsandbytes, where it is installed.
-BITSANDBYTES_OPTIMIZERS = (
-    *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"),
-    *("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
-    *("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
-    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
-)
-
 SAMPLING = ("random", "sequential", "group_by_length")
 
 #: Variable of accelerate's environment -> what it turns on, unless its value is a harmless value.

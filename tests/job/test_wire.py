@@ -18,7 +18,8 @@ import torch.distributed as dist
 from hf_gpipe.errors import MessageError, PartitionError, ScheduleError, UserError
 from hf_gpipe.job import wire
 from hf_gpipe.job.world import World
-from hf_gpipe.planner.costs.model_costs import Parameters, Seconds, SharedParameter
+from hf_gpipe.planner.costs.model_costs import Seconds, SharedParameter
+from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.recipe.section import MisfitError
 from hf_gpipe.runtime import batches
 from hf_gpipe.runtime.timing import ActionTime

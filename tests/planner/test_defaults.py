@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from hf_gpipe import Pipeline, PipelineTrainer, PipelineTrainingArguments
+from hf_gpipe import Pipeline, PipelineTrainingArguments
 from hf_gpipe.commands.plan import main
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.facts import DeviceFacts
@@ -26,10 +26,8 @@ from hf_gpipe.planner.machines.links import steady
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig, TrainingSection
 from hf_gpipe.recipe.pipeline.stages import PLANNED
-from hf_gpipe.training import arguments
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
-from tests.training.toy import CausalRows
 
 GIB = 1 << 30
 LLAMA_8B = """\
@@ -90,19 +88,6 @@ def test_a_pipeline_plans_by_its_example_and_is_plain_without() -> None:
     assert (planned.num_micro_batches, planned.recompute) == (5, "none")
     with pytest.raises(UserError, match=r"give values .* example="):
         Pipeline(config, 2, "auto")
-
-
-def test_an_optimizer_of_unknown_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    warned: list[str] = []
-    monkeypatch.setattr(decide.logger, "warning", warned.append)
-    pipe = Pipeline(tiny_config("llama"), 2, 2, example=Workload(4, 8, 8), optim="adamw_8bit")
-    assert (pipe.schedule_name, pipe.planned) == ("gpipe", None)
-    (message,) = warned
-    assert "optim=adamw_8bit, so schedule is gpipe, recompute is stage, partition is count" in message
-    monkeypatch.setattr(arguments, "is_bitsandbytes_available", lambda: True)
-    asked: Any = {"num_stages": 2, "optim": "adamw_8bit", "num_micro_batches": 4, "use_cpu": True}
-    PipelineTrainer(tiny_config("llama"), PipelineTrainingArguments(str(tmp_path), **asked), train_dataset=CausalRows())
-    assert warned == [message] * 2, "of a trainer too"
 
 
 def test_a_run_that_goes_on_keeps_its_micro_batches() -> None:

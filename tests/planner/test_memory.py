@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hf_gpipe.partition.cluster import parse_cluster
-from hf_gpipe.planner.costs.model_costs import Parameters, SharedParameter
+from hf_gpipe.planner.costs.model_costs import SharedParameter
+from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.saving import copy_bytes, kept_bytes, offload_text, offloaded_bytes, saving_text
 from tests.planner.models import MIB, blocks, layer, model, planner, settings

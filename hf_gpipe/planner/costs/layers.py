@@ -30,10 +30,12 @@ from hf_gpipe.losses.loss import PLAIN, Loss, whole_logits
 from hf_gpipe.model.divided_head import why_not_divided
 from hf_gpipe.planner.costs.by_rows import ByRows, Numbers
 from hf_gpipe.planner.costs.kept import kept_for
-from hf_gpipe.planner.costs.model_costs import GraphCost, LayerCost, ModelCosts, Parameters, SharedParameter
+from hf_gpipe.planner.costs.model_costs import GraphCost, LayerCost, ModelCosts, SharedParameter
 from hf_gpipe.planner.costs.tracing import StageTracer, Trace
+from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import Division
+from hf_gpipe.recipe.optimizers import LEAST_8_BIT_ELEMENTS
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -77,7 +79,9 @@ class ModelLayers:
         for names in used:
             for name in names:
                 users[name] = users.get(name, 0) + 1
-        self.sizes = {name: size_of(parameters[name]) for name in users}
+        embeddings = (path for path, module in model.named_modules() if isinstance(module, nn.Embedding))
+        embedded = {model.all_tied_weights_keys.get(name, name) for name in (f"{path}.weight" for path in embeddings)}
+        self.sizes = {name: size_of(parameters[name], is_embedding=name in embedded) for name in users}
         self.own = [sum((self.sizes[n] for n in names if users[n] == 1), start=Parameters()) for names in used]
         self.shared = [tuple(sorted(n for n in names if users[n] > 1)) for names in used]
         self.buffer_bytes = [0] * len(adapter.layers)
@@ -339,10 +343,13 @@ def to_run(whole: ModelLayers) -> tuple[ModelLayers, Sequence[int]]:
     return whole, whole.first_alike()
 
 
-def size_of(parameter: torch.Tensor) -> Parameters:
+def size_of(parameter: torch.Tensor, *, is_embedding: bool = False) -> Parameters:
     """The size that one parameter adds to a process that holds it."""
     count, num_bytes = size_of_quantised(parameter)
-    return Parameters(count, num_bytes, *((count, num_bytes) if parameter.requires_grad else (0, 0)))
+    if not parameter.requires_grad:
+        return Parameters(count, num_bytes)
+    is_exact = is_embedding or count < LEAST_8_BIT_ELEMENTS
+    return Parameters(count, num_bytes, count, num_bytes, count if is_exact else 0)
 
 
 def _used_parameters(adapter: Adapter, names: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> list[set[str]]:

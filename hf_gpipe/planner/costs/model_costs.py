@@ -15,41 +15,11 @@ from typing import Literal, NamedTuple
 from hf_gpipe.adapters.layers import LayerKind, StackName
 from hf_gpipe.job.wire import sendable
 from hf_gpipe.partition.cluster import Level
+from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import Workload
 
 InnerRecompute = Literal["none", "block"]
 """The tensors that a stored graph keeps: all, or only the inputs of blocks. ("stage" says when a graph is alive.)"""
-
-
-@sendable
-@dataclass(frozen=True)
-class Parameters:
-    """The size of some weights. `num_bytes` counts no gradients, which are as large for trainable weights."""
-
-    count: int = 0
-    num_bytes: int = 0
-    trainable_count: int = 0
-    trainable_bytes: int = 0
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(
-            self.count + other.count,
-            self.num_bytes + other.num_bytes,
-            self.trainable_count + other.trainable_count,
-            self.trainable_bytes + other.trainable_bytes,
-        )
-
-    def divided(self, number: int) -> Parameters:
-        """The size of one of `number` equal parts, rounded up."""
-        return Parameters(*(-(-value // number) for value in vars(self).values()))
-
-    def __sub__(self, other: Parameters) -> Parameters:
-        return Parameters(
-            self.count - other.count,
-            self.num_bytes - other.num_bytes,
-            self.trainable_count - other.trainable_count,
-            self.trainable_bytes - other.trainable_bytes,
-        )
 
 
 @sendable

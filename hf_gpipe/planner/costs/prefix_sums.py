@@ -155,6 +155,7 @@ class LayerSums:
             held.num_bytes - held.trainable_bytes + trained.trainable_bytes,
             trained.trainable_count,
             trained.trainable_bytes,
+            trained.exact_count,
         )
 
     def copy_seconds(self, num_bytes: float, num_devices: int = 1, ways: int = 1) -> float:
