@@ -22,7 +22,11 @@ from hf_gpipe.training.generating import Generation
 from hf_gpipe.training.loader import Batch
 
 Preprocess = Callable[[torch.Tensor, torch.Tensor], Any]
-"""(logits (B, T, V), labels (B, T)) -> a tensor of B rows, or a tuple of such tensors."""
+"""(logits (B, T, V), labels (B, T)) -> a tensor of B rows, or a tuple of such tensors.
+
+Where columns of padding were cut off all micro-batches, it is called again with one row of one column more, to see
+which dimensions of the result are the columns.
+"""
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,15 @@ def predict(
                 )
             no_targets = {} if has_labels else {"labels": pipe.adapter.no_targets(given, reads_logits=with_logits)}
             batch = pipe.adapter.as_rows({**given, **no_targets})
-            logits = _Logits(preprocess, pipe.adapter.autocast is not None) if with_logits else None
+            num_columns, is_autocast = batch["labels"].shape[-1], pipe.adapter.autocast is not None
+            logits = _Logits(preprocess, num_columns, is_autocast=is_autocast) if with_logits else None
             evaluation = pipe.eval_on(batch, None if logits is None else logits.add)
             yield Predicted(
                 batch,
                 has_labels,
                 evaluation,
                 is_last,
-                None if logits is None else logits.collected(pipe.world, batch["labels"].shape[-1]),
+                None if logits is None else logits.collected(pipe.world),
                 None if generation is None else generation(batch if has_labels else given).numpy(),
             )
 
@@ -131,33 +136,47 @@ def concatenated(parts: Sequence[Any], fill: int = IGNORED_LABEL) -> Any:
 
 
 class _Logits:
-    """The logits of a mini-batch, collected from its micro-batches."""
+    """The logits of a mini-batch, collected from its micro-batches.
 
-    def __init__(self, preprocess: Preprocess | None, is_autocast: bool) -> None:
-        self._preprocess, self._is_autocast = preprocess, is_autocast
-        #: (what was kept, number of columns) of each micro-batch that this process ran on the last stage, in order.
+    Args:
+        preprocess: what is kept of the logits of a micro-batch; None: all.
+        num_columns: the columns of the mini-batch's labels, which are given back to what has a micro-batch's columns.
+        is_autocast: whether forwards compute under autocast.
+    """
+
+    def __init__(self, preprocess: Preprocess | None, num_columns: int, *, is_autocast: bool) -> None:
+        self._preprocess = preprocess if preprocess is not None else lambda logits, labels: logits
+        self._num_columns, self._is_autocast = num_columns, is_autocast
+        #: What was kept of each micro-batch that this process ran on the last stage, in order, and its columns.
         self._parts: list[tuple[Any, int]] = []
+        #: A row with one column more.
+        self._wider: tuple[torch.Tensor, ...] = ()
 
     def add(self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
         labels = inputs["labels"]
         # Under autocast transformers' Trainer returns logits in float32, whatever type the head gave them.
         logits = logits.float() if self._is_autocast else logits
-        kept = logits if self._preprocess is None else self._preprocess(logits, labels)
         # They go to the host at once, since the logits of a whole mini-batch need not fit on the device.
+        kept = _on_host(self._preprocess(logits, labels))
         # A classifier's rows have no columns of labels.
-        self._parts.append((_on_host(kept), labels.shape[1] if labels.dim() > 1 else 0))
+        has_columns = labels.dim() > 1
+        self._parts.append((kept, labels.shape[1] if has_columns else self._num_columns))
+        if has_columns:
+            self._wider = tuple(torch.cat([one[:1], one[:1, -1:]], dim=1) for one in (logits, labels))
 
-    def collected(self, world: World, num_columns: int) -> Any:
-        """All rows as numpy arrays, in the last stage's leader; None elsewhere. Every process must call it.
-
-        Arrays that have the labels' columns get back the columns cut off as padding.
-        """
+    def collected(self, world: World) -> Any:
+        """All rows as numpy arrays, in the last stage's leader; None elsewhere. Every process must call it."""
         of_replicas = world.gather_at_first(self._parts, world.replicas_of(world.placement.num_stages - 1))
         if of_replicas is None:
             return None
         # Replica m % r of r replicas has run micro-batch m.
         in_order = [part for parts in zip_longest(*of_replicas) for part in parts if part is not None]
-        return concatenated([_as_arrays(kept, columns, num_columns) for kept, columns in in_order])
+        # What follows the columns of its micro-batch is filled up to those of the widest.
+        filled = concatenated([kept for kept, _ in in_order])
+        missing = self._num_columns - max(columns for _, columns in in_order)
+        if not missing:
+            return filled
+        return _widened(filled, self._parts[-1][0], _on_host(self._preprocess(*self._wider)), missing)
 
 
 def _on_host(kept: Any) -> Any:
@@ -169,11 +188,15 @@ def _on_host(kept: Any) -> Any:
     return array
 
 
-def _as_arrays(kept: Any, columns: int, num_columns: int) -> Any:
-    if isinstance(kept, tuple):
-        return tuple(_as_arrays(part, columns, num_columns) for part in kept)
-    has_columns = kept.ndim > 1 and kept.shape[1] == columns
-    return _padded(kept, num_columns, IGNORED_LABEL) if has_columns else kept
+def _widened(filled: Any, kept: Any, wider: Any, missing: int) -> Any:
+    """Give arrays the columns back that were cut off all micro-batches.
+
+    `kept` is what was kept of one of them, and `wider` of a row of it with one column more.
+    """
+    if isinstance(filled, tuple):
+        return tuple(_widened(*parts, missing) for parts in zip(filled, kept, wider, strict=True))
+    has_columns = kept.ndim > 1 and wider.shape[1] == kept.shape[1] + 1
+    return _padded(filled, filled.shape[1] + missing, IGNORED_LABEL) if has_columns else filled
 
 
 def _with_end(stream: Iterator[Any]) -> Iterator[tuple[Any, bool]]:

@@ -305,10 +305,10 @@ def test_generation_in_an_evaluation_while_training(tmp_path: Path) -> None:
 
 
 def test_logits_leave_the_device_one_micro_batch_at_a_time() -> None:
-    logits = _Logits(lambda logits, labels: (logits.argmax(-1), [logits]), is_autocast=False)
+    logits = _Logits(lambda logits, labels: (logits.argmax(-1), [logits]), 4, is_autocast=False)
     for _ in range(2):
         logits.add(torch.zeros(2, 3, 5, dtype=torch.bfloat16), {"labels": torch.zeros(2, 3)})
     assert all(isinstance(kept, np.ndarray) for (ids, (full,)), _ in logits._parts for kept in (ids, full))
-    tokens, (full,) = logits.collected(World.of_job().placed(Placement([0])), 4)
+    tokens, (full,) = logits.collected(World.of_job().placed(Placement([0])))
     assert tokens.tolist() == [[0, 0, 0, -100]] * 4
     assert full.shape == (4, 4, 5)

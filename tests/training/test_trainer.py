@@ -357,6 +357,24 @@ def test_less_of_the_logits_may_be_kept(tmp_path: Path) -> None:
     assert means.shape == (9,)
 
 
+def test_what_is_as_wide_as_a_micro_batch_by_chance_has_no_columns_of_its_own(tmp_path: Path) -> None:
+    """Of four numbers for each row, those of a micro-batch of four columns were filled up with -100."""
+    plain = plain_model(tiny_config("marian"), dtype=torch.float32).eval()
+    rows = Rows(4)
+    rows.rows = [[3, 4, 5], [6, 7, 8], [3, 4, 5, 6, 7], [8, 7, 6, 5, 4]]  # with the end 4, 4, 6 and 6 targets
+    keep = lambda logits, labels: (logits.amax(1)[:, :4], logits.argmax(-1))  # noqa: E731  it is short
+    made = trainer(
+        tmp_path, model=plain, num_micro_batches=2, per_device_eval_batch_size=4, preprocess_logits_for_metrics=keep
+    )
+    values, tokens = made.predict(rows).predictions
+    with torch.no_grad():
+        halves = [PairCollator(0)([rows[index] for index in pair]) for pair in ((0, 1), (2, 3))]
+        expected = [keep(plain(**half).logits, half["labels"]) for half in halves]
+    torch.testing.assert_close(torch.tensor(values), torch.cat([of_half for of_half, _ in expected]))
+    assert tokens[:2].tolist() == [[*row, -100, -100] for row in expected[0][1].tolist()]
+    assert tokens[2:].tolist() == expected[1][1].tolist()
+
+
 def test_evaluation_needs_labels(tmp_path: Path) -> None:
     made = trainer(tmp_path, data_collator=lambda rows: {"input_ids": torch.ones(len(rows), 3, dtype=torch.long)})
     with pytest.raises(DataError, match="labels"):
