@@ -12,7 +12,7 @@ import torch
 from hf_gpipe import Pipeline
 from hf_gpipe.recipe.pipeline.stages import SYNCHRONOUS_SCHEDULES
 from hf_gpipe.runtime import offload
-from hf_gpipe.schedule import DEALT
+from hf_gpipe.schedule import DEALT, DIVIDED_HEAD
 from tests.emulated_cuda.models import config_of
 from tests.gpu.checks import FAMILIES
 from tests.oracle import Result, padded_batch, plain_model, run_plain
@@ -38,7 +38,8 @@ def exact(job: dict[str, Any]) -> dict[str, Any]:
     rank, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     comparison = Comparison(job["dtype"])
-    for family, schedule, recompute in ways(job.get("families", FAMILIES), quick=job["quick"]):
+    places = num_processes, job["num_devices"]
+    for family, schedule, recompute in ways(job.get("families", FAMILIES), *places, quick=job["quick"]):
         num_stages = stages_of(schedule, num_processes, job["num_devices"])
         device: Any = [f"cuda:{index}" for index in range(min(job["num_devices"], num_stages))]
         device = "cuda" if num_processes > 1 else device
@@ -77,12 +78,16 @@ def replicas(job: dict[str, Any]) -> dict[str, Any]:
     return comparison.report()
 
 
-def ways(families: Sequence[str], *, quick: bool) -> Iterator[tuple[str, str, str]]:
+def ways(
+    families: Sequence[str], num_processes: int, num_devices: int, *, quick: bool
+) -> Iterator[tuple[str, str, str]]:
     """Families, schedules and modes of recomputation: all of each with all others; with `quick` each schedule once.
 
-    Schedules that deal stages are left out: their weights must visit the devices, and they recompute.
+    Schedules that deal stages are left out: their weights must visit the devices, and they recompute. In one process of
+    several devices those that divide the head are left out, because they need a process for each device.
     """
-    for number, schedule in enumerate(name for name in SYNCHRONOUS_SCHEDULES if name not in DEALT):
+    left_out = (*DEALT, *(DIVIDED_HEAD if num_processes == 1 and num_devices > 1 else ()))
+    for number, schedule in enumerate(name for name in SYNCHRONOUS_SCHEDULES if name not in left_out):
         if quick:
             # Not always the same mode with a family.
             yield families[number % len(families)], schedule, RECOMPUTE[(number + number // 3) % len(RECOMPUTE)]
