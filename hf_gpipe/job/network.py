@@ -69,12 +69,13 @@ def gloo_address(interfaces: Mapping[str, str]) -> str:
         UserError: GLOO_SOCKET_IFNAME names an interface that does not exist.
     """
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        name = names.split(",")[0]
-        if interfaces and name not in interfaces:
+        several = names.split(",")
+        if interfaces and not interfaces.keys() >= {*several}:
             raise UserError(
-                f"GLOO_SOCKET_IFNAME is {names!r}; the interfaces with an address are {', '.join(interfaces)}"
+                f"GLOO_SOCKET_IFNAME is {names!r}; the interfaces with an address are {', '.join(interfaces)}: name "
+                "one of them, or several with commas"
             )
-        return interfaces.get(name, "")
+        return interfaces.get(several[0], "")
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind) as tried:
@@ -96,10 +97,17 @@ def stay_on_loopback() -> None:
 
 
 def addresses() -> dict[str, str]:
-    """The first IPv4 address of each network interface that has one."""
+    """The address of each network interface that has one, as gloo takes it: its first IPv4 address, or else IPv6."""
     by_interface: dict[str, str] = {}
     for name, own in psutil.net_if_addrs().items():
-        for entry in own:
-            if entry.family == socket.AF_INET:
-                by_interface.setdefault(name, entry.address)
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for entry in own:
+                if entry.family == family:
+                    by_interface.setdefault(name, entry.address)
     return by_interface
+
+
+def seen_from(address: str, interface: str) -> str:
+    """Another machine's address for this one: a link-local address is reached by an interface of this machine."""
+    plain, _, scope = address.partition("%")
+    return f"{plain}%{interface}" if scope else address

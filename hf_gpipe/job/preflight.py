@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from hf_gpipe.errors import UserError, listed
 from hf_gpipe.job.facts import RankFacts, not_ours
-from hf_gpipe.job.network import REACH_SECONDS, is_loopback
+from hf_gpipe.job.network import REACH_SECONDS, is_loopback, seen_from
 
 #: So many keys of two recipes that differ are named.
 _MOST_KEYS = 3
@@ -157,7 +157,8 @@ def unreached(mine: RankFacts, everyone: Sequence[RankFacts]) -> list[str]:
         if not other.port or other.host == mine.host:
             continue
         try:
-            socket.create_connection((other.address, other.port), REACH_SECONDS, (mine.address, 0)).close()
+            address = seen_from(other.address, mine.interface)
+            socket.create_connection((address, other.port), REACH_SECONDS, (mine.address, 0)).close()
         except OSError as error:
             problems.append(
                 f"machine {mine.host}, at {_at(mine)}, cannot reach machine {other.host} at {_at(other)}: "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +131,43 @@ def test_gloo_listens_where_its_variable_says(monkeypatch: pytest.MonkeyPatch) -
     assert network.gloo_address({"lo": "127.0.0.1", "ib0": "10.9.9.9"}) == "10.9.9.9"
     with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME is 'ib0'; the interfaces with an address are lo, eth0"):
         network.gloo_address({"lo": "127.0.0.1", "eth0": "10.9.9.9"})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib0")
+    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME is 'lo,ib0'; the interfaces with an address are lo: name"):
+        network.gloo_address({"lo": "127.0.0.1"})
+
+
+def test_an_interface_with_an_address_of_ipv6_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLOO_SOCKET_IFNAME=eth0 was an error on a network without IPv4, though gloo listens there."""
+    entry = lambda family, address: SimpleNamespace(family=family, address=address)  # noqa: E731  it is short
+    six, four = socket.AF_INET6, socket.AF_INET
+    found = {
+        "lo": [entry(socket.AF_PACKET, "00:00"), entry(six, "::1"), entry(four, "127.0.0.1")],
+        "eth0": [entry(six, "fd00::2"), entry(six, "fe80::1%eth0")],
+        "ib0": [entry(six, "fe80::2%ib0")],
+        "wlan0": [entry(socket.AF_PACKET, "00:01")],
+    }
+    monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: found)
+    assert network.addresses() == {"lo": "127.0.0.1", "eth0": "fd00::2", "ib0": "fe80::2%ib0"}
+    for name, address in (("eth0", "fd00::2"), ("ib0", "fe80::2%ib0")):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+        mine = RankFacts.of_this_process(is_alone=False)
+        assert (mine.address, mine.interface, mine.problem) == (address, name, "")
+        assert mine.interfaces == ("eth0", "ib0")
+        assert not complaints([mine, replace(mine, host="another", boot="other")])
+    assert network.seen_from("fe80::9%enp3s0", "ib0") == "fe80::9%ib0"
+    assert network.seen_from("fd00::9", "ib0") == "fd00::9"
+
+
+def test_machines_reach_each_other_by_ipv6() -> None:
+    """An address of IPv6 is bound and reached like another."""
+    try:
+        door = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with door:
+        mine = replace(RankFacts.of_this_process(), address="::1", interface="lo")
+        other = replace(mine, host="another", port=door.getsockname()[1])
+        assert not unreached(mine, [mine, other])
 
 
 def test_memory_is_counted_per_machine_on_the_cpu_and_per_process_on_gpus() -> None:
