@@ -25,6 +25,7 @@ from hf_gpipe.adapters.layers import Layer, Stack, StackName
 from hf_gpipe.adapters.modules.autocast import Autocast
 from hf_gpipe.adapters.modules.dropout import masks_of
 from hf_gpipe.adapters.modules.head import FoundProjection
+from hf_gpipe.adapters.modules.kept_state import Kept
 from hf_gpipe.adapters.modules.patches import Patch
 from hf_gpipe.adapters.modules.quantised import Quantisation
 from hf_gpipe.adapters.peft import PeftAdapter
@@ -130,8 +131,10 @@ class Adapter(ABC):
     scores_targets = True
     #: What the speed of a training is counted in.
     counted: Literal["tokens", "rows"] = "tokens"
-    #: Whether columns of padding must stay.
-    padding_matters = False
+    #: The width of mini-batches beyond which columns of padding must stay, because numbers depend on them; None: none.
+    padding_matters_beyond: int | None = None
+    #: What modules keep from one forward to the next, which each forward of a stage gets as in a new model.
+    kept: Kept = MappingProxyType({})
     #: Whether padding on the left predicts the same in rows that are cut into chunks; a tiny clone tells.
     padding_predicts_in_chunks = False
     #: Whether a checkpoint may lack the head's weights, which are then new.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_gpipe.adapters.attention.document_positions import is_position_table, number_anew
 from hf_gpipe.adapters.attention.position_tables import share_tables, strip_weights
+from hf_gpipe.adapters.attention.whole_rows import read_whole_rows
 from hf_gpipe.adapters.base import Adapter, Inputs, Tensors
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.modules.autocast import scope_of
@@ -23,6 +24,7 @@ from hf_gpipe.adapters.modules.batch_norm import BatchNorms
 from hf_gpipe.adapters.modules.dropout import DropoutSeeds, NoisyRows, default_generator, key
 from hf_gpipe.adapters.modules.head import DeferredLogits, Projection
 from hf_gpipe.adapters.modules.intercept import extend_class
+from hf_gpipe.adapters.modules.kept_state import KeptState
 from hf_gpipe.adapters.modules.linear import hand_over
 from hf_gpipe.adapters.modules.weight_gradients import WeightGradients
 from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
@@ -198,6 +200,9 @@ class StageModel:
         self._generator = default_generator(device)
         self._layer_keys = {name: key(name) for layer in self.layers for name in layer.modules}
         self.batch_norms = BatchNorms(self.model)
+        self._kept = KeptState(self.model, self.adapter.kept)
+        for module in self._kept.modules:
+            read_whole_rows(module, self.port)
         self.model.train()
 
     def add_noise(self, alpha: float | None) -> None:
@@ -290,10 +295,19 @@ class StageModel:
         modules = [*self.model.modules()]
         for module in [one for one in modules if isinstance(one, GradientCheckpointingLayer)] or modules:
             if hasattr(module, "gradient_checkpointing"):
-                module._gradient_checkpointing_func = function
+                module._gradient_checkpointing_func = self._anew(module, function) if self._kept else function
                 module.gradient_checkpointing = True
                 # A block that runs again writes the same keys and values again: a cache of chunks may be kept.
                 module._can_checkpoint_with_cache = True
+
+    def _anew(self, block: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that checkpoints a block, which then begins as in a new model also when it runs again."""
+
+        def run(forward: Callable[..., Any], *args: Any) -> Any:
+            self._kept.restore(block)
+            return forward(*args)
+
+        return lambda forward, *args: function(partial(run, forward), *args)
 
     def replace_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Replace a parameter by another tensor, wherever this stage uses it."""
@@ -353,6 +367,7 @@ class StageModel:
         deferred: DeferredLogits | None = None,
         rows: NoisyRows = NoisyRows(),
         routers: ChunkRouters | None = None,
+        row_length: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """Run the stage on one micro-batch.
 
@@ -363,6 +378,7 @@ class StageModel:
             deferred: made by `deferred_logits`; the logits are left out, and can be computed by it.
             rows: the rows of the micro-batch, from which the noise on their embeddings follows.
             routers: the router logits of the rows, at a chunk of them; None: rows are whole.
+            row_length: the number of tokens of the whole rows, of which the inputs are a chunk; None: rows are whole.
 
         Returns:
             The carry for the next stage. On the last stage {"logits": (B, T, V)} unless they are deferred; for a
@@ -373,10 +389,14 @@ class StageModel:
             # Autocast converts a leaf once for all its uses, so their gradients would be summed in half precision.
             # In the plain model these tensors are not leaves, and for autocast a view is not a leaf either.
             carry = {name: tensor.view_as(tensor) for name, tensor in carry.items()}
+        # In generation a forward goes on from the one before it.
+        if self._kept and (row_length is not None or not _goes_on(inputs)):
+            self._kept.restore()
         self.port.received = carry.get("hidden")
         self.router_port.open(self.adapter.routers, carry, routers)
         # Positions that are given begin anew already.
         self.port.lengths = {} if "position_ids" in inputs else self.adapter.document_lengths(inputs)
+        self.port.row_length = None if "position_ids" in inputs else row_length
         try:
             with self._seeded(micro_batch_seed, rows):
                 if deferred is None or self._projection is None:
@@ -426,6 +446,12 @@ class _WithoutWeights:
     @property
     def dtype(self) -> torch.dtype:
         return self._found_on[1]
+
+
+def _goes_on(inputs: Inputs) -> bool:
+    """Whether a forward has the cache of forwards before it."""
+    cache = inputs.get("past_key_values")
+    return cache is not None and cache.get_seq_length() > 0
 
 
 def _forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

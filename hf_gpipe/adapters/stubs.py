@@ -39,9 +39,11 @@ class Port:
         self.seeds: DropoutSeeds | None = None
         #: The number of tokens of each document of a packed row, for each stack; empty for other rows.
         self.lengths: Mapping[StackName, tuple[int, ...]] = {}
+        #: The number of tokens of the whole rows, where the forward is that of a chunk; None: the rows are whole.
+        self.row_length: int | None = None
 
     def close(self) -> None:
-        self.received = self.captured = self.seeds = None
+        self.received = self.captured = self.seeds = self.row_length = None
         self.lengths = {}
 
 

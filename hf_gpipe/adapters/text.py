@@ -18,6 +18,7 @@ from hf_gpipe.adapters.batch_keys import OF_LOSSES, check_keys
 from hf_gpipe.adapters.layers import Layer, StackName
 from hf_gpipe.adapters.modules.autocast import Autocast
 from hf_gpipe.adapters.modules.quantised import Quantisation
+from hf_gpipe.adapters.observation.length_limit import length_limit
 from hf_gpipe.adapters.observation.probe import observe_family
 from hf_gpipe.adapters.observation.skeleton import Blueprint, build_skeleton, copy_with_stubs, has_closures
 from hf_gpipe.adapters.packing import as_rows, is_flattened
@@ -50,11 +51,12 @@ class TextAdapter(Adapter):
         self._is_copied = quantisation is None and not has_closures(self.reference)
         #: The text part, where the given one is of a model of images and text.
         self.config = self.reference.config
-        #: Whether columns of padding must stay: top-k may break ties in another way without them, padding takes the
-        #: places of an expert, a length must be a multiple, or the plain model's numbers were seen to depend on them.
-        self.padding_matters = any(
+        # Top-k may break ties in another way without padding, padding takes the places of an expert, or a length must
+        # be a multiple.
+        padding_matters = any(
             getattr(self.config, name, 0) for name in ("index_topk", "expert_capacity", "chunk_size_feed_forward")
         )
+        self.padding_matters_beyond = 0 if padding_matters else length_limit(self.config)
         # A class that is given and a class that transformers chooses share one observation.
         is_of_config = type(self.config) is type(self.given_config)
         observed = replace(blueprint, model_class=type(self.reference)) if is_of_config else blueprint
@@ -73,6 +75,7 @@ class TextAdapter(Adapter):
         self._embeddings = observation.embeddings
         self._embedding_tables = observation.embedding_tables
         self._constants = observation.constants
+        self.kept = observation.kept
         self._encoder_dtype = observation.encoder_dtype
         self.tables = {stack.name: shared_tables(self.reference, stack.blocks) for stack in self.stacks}
 
@@ -155,6 +158,7 @@ class TextAdapter(Adapter):
         if missing := [name for name in (IDS, "labels") if name not in batch]:
             raise DataError(f"a mini-batch needs {IDS} and labels; {missing[0]!r} is missing, found {list(batch)}")
         check_keys(batch, self)
+        self._check_positions(batch)
         if (shifted := batch.get("shift_labels")) is None:
             return
         if self.labels_rows or self.target_keys:
@@ -163,6 +167,19 @@ class TextAdapter(Adapter):
             )
         if shifted.shape != (shape := batch[IDS].shape):
             raise DataError(f"shift_labels have the shape {tuple(shifted.shape)} and {IDS} {tuple(shape)}")
+
+    def _check_positions(self, batch: Tensors) -> None:
+        """Raise DataError where rows with positions of their own choose rotary frequencies for each other."""
+        positions, limit = batch.get("position_ids"), self.padding_matters_beyond
+        if positions is None or positions.dim() != 2 or not limit:
+            return
+        last = positions.amax(dim=1)
+        if len(last) and int(last.max()) >= limit and bool((last != last[0]).any()):
+            raise DataError(
+                f"position_ids has rows that end at {int(last.min())} and at {int(last.max())}, and beyond {limit} "
+                f"positions the rotary embeddings of {type(self.reference).__name__} follow from the longest row of a "
+                "micro-batch; leave position_ids out, or use shorter rows"
+            )
 
     def main_input(self, batch: Tensors) -> torch.Tensor:
         """Return the token ids; of a model with an encoder, the ids of the sources."""
@@ -183,7 +200,7 @@ class TextAdapter(Adapter):
 
     def _trimmed(self, group: Mapping[str, torch.Tensor], is_used: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cut the columns at the end that no row of a micro-batch uses; `group` has the shape of `is_used` (B, T)."""
-        if self.padding_matters:
+        if self.padding_matters_beyond is not None and is_used.shape[1] > self.padding_matters_beyond:
             return dict(group)
         used = is_used.any(dim=0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
@@ -194,8 +211,18 @@ class TextAdapter(Adapter):
         self.check_ids(inputs)
 
     def check_lengths(self, inputs: Inputs) -> None:
-        """Raise DataError where inputs, as returned by `prepare`, are longer than the model's table of positions."""
-        documents = self.document_lengths(inputs)
+        """Raise DataError where inputs, as returned by `prepare`, are longer than the model's table of positions.
+
+        Documents in one row may not be so long that they would choose rotary frequencies for each other.
+        """
+        documents, limit = self.document_lengths(inputs), self.padding_matters_beyond
+        longest = max((max(lengths) for lengths in documents.values()), default=0)
+        if limit and longest > limit:
+            raise DataError(
+                f"a document has {longest} tokens, and beyond {limit} the rotary embeddings of "
+                f"{type(self.reference).__name__} follow from the longest document of a row, so rows cannot be packed; "
+                "leave packing out, or use shorter documents"
+            )
         for stack, most in self.num_positions.items():
             name = self.text_keys[stack][0]
             length = max(documents.get(stack, (inputs[name].shape[1],)))

@@ -140,12 +140,28 @@ def take(stage: StageModel, source: torch.nn.Module, device: torch.device) -> No
                 module.state = source.get_submodule(parent).state
         else:
             setattr(module, leaf, tensor.to(device))
+    _renew_kept(stage)
     if any(t.device.type == "meta" for t in model.state_dict().values()):
         raise CheckpointError("the given model is on the meta device and has no weights")
     take_attributes(model, source)
     for patch in stage.adapter.patches:
         if any(patch.layer in layer.all_modules for layer in stage.layers):
             patch.put(model, source)
+
+
+def _renew_kept(stage: StageModel) -> None:
+    """Give buffers that forwards change the values of a new model; those of a model in memory may have changed."""
+    roots = [(name, module) for name, module in stage.model.named_modules() if isinstance(module, PreTrainedModel)]
+    for name, module in stage.model.named_modules():
+        kept = stage.adapter.kept.get(type(module).__name__, frozenset())
+        if not (kept & module._buffers.keys()):
+            continue
+        module._buffers.update(
+            {n: buffer if buffer is None else buffer.clone() for n, buffer in module._buffers.items()}
+        )
+        if next(module.parameters(), None) is None:
+            owner = [root for prefix, root in roots if f"{name}.".startswith(f"{prefix}." if prefix else "")][-1]
+            owner._init_weights(module)
 
 
 def load(

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.text import TextAdapter, check_reads_text
 from hf_gpipe.errors import UnsupportedModelError, one_line
-from hf_gpipe.model.clone import Batch, attention_of, clone_of, padded_batch
+from hf_gpipe.model.clone import Batch, attention_of, clone_of, narrowed, padded_batch
 from hf_gpipe.model.exactness import compared_once
 from hf_gpipe.model.steps import plain_step, split_step
 from hf_gpipe.recipe import Chunks
@@ -53,7 +53,8 @@ def _padding_predicts(adapter: TextAdapter, packing: bool, recomputes_blocks: bo
     )
     try:
         model, clone = clone_of(adapter, torch.float64)
-        batch = padded_batch(model, with_images=False)
+        # Documents of a row may not be longer than the limit of its rotary embeddings; rows alone may.
+        batch = narrowed(padded_batch(model, with_images=False), packing and clone.padding_matters_beyond)
         options = {"packing": packing, "recomputes_blocks": recomputes_blocks}
         difference = _difference(model, clone, batch, **options)
         clone.padding_predicts_in_chunks = True
@@ -78,7 +79,6 @@ def _difference(
     whole = split_step(model, clone, batch, 1, packing=True) if packing else plain_step(model, batch, clone)
     model.zero_grad()
     num_stages = min(_STAGES, len(clone.layers))
-    step = split_step(
-        model, clone, batch, num_stages, chunks=_CHUNKS, packing=packing, recomputes_blocks=recomputes_blocks
-    )
+    recompute = "block" if recomputes_blocks else "stage"
+    step = split_step(model, clone, batch, num_stages, chunks=_CHUNKS, packing=packing, recompute=recompute)
     return step.difference(whole)

@@ -94,6 +94,11 @@ def padded_batch(model: PreTrainedModel, *, with_images: bool = True) -> Batch:
     return text_entries(ids, mask, labels)
 
 
+def narrowed(batch: Batch, width: int | None) -> Batch:
+    """A mini-batch of text with at most so many columns; 0 or None: all."""
+    return {name: tensor[:, : width or None] for name, tensor in batch.items()}
+
+
 def turn_randomness_off(config: Any) -> None:
     """Set what is random in the forward of a configuration's model to what is not."""
     for name, value in list(vars(config).items()):

@@ -19,12 +19,15 @@ from hf_gpipe.adapters.observation.structure import unlike_default
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import StageError, UnsupportedModelError, listed, one_line
-from hf_gpipe.model.clone import exact_clone, padded_batch
-from hf_gpipe.model.steps import TOLERANCES, next_tokens, plain_step, split_step
+from hf_gpipe.model.clone import Batch, exact_clone, narrowed, padded_batch
+from hf_gpipe.model.steps import TOLERANCES, Step, in_reverse, next_tokens, plain_step, split_step
 
 #: `TOLERANCES` for float64 models that convert their logits to float32. The stages' loss, which is computed in place,
 #: rounds in another way than torch's; with the same code for the loss they agree within 1e-16.
 FLOAT32_LOGITS_TOLERANCE = 1e-6
+#: Of each comparison, what is recomputed, and whether the longer rows come last. Where no module keeps a state, and no
+#: length matters, the numbers of stages share these.
+ORDERS = (("stage", False), ("none", True), ("stage", True), ("none", False), ("block", False), ("block", True))
 #: The tolerance between the plain model with and without the columns of padding that a stage cuts off: parts of some
 #: models always compute in float32, and round in another way when shapes change.
 TRIMMING_TOLERANCE = 1e-5
@@ -40,7 +43,7 @@ class Comparison:
         num_gradients: number of parameters that had a gradient.
         dtype: type of the weights: float64, or float32 where the plain model's own code fails in float64.
         loss_dtype: type of the plain clone's logits, in which its loss is computed.
-        padding_matters: whether the plain clone's numbers change where columns of padding are cut off.
+        padding_matters: whether the plain clone's numbers change where the adapter cuts columns of padding off.
     """
 
     model_class: str
@@ -93,7 +96,8 @@ def verify(adapter: TextAdapter, *, splits_backward: bool = False) -> None:
     """
     what = f"in stages {splits_backward}"
     comparison = compared_once(adapter, what, lambda: _verified(adapter, splits_backward))
-    adapter.padding_matters |= comparison.padding_matters
+    if comparison.padding_matters:
+        adapter.padding_matters_beyond = 0
 
 
 def compared_once(adapter: TextAdapter, what: str, compare: Callable[[], Result]) -> Result:
@@ -179,7 +183,7 @@ def compare(
             if isinstance(adapter, UnsupportedModelError):
                 break
             batch = padded_batch(model)
-            is_known, adapter.padding_matters = adapter.padding_matters, True
+            trims, adapter.padding_matters_beyond = adapter.padding_matters_beyond, 0
             untrimmed = plain_step(model, batch, adapter)
             break
         except Exception as error:
@@ -189,28 +193,53 @@ def compare(
         raise CloneError(f"{family}: a tiny clone of the plain model fails: {what}") from failure
     if isinstance(adapter, UnsupportedModelError):
         raise adapter
-    adapter.padding_matters = is_known
-    expected = plain_step(model, batch, adapter)
-    if not 0 < expected.norm < float("inf"):
-        raise CloneError(f"{family}: the plain model's gradient norm is {expected.norm} on a tiny clone")
-    if untrimmed.difference(expected) > TRIMMING_TOLERANCE:
-        adapter.padding_matters, expected = True, untrimmed
+    if not 0 < untrimmed.norm < float("inf"):
+        raise CloneError(f"{family}: the plain model's gradient norm is {untrimmed.norm} on a tiny clone")
+    expected, padding_matters = _trimmed(model, adapter, batch, untrimmed, trims)
     if adapter.has_head:
         _check_own_loss(model, batch)
-    differences = {}
-    for number in num_stages:
-        count = min(number or len(adapter.layers), len(adapter.layers))
+    counts = [min(number or len(adapter.layers), len(adapter.layers)) for number in num_stages]
+    runs = list(zip(counts, ORDERS, strict=False))
+    if adapter.kept or adapter.padding_matters_beyond is not None:
+        runs = [(count, order) for count in counts for order in ORDERS]
+    differences = dict.fromkeys(counts, 0.0)
+    for count, (recompute, is_reversed) in runs:
         model.zero_grad()
+        rows = in_reverse(batch, adapter) if is_reversed else batch
         try:
-            step = split_step(model, adapter, batch, count, splits_backward=splits_backward)
+            step = split_step(model, adapter, rows, count, splits_backward=splits_backward, recompute=recompute)
         except StageError as error:
             raise UnsupportedModelError(
                 f"{family}: a tiny clone in stages fails: {one_line(str(error), 200)}"
             ) from error
-        differences[count] = step.difference(expected)
+        differences[count] = max(differences[count], step.difference(expected))
     return Comparison(
-        type(model).__name__, differences, len(expected.gradients), dtype, expected.dtype, adapter.padding_matters
+        type(model).__name__, differences, len(expected.gradients), dtype, expected.dtype, padding_matters
     )
+
+
+def _trimmed(
+    model: PreTrainedModel, adapter: TextAdapter, batch: Batch, untrimmed: Step, trims: int | None
+) -> tuple[Step, bool]:
+    """The plain step without columns of padding, and whether these columns matter; the adapter then keeps them.
+
+    Args:
+        untrimmed: the step with the columns.
+        trims: the adapter's `padding_matters_beyond`, for which the narrow mini-batch is compared too.
+    """
+    adapter.padding_matters_beyond = trims
+    expected = plain_step(model, batch, adapter)
+    pairs = [(untrimmed, expected)]
+    if trims:
+        rows = narrowed(padded_batch(model, with_images=False), trims)
+        short = plain_step(model, rows, adapter)
+        adapter.padding_matters_beyond = 0
+        pairs.append((plain_step(model, rows, adapter), short))
+        adapter.padding_matters_beyond = trims
+    if any(whole.difference(cut) > TRIMMING_TOLERANCE for whole, cut in pairs):
+        adapter.padding_matters_beyond = 0
+        return untrimmed, True
+    return expected, False
 
 
 def _adapter_or_reason(model: PreTrainedModel, dtype: torch.dtype) -> TextAdapter | UnsupportedModelError:

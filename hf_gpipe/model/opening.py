@@ -96,14 +96,8 @@ def open_model(spec: ModelSpec, device: torch.device) -> Adapter:
     Raises:
         UserError: the model cannot be split exactly, differs from its configuration, or does not fit the options.
     """
-    model = spec.model
-    if is_chain(model):
-        raise UserError(f"{type(model).__name__} is no Hugging Face model that reads text; give a model that does")
-    check_model(model)
-    _check_options(spec)
-    adapter = adapter_of(spec, device)
+    model, adapter = spec.model, guarded_adapter(spec, device)
     layers = tuple(name for layer in adapter.layers for name in layer.all_modules)
-    check_classes(adapter.reference, layers)
     if not is_known_exact(adapter):
         verify(adapter)
     if (generation_config := _generation_config_of(model)) is not None:
@@ -118,6 +112,26 @@ def open_model(spec: ModelSpec, device: torch.device) -> Adapter:
         adapter.patches = find_patches(model, expected, layers)
         if any(patch.layer == adapter.layers[-1].name for patch in adapter.patches):
             adapter.projection = FoundProjection((), "a function of its head was replaced")
+    return adapter
+
+
+def guarded_adapter(spec: ModelSpec, device: torch.device | None = None) -> TextAdapter:
+    """The adapter of a model that reads text, checked in every way but by a tiny clone.
+
+    Args:
+        spec: of the model.
+        device: where autocast is observed; None: without autocast.
+
+    Raises:
+        UserError: the model or an option is not supported.
+    """
+    model = spec.model
+    if is_chain(model):
+        raise UserError(f"{type(model).__name__} is no Hugging Face model that reads text; give a model that does")
+    check_model(model)
+    _check_options(spec)
+    adapter = adapter_of(spec, device)
+    check_classes(adapter.reference, tuple(name for layer in adapter.layers for name in layer.all_modules))
     return adapter
 
 

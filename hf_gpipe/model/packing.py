@@ -94,7 +94,10 @@ def _depends_on_others(stage: StageModel, packed: Batch, documents: Sequence[Bat
 def _documents(model: PreTrainedModel, adapter: Adapter) -> list[Batch]:
     """Documents of unlike lengths, as of `Adapter.packed`."""
     ids = token_ids(padded_batch(model, with_images=False)).flatten().repeat(PACKED_LENGTHS[0])
-    sources = [ids[size : 2 * size] for size in PACKED_LENGTHS]
+    # Longer ones than the limit of rotary embeddings are not packed.
+    limit = adapter.padding_matters_beyond
+    lengths = [min(size, limit - place) if limit else size for place, size in enumerate(PACKED_LENGTHS)]
+    sources = [ids[size : 2 * size] for size in lengths]
     if not adapter.target_keys:
         return [{"position_ids": torch.arange(len(ids)), **text_entries(ids, labels=ids)} for ids in sources]
     return [text_entries(source, labels=other) for source, other in zip(sources, reversed(sources), strict=True)]

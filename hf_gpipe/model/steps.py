@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel
+from hf_gpipe.adapters.modules.kept_state import KeptState
 from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.errors import UnsupportedModelError
@@ -93,13 +94,15 @@ def plain_step(model: PreTrainedModel, batch: Batch, adapter: Adapter | None = N
 def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoothing: float = 0.0) -> Step:
     """Run the plain model on each micro-batch; the loss is summed over target tokens, divided by their number in all.
 
-    An auxiliary loss of experts is the mean over the micro-batches.
+    Each forward begins with what the modules keep now (`KeptState`). An auxiliary loss of experts is the mean over the
+    micro-batches.
     """
     model.zero_grad()
     causal = not model.config.is_encoder_decoder
     targets = [next_tokens(rows["labels"]) if causal else rows["labels"] for rows in micro_batches]
     num_tokens = torch.stack([(target != IGNORED_LABEL).sum() for target in targets]).sum()
     total = torch.zeros(())
+    new = KeptState(model)
     for rows, target in zip(micro_batches, targets, strict=True):
         # Labels are needed only by an encoder-decoder that makes its decoder's inputs from them.
         makes_inputs = not causal and "decoder_input_ids" not in rows
@@ -118,10 +121,17 @@ def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoo
             loss = loss + auxiliary / len(micro_batches)
             _check_coefficient(model, rows, output.logits.dtype, auxiliary.detach())
         loss.backward()
+        new.restore()
         total = total + loss.detach()
     ties = model.all_tied_weights_keys
     gradients = {ties.get(name, name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return Step(float(total), gradients, losses.dtype)
+
+
+def in_reverse(batch: Batch, adapter: Adapter) -> Batch:
+    """The mini-batch whose micro-batches come in the other order."""
+    parts = split_rows(batch, MICRO_BATCHES, lengths=adapter.lengths_in_rows(batch))[::-1]
+    return {name: torch.cat([part[name] for part in parts if name in part]) for name in batch}
 
 
 def next_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -151,10 +161,10 @@ def split_step(
     splits_backward: bool = False,
     chunks: Chunks = Chunks(),
     packing: bool = False,
-    recomputes_blocks: bool = False,
+    recompute: str = "stage",
     ranks: Ranks | None = None,
 ) -> Step:
-    """Run the same step in stages, all of them in this process, with recomputation, of stages or of blocks.
+    """Run the same step in stages, all of them in this process, with recomputation of stages or of blocks, or without.
 
     With `ranks` this is one of several whose layers are divided.
     """
@@ -167,14 +177,14 @@ def split_step(
     edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
     cutting = Cutting(MICRO_BATCHES, packing=packing, chunks=chunks)
     micro_batches = make_micro_batches(adapter, [batch], cutting, 0, 0, loss=loss_of)
-    for stage_model in models.values() if recomputes_blocks else ():
+    for stage_model in models.values() if recompute == "block" else ():
         stage_model.checkpoint_blocks()
     table = build_schedule(
         "gpipe",
         num_stages,
         len(micro_batches),
         Placement.spread(num_stages, 1),
-        recompute="none" if recomputes_blocks else "stage",
+        recompute="none" if recompute == "block" else recompute,
         chunks=chunks_of(micro_batches),
     )
     if splits_backward:

@@ -70,7 +70,7 @@ class Teacher:
 
 
 def open_teacher(spec: ModelSpec, student: Adapter, device: torch.device) -> Adapter:
-    """The adapter of a teacher.
+    """The adapter of a teacher. The student's then keeps the columns of padding on which the teacher depends, too.
 
     Args:
         spec: of the teacher.
@@ -91,8 +91,11 @@ def open_teacher(spec: ModelSpec, student: Adapter, device: torch.device) -> Ada
             raise UserError(f"{what} cannot be distilled; both models must be decoder-only language models")
         if not model.projection.names:
             raise UserError(f"{what} makes its logits whole ({model.projection.reason}), and distillation in parts")
-        if model.padding_matters:
+        if model.padding_matters_beyond == 0:
             raise UserError(f"{what} depends on the padding of rows, which two models would have to share")
+    # Both read the same rows, which keep the columns of padding on which either depends.
+    limits = [limit for one in (adapter, student) if (limit := one.padding_matters_beyond) is not None]
+    student.padding_matters_beyond = min(limits, default=None)
     sizes = [model.reference.get_output_embeddings().weight.shape[0] for model in (adapter, student)]
     if sizes[0] != sizes[1]:
         raise UserError(

@@ -109,6 +109,13 @@ def cut(inputs: Inputs, chunks: Chunks, adapter: Adapter) -> list[tuple[int, dic
             f"{odd[0]} has the shape {tuple(of_tokens[odd[0]].shape)} and the tokens {tuple(ids.shape)}; to cut rows "
             f"into chunks ({SETTING}), each entry needs one value for each token"
         )
+    positions, limit = of_tokens.get("position_ids"), adapter.padding_matters_beyond
+    if positions is not None and limit and int(positions.max()) >= limit:
+        raise DataError(
+            f"position_ids go to {int(positions.max())}, and beyond {limit} positions the rotary embeddings of "
+            f"{type(adapter.reference).__name__} follow from the last position of whole rows; to cut rows into chunks "
+            f"({SETTING}), leave position_ids out, or use shorter rows"
+        )
     mask = of_tokens.pop("attention_mask", torch.ones_like(ids))
     if not adapter.padding_predicts_in_chunks:
         _check_padding(mask, of_tokens["shift_labels"])

@@ -365,7 +365,8 @@ class Stage:
                 # Before the hook by which they enter a head that is divided.
                 hooks.enter_context(head.register_forward_pre_hook(keep, prepend=True))
             inputs, routers = self._with_past(micro_batch)
-            outputs = self.model(inputs, carry, micro_batch.seed, deferred, micro_batch.rows, routers)
+            length = None if micro_batch.chunk is None else micro_batch.chunk.length
+            outputs = self.model(inputs, carry, micro_batch.seed, deferred, micro_batch.rows, routers, length)
         if not loss.adds_auxiliary:
             outputs.pop("auxiliary_loss", None)
         logits = outputs.pop("logits", None)

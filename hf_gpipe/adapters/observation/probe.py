@@ -7,6 +7,7 @@ that run before and after them, how a block gets its hidden states and in which 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -18,12 +19,15 @@ from hf_gpipe.adapters.layers import Given, Stack, StackName
 from hf_gpipe.adapters.modules.autocast import Autocast, scope_of
 from hf_gpipe.adapters.modules.head import FoundProjection, find_projection
 from hf_gpipe.adapters.modules.intercept import hidden_of
+from hf_gpipe.adapters.modules.kept_state import Kept, observe_kept
 from hf_gpipe.adapters.observation.skeleton import Blueprint, build
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text_entries import text_entries
 from hf_gpipe.errors import UnsupportedModelError
 
 BATCH, SOURCE_LENGTH, TARGET_LENGTH = 2, 6, 5
+#: The number of tokens that is added to these in the forwards that show what modules keep: more than `LENGTH_LIMIT`.
+_MORE_TOKENS = 5
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Observation:
         constants: parameters outside of the blocks that no gradient can reach, such as a table of sines.
         encoder_dtype: type of the encoder's output; None without an encoder.
         embedding_tables: the tables that were looked up.
+        kept: what modules keep from one forward to the next.
     """
 
     stacks: tuple[Stack, ...]
@@ -60,6 +65,7 @@ class Observation:
     constants: frozenset[str]
     encoder_dtype: torch.dtype | None = None
     embedding_tables: frozenset[str] = frozenset()
+    kept: Kept = field(default_factory=dict)
 
 
 _Form: TypeAlias = tuple[int | None, Given]
@@ -126,6 +132,7 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
             in order, each block once.
     """
     family = model.config.model_type
+    kept = observe_kept(model, (partial(_forward, model, autocast, _MORE_TOKENS), partial(_forward, model, autocast)))
     calls = _run(model, autocast)
     lists = _block_lists(model, calls)
     expected = 2 if model.config.is_encoder_decoder else 1
@@ -187,18 +194,20 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
         constants,
         None if encoded is None else encoded.dtype,
         frozenset(name for name in calls.entered if isinstance(model.get_submodule(name), nn.Embedding)),
+        kept,
     )
 
 
-def tiny_batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return inputs for the tiny clone: random ids without padding."""
+def tiny_batch(model: PreTrainedModel, more_tokens: int = 0) -> dict[str, torch.Tensor]:
+    """Return inputs for the tiny clone: random ids without padding, with `more_tokens` in each row."""
     generator = torch.Generator().manual_seed(0)
     config = model.config.get_text_config()
     vocabulary = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
-    ids = torch.randint(3, vocabulary, (BATCH, SOURCE_LENGTH), generator=generator)
+    ids = torch.randint(3, vocabulary, (BATCH, SOURCE_LENGTH + more_tokens), generator=generator)
     batch = text_entries(ids, torch.ones_like(ids))
     if model.config.is_encoder_decoder:
-        batch["decoder_input_ids"] = torch.randint(3, vocabulary, (BATCH, TARGET_LENGTH), generator=generator)
+        shape = (BATCH, TARGET_LENGTH + more_tokens)
+        batch["decoder_input_ids"] = torch.randint(3, vocabulary, shape, generator=generator)
     return batch
 
 
@@ -232,23 +241,24 @@ def _run(model: PreTrainedModel, autocast: Autocast | None = None) -> _Calls:
             handles.append(module.register_forward_hook(leave(name), with_kwargs=True))
     try:
         calls.result = _forward(model, autocast)
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{model.config.model_type}: a tiny clone of the model does not run on ids alone: "
-            f"{type(error).__name__}: {error}"
-        ) from error
     finally:
         for handle in handles:
             handle.remove()
     return calls
 
 
-def _forward(model: PreTrainedModel, autocast: Autocast | None) -> Any:
+def _forward(model: PreTrainedModel, autocast: Autocast | None, more_tokens: int = 0) -> Any:
     device = torch.device("cpu") if autocast is None else autocast.device
-    batch = {name: tensor.to(device) for name, tensor in tiny_batch(model).items()}
+    batch = {name: tensor.to(device) for name, tensor in tiny_batch(model, more_tokens).items()}
     # With a graph, from which `_constants` reads what gradients reach.
     with torch.enable_grad(), scope_of(autocast):
-        return model.eval().to(device)(**batch, use_cache=False)
+        try:
+            return model.eval().to(device)(**batch, use_cache=False)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: a tiny clone of the model does not run on ids alone: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> _Form | None:

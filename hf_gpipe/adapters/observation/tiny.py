@@ -11,7 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_gpipe.adapters.observation.length_limit import limit_field, rotary_parts
+
 NUM_BLOCKS = 4
+#: The limit of rotary embeddings that depend on the length of rows; the rows of clones have 6 to 11 tokens.
+LENGTH_LIMIT = 8
 VOCABULARY = 64
 WIDTH, HEADS, HEAD_WIDTH = 32, 4, 8
 
@@ -174,10 +178,31 @@ def _shrink(values: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
             shrunk[name] = _spread(value, NUM_BLOCKS) if each is None else [each] * NUM_BLOCKS
     if isinstance(full.get("vision_config"), dict):
         _shrink_images(shrunk, full)
-    rope = full.get("rope_parameters") or {}
-    if "mrope_section" in rope or config.model_type in _OF_THREE_POSITIONS:
-        shrunk["rope_parameters"] = rope | {"mrope_section": [HEAD_WIDTH // 2 - 2, 1, 1]}
+    _shrink_rotary(shrunk, full, config)
     return shrunk | _FAMILIES.get(config.model_type, {})
+
+
+def _shrink_rotary(shrunk: dict[str, Any], full: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Give rotary embeddings the small sizes, and a limit that some rows of a clone pass where they depend on one."""
+    rope = full.get("rope_parameters") or {}
+    width = shrunk.get("head_dim") or full.get("head_dim") or WIDTH // HEADS
+    parts = []
+    for part in rotary_parts(rope):
+        parts.append(dict(part))
+        if "mrope_section" in part or config.model_type in _OF_THREE_POSITIONS:
+            parts[-1]["mrope_section"] = [HEAD_WIDTH // 2 - 2, 1, 1]
+        for name in ("short_factor", "long_factor"):
+            if isinstance(factors := part.get(name), list) and factors:
+                count = len(range(0, int(width * part.get("partial_rotary_factor", 1.0)), 2))
+                parts[-1][name] = [factors[i * len(factors) // count] for i in range(count)]
+        if (field := limit_field(part)) is not None:
+            field = config.attribute_map.get(field, field)
+            for values, given in ((parts[-1], part), (shrunk, full)):
+                if given.get(field) is not None:
+                    values[field] = LENGTH_LIMIT
+    if rope:
+        nested = [name for name, value in rope.items() if isinstance(value, dict)]
+        shrunk["rope_parameters"] = rope | dict(zip(nested, parts, strict=True)) if nested else parts[0]
 
 
 def _shrink_images(shrunk: dict[str, Any], full: dict[str, Any]) -> None:
