@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_gpipe.commands.base import Parser, loading, run_with_options
 from hf_gpipe.errors import UnsupportedModelError, UserError
-from hf_gpipe.recipe import load_recipe
+from hf_gpipe.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from hf_gpipe.adapters.text import TextAdapter
 
 DESCRIPTION = """\
 Makes a tiny clone of a model's configuration, runs it in stages, and compares the loss and every gradient with the
@@ -32,32 +36,32 @@ def _parser() -> Parser:
 
 def _check(options: argparse.Namespace) -> int:
     with loading():
-        import torch
         import transformers
 
         from hf_gpipe.adapters.auto_classes import IMAGE_CLASSIFICATION
-        from hf_gpipe.adapters.modules.quantised import find_quantisation
         from hf_gpipe.checkpoint.configuration import read_config
         from hf_gpipe.model.exactness import CloneError, compare
+        from hf_gpipe.model.opening import guarded_adapter
+        from hf_gpipe.model.spec import ModelSpec
+        from hf_gpipe.schedule import SPLIT_SCHEDULES
 
-    num_stages = 3
+    num_stages, recipe = 3, None
     if options.model.endswith((".yaml", ".yml")):
         from hf_gpipe.from_recipe.model import model_config
 
         trusting = ["model.trust_remote_code=true"] if options.trust_remote_code else []
         recipe = load_recipe(options.model, [*options.overrides, *trusting])
-        config, trust_remote_code = model_config(recipe, None), recipe.model.trust_remote_code
+        config = model_config(recipe, None)
         if isinstance(recipe.pipeline.num_stages, int):
             num_stages = recipe.pipeline.num_stages
     else:
-        trust_remote_code = options.trust_remote_code
         if options.overrides:
             raise UserError(
                 f"{options.overrides[0]!r} is not understood; key=value goes with a recipe, a file named *.yaml"
             )
         path = Path(options.model)
         source = str(path.parent) if path.name == "config.json" else options.model
-        config = read_config(source, trust_remote_code=trust_remote_code)
+        config = read_config(source, trust_remote_code=options.trust_remote_code)
     if IMAGE_CLASSIFICATION.named_by(config) is not None:
         raise UserError(
             f"check compares models that read text; {config.architectures[0]} is a chain of layers, whose "
@@ -65,8 +69,13 @@ def _check(options: argparse.Namespace) -> int:
         )
     print(f"model      {config.model_type}, transformers {transformers.__version__}")
     try:
-        find_quantisation(config, None, torch.float32)
-        comparison = compare(config, (num_stages, None), trust_remote_code=trust_remote_code)
+        if recipe is None:
+            adapter = guarded_adapter(ModelSpec.of(source, trust_remote_code=options.trust_remote_code))
+        else:
+            adapter = _checked_with_options(recipe)
+        how = adapter.given_config, (num_stages, None), adapter.compared_class
+        splits = recipe is not None and recipe.pipeline.schedule in SPLIT_SCHEDULES
+        comparison = compare(*how, trust_remote_code=adapter.blueprint.trust_remote_code, splits_backward=splits)
     except CloneError:
         raise
     except UnsupportedModelError as error:
@@ -79,3 +88,13 @@ def _check(options: argparse.Namespace) -> int:
         print(f"{count:2} stages  largest difference {difference:.1e} of the plain model's gradient norm")
     print(f"verdict    {'exact' if comparison.is_exact else f'not exact: {comparison}'}")
     return 0 if comparison.is_exact else 1
+
+
+def _checked_with_options(recipe: Recipe) -> TextAdapter:
+    """The adapter of a recipe's model. Raises UserError where a run could not cut it as the options say."""
+    from hf_gpipe.adapters.text import check_reads_text
+    from hf_gpipe.from_recipe.checks import checked_adapter, verify_options
+
+    adapter = check_reads_text(checked_adapter(recipe), "check")
+    verify_options(recipe, recipe.pipeline, adapter)
+    return adapter

@@ -137,18 +137,15 @@ class PlanRequest:
     @cached_property
     def planner(self) -> Planner:
         """The planner of this request. Making it measures or traces the layers."""
-        from hf_gpipe.from_recipe.checks import loss_of, workload_of
+        from hf_gpipe.from_recipe.checks import loss_of, verify_options, workload_of
         from hf_gpipe.from_recipe.model import teacher_of
-        from hf_gpipe.model.tensor_parallel import check_division
         from hf_gpipe.planner.costs.speeds import rated_speeds
         from hf_gpipe.planner.of_model import planner_of
         from hf_gpipe.planner.search.choose import micro_batch_counts
         from hf_gpipe.planner.workload import PlanInputs
 
         recipe, config, adapter = self.recipe, self.config, _adapter(self.recipe)
-        if config.cuts_rows:
-            _check_chunks(recipe, config, adapter)
-        check_division(adapter, config.division, is_compiled=config.compile_backend is not None)
+        verify_options(recipe, config, adapter)
         if self.is_profiled and not config.division.is_whole:
             raise UserError(
                 f"{config.division.text}, and the seconds of divided layers cannot be measured in one process; leave "
@@ -188,8 +185,10 @@ class PlanRequest:
     @property
     def can_cut_rows(self) -> bool:
         """Whether the rows of the model can be cut into chunks; a tiny clone is compared."""
+        from hf_gpipe.from_recipe.checks import verify_options
+
         try:
-            _check_chunks(self.recipe, self.config.cut_into(Chunks(2)), _adapter(self.recipe))
+            verify_options(self.recipe, self.config.cut_into(Chunks(2)), _adapter(self.recipe))
         except UserError:
             return False
         return True
@@ -363,17 +362,6 @@ def _adapter(recipe: Recipe) -> Adapter:
     from hf_gpipe.from_recipe.checks import checked_adapter
 
     return checked_adapter(recipe, _here())
-
-
-def _check_chunks(recipe: Recipe, config: PipelineConfig, adapter: Adapter) -> None:
-    """Raise UserError where rows cannot be cut into chunks."""
-    from hf_gpipe.from_recipe.checks import loss_of
-    from hf_gpipe.model.chunks import verify_chunks
-    from hf_gpipe.runtime.chunks import check_chunks
-
-    packing = recipe.training.packing
-    check_chunks(adapter, is_loss_of_tokens=loss_of(recipe).is_of_tokens, packing=packing)
-    verify_chunks(adapter, packing=packing, recomputes_blocks="block" in config.recompute)
 
 
 def _with_vocabulary(recipe: Recipe) -> Recipe:

@@ -23,10 +23,14 @@ from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.losses.preference import PreferenceLoss
 from hf_gpipe.losses.reward import RewardLoss
-from hf_gpipe.model.opening import adapter_of, chain_of, open_chain
+from hf_gpipe.model.chunks import verify_chunks
+from hf_gpipe.model.opening import chain_of, guarded_adapter, open_chain
+from hf_gpipe.model.packing import verify_packing
+from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import SEQUENCE_KINDS, Recipe
+from hf_gpipe.recipe import SEQUENCE_KINDS, PipelineConfig, Recipe
+from hf_gpipe.runtime.chunks import check_chunks
 
 
 def check_model(recipe: Recipe) -> None:
@@ -80,7 +84,7 @@ def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapt
     try:
         if (chain := chain_of(spec)) is not None:
             return open_chain(spec, chain, workload_of(recipe, config).shapes, device)
-        adapter = adapter_of(spec, device)
+        adapter = guarded_adapter(spec, device)
     except UserError:
         raise
     except Exception as error:  # whatever the family's own constructor says of its configuration
@@ -99,6 +103,24 @@ def checked_adapter(recipe: Recipe, device: torch.device | None = None) -> Adapt
         )
     loss_of(recipe).check_model(adapter)
     return adapter
+
+
+def verify_options(recipe: Recipe, config: PipelineConfig, adapter: Adapter) -> None:
+    """Raise UserError where rows or layers of the recipe's model cannot be cut as its options say.
+
+    Tiny clones are compared, as when a `Pipeline` is made.
+
+    Args:
+        config: the recipe's, or another one to try.
+        adapter: of `checked_adapter`.
+    """
+    packing, loss = recipe.training.packing, loss_of(recipe)
+    if packing:
+        verify_packing(adapter)
+    if config.cuts_rows:
+        check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=packing)
+        verify_chunks(adapter, packing=packing, recomputes_blocks="block" in config.recompute)
+    check_division(adapter, config.division, is_compiled=config.compile_backend is not None, loss=loss)
 
 
 def _workload_with_images(recipe: Recipe, config: PreTrainedConfig) -> Workload:

@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_gpipe.adapters.observation.length_limit import limit_field
 from hf_gpipe.adapters.observation.tiny import DERIVED, NUM_BLOCKS
 
 #: Fields that say what comes in or out, which other options of a case draw.
@@ -33,7 +34,10 @@ _ROPE_TYPES: dict[str, dict[str, Any]] = {
     "dynamic": {"factor": 2.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8},
+    "longrope": {"factor": 4.0},
 }
+#: The lengths beyond which the frequencies of dynamic NTK and LongRoPE depend on the length; rows are shorter and longer.
+_LIMITS = (4, 8, 16)
 #: Optional numbers, which are None in a configuration that does without.
 _OPTIONAL: dict[str, tuple[Any, ...]] = {
     "sliding_window": (2, 4, 6),
@@ -50,16 +54,44 @@ def changes(config: PreTrainedConfig, rng: Random, count: int) -> dict[str, Any]
     new_values: dict[str, Any] = {}
     for _ in range(count if candidates else 0):
         name, kind, value = rng.choice(_of_a_kind(candidates, rng))
+        if kind == "rope":
+            new_values |= _other_rope(config, name, value, rng)
+            continue
         new = _changed(name, kind, value, rng, _source(config))
         if new != value:
             new_values[name] = new
     return new_values
 
 
+def _other_rope(config: PreTrainedConfig, name: str, value: dict[str, Any], rng: Random) -> dict[str, Any]:
+    """Rotary embeddings of another type, for one of the types of layers where these have their own."""
+    prefix = name.removesuffix("rope_parameters")
+    for part in prefix.split(".")[:-1]:
+        config = getattr(config, part)
+    nested = sorted(key for key, entry in value.items() if isinstance(entry, dict))
+    which = rng.choice(nested) if nested else None
+    old = value if which is None else value[which]
+    rope_type = rng.choice(list(_ROPE_TYPES))
+    rope = {key: entry for key, entry in old.items() if key in ("rope_theta", "partial_rotary_factor")}
+    rope |= {"rope_type": rope_type} | _ROPE_TYPES[rope_type]
+    field = limit_field(rope)
+    others: dict[str, Any] = {}
+    if field is not None:
+        limit = rng.choice(_LIMITS)
+        if rope_type == "longrope":
+            width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            count = len(range(0, int(width * rope.get("partial_rotary_factor", 1.0)), 2))
+            rope |= {"short_factor": [1.0 + 0.1 * i for i in range(count)], field: limit}
+            rope["long_factor"] = [1.0 + 2.0 * i for i in range(count)]
+        if getattr(config, field, None) is not None:
+            others[f"{prefix}{field}"] = limit
+    return {name: rope if which is None else value | {which: rope}, **others}
+
+
 def _of_a_kind(candidates: list[tuple[str, str, Any]], rng: Random) -> list[tuple[str, str, Any]]:
     """The candidates of a random kind, so that rare kinds are drawn as often as frequent ones."""
     kinds = sorted({kind for _, kind, _ in candidates})
-    weights = {"bool": 4, "int": 3, "list": 2, "text": 2, "rope": 1, "optional": 2, "float": 1}
+    weights = {"bool": 4, "int": 3, "list": 2, "text": 2, "rope": 2, "optional": 2, "float": 1}
     chosen = rng.choices(kinds, [weights[kind] for kind in kinds])[0]
     return [candidate for candidate in candidates if candidate[1] == chosen]
 
@@ -142,14 +174,6 @@ def _changed(name: str, kind: str, value: Any, rng: Random, source: str) -> Any:
         if "act" in leaf and value in (*_ACTIVATIONS, "swish", "gelu_pytorch_tanh", "quick_gelu"):
             return rng.choice(_ACTIVATIONS)
         return rng.choice([value, *_compared_with(leaf, source)])
-    if kind == "rope":
-        rope_type = rng.choice(list(_ROPE_TYPES))
-        of_kinds = {key: entry for key, entry in value.items() if isinstance(entry, dict)}
-        if of_kinds:
-            which = rng.choice(sorted(of_kinds))
-            return value | {which: of_kinds[which] | {"rope_type": rope_type} | _ROPE_TYPES[rope_type]}
-        kept = {key: entry for key, entry in value.items() if key in ("rope_theta", "partial_rotary_factor")}
-        return kept | {"rope_type": rope_type} | _ROPE_TYPES[rope_type]
     if kind == "optional":
         return rng.choice(_OPTIONAL[leaf])
     distinct = sorted(set(value), key=str)

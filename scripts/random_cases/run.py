@@ -223,7 +223,7 @@ def mini_batches(case: Case, model: PreTrainedModel) -> list[Batch]:
     pad = config.pad_token_id if isinstance(config.pad_token_id, int) and config.pad_token_id >= 0 else 0
     batches: list[Batch] = []
     for num_rows in case.rows:
-        ids, mask = _rows(case.padding, num_rows, rng.randint(2, 10), rng)
+        ids, mask = _rows(case.padding, num_rows, rng.randint(2, rng.choice([10, 10, 20])), rng)
         tokens = torch.randint(3, vocabulary, ids.shape, generator=generator)
         batch = {"input_ids": tokens.masked_fill(mask == 0, pad), "attention_mask": mask}
         if model.config.is_encoder_decoder:
