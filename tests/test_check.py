@@ -10,11 +10,16 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    BartConfig,
+    BertConfig,
     DogeConfig,
     GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
+    MiniCPM3Config,
+    Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     T5Config,
     TrOCRConfig,
@@ -69,10 +74,103 @@ def test_a_recipe_and_its_number_of_stages(tmp_path: Path, capsys: pytest.Captur
     assert " 4 stages" in capsys.readouterr().out
 
 
-def test_a_model_that_is_not_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ZambaConfig().save_pretrained(tmp_path)
+def test_a_model_that_is_not_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    GraniteConfig().save_pretrained(tmp_path)
+    monkeypatch.setattr(stubs.PassThrough, "forward", _loses_a_little)
     assert check.main([str(tmp_path)]) == 1
     assert "not exact: a tiny clone differs by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ZambaConfig(), "some of its blocks share weights"),
+        (BartConfig(decoder_layerdrop=0.05), "decoder_layerdrop is 0.05"),
+        (BartConfig(encoder_layerdrop=0.05, num_labels=2, architectures=["BartModel"]), "encoder_layerdrop is 0.05"),
+        (LlamaConfig(output_hidden_states=True), "output_hidden_states is set"),
+        (LlamaConfig(quantization_config={"quant_method": "awq", "bits": 4}), "quantised"),
+        (BertConfig(architectures=["BertForSequenceClassification"]), "BertForSequenceClassification"),
+    ],
+)
+def test_what_a_pipeline_does_not_support_is_not_exact(
+    config: PreTrainedConfig, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clone has no layerdrop, and was called exact; a classifier was checked as a language model."""
+    config.save_pretrained(tmp_path)
+    assert check.main([str(tmp_path)]) == 1
+    assert message in capsys.readouterr().out
+    with pytest.raises(UnsupportedModelError, match=message):
+        Pipeline(type(config).from_pretrained(tmp_path), 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.packing=true", "rows cannot be packed"),
+        ("pipeline.sequence_chunks=2", "rows cut into chunks"),
+    ],
+)
+def test_what_a_recipe_asks_for_is_checked(
+    override: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clone was compared without the recipe's packing and chunks, which a run of it does not support."""
+    path = tmp_path / "recipe.yaml"
+    text = RECIPE.format(family="mamba", output=tmp_path / "out")
+    path.write_text(text.replace("{kind: cldr, languages: [de]}", "{kind: text, path: a.txt}"))
+    assert check.main([str(path)]) == 0
+    assert check.main([str(path), override]) == 1
+    assert message in capsys.readouterr().out
+
+
+#: As published, apart from the values of their factors, which are longer lists than a clone's heads are wide.
+LONG_FACTORS = [1.0 + 1.3 * i for i in range(64)]
+PUBLISHED = {
+    "Phi-3.5-mini": Phi3Config(
+        **{"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 131072},
+        **{"original_max_position_embeddings": 4096, "sliding_window": 262144, "pad_token_id": 32000},
+        rope_scaling={"type": "longrope", "short_factor": LONG_FACTORS[:48], "long_factor": LONG_FACTORS[:48][::-1]},
+    ),
+    "Phi-4-mini": Phi3Config(
+        **{"vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32},
+        **{"num_attention_heads": 24, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+        **{"original_max_position_embeddings": 4096, "sliding_window": 262144, "pad_token_id": 199999},
+        **{"partial_rotary_factor": 0.75, "tie_word_embeddings": True, "eos_token_id": 199999, "bos_token_id": 199999},
+        rope_scaling={"type": "longrope", "short_factor": [1.0] * 48, "long_factor": LONG_FACTORS[:48]},
+    ),
+    "Phi-3.5-MoE": PhimoeConfig(
+        **{"vocab_size": 32064, "hidden_size": 4096, "intermediate_size": 6400, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+        **{"num_local_experts": 16, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},
+        rope_scaling={
+            **{"type": "longrope", "short_factor": LONG_FACTORS, "long_factor": LONG_FACTORS[::-1]},
+            **{"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122},
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    "MiniCPM3": MiniCPM3Config(
+        **{"vocab_size": 73448, "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62},
+        **{"num_attention_heads": 40, "num_key_value_heads": 40, "q_lora_rank": 768, "kv_lora_rank": 256},
+        **{"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "max_position_embeddings": 32768},
+        **{"scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4},
+        rope_scaling={
+            **{"type": "longrope", "short_factor": LONG_FACTORS[:16], "long_factor": LONG_FACTORS[:16]},
+            "original_max_position_embeddings": 32768,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_with_longrope(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their clones could not be built: there were more factors than the clone's heads have frequencies."""
+    PUBLISHED[name].save_pretrained(tmp_path)
+    assert check.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "verdict    exact"
+    adapter = adapter_for(PUBLISHED[name])
+    assert adapter.padding_matters_beyond == (32768 if name == "MiniCPM3" else 4096)
 
 
 @pytest.mark.parametrize(

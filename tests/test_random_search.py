@@ -13,9 +13,12 @@ import torch
 import transformers
 
 from hf_gpipe.adapters import stubs
+from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.model.steps import Step
 from hf_gpipe.schedule.validate import check_table
+from scripts.families import default_config
 from scripts.random_cases.draw import Case, draw, families, random_table
+from scripts.random_cases.fields import changes
 from scripts.random_cases.run import REFUSED, RIGHT, WRONG, difference, run
 from scripts.random_search import counts, line_of, main, quiet, search
 from tests.versions import needs_mended_doge
@@ -77,6 +80,28 @@ MENDED = {
     ),
     "LoRA on BERT, whose embeddings are on another stage: PEFT asks each stage for them": Case(
         1, 1, "bert", num_stages=3, lora=True
+    ),
+    "rotary frequencies that later and longer rows have changed, when a forward runs again": Case(
+        1,
+        1,
+        "llama",
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 4},
+        rows=(1, 6, 1),
+        recompute="stage",
+    ),
+    "rotary frequencies of a chunk that follow from its own length": Case(
+        1,
+        74,
+        "phi3",
+        {
+            "original_max_position_embeddings": 12,
+            "rope_parameters": {
+                **{"rope_theta": 1e4, "rope_type": "longrope", "original_max_position_embeddings": 12, "factor": 4.0},
+                **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 3.0, 5.0, 7.0]},
+            },
+        },
+        rows=(2,),
+        sequence_chunks=3,
     ),
     "a linear layer without inputs, under a split backward": Case(
         1, 1, "gemma3_text", {"intermediate_size": 0}, schedule="zb_h2"
@@ -150,6 +175,13 @@ def test_a_wrong_gradient_is_found_and_reduced(
     number = next(n for n in range(100) if draw(seed, n, names)[0].num_stages > 2)
     assert main(["--seed", str(seed), "--case", str(number), "--families", *names]) == 1
     assert "reduced: llama" in capsys.readouterr().out
+
+
+def test_every_type_of_rotary_embeddings_is_drawn() -> None:
+    config = tiny_config(default_config("gemma3_text"))
+    drawn = [changes(config, random.Random(seed), 3).get("rope_parameters", {}) for seed in range(300)]
+    types = {part["rope_type"] for rope in drawn for part in rope.values()}
+    assert types >= {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
 
 
 def test_equal_seeds_draw_equal_cases() -> None:

@@ -156,9 +156,11 @@ def _renew_kept(stage: StageModel) -> None:
         kept = stage.adapter.kept.get(type(module).__name__, frozenset())
         if not (kept & module._buffers.keys()):
             continue
-        module._buffers.update(
-            {n: buffer if buffer is None else buffer.clone() for n, buffer in module._buffers.items()}
-        )
+        # A forward may have changed their type too, which is that of the others.
+        dtypes = {buffer.dtype for n, buffer in module.named_buffers(recurse=False) if n not in kept}
+        for own, buffer in list(module.named_buffers(recurse=False)):
+            same = buffer.is_floating_point() and len(dtypes) == 1
+            module._buffers[own] = buffer.to(next(iter(dtypes)) if same else buffer.dtype, copy=True)
         if next(module.parameters(), None) is None:
             owner = [root for prefix, root in roots if f"{name}.".startswith(f"{prefix}." if prefix else "")][-1]
             owner._init_weights(module)

@@ -119,7 +119,7 @@ def verify_options(recipe: Recipe, config: PipelineConfig, adapter: Adapter) -> 
         verify_packing(adapter)
     if config.cuts_rows:
         check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=packing)
-        verify_chunks(adapter, packing=packing, recomputes_blocks="block" in config.recompute)
+        verify_chunks(adapter, packing=packing, recomputes_blocks="block" in (config.recompute or ()))
     check_division(adapter, config.division, is_compiled=config.compile_backend is not None, loss=loss)
 
 

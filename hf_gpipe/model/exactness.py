@@ -15,19 +15,20 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import Blueprint, build_adapter, is_listed, unsupported
+from hf_gpipe.adapters.modules.kept_state import KeptState
 from hf_gpipe.adapters.observation.structure import unlike_default
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import StageError, UnsupportedModelError, listed, one_line
 from hf_gpipe.model.clone import Batch, exact_clone, narrowed, padded_batch
-from hf_gpipe.model.steps import TOLERANCES, Step, in_reverse, next_tokens, plain_step, split_step
+from hf_gpipe.model.steps import TOLERANCES, Step, next_tokens, plain_step, split_step
 
 #: `TOLERANCES` for float64 models that convert their logits to float32. The stages' loss, which is computed in place,
 #: rounds in another way than torch's; with the same code for the loss they agree within 1e-16.
 FLOAT32_LOGITS_TOLERANCE = 1e-6
-#: Of each comparison, what is recomputed, and whether the longer rows come last. Where no module keeps a state, and no
-#: length matters, the numbers of stages share these.
-ORDERS = (("stage", False), ("none", True), ("stage", True), ("none", False), ("block", False), ("block", True))
+#: The widths of further mini-batches, for clones whose modules keep a state or whose numbers depend on the length: a
+#: wider and a narrower one than `LENGTH_LIMIT`.
+NARROWER = (8, 6)
 #: The tolerance between the plain model with and without the columns of padding that a stage cuts off: parts of some
 #: models always compute in float32, and round in another way when shapes change.
 TRIMMING_TOLERANCE = 1e-5
@@ -197,17 +198,24 @@ def compare(
         raise CloneError(f"{family}: the plain model's gradient norm is {untrimmed.norm} on a tiny clone")
     expected, padding_matters = _trimmed(model, adapter, batch, untrimmed, trims)
     if adapter.has_head:
+        new = KeptState(model)
         _check_own_loss(model, batch)
+        new.restore()
     counts = [min(number or len(adapter.layers), len(adapter.layers)) for number in num_stages]
-    runs = list(zip(counts, ORDERS, strict=False))
+    runs = [(count, recompute, [batch]) for count, recompute in zip(counts, ("stage", "none"), strict=False)]
     if adapter.kept or adapter.padding_matters_beyond is not None:
-        runs = [(count, order) for count in counts for order in ORDERS]
+        # The rows of a mini-batch share its width, so there are several.
+        row = {name: tensor[:1] for name, tensor in padded_batch(model, with_images=False).items()}
+        falling = [batch, *(narrowed(row, width) for width in NARROWER)]
+        rising = falling[::-1]
+        expected = plain_step(model, falling, adapter)
+        few, many = counts[0], counts[-1]
+        runs = [(few, "stage", falling), (few, "stage", rising), (few, "block", rising), (many, "none", falling)]
     differences = dict.fromkeys(counts, 0.0)
-    for count, (recompute, is_reversed) in runs:
+    for count, recompute, batches in runs:
         model.zero_grad()
-        rows = in_reverse(batch, adapter) if is_reversed else batch
         try:
-            step = split_step(model, adapter, rows, count, splits_backward=splits_backward, recompute=recompute)
+            step = split_step(model, adapter, batches, count, splits_backward=splits_backward, recompute=recompute)
         except StageError as error:
             raise UnsupportedModelError(
                 f"{family}: a tiny clone in stages fails: {one_line(str(error), 200)}"

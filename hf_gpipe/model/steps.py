@@ -77,18 +77,20 @@ class _OfHidden(Loss):
         return self.of_rows(read.hidden, read.inputs)
 
 
-def plain_step(model: PreTrainedModel, batch: Batch, adapter: Adapter | None = None) -> Step:
+def plain_step(model: PreTrainedModel, batch: Batch | Sequence[Batch], adapter: Adapter | None = None) -> Step:
     """`plain_run` on the micro-batches of a mini-batch.
 
     Args:
         model: the whole model.
-        batch: the mini-batch.
+        batch: the mini-batch, or several whose gradients are accumulated.
         adapter: cuts it, and prepares a micro-batch; None: it is cut by rows, and taken as it is.
     """
+    batches = [batch] if isinstance(batch, Mapping) else batch
     if adapter is None:
-        return plain_run(model, split_rows(batch, MICRO_BATCHES))
-    parts = split_rows(batch, MICRO_BATCHES, lengths=adapter.lengths_in_rows(batch))
-    return plain_run(model, [adapter.prepare(rows) for rows in parts])
+        return plain_run(model, [part for one in batches for part in split_rows(one, MICRO_BATCHES)])
+    lengths = [adapter.lengths_in_rows(one) for one in batches]
+    parts = [split_rows(one, MICRO_BATCHES, lengths=own) for one, own in zip(batches, lengths, strict=True)]
+    return plain_run(model, [adapter.prepare(rows) for of_batch in parts for rows in of_batch])
 
 
 def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoothing: float = 0.0) -> Step:
@@ -128,12 +130,6 @@ def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoo
     return Step(float(total), gradients, losses.dtype)
 
 
-def in_reverse(batch: Batch, adapter: Adapter) -> Batch:
-    """The mini-batch whose micro-batches come in the other order."""
-    parts = split_rows(batch, MICRO_BATCHES, lengths=adapter.lengths_in_rows(batch))[::-1]
-    return {name: torch.cat([part[name] for part in parts if name in part]) for name in batch}
-
-
 def next_tokens(labels: torch.Tensor) -> torch.Tensor:
     """Labels (B, T) aligned with the logits of a decoder-only model: each position predicts the next token."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
@@ -155,7 +151,7 @@ def _check_coefficient(model: PreTrainedModel, rows: Batch, dtype: torch.dtype, 
 def split_step(
     model: PreTrainedModel,
     adapter: Adapter,
-    batch: Batch,
+    batch: Batch | Sequence[Batch],
     num_stages: int,
     *,
     splits_backward: bool = False,
@@ -176,7 +172,8 @@ def split_step(
     }
     edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
     cutting = Cutting(MICRO_BATCHES, packing=packing, chunks=chunks)
-    micro_batches = make_micro_batches(adapter, [batch], cutting, 0, 0, loss=loss_of)
+    batches = [batch] if isinstance(batch, Mapping) else batch
+    micro_batches = make_micro_batches(adapter, batches, cutting, 0, 0, loss=loss_of)
     for stage_model in models.values() if recompute == "block" else ():
         stage_model.checkpoint_blocks()
     table = build_schedule(

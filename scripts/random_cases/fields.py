@@ -36,7 +36,7 @@ _ROPE_TYPES: dict[str, dict[str, Any]] = {
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8},
     "longrope": {"factor": 4.0},
 }
-#: The lengths beyond which the frequencies of dynamic NTK and LongRoPE depend on the length; rows are shorter and longer.
+#: The lengths beyond which frequencies of dynamic NTK and LongRoPE depend on the length; rows are shorter and longer.
 _LIMITS = (4, 8, 16)
 #: Optional numbers, which are None in a configuration that does without.
 _OPTIONAL: dict[str, tuple[Any, ...]] = {

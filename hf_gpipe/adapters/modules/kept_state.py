@@ -140,10 +140,8 @@ def _equal(one: _Value | None, other: _Value | None) -> bool:
         return one is other
     if isinstance(one.value, torch.Tensor) and isinstance(other.value, torch.Tensor):
         ours, theirs = one.own[0], other.own[0]
-        return (
-            (one.value is other.value
-            and one.own[1] == other.own[1])
-            or ((ours.shape, ours.dtype) == (theirs.shape, theirs.dtype) and torch.equal(ours, theirs))
+        return (one.value is other.value and one.own[1] == other.own[1]) or (
+            (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype) and torch.equal(ours, theirs)
         )
     try:
         return one.own is other.own or bool(one.own == other.own)

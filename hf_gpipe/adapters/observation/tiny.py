@@ -15,7 +15,7 @@ from hf_gpipe.adapters.observation.length_limit import limit_field, rotary_parts
 
 NUM_BLOCKS = 4
 #: The limit of rotary embeddings that depend on the length of rows; the rows of clones have 6 to 11 tokens.
-LENGTH_LIMIT = 8
+LENGTH_LIMIT = 7
 VOCABULARY = 64
 WIDTH, HEADS, HEAD_WIDTH = 32, 4, 8
 
