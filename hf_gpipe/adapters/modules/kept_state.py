@@ -1,4 +1,4 @@
-"""What modules keep from one forward to the next, besides their weights, and how it is put back.
+"""State that modules keep from one forward to the next, besides their weights, and how it is put back.
 
 The frequencies of dynamic NTK rotary embeddings, for example, follow the longest row that any earlier forward read, and
 NLLB-MoE's routers keep the capacity of the last evaluation. A stage runs many micro-batches, and some of them twice, so
