@@ -39,7 +39,7 @@ from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.model import exactness
 from hf_gpipe.model.exactness import CloneError, compare
 from tests.oracle import plain_model
-from tests.versions import needs_mended_doge
+from tests.versions import OLD_TRANSFORMERS, needs_mended_doge
 
 RECIPE = """
 model:
@@ -166,6 +166,8 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_with_longrope(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their clones could not be built: there were more factors than the clone's heads have frequencies."""
+    if name == "MiniCPM3" and OLD_TRANSFORMERS:
+        pytest.skip("transformers 5.17 makes no model of this configuration, because it has no factor")
     PUBLISHED[name].save_pretrained(tmp_path)
     assert check.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "verdict    exact"
