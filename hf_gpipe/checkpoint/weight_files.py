@@ -25,7 +25,6 @@ OF_QUANTISATION = (*WHOLE_NUMBERS, "F8_", "F6_", "F4")
 #: Names of the files of transformers' distributed checkpoints.
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_IS_OPTIONAL = {"_raise_exceptions_for_missing_entries": False}
 
 
 def weight_files(path: str | os.PathLike[str], is_own: Callable[[str], bool]) -> list[Path]:
@@ -69,7 +68,7 @@ def dtype_of_weights(path: str | os.PathLike[str]) -> str | None:
         metadata = strict_json.read(main, dict[str, Any]).get("metadata")
         if isinstance(metadata, dict) and isinstance(dtype := metadata.get("dtype"), str):
             return dtype
-        main = _cached(path, min(read_weight_map(main).values()), **_IS_OPTIONAL)
+        main = optional_file(path, min(read_weight_map(main).values()))
     if main is None:
         return None
     with opened_weights(path, main) as opened:
@@ -99,6 +98,21 @@ def opened_weights(path: str | os.PathLike[str], file: Path) -> Iterator[Any]:
         raise CheckpointError(f"cannot read a checkpoint at {str(path)!r}: {error}") from error
 
 
+def optional_file(path: str | os.PathLike[str], name: str, *, offline: bool = False) -> Path | None:
+    """The path of a file of a Hub directory or id; None: it has none.
+
+    Args:
+        path: the directory or id.
+        name: of the file.
+        offline: whether a file that the cache lacks is none, too, where the Hub cannot be reached.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": not offline}
+    return _cached(path, name, **options)
+
+
 def _main_file(path: str | os.PathLike[str], *, is_needed: bool = True) -> Any:
     """The file of a Hub directory or id that has all weights, or the index of several."""
     files = os.listdir(path) if os.path.isdir(path) else ()
@@ -109,7 +123,7 @@ def _main_file(path: str | os.PathLike[str], *, is_needed: bool = True) -> Any:
         )
     named = _named_file(path)
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if named is None else (named,):
-        if (found := _cached(path, name, **_IS_OPTIONAL)) is not None:
+        if (found := optional_file(path, name)) is not None:
             return found
     if not is_needed:
         return None
@@ -121,7 +135,7 @@ def _main_file(path: str | os.PathLike[str], *, is_needed: bool = True) -> Any:
 
 def _named_file(path: str | os.PathLike[str]) -> str | None:
     """The file that the configuration names. Raises CheckpointError for one that is not inside of the directory."""
-    config = _cached(path, CONFIG_NAME, **_IS_OPTIONAL)
+    config = optional_file(path, CONFIG_NAME)
     named = None if config is None else strict_json.read(config, dict[str, Any], allows_nan=True).get(_FIELD)
     if named is None:
         return None

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.families import UNREAD
 from hf_gpipe.adapters.image_text import FORMS, images_of_row
+from hf_gpipe.checkpoint.sentence_files import SentenceFiles
 from hf_gpipe.data.examples.image_text import blank_row
 from hf_gpipe.data.examples.images import shape_read
 from hf_gpipe.errors import RecipeError, UnsupportedModelError, UserError, nearest
@@ -29,7 +30,7 @@ from hf_gpipe.model.packing import verify_packing
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import SEQUENCE_KINDS, PipelineConfig, Recipe
+from hf_gpipe.recipe import AUTO, SEQUENCE_KINDS, PipelineConfig, Recipe
 from hf_gpipe.runtime.chunks import check_chunks
 
 
@@ -156,13 +157,17 @@ _LOSSES: dict[str, type[NotingLoss]] = {
     "preferences": PreferenceLoss,
     "kto": KTOLoss,
     "rewards": RewardLoss,
-    "embeddings": EmbeddingLoss,
     "prompts": GRPOLoss,
 }
 
 
 def loss_of(recipe: Recipe) -> Loss:
     """The loss of training."""
+    if recipe.data.kind == "embeddings":
+        files = SentenceFiles.of(recipe.model.path)
+        loss = EmbeddingLoss.of(recipe.embeddings)
+        pooling = loss.pooling if files.pooling is None or recipe.embeddings.pooling != AUTO else files.pooling
+        return replace(loss, pooling=pooling, normalizes=files.normalizes)
     if (own := _LOSSES.get(recipe.data.kind)) is not None:
         return own.of(recipe.of_loss)
     distilled, training = recipe.distillation, recipe.training

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, default_data_collator
 
+from hf_gpipe.checkpoint.sentence_files import SentenceFiles
 from hf_gpipe.data import PairStream, StreamedCorpus, StreamedExamples, TokenizedPairs, build_corpus
 from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.data.examples.chat_examples import ChatExamples
@@ -54,7 +55,7 @@ from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import DataSection, Recipe
 from hf_gpipe.recipe.data import PAIRS
 from hf_gpipe.trainers.dpo import PipelineDPOConfig, PipelineDPOTrainer
-from hf_gpipe.trainers.embeddings import PipelineEmbeddingConfig, PipelineEmbeddingTrainer
+from hf_gpipe.trainers.embeddings import PipelineEmbeddingConfig, PipelineEmbeddingTrainer, lower_case
 from hf_gpipe.trainers.grpo import PipelineGRPOConfig, PipelineGRPOTrainer
 from hf_gpipe.trainers.kto import PipelineKTOConfig, PipelineKTOTrainer
 from hf_gpipe.trainers.reward import PipelineRewardConfig, PipelineRewardTrainer
@@ -166,6 +167,12 @@ def _measured(measure: Evaluate, rows: Rows, **of_task: Any) -> Task:
     return Task(rows=rows, evaluate=evaluate, **of_task)
 
 
+def _embedded(recipe: Recipe, split: Any, tokenizer: Any) -> EmbeddingExamples:
+    if SentenceFiles.of(recipe.model.path).lowers_case:
+        lower_case(tokenizer)
+    return EmbeddingExamples(split, tokenizer, max_length=recipe.data.max_length)
+
+
 def _of_answers(measure: Evaluate, examples: Any, read: Read, **of_task: Any) -> Task:
     """A task with a trainer of its own, whose rows its examples read, cut to a length."""
     return _measured(
@@ -269,7 +276,7 @@ TASKS: dict[str, Task] = {
     ),
     "embeddings": _measured(
         evaluate_embeddings,
-        lambda recipe, split, tokenizer: EmbeddingExamples(split, tokenizer, max_length=recipe.data.max_length),
+        _embedded,
         evaluating="comparing the texts",
         items="examples",
         read=lambda recipe: _rows(recipe, "examples", partial(embedded_of, texts=recipe.embeddings.num_texts)),

@@ -54,7 +54,8 @@ class EmbeddingLoss(NotingLoss):
             positives and negatives of all examples of the mini-batch (InfoNCE, arXiv 1705.00652 and 1807.03748);
             "triplet": max(0, d(anchor, positive) - d(anchor, negative) + margin) (arXiv 1503.03832); "cosine": the
             square of cos(first, second) - score (arXiv 1908.10084).
-        pooling: "mean", "cls" or "lasttoken", as of `pooled`. "cls" of a decoder-only model is an error of `Pipeline`.
+        pooling: "mean", "cls" or "lasttoken", as of `pooled`; "auto": "mean". "cls" of a decoder-only model is an error
+            of `Pipeline`.
         texts: rows of an example: 2, or more with negatives; 3 of a triplet; None: 2, or 3 of a triplet.
         scale: of "multiple_negatives", the factor of cosines, the inverse of a temperature.
         margin: of "triplet".
@@ -62,6 +63,7 @@ class EmbeddingLoss(NotingLoss):
         matryoshka_dims: the loss is the sum over these sizes, for each of which embeddings are cut to their first
             entries and normalised (arXiv 2205.13147); none: the whole embedding alone.
         matryoshka_weights: factors of the losses of these sizes; none: 1 each.
+        normalizes: whether embeddings are divided by their length, as by a Normalize of sentence-transformers.
 
     Raises:
         UserError: a value that is not allowed.
@@ -75,6 +77,7 @@ class EmbeddingLoss(NotingLoss):
     distance: str = field(default=EmbeddingsSection.distance, kw_only=True)
     matryoshka_dims: tuple[int, ...] = field(default=(), kw_only=True)
     matryoshka_weights: tuple[float, ...] = field(default=(), kw_only=True)
+    normalizes: bool = field(default=False, kw_only=True)
 
     metrics, section = ("accuracy",), EmbeddingsSection
     reads = Reads.HIDDEN
@@ -84,6 +87,9 @@ class EmbeddingLoss(NotingLoss):
 
     def __post_init__(self) -> None:
         section: EmbeddingsSection = check_by(EmbeddingsSection, self)
+        if self.pooling == "auto":
+            object.__setattr__(self, "pooling", "mean")
+        object.__setattr__(self, "normalizes", bool(self.normalizes))
         for name in ("matryoshka_dims", "matryoshka_weights"):
             object.__setattr__(self, name, tuple(getattr(section, name) or ()))
         for name in ("texts", "rows_per_unit"):
@@ -112,7 +118,8 @@ class EmbeddingLoss(NotingLoss):
         return self.compare(self.embed(read), read.inputs["labels"])
 
     def embed(self, read: LossInputs) -> torch.Tensor:
-        return pooled(read.hidden, read.inputs.get("attention_mask"), self.pooling)
+        rows = pooled(read.hidden, read.inputs.get("attention_mask"), self.pooling)
+        return F.normalize(rows, dim=1) if self.normalizes else rows
 
     def compare(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if not self.matryoshka_dims:

@@ -129,9 +129,10 @@ class EmbeddingsSection:
     (InfoNCE); triplet: to place the negative further away than the positive; cosine: to give two texts their score as
     cosine."""
 
-    pooling: Literal["mean", "cls", "lasttoken"] = "mean"
+    pooling: Literal["auto", "mean", "cls", "lasttoken"] = "auto"
     """How hidden states become an embedding. mean: the mean of the tokens; cls: the first token, for encoders only;
-    lasttoken: the last token, for decoder-only models."""
+    lasttoken: the last token, for decoder-only models; auto: as the model's files of sentence-transformers say, or
+    mean."""
 
     texts: Count | None = None
     """Number of texts in a row: 2, or more with negatives; null: 2, and 3 for triplet."""

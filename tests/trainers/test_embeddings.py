@@ -36,9 +36,10 @@ from hf_gpipe import (
     PipelineEmbeddingTrainer,
     Reads,
 )
+from hf_gpipe.checkpoint.sentence_files import SentenceFiles
 from hf_gpipe.data.examples.embeddings import EmbeddingCollator, EmbeddingExamples, embedded_of
 from hf_gpipe.errors import DataError, UserError
-from hf_gpipe.from_recipe.checks import check_model
+from hf_gpipe.from_recipe.checks import check_model, loss_of
 from hf_gpipe.from_recipe.held_out import HeldOut, evaluate_embeddings
 from hf_gpipe.from_recipe.job import _finite
 from hf_gpipe.model.exactness import compare
@@ -291,6 +292,115 @@ def test_training_against_a_plain_loop(tmp_path: Path, family: str, values: dict
     assert [name for name, value in pooling.items() if value is True] == [
         {"cls": "pooling_mode_cls_token", "lasttoken": "pooling_mode_lasttoken"}[loss.pooling]
     ]
+
+
+def sentence_folder(folder: Path, pooling: dict[str, Any] | None = None, modules: str = "Pooling Normalize") -> Path:
+    """A model as sentence-transformers saves it: texts of 6 tokens in small letters, pooled at the first token."""
+    torch.manual_seed(0)
+    BertModel(BertConfig(**SMALL | {"vocab_size": len(words())}, **NO_DROPOUT, intermediate_size=32)).save_pretrained(
+        folder
+    )
+    words().save_pretrained(folder)
+    paths = {name: f"{number}_{name}" for number, name in enumerate(["", *modules.split()])} | {"Transformer": ""}
+    names = ["Transformer", *modules.split()]
+    kind = "sentence_transformers.models"
+    contents: dict[str, Any] = {
+        "modules.json": [
+            {"idx": number, "name": str(number), "path": paths[name], "type": f"{kind}.{name}"}
+            for number, name in enumerate(names)
+        ],
+        "sentence_bert_config.json": {"max_seq_length": 6, "do_lower_case": True},
+        "config_sentence_transformers.json": {
+            "prompts": {"query": "q: "},
+            "default_prompt_name": "query",
+            "similarity_fn_name": "dot",
+        },
+        "1_Pooling/config.json": {"word_embedding_dimension": 16}
+        | (pooling or {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}),
+    }
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def test_a_folder_of_sentence_transformers_says_how_texts_become_embeddings(tmp_path: Path) -> None:
+    """Its pooling, normalisation, prompts and length were ignored, and then overwritten where the model was saved."""
+    folder = sentence_folder(tmp_path / "start")
+    data = [{name: text.upper() for name, text in row.items()} for row in ROWS]
+    lowered = [{name: text.lower() for name, text in row.items()} for row in ROWS]
+    examples = EmbeddingExamples(lowered, words(), max_length=6)
+    batch = EmbeddingCollator(words().pad_token_id, 3)([examples[number] for number in range(6)])
+    model = AutoModel.from_pretrained(folder, dtype="float64").train()
+    rows = [F.normalize(embeddings(model, batch, "cls")[place::3], dim=1) for place in range(3)]
+    expected = F.relu((rows[0] - rows[1]).norm(dim=1) - (rows[0] - rows[2]).norm(dim=1) + 5.0).mean()
+    options = {"loss_type": "triplet", "max_steps": 1, "learning_rate": 0.0}
+    loss = EmbeddingLoss("triplet", "cls", normalizes=True)
+    for source in (str(folder), Pipeline(AutoModel.from_pretrained(folder), 2, 3, loss=loss)):
+        if isinstance(source, Pipeline):
+            options |= {"num_stages": None, "num_micro_batches": None, "schedule": None, "recompute": None}
+            options |= {"partition": None}
+        made, logs = trained(tmp_path / "out", source, data, **options)
+        assert logs[0]["loss"] == pytest.approx(expected.item(), rel=1e-5)
+        made.save_model(str(tmp_path / "saved"))
+        saved = SentenceFiles.of(tmp_path / "saved")
+        assert (saved.pooling, saved.normalizes, saved.max_length, saved.lowers_case) == ("cls", True, 6, True)
+        prompts = "config_sentence_transformers.json"
+        assert json.loads((tmp_path / "saved" / prompts).read_text()) == json.loads((folder / prompts).read_text())
+    of_recipe = {"data": {"kind": "embeddings", "path": "x"}, "model": {"path": str(folder)}}
+    recipe = parse_recipe(json.dumps({**of_recipe, "training": {"output_dir": "x", "max_steps": 1}}))
+    assert loss_of(recipe) == EmbeddingLoss("multiple_negatives", "cls", normalizes=True)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "modules", "message"),
+    [
+        (None, "Pooling Dense", "modules.json of .* has Dense; a model of sentence-transformers is supported that is"),
+        ({"pooling_mode": "max"}, "Pooling", "the Pooling of .* is max; one of mean, cls, lasttoken is supported"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "Pooling", "is cls, mean; one of mean"),
+    ],
+)
+def test_modules_of_sentence_transformers_that_are_not_supported(
+    pooling: dict[str, Any] | None, modules: str, message: str, tmp_path: Path
+) -> None:
+    """They were left out, and the model trained without them."""
+    with pytest.raises(UserError, match=message):
+        trained(tmp_path / "out", str(sentence_folder(tmp_path / "start", pooling, modules)), ROWS)
+
+
+def test_a_folder_trains_as_in_sentence_transformers(tmp_path: Path) -> None:
+    """Its own trainer, loss and folder; the saved folder gives the same embeddings there."""
+    library = pytest.importorskip("sentence_transformers")
+    from datasets import Dataset
+    from sentence_transformers import losses
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    folder, recorder = sentence_folder(tmp_path / "start"), Recorder()
+    model = library.SentenceTransformer(str(folder), device="cpu")
+    common: dict[str, Any] = {"max_steps": 5, "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd"}
+    common |= {"max_grad_norm": 0, "logging_steps": 1, "save_strategy": "no"}
+    options: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    theirs = library.SentenceTransformerTrainer(
+        model=model,
+        args=library.SentenceTransformerTrainingArguments(
+            output_dir=str(tmp_path / "theirs"), per_device_train_batch_size=6, **common | options
+        ),
+        train_dataset=Dataset.from_list(ROWS),
+        loss=losses.TripletLoss(model, triplet_margin=5.0),
+        callbacks=[recorder],
+    )
+    theirs.get_batch_sampler = lambda dataset, batch_size, drop_last, **others: BatchSampler(
+        SequentialSampler(dataset), batch_size, drop_last
+    )
+    theirs.train()
+    made, logs = trained(tmp_path / "ours", str(folder), ROWS, **common, loss_type="triplet")
+    assert [one["loss"] for one in logs if "loss" in one] == pytest.approx(recorder.losses, abs=1e-5, rel=0)
+    made.save_model(str(tmp_path / "saved"))
+    saved = library.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert saved.default_prompt_name == "query"
+    texts = [row["anchor"] for row in ROWS]
+    found, expected = (one.encode(texts, convert_to_tensor=True) for one in (saved, model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_sentence_transformers_loads_the_directory(tmp_path: Path) -> None:
