@@ -111,6 +111,12 @@ def test_every_method_is_exact_or_an_error_by_its_name(method: str, tmp_path: Pa
             Pipeline(wrapped, 2)
 
 
+@pytest.mark.parametrize("layers", ["mlp.up_proj.weight", "layers.2.mlp.up_proj.weight"])
+def test_parameters_alone_get_adapters(layers: str, tmp_path: Path) -> None:
+    """Without target_modules no adapters were made, and the error was that no parameter requires a gradient."""
+    check_held(peft.LoraConfig(r=4, target_parameters=[layers]), tmp_path)
+
+
 @pytest.mark.parametrize("name", LORAS)
 def test_options_of_lora(name: str, tmp_path: Path) -> None:
     if missing := LORAS[name].keys() - peft.LoraConfig.__dataclass_fields__.keys():

@@ -83,8 +83,12 @@ class PeftAdapter:
             for name, module in model.named_modules()
             if isinstance(module, STUBS) or type(module) is nn.Module or f"{name}.".startswith(whole)
         ]
-        if any(
-            check_target_module_exists(self.config, name) for name, _ in model.named_modules() if name not in absent
+        targets = tuple(getattr(self.config, "target_parameters", None) or ())
+        present = {name: module for name, module in model.named_modules() if name not in absent}
+        if any(check_target_module_exists(self.config, name) for name in present) or any(
+            f".{name}.{own}".endswith(tuple(f".{target}" for target in targets))
+            for name, module in present.items()
+            for own in module._parameters
         ):
             config = before_injection(self.config)
             # PEFT would also wrap stubs, and looks for what is tied to them.
