@@ -234,3 +234,23 @@ def test_adapters_are_saved_beside_their_model(saved: Path, tmp_path: Path) -> N
     Pipeline(tmp_path, 2, peft_config=lora()).save_pretrained(tmp_path)
     assert {"model.safetensors.index.json", "adapter_model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
     Pipeline(tmp_path, 2)
+
+
+def test_a_compiled_model_with_adapters() -> None:
+    """It was trained without being compiled, where a compiled model without adapters is an error."""
+    for model in (plain_model(tiny_config("llama")), adapted_model()):
+        with pytest.raises(UserError, match=r"was compiled by torch.compile, .*set torch_compile=True"):
+            Pipeline(torch.compile(model), 2)
+
+
+def test_methods_of_peft_s_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Scripts call them on a trainer's model, which had none of them."""
+    plain = adapted_model()
+    plain.print_trainable_parameters()
+    expected, model = capsys.readouterr().out, Pipeline(plain, 2).model
+    model.print_trainable_parameters()
+    assert capsys.readouterr().out == expected
+    assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
+    assert isinstance(model.get_base_model(), LlamaForCausalLM)
+    assert isinstance(copy.deepcopy(model), LlamaForCausalLM)
+    assert not hasattr(Pipeline(tiny_config("llama"), 2).model, "get_base_model")

@@ -305,8 +305,13 @@ def find_peft(model: Any, given: Any) -> tuple[Any, tuple[str, Any] | None]:
 
     Raises:
         UserError: the model has adapters and `given` asks for new ones, or the model has several, or its adapters are
-            merged, turned off or not the active ones.
+            merged, turned off or not the active ones, or it was compiled.
     """
+    if "_orig_mod" in getattr(model, "_modules", ()):
+        raise UserError(
+            "the model was compiled by torch.compile, and stages would run it without; give the model before that, and "
+            "set torch_compile=True, so that stages compile blocks"
+        )
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     # Only the wrapper knows of prompt learning.
     of_wrapper = getattr(model, "peft_config", None) if base is not model else None

@@ -90,12 +90,32 @@ class _Whole:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreTrainedModel:
         """Return a plain model that does not belong to a pipeline."""
-        cls = type(self).__mro__[2]
+        cls = type(self).__bases__[1]
         plain: Any = object.__new__(cls)
         plain.__dict__.update({name: value for name, value in vars(self).items() if name not in _OWN_STATE})
         plain.__dict__["generation_config"] = self.generation_config
         copied: PreTrainedModel = copy.deepcopy(plain, memo)
         return copied
+
+
+class _Adapted(_Whole):
+    """A model with PEFT adapters, which has those methods of `peft.PeftModel` that scripts call on it."""
+
+    def get_base_model(self) -> Any:
+        """Return this model: a pipeline trains peft's layers without peft's model around them."""
+        return self
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """The numbers of trained parameters and of all parameters, of all processes, as peft counts them."""
+        from peft import PeftModel
+
+        return PeftModel.get_nb_trainable_parameters(self)  # type: ignore[arg-type]  # it reads parameters alone
+
+    def print_trainable_parameters(self) -> None:
+        """Print both numbers, as peft does."""
+        from peft import PeftModel
+
+        PeftModel.print_trainable_parameters(self)  # type: ignore[arg-type]  # see above
 
 
 _OWN_STATE = ("_weights", "_calls", "_placed", "_names", "generation_config")
@@ -116,6 +136,7 @@ def whole_model(weights: StageParameters, **calls: Callable[..., Any]) -> PreTra
         model.config = adapter.reference.config
     cls = type(model)
     methods: dict[str, Any] = {name: _refusal(cls, name) for name in REFUSED if hasattr(cls, name)}
+    base = _Whole if adapter.peft is None else _Adapted
     model.__dict__.pop("generation_config", None)
     model.__dict__.update(
         _weights=weights,
@@ -124,7 +145,7 @@ def whole_model(weights: StageParameters, **calls: Callable[..., Any]) -> PreTra
         _names=frozenset(n for n, _ in model.named_parameters(remove_duplicate=False)),
     )
     model.__class__ = type(
-        cls.__name__, (_Whole, cls), {"__module__": cls.__module__, "forward": _forward_of(cls), **methods}
+        cls.__name__, (base, cls), {"__module__": cls.__module__, "forward": _forward_of(cls), **methods}
     )
     refresh(model)
     return model
