@@ -202,6 +202,26 @@ def _is_taken(module: str, attribute: str) -> bool:
     return not module or attribute in ("padding_idx", "pad_token_id")
 
 
+def take_hooks(parameter: nn.Parameter, source: nn.Parameter) -> None:
+    """Register the gradient hooks of a parameter on a copy of it, such as one on another device."""
+    if parameter is source or not parameter.requires_grad:
+        return
+    for hook in (source._backward_hooks or {}).values():
+        parameter.register_hook(hook)
+    for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
+def check_hooks(name: str, parameter: torch.Tensor, part: str) -> None:
+    """Raise UserError where a parameter of this name has gradient hooks, which would see the gradient of a part."""
+    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+        for hook in (hooks or {}).values():
+            raise UserError(
+                f"the parameter {name!r} has a gradient hook ({getattr(hook, '__qualname__', repr(hook))}), which "
+                f"would see the gradient of {part}; remove it"
+            )
+
+
 def check_classes(model: PreTrainedModel, layers: tuple[str, ...]) -> None:
     """Raise UserError where a class was changed or extended in a way that stages would not run.
 

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.feed_forward import divide_by_depth
-from hf_gpipe.adapters.guards import take_attributes
+from hf_gpipe.adapters.guards import check_hooks, take_attributes, take_hooks
 from hf_gpipe.adapters.modules.dropout import default_generator, keeping_random_numbers, key, mix
 from hf_gpipe.adapters.modules.quantised import BySlices, quantised_layers, restore
 from hf_gpipe.adapters.peft import PeftAdapter, planting_before_layers
@@ -123,9 +123,13 @@ def take(stage: StageModel, source: torch.nn.Module, device: torch.device) -> No
     parameters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
+    layers, ties = range(stage.start, stage.stop), stage.adapter.ties
     for name in [name for name, _ in named]:
         if name not in tensors:
             raise CheckpointError(f"the given model has no {name!r}, which its configuration asks for")
+        same = [ties.get(name, name), *(alias for alias, source in ties.items() if source == ties.get(name, name))]
+        if any(stage.adapter.layer_of(one) not in layers for one in same):
+            check_hooks(name, tensors[name], "a stage, and it is tied over several")
         parent, _, leaf = name.rpartition(".")
         module, tensor = modules[parent], tensors[name]
         if isinstance(tensor, torch.nn.Parameter):
@@ -134,6 +138,7 @@ def take(stage: StageModel, source: torch.nn.Module, device: torch.device) -> No
                 moved: Any = tensor if tensor.device == device else tensor.to(device)
                 is_one = isinstance(moved, torch.nn.Parameter)
                 parameters[tensor] = moved if is_one else torch.nn.Parameter(moved.data, tensor.requires_grad)
+                take_hooks(parameters[tensor], tensor)
             setattr(module, leaf, parameters[tensor])
             if parameters[tensor] is tensor and hasattr(tensor, "SCB"):
                 # The first forward moves the scales of an 8-bit weight there; the given model needs them too.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hf_gpipe.adapters import Adapter, StageModel
+from hf_gpipe.adapters.guards import check_hooks
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, HeadRows, replace_tensor
 from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
@@ -123,6 +124,7 @@ def divide_head(heads: Mapping[int, StageModel], models: Mapping[int, StageModel
     for name in names:
         tensor = held.get(name)
         if tensor is None:
+            check_hooks(name, names[name], "a part of the divided head")
             tensor = nn.Parameter(division.part(name, names[name].detach()), names[name].requires_grad)
         for head in heads.values():
             head.replace_parameter(name, tensor)

@@ -239,6 +239,16 @@ def test_resized_embeddings_of_an_encoder_decoder(family: str, tmp_path: Path) -
     assert abs(plain_run(again, [batch]).loss - expected.loss) < 1e-10
 
 
+def test_a_gradient_hook_on_a_weight_of_several_stages() -> None:
+    """Each stage called it with a part of the gradient."""
+    model = plain_model(tiny_config("llama", tied=True))
+    model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+    batch = padded_batch(model.config)
+    assert_same(run_pipeline(Pipeline(model, 1, 1), batch), run_plain(model, batch, 1))
+    with pytest.raises(UserError, match=r"embed_tokens.weight' has a gradient hook \(.*tied over several; remove it"):
+        Pipeline(model, 2, 1)
+
+
 class OwnLoss(LlamaForCausalLM):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)

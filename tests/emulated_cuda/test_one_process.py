@@ -13,7 +13,7 @@ from hf_gpipe import Pipeline
 from tests.emulated_cuda.comparing import assert_near, compare
 from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated
-from tests.oracle import padded_batch, plain_model
+from tests.oracle import padded_batch, plain_model, run_plain
 
 THREE = ("cuda:0", "cuda:1", "cuda:2")
 #: Ways to run three stages of each family.
@@ -109,3 +109,22 @@ def check_windows(expected: list[dict[str, torch.Tensor]]) -> None:
 
 def test_windows_of_asynchronous_schedules() -> None:
     run_emulated(check_windows, 1, [windows("cpu", **way) for _, way in WINDOWS])
+
+
+@on_emulated_cuda()
+def test_gradient_hooks_of_a_model_in_memory() -> None:
+    """They were lost where a weight went to another device, and the gradient was another one than the plain model's."""
+    config = config_of("llama", tied=False)
+    model, batch = plain_model(config), padded_batch(config)
+    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+
+    def triple(weight: torch.Tensor) -> None:
+        weight.grad = None if weight.grad is None else 3.0 * weight.grad
+
+    model.lm_head.weight.register_post_accumulate_grad_hook(triple)
+    expected = run_plain(model, batch, 1)
+    pipe = Pipeline(model, 2, 1, device=["cuda:0", "cuda:1"])
+    pipe.train_step(batch)
+    for name, parameter in pipe.named_parameters():
+        difference = (parameter.grad.cpu() - expected.gradients[name]).abs().max()
+        assert difference <= 1e-10 * expected.norm, name

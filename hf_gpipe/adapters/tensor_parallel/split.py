@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from hf_gpipe.adapters.guards import check_hooks
 from hf_gpipe.adapters.modules.intercept import extend_class, hidden_of, with_hidden
 from hf_gpipe.adapters.modules.linear import hand_over
 from hf_gpipe.adapters.modules.quantised import is_4bit, part_of_4bit
@@ -113,6 +114,7 @@ class Division:
         for name, parameter in list(model.named_parameters(remove_duplicate=False)):
             own = ties.get(name, name)
             if parameter not in parts:
+                check_hooks(own, parameter, "a rank's part, with tensor_parallel")
                 part = self.part(own, parameter)
                 if part is parameter and not is_4bit(part):
                     part = parameter.detach().clone()
