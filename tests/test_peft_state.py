@@ -18,10 +18,21 @@ from hf_gpipe import Pipeline, PipelineTrainer
 from hf_gpipe.errors import CheckpointError, RecipeError, UnsupportedModelError, UserError
 from hf_gpipe.from_recipe.checks import check_model
 from hf_gpipe.from_recipe.model import model_config
+from hf_gpipe.model.merging import merge
+from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.recipe import load_recipe
 from hf_gpipe.train import main
 from tests.gloo import run_gloo
-from tests.oracle import Result, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
+from tests.oracle import (
+    VOCABULARY,
+    Result,
+    assert_same,
+    padded_batch,
+    plain_model,
+    run_pipeline,
+    run_plain,
+    tiny_config,
+)
 from tests.test_peft import adapted_model, lora
 from tests.training.toy import CausalRows, arguments
 
@@ -254,3 +265,24 @@ def test_methods_of_peft_s_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(model.get_base_model(), LlamaForCausalLM)
     assert isinstance(copy.deepcopy(model), LlamaForCausalLM)
     assert not hasattr(Pipeline(tiny_config("llama"), 2).model, "get_base_model")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_on_an_extended_vocabulary(tied: bool, tmp_path: Path) -> None:
+    """The embedding and the head that peft saves with them were ignored, or an error of `merge`."""
+    plain_model(tiny_config("llama", tied=tied)).save_pretrained(tmp_path / "base")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+    wrapped = peft.get_peft_model(model, lora(init_lora_weights=False)).double()
+    wrapped.save_pretrained(tmp_path / "adapters")
+    batch = padded_batch(model.config)
+    batch["input_ids"][0, 0] = batch["labels"][0, 0] = VOCABULARY + 2
+    expected = run_plain(model.train(), batch, 2)
+    pipe = Pipeline(tmp_path / "adapters", 2, 2, attn_implementation="eager")
+    assert_same(run_pipeline(pipe, batch), expected)
+    pipe.save_pretrained(tmp_path / "again")
+    assert_same(run_pipeline(Pipeline(tmp_path / "again", 1, 2, attn_implementation="eager"), batch), expected)
+    if not tied:  # merged, adapters on a tied head would change both of its uses
+        merge(ModelSpec.of(tmp_path / "adapters"), tmp_path / "merged")
+        merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").train()
+        assert abs(run_plain(merged, batch, 2).loss - expected.loss) < 1e-10

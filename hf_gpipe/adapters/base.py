@@ -139,6 +139,8 @@ class Adapter(ABC):
     padding_predicts_in_chunks = False
     #: Whether a checkpoint may lack the head's weights, which are then new.
     may_lack_head = False
+    #: The embedding and the head, where saved adapters have them with more tokens than the model that they belong to.
+    extended: frozenset[str] = frozenset()
     #: The number of layers by which new weights of a module are divided: the layers of its stack (feed_forward.py).
     divided_by_depth: Mapping[str, int] = MappingProxyType({})
     #: Functions on modules of the model in memory that its stages run in place of the library's.

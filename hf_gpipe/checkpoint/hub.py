@@ -256,15 +256,19 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
         dtype_plan=model._get_dtype_plan(stage.adapter.dtype),
         weight_mapping=get_model_conversion_mapping(model, hf_quantizer=quantizer),
         hf_quantizer=quantizer,
+        ignore_mismatched_sizes=bool(stage.adapter.extended),
     )
     info = None
     try:
         with _quiet(), _SeededByName(model, seed), BySlices():
             info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], config)
             info = PreTrainedModel._finalize_model_loading(model, config, info)
+        if odd := {name for name, *_ in info.mismatched_keys} - stage.adapter.extended:
+            raise RuntimeError(f"{min(odd)} has another shape")
     except (RuntimeError, OSError, SafetensorError) as error:
         # The library's message names its report, which has the tensors of other stages too and is not shown.
-        shapes = () if info is None else sorted(info.mismatched_keys)
+        keys = () if info is None else info.mismatched_keys
+        shapes = sorted(key for key in keys if key[0] not in stage.adapter.extended)
         named = [f"{name} has the shape {tuple(theirs)}, the model's {tuple(own)}" for name, theirs, own in shapes]
         reason = listed(named, 3) or error
         raise CheckpointError(f"the checkpoint {str(path)!r} does not fit the model: {reason}") from error

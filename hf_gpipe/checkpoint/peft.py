@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters import Adapter, StageModel
@@ -170,6 +171,18 @@ def check_adapters(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None
                 f"{file} has {unknown[0]!r}, which is no adapter of the model that {CONFIG_NAME} describes; give the "
                 "model that the adapters were trained on"
             )
+
+
+def num_tokens_of(directory: Path, model: PreTrainedModel) -> int | None:
+    """The tokens of the embedding that was saved with adapters of a model; None: there is none.
+
+    Raises CheckpointError.
+    """
+    embedding = model.get_input_embeddings()
+    name = next(path for path, module in model.named_modules() if module is embedding)
+    with _opened(directory / WEIGHTS_NAME) as saved:
+        key = f"base_model.model.{name}.weight"
+        return saved.get_slice(key).get_shape()[0] if key in set(saved.keys()) else None
 
 
 def num_labels_of(directory: Path) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from hf_gpipe.adapters.observation.skeleton import Blueprint, build_skeleton
 from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.checkpoint.configuration import read_config
+from hf_gpipe.checkpoint.peft import num_tokens_of
 from hf_gpipe.checkpoint.weight_files import dtype_of_weights
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
 from hf_gpipe.model.exactness import verify
@@ -160,15 +162,27 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapt
         # A path alone stands for a language model: some of their checkpoints name the class without a head.
         model_class = SEQUENCE_CLASSIFICATION.named_by(config) or TOKEN_CLASSIFICATION.named_by(config)
         model_class = model_class or (HEADLESS.named_by(config) if names_class else None)
-    adapter = adapter_for(
-        config,
-        weights,
-        attn_implementation,
-        model_class,
+    make = partial(
+        adapter_for,
+        dtype=weights,
+        attn_implementation=attn_implementation,
+        model_class=model_class,
         trust_remote_code=spec.trust_remote_code,
         autocast=_autocast_of(spec, device),
         quantization_config=spec.quantization_config,
     )
+    adapter = make(config)
+    if spec.saved_adapters is not None:
+        size = adapter.reference.config.get_text_config().vocab_size
+        num_tokens = num_tokens_of(Path(spec.saved_adapters), adapter.reference)
+        if num_tokens not in (None, size):
+            # peft saves the embedding and the head with the adapters where the vocabulary was extended.
+            config = copy.deepcopy(config)
+            config.get_text_config().vocab_size = num_tokens
+            adapter = make(config)
+            ends = (adapter.reference.get_input_embeddings(), adapter.reference.get_output_embeddings())
+            modules = adapter.reference.named_modules(remove_duplicate=False)
+            adapter.extended = frozenset(f"{name}.weight" for name, module in modules if module in ends)
     # A language model's checkpoint, read as a classifier, or without its head and with a pooler that nothing reads.
     has_classes = adapter.labels_rows or adapter.task_type is not None
     is_unlike = has_classes and "architectures" in (spec.config_overrides or {})
