@@ -29,7 +29,7 @@ _SUPPORTED = ("mean", "cls", "lasttoken")
 
 @dataclass(frozen=True)
 class SentenceFiles:
-    """What the files of sentence-transformers say about a model.
+    """The settings that the files of sentence-transformers have for a model.
 
     Attributes:
         pooling: "mean", "cls" or "lasttoken"; None: they say nothing.
