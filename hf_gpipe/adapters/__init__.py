@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.auto_classes import HEADLESS, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
@@ -16,7 +15,7 @@ from hf_gpipe.adapters.classifiers import Classifier, check_classifier
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.embedders import Embedder
 from hf_gpipe.adapters.encoder_decoder import EncoderDecoder
-from hf_gpipe.adapters.families import EXACT, REFUSED, VERIFIED_VERSIONS
+from hf_gpipe.adapters.families import EXACT, REFUSED
 from hf_gpipe.adapters.image_text import FORMS, ImageText
 from hf_gpipe.adapters.modules.autocast import Autocast as Autocast
 from hf_gpipe.adapters.modules.quantised import Quantisation, find_quantisation, quantised_layers
@@ -26,6 +25,7 @@ from hf_gpipe.adapters.stage_model import StageModel as StageModel
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.token_classifiers import TokenClassifier, check_token_classifier
 from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.libraries.verified import unverified
 
 _WELL_KNOWN = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "mixtral", "t5", "mt5", "bart", "m2m_100", "marian")
 
@@ -95,7 +95,7 @@ def is_listed(config: PreTrainedConfig) -> bool:
 
 
 def is_known_exact(adapter: Adapter) -> bool:
-    """Whether the model's code is transformers' own, and its split was verified for this code and version.
+    """Whether the model's code is transformers' own, and its split was verified with these libraries.
 
     Only a family's default configuration was verified, and another one may run other code. A chain is always exact,
     because every tensor of its forward was followed.
@@ -104,8 +104,7 @@ def is_known_exact(adapter: Adapter) -> bool:
         return True
     is_own_code = type(adapter.reference).__module__.startswith("transformers.")
     config = adapter.given_config
-    is_verified = ".".join(transformers.__version__.split(".")[:2]) in VERIFIED_VERSIONS
-    return is_own_code and is_verified and is_listed(config) and not unlike_default(config)
+    return is_own_code and not unverified() and is_listed(config) and not unlike_default(config)
 
 
 def unsupported(config: PreTrainedConfig, reason: str) -> UnsupportedModelError:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto as auto
 
 from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.libraries.transformers import modeling_auto as auto
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.layers import Layer, Stack, StackName
@@ -32,6 +31,7 @@ from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.routers import Router, RouterPort
 from hf_gpipe.adapters.stubs import Port
 from hf_gpipe.errors import DataError
+from hf_gpipe.libraries.torch import AnyDropout
 
 IGNORED_LABEL = -100
 
@@ -177,7 +177,7 @@ class Adapter(ABC):
         """The probabilities of dropout above 0, by the names of settings of model and adapter, or of the modules."""
         if self.config is None:
             modules = self.reference.named_modules()
-            masks = {name: layer.p for name, layer in modules if isinstance(layer, _DropoutNd) and layer.p}
+            masks = {name: layer.p for name, layer in modules if isinstance(layer, AnyDropout) and layer.p}
         else:
             masks = masks_of(self.config)
         return masks if self.peft is None else masks | masks_of(self.peft.config)

@@ -9,16 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-)
+from transformers import Cache, DynamicCache, EncoderDecoderCache
 
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.libraries.transformers import DynamicLayer, DynamicSlidingWindowLayer
 
 
 class CountingSlot:

@@ -17,9 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.auto_classes import IMAGE_CLASSIFICATION
@@ -35,6 +32,7 @@ from hf_gpipe.adapters.observation.observed import Observed, observe, text_of
 from hf_gpipe.adapters.observation.skeleton import copy_with_stubs
 from hf_gpipe.adapters.stubs import Port
 from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
+from hf_gpipe.libraries.torch import FakeTensorMode, no_modes, tree_map_only, version_of
 
 
 class _EndOfStageError(Exception):
@@ -160,7 +158,7 @@ class Chain(Adapter):
     @contextmanager
     def _watched(self) -> Iterator[nn.Module]:
         """Context manager with the model to observe."""
-        with _disable_current_modes():  # the planner's
+        with no_modes():  # the planner's
             if self.autocast is None:
                 yield self.reference
                 return
@@ -185,7 +183,7 @@ class Chain(Adapter):
             raise DataError(
                 _FAILED.format(type(self.reference).__name__, shapes, type(error).__name__, error)
             ) from error
-        if changed := [name for name, tensor in inputs.items() if tensor._version]:
+        if changed := [name for name, tensor in inputs.items() if version_of(tensor)]:
             raise UnsupportedModelError(
                 f"the forward of {type(self.reference).__name__} changes {changed[0]!r} of a mini-batch in place, and "
                 "each stage would change it again"

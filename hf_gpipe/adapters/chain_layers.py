@@ -18,6 +18,7 @@ from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.observation.fake_operations import KnownOperations
 from hf_gpipe.adapters.observation.observed import observe
 from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.libraries.torch import parts_of
 
 
 def parts_of_sequential(model: nn.Module) -> tuple[Layer, ...]:
@@ -29,12 +30,12 @@ def parts_of_sequential(model: nn.Module) -> tuple[Layer, ...]:
 
 
 def _parts(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[str]:
-    for name, part in module._modules.items():
+    for name, part in parts_of(module).items():
         if part is None:
             continue
         if part in seen:
             kept: dict[int, Any] = {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers())}
-            part = module._modules[name] = copy.deepcopy(part, kept)
+            part = parts_of(module)[name] = copy.deepcopy(part, kept)
         seen.add(part)
         if type(part).forward is nn.Sequential.forward:
             yield from _parts(part, f"{prefix}{name}.", seen)

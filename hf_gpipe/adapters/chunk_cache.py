@@ -12,13 +12,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_gpipe.adapters.cache import CountingSlot, StageCache
 from hf_gpipe.adapters.modules.chunk_states import States, append
 from hf_gpipe.adapters.routers import ChunkRouters
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.libraries.transformers import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 
 class _Slot(DynamicLayer):

@@ -17,6 +17,7 @@ from hf_gpipe.adapters.routers import Router
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.text_entries import IDS
 from hf_gpipe.errors import DataError
+from hf_gpipe.libraries.transformers import attention_implementation
 
 
 class DecoderOnly(TextAdapter):
@@ -56,7 +57,7 @@ class DecoderOnly(TextAdapter):
             row["labels"][:, borders[:-1]] = IGNORED_LABEL
         packed = Documents.of(lengths, model, is_compiled=is_compiled)
         row["attention_mask"] = KnownMask.of(torch.ones_like(self.main_input(row)), packed)
-        if is_flash(model.config._attn_implementation):
+        if is_flash(attention_implementation(model.config)):
             row["cu_seq_lens_q"] = row["cu_seq_lens_k"] = torch.tensor(borders, dtype=torch.int32)
         return row
 

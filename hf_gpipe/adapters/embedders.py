@@ -7,15 +7,12 @@ from functools import cached_property
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-)
 
 from hf_gpipe.adapters.auto_classes import HEADLESS
 from hf_gpipe.adapters.base import Tensors
 from hf_gpipe.adapters.classifiers import RowModel
 from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.libraries.transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 
 class Embedder(RowModel):

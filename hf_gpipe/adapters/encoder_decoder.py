@@ -16,6 +16,7 @@ from hf_gpipe.adapters.packing import used_columns
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.text_entries import IDS, MASK, text_entries
 from hf_gpipe.errors import DataError, UnsupportedModelError, UserError
+from hf_gpipe.libraries.transformers import attention_implementation
 
 #: The mask of a packed row for the decoder, which attends to the source of each document from its target.
 _CROSS_MASK = "cross_attention_mask"
@@ -57,7 +58,7 @@ class EncoderDecoder(TextAdapter):
 
     def packed(self, documents: Sequence[Tensors], *, is_compiled: bool = False) -> dict[str, torch.Tensor]:
         model = self.reference
-        if is_flash(name := model.config._attn_implementation):
+        if is_flash(name := attention_implementation(model.config)):
             raise UserError(
                 f"attn_implementation={name!r} cannot keep packed documents of a model with an encoder "
                 f"({self.config.model_type}) apart; use sdpa or eager"

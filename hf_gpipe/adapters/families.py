@@ -2,13 +2,11 @@
 
 `python scripts/families.py --check` verifies both lists with the installed transformers; docs/families.md is its
 report. A family in neither list is compared with the plain model before a pipeline of it is made, and so is a
-configuration that runs other code than its family's default one (structure.py).
+configuration that runs other code than its family's default one (structure.py), and every family on versions of the
+libraries that were not verified (`libraries/verified.py`).
 """
 
 from __future__ import annotations
-
-#: Minor versions of transformers on which EXACT was verified; on other versions every family is compared first.
-VERIFIED_VERSIONS = ("5.17", "5.23")
 
 #: Values of `model_type` in the configurations.
 EXACT = frozenset(

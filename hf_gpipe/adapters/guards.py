@@ -12,16 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
 
 from hf_gpipe.adapters.auto_classes import HEADLESS, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from hf_gpipe.errors import UnsupportedModelError, UserError, nearest
+from hf_gpipe.libraries.torch import hooks_of
+from hf_gpipe.libraries.transformers import (
+    ALL_ATTENTION_FUNCTIONS,
+    INITIALISERS,
+    LOSS_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    attention_implementation,
+)
 from hf_gpipe.recipe.words import shorten, show
 
 #: The largest number in a configuration whose name matches; the last one is for all names. A model of 5000 layers is
@@ -90,7 +93,7 @@ def check_attention(config: PreTrainedConfig, asked: str | None = None) -> None:
         names: list[Any] = [asked]
     else:
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-        names = [getattr(part, "_attn_implementation", None) for part in parts]
+        names = [attention_implementation(part) for part in parts]
     allowed = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
     for name in names:
         if name is not None and name not in allowed:
@@ -264,7 +267,7 @@ def check_classes(model: PreTrainedModel, layers: tuple[str, ...]) -> None:
 
 
 #: Methods of a subclass of a model that a stage, which is built from the same class, runs as they are.
-_OWN_METHODS = ("__init__", "__repr__", "_init_weights", "get_input_embeddings", "get_output_embeddings")
+_OWN_METHODS = ("__init__", "__repr__", *INITIALISERS, "get_input_embeddings", "get_output_embeddings")
 _LIBRARIES = ("transformers", "transformers_modules", "torch", "peft", "bitsandbytes", "kernels", "hf_gpipe")
 
 
@@ -275,12 +278,8 @@ def _is_library_s(thing: Any, module: str | None = None) -> bool:
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """The kinds of hooks that a user has put on a module, and their names."""
-    for kind, registered in (
-        ("forward", (module._forward_hooks, module._forward_pre_hooks)),
-        ("backward", (module._backward_hooks, module._backward_pre_hooks)),
-    ):
+    for kind, every in hooks_of(module).items():
         # transformers leaves hooks of its own once it has recorded outputs; they do nothing in a pipeline.
-        every = [hook for some in registered for hook in some.values()]
         hooks = [hook for hook in every if not getattr(hook, "__module__", "").startswith("transformers.")]
         if hooks:
             yield kind, [getattr(hook, "__qualname__", repr(hook)) for hook in hooks]

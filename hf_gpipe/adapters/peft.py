@@ -7,7 +7,6 @@ PEFT itself puts its layers into each stage's model and decides their names, wha
 from __future__ import annotations
 
 import copy
-import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import is_peft_available
 
 from hf_gpipe.adapters.modules.head import FoundProjection
 from hf_gpipe.adapters.observation.skeleton import NoRandomValues
 from hf_gpipe.adapters.stubs import STUBS
 from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.libraries.torch import saved_buffers_of
+from hf_gpipe.libraries.transformers import is_peft_available
 
 
 def values_where_they_stay(model: nn.Module) -> NoRandomValues | nullcontext[None]:
@@ -72,7 +72,8 @@ class PeftAdapter:
     def inject(self, model: PreTrainedModel) -> None:
         """Put the adapter's layers into a model or a stage of it and freeze everything else."""
         from peft import inject_adapter_in_model
-        from peft.tuners.tuners_utils import cast_adapter_dtype, check_target_module_exists
+
+        from hf_gpipe.libraries.peft import cast_adapter_dtype, check_target_module_exists
 
         # Layers of other stages are stubs. Of another stage's first block, whose table of positions this stage uses,
         # modules are there without weights, as plain `nn.Module` (position_tables.py). And PEFT puts no adapters into
@@ -113,7 +114,7 @@ class PeftAdapter:
         model.all_tied_weights_keys = {alias: source for alias, source in self.ties.items() if source in names}
 
     def _wrap(self, model: PreTrainedModel, wrapped: Wrapped) -> None:
-        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+        from hf_gpipe.libraries.peft import ModulesToSaveWrapper, TrainableTokensWrapper
 
         module = model.get_submodule(wrapped.module)
         source: Any = None if wrapped.tied_to is None else model.get_submodule(wrapped.tied_to)
@@ -186,7 +187,7 @@ class PeftAdapter:
         Raises:
             UnsupportedModelError: PEFT cannot merge such adapters.
         """
-        from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+        from hf_gpipe.libraries.peft import PEFT_TYPE_TO_TUNER_MAPPING
 
         tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[self.config.peft_type]
         tuner = tuner.__new__(tuner)  # its constructor would put layers in
@@ -213,8 +214,7 @@ class PeftAdapter:
 
         state = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
         for path, module in model.named_modules():  # some methods save what is not trained, such as indices
-            own = module._buffers.keys() - module._non_persistent_buffers_set
-            state |= {f"{path}.{name}": buffer for name in own if (buffer := module._buffers[name]) is not None}
+            state |= {f"{path}.{name}": buffer for name, buffer in saved_buffers_of(module).items()}
         with _having_input_embeddings(model):
             tensors = get_peft_model_state_dict(
                 model, state_dict=state, adapter_name=self.name, save_embedding_layers=self.saves_embeddings
@@ -228,30 +228,6 @@ def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
     path, _, last = name.rpartition(".")
     tensor: torch.Tensor = getattr(model.get_submodule(path), last)
     return tensor.detach()
-
-
-@contextmanager
-def planting_before_layers(peft: PeftAdapter, plant: Callable[[str], object]) -> Iterator[None]:
-    """Context manager in which PEFT calls `plant` with the name of each module before it makes the adapters of it."""
-    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-
-    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[peft.config.peft_type]
-    create = tuner._create_and_replace
-
-    @functools.wraps(create)
-    def planted(*args: Any, **options: Any) -> Any:
-        plant(options.get("current_key", args[-1]))
-        return create(*args, **options)
-
-    is_own = "_create_and_replace" in vars(tuner)
-    tuner._create_and_replace = planted
-    try:
-        yield
-    finally:
-        if is_own:
-            tuner._create_and_replace = create
-        else:
-            del tuner._create_and_replace
 
 
 @contextmanager
@@ -278,8 +254,7 @@ def _also_excluded(given: Any, names: list[str]) -> Any:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Context manager in which a model, or a stage of it, computes without its adapters and with its own modules."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    from hf_gpipe.libraries.peft import AuxiliaryTrainingWrapper, BaseTunerLayer
 
     kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     layers: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
@@ -329,7 +304,7 @@ def find_peft(model: Any, given: Any) -> tuple[Any, tuple[str, Any] | None]:
 
 def _check_state(model: PreTrainedModel, name: str) -> None:
     """Raise UserError where a model with adapters computes without them, or has them in its weights already."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from hf_gpipe.libraries.peft import BaseTunerLayer
 
     for where, module in model.named_modules():
         if not isinstance(module, BaseTunerLayer):

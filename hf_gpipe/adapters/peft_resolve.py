@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters.base import Adapter
 from hf_gpipe.adapters.peft import PeftAdapter, Wrapped, before_injection, need_peft, values_where_they_stay
 from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.libraries.torch import parts_of
 
 #: Options of adapters that stages do not support -> why.
 _UNSUPPORTED = {
@@ -30,7 +31,6 @@ _UNSUPPORTED = {
 _OF_WHOLE_MODELS = {
     ("forward", "generate"): "its model computes more than its layers do, such as another term of the loss",
     ("update_and_allocate",): "its model changes the layers between two updates, by the gradients of all of them",
-    ("_pre_injection_hook", "_post_injection_hook"): "layers of several stages would share its tensors",
 }
 
 #: Values of `init_lora_weights` that decompose the weights, and subtract from them what the adapters begin with.
@@ -99,8 +99,7 @@ def resolve_peft(adapter: Adapter, name: str, config: Any, *, is_new: bool = Tru
 
 def _why_not_held(config: Any) -> str:
     """Why stages cannot hold adapters of a method, or an empty text: they run layers, and not PEFT's model of them."""
-    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-    from peft.tuners.tuners_utils import BaseTuner
+    from hf_gpipe.libraries.peft import PEFT_TYPE_TO_TUNER_MAPPING, BaseTuner, changes_injection
 
     if config.is_prompt_learning:
         return "prompt learning changes what the model reads, and not its layers"
@@ -110,7 +109,7 @@ def _why_not_held(config: Any) -> str:
     for methods, reason in _OF_WHOLE_MODELS.items():
         if any(getattr(tuner, method, None) is not getattr(BaseTuner, method, None) for method in methods):
             return reason
-    return ""
+    return "layers of several stages would share its tensors" if changes_injection(tuner) else ""
 
 
 def _check_trained(adapter: Adapter, trained: frozenset[str], ties: Mapping[str, str]) -> None:
@@ -168,12 +167,12 @@ def _check_start(adapter: Adapter, config: Any, whole: PreTrainedModel, ties: Ma
 
 def _wrapped(whole: PreTrainedModel, name: str) -> tuple[Wrapped, ...]:
     """The modules of a model with adapters that PEFT has wrapped whole; those that others are tied to come first."""
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    from hf_gpipe.libraries.peft import AuxiliaryTrainingWrapper
 
     wrapped: list[Wrapped] = []
     trained: dict[nn.Parameter, str] = {}
     wrappers: dict[str, Any] = {n: m for n, m in whole.named_modules() if isinstance(m, AuxiliaryTrainingWrapper)}
-    adapters: dict[str, Any] = {path: wrapper._modules.get("token_adapter") for path, wrapper in wrappers.items()}
+    adapters: dict[str, Any] = {path: parts_of(wrapper).get("token_adapter") for path, wrapper in wrappers.items()}
     for path in sorted(wrappers, key=lambda module: getattr(adapters[module], "tied_adapter", None) is not None):
         wrapper, adapter = wrappers[path], adapters[path]
         tokens = None if adapter is None else tuple(adapter.token_indices[name])
@@ -189,7 +188,7 @@ def _saves_embeddings(adapter: Adapter, config: Any, whole: PreTrainedModel) -> 
         return False
     if config.peft_type.value != "TRAINABLE_TOKENS" and getattr(config, "trainable_token_indices", None) is None:
         # PEFT knows them by these names alone: with GPT-2's "wte" as a target it saves no embeddings.
-        from peft.utils.constants import EMBEDDING_LAYER_NAMES
+        from hf_gpipe.libraries.peft import EMBEDDING_LAYER_NAMES
 
         targets: Any = getattr(config, "target_modules", None) or ()
         if isinstance(targets, str):

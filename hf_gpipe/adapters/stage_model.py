@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_gpipe.adapters.attention.document_positions import is_position_table, number_anew
 from hf_gpipe.adapters.attention.position_tables import share_tables, strip_weights
@@ -34,6 +33,7 @@ from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, replace_te
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.tensor_parallel.split import Division
 from hf_gpipe.errors import UserError
+from hf_gpipe.libraries.transformers import GradientCheckpointingLayer, checkpoint_with
 
 
 class StageModel:
@@ -295,10 +295,7 @@ class StageModel:
         modules = [*self.model.modules()]
         for module in [one for one in modules if isinstance(one, GradientCheckpointingLayer)] or modules:
             if hasattr(module, "gradient_checkpointing"):
-                module._gradient_checkpointing_func = self._anew(module, function) if self._kept else function
-                module.gradient_checkpointing = True
-                # A block that runs again writes the same keys and values again: a cache of chunks may be kept.
-                module._can_checkpoint_with_cache = True
+                checkpoint_with(module, self._anew(module, function) if self._kept else function)
 
     def _anew(self, block: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function that checkpoints a block, which then begins as in a new model also when it runs again."""

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.utils import CONFIG_NAME
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters.guards import check_sizes
 from hf_gpipe.checkpoint.digests import check_model_files
 from hf_gpipe.errors import CheckpointError
+from hf_gpipe.libraries.transformers import CONFIG_NAME
 
 
 def read_config(

@@ -14,7 +14,6 @@ from pathlib import Path
 from uuid import uuid4
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests, check_model_files
 from hf_gpipe.checkpoint.peft import WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
@@ -24,6 +23,7 @@ from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.checkpoint.weight_files import read_weight_map
 from hf_gpipe.errors import CheckpointError
 from hf_gpipe.job.world import World
+from hf_gpipe.libraries.transformers import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 logger = logging.getLogger(__name__)
 

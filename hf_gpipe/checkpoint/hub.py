@@ -1,7 +1,7 @@
 """Weights of a stage: initialise them, take them from a model in memory, read and write them in Hub format.
 
-This is the only file that calls transformers' private loading functions. They run on the stage's own model, in
-which the layers of other stages are stubs. So only the stage's tensors are read into memory, and the library's
+transformers' loading functions (`libraries/transformers.py`) run on the stage's own model, in which the layers of
+other stages are stubs. So only the stage's tensors are read into memory, and the library's
 conversions of keys apply unchanged.
 """
 
@@ -17,17 +17,7 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-    revert_weight_conversion,
-)
-from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils import logging as transformers_logging
 
 from hf_gpipe.adapters import Adapter
@@ -35,12 +25,28 @@ from hf_gpipe.adapters.feed_forward import divide_by_depth
 from hf_gpipe.adapters.guards import check_hooks, take_attributes, take_hooks
 from hf_gpipe.adapters.modules.dropout import default_generator, keeping_random_numbers, key, mix
 from hf_gpipe.adapters.modules.quantised import BySlices, quantised_layers, restore
-from hf_gpipe.adapters.peft import PeftAdapter, planting_before_layers
+from hf_gpipe.adapters.peft import PeftAdapter
 from hf_gpipe.adapters.stage_model import StageModel
 from hf_gpipe.checkpoint.copies import on_cpu
 from hf_gpipe.checkpoint.digests import Digests, advising
 from hf_gpipe.checkpoint.weight_files import OF_QUANTISATION, names_of_tensors, opened_weights, weight_files
 from hf_gpipe.errors import CheckpointError, listed
+from hf_gpipe.libraries.torch import TorchDispatchMode, buffers_of, parameters_of, schema_of
+from hf_gpipe.libraries.transformers import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    WeightConverter,
+    WeightRenaming,
+    allocate,
+    drop_expected_keys,
+    fill_module,
+    fill_unmarked,
+    forget_initialisation,
+    get_model_conversion_mapping,
+    load_files,
+    rename_source_key,
+    revert_weight_conversion,
+    unsaved_keys,
+)
 
 
 class _SeededByName(TorchDispatchMode):
@@ -80,7 +86,7 @@ class _SeededByName(TorchDispatchMode):
         name = self._names.get(tensor.untyped_storage().data_ptr())
         if name is not None:
             torch.default_generator.manual_seed(mix(self._seed, key(name), int(tensor.storage_offset())))
-        if not func._schema.is_mutable:
+        if not schema_of(func).is_mutable:
             return func(tensor.cpu(), *others, **kwargs).to(tensor.device)
         is_half = tensor.is_floating_point() and tensor.itemsize == 2
         if tensor.device.type == "cpu" and not is_half:
@@ -93,12 +99,12 @@ def initialise(stage: StageModel, device: torch.device, seed: int) -> None:
     model, quantisation = stage.model, stage.adapter.quantisation
     if quantisation is not None:
         quantisation.undo(model, stage.adapter.dtype)
-    _forget_initialisation(model)
+    forget_initialisation(model)
     # Getting memory makes every parameter trainable; some are not, such as Marian's table of positions.
     frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
-    model._move_missing_keys_from_meta_to_device(set(model.state_dict()), {"": device}, None, None)
+    allocate(model, device)
     with _SeededByName(model, seed):
-        model._initialize_missing_keys(False)
+        fill_unmarked(model)
     model.tie_weights(recompute_mapping=False)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
@@ -159,16 +165,16 @@ def _renew_kept(stage: StageModel) -> None:
     roots = [(name, module) for name, module in stage.model.named_modules() if isinstance(module, PreTrainedModel)]
     for name, module in stage.model.named_modules():
         kept = stage.adapter.kept.get(type(module).__name__, frozenset())
-        if not (kept & module._buffers.keys()):
+        if not (kept & buffers_of(module).keys()):
             continue
         # A forward may have changed their type too, which is that of the others.
         dtypes = {buffer.dtype for n, buffer in module.named_buffers(recurse=False) if n not in kept}
         for own, buffer in list(module.named_buffers(recurse=False)):
             same = buffer.is_floating_point() and len(dtypes) == 1
-            module._buffers[own] = buffer.to(next(iter(dtypes)) if same else buffer.dtype, copy=True)
+            buffers_of(module)[own] = buffer.to(next(iter(dtypes)) if same else buffer.dtype, copy=True)
         if next(module.parameters(), None) is None:
             owner = [root for prefix, root in roots if f"{name}.".startswith(f"{prefix}." if prefix else "")][-1]
-            owner._init_weights(module)
+            fill_module(owner, module)
 
 
 def load(
@@ -248,27 +254,20 @@ def _read(stage: StageModel, path: str | os.PathLike[str], device: torch.device,
     _check(Path(path), files, is_own)
     if quantisation is None or not quantisation.is_done:
         _check_types(model, renamed, path, files)
-    _forget_initialisation(model)
-    config = LoadStateDictConfig(
-        pretrained_model_name_or_path=str(path),
-        device_map={"": device},
-        dtype=stage.adapter.dtype,
-        dtype_plan=model._get_dtype_plan(stage.adapter.dtype),
-        weight_mapping=get_model_conversion_mapping(model, hf_quantizer=quantizer),
-        hf_quantizer=quantizer,
-        ignore_mismatched_sizes=bool(stage.adapter.extended),
-    )
-    info = None
+    forget_initialisation(model)
+    info, extended = None, stage.adapter.extended
     try:
-        with _quiet(), _SeededByName(model, seed), BySlices():
-            info, _ = PreTrainedModel._load_pretrained_model(model, None, [str(file) for file in files], config)
-            info = PreTrainedModel._finalize_model_loading(model, config, info)
-        if odd := {name for name, *_ in info.mismatched_keys} - stage.adapter.extended:
+        with quiet(), _SeededByName(model, seed), BySlices():
+            where, dtype = str(path), stage.adapter.dtype
+            loading = load_files(model, files, where, device, dtype, quantizer, accepts_shapes=bool(extended))
+            info = next(loading)
+            info = next(loading)
+        if odd := {name for name, *_ in info.mismatched_keys} - extended:
             raise RuntimeError(f"{min(odd)} has another shape")
     except (RuntimeError, OSError, SafetensorError) as error:
         # The library's message names its report, which has the tensors of other stages too and is not shown.
         keys = () if info is None else info.mismatched_keys
-        shapes = sorted(key for key in keys if key[0] not in stage.adapter.extended)
+        shapes = sorted(key for key in keys if key[0] not in extended)
         named = [f"{name} has the shape {tuple(theirs)}, the model's {tuple(own)}" for name, theirs, own in shapes]
         reason = listed(named, 3) or error
         raise CheckpointError(f"the checkpoint {str(path)!r} does not fit the model: {reason}") from error
@@ -291,8 +290,10 @@ def add_peft(stage: StageModel, peft: PeftAdapter, device: torch.device, seed: i
         for own in devices:
             default_generator(own).manual_seed(mix(seed, key(name)))
 
+    from hf_gpipe.libraries.peft import before_each_layer
+
     with keeping_random_numbers(devices):
-        with planting_before_layers(peft, plant):
+        with before_each_layer(peft.config.peft_type, plant):
             peft.inject(stage.model)
         with _SeededByName(stage.model, seed):
             peft.reset(stage.model, plant)
@@ -309,11 +310,11 @@ def unexpected_tensors(adapter: Adapter, path: str | os.PathLike[str]) -> list[s
     state = model.state_dict()
     renamed = _renaming(model, None if quantisation is None else quantisation.quantizer())
     info = SimpleNamespace(missing_keys=set(), unexpected_keys={renamed(key) for key in keys} - state.keys())
-    model._adjust_missing_and_unexpected_keys(info)
+    drop_expected_keys(model, info)
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in sorted(info.unexpected_keys):
         module, _, leaf = name.rpartition(".")
-        if module in modules and leaf in modules[module]._parameters:
+        if module in modules and leaf in parameters_of(modules[module]):
             raise CheckpointError(
                 f"the checkpoint {str(path)!r} has {name}, which the model's configuration turns off; correct the "
                 "configuration, such as its attention_bias, or give a checkpoint without it"
@@ -368,7 +369,7 @@ def saved_tensors(stage: StageModel, owned: Sequence[str]) -> dict[str, torch.Te
 
     Divided ones are gathered; then every rank of the worker calls it, or every process where the head is divided.
     """
-    ignored = set(getattr(stage.model, "_keys_to_ignore_on_save", None) or ())
+    ignored = unsaved_keys(stage.model)
     tensors = {**stage.parameters, **stage.buffers}
     whole_tensors = {name: stage.whole(name, tensors[name].detach()) for name in owned if name not in ignored}
     return {name: whole for name, whole in whole_tensors.items() if stage.writes(name)}
@@ -380,14 +381,8 @@ def in_hub_form(stage: StageModel, tensors: dict[str, torch.Tensor]) -> dict[str
     return on_cpu(revert_weight_conversion(stage.model, tensors) if is_converted else tensors)
 
 
-def _forget_initialisation(model: PreTrainedModel) -> None:
-    """Remove the marks "initialised", which building on the meta device sets although nothing was filled."""
-    for module in model.modules():
-        module._is_hf_initialized = False
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Context manager that turns off the loading report, which lists other stages' tensors as unexpected."""
     verbosity = transformers_logging.get_verbosity()
     shows_progress = transformers_logging.is_progress_bar_enabled()

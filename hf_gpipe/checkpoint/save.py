@@ -15,8 +15,6 @@ from uuid import uuid4
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.checkpoint import digests, hub
@@ -27,6 +25,7 @@ from hf_gpipe.checkpoint.weight_files import DISTRIBUTED
 from hf_gpipe.errors import CheckpointError, HfGpipeError, UserError
 from hf_gpipe.job.wire import sendable
 from hf_gpipe.job.world import World
+from hf_gpipe.libraries.transformers import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, custom_object_save
 
 #: File names of shards, written by transformers or by this module. Other files named model-... belong to the user.
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")

@@ -14,10 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from hf_gpipe import strict_json
 from hf_gpipe.errors import CheckpointError
+from hf_gpipe.libraries.transformers import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 #: The first letters of safetensors' types of whole numbers, and of types that weights have in a quantisation alone.
 WHOLE_NUMBERS = ("I", "U", "BOOL")

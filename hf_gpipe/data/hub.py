@@ -14,6 +14,7 @@ from hf_gpipe.data.formats import Row
 from hf_gpipe.data.translation.fields import PLACEHOLDER, PairFields
 from hf_gpipe.data.translation.sources import Part, Rows, check_count, languages_of_parts
 from hf_gpipe.errors import DataError, listed, nearest, one_line
+from hf_gpipe.libraries.datasets import fingerprint_of
 from hf_gpipe.recipe import DataSection
 
 
@@ -92,7 +93,7 @@ def hub_part(
         opened.pop("train"),
         opened,
         num_rows or None,
-        identity=lambda: {split: splits[split]._fingerprint for split in SPLITS if split in splits},
+        identity=lambda: {split: fingerprint_of(splits[split]) for split in SPLITS if split in splits},
     )
 
 

@@ -21,6 +21,7 @@ import huggingface_hub
 from hf_gpipe.data.hub import asked, without_media
 from hf_gpipe.data.splits import split_beside
 from hf_gpipe.errors import DataError
+from hf_gpipe.libraries.datasets import cache_folders
 from hf_gpipe.recipe import DataSection
 from hf_gpipe.text import size_text
 
@@ -116,7 +117,7 @@ def _folders_of(path: str) -> list[Path]:
         return [folder.resolve()]
     own = path if os.path.isdir(path) else huggingface_hub.constants.HF_HUB_CACHE
     # What `datasets` takes out of archives, and downloads from elsewhere.
-    caches = datasets.config.EXTRACTED_DATASETS_PATH, datasets.config.DOWNLOADED_DATASETS_PATH
+    caches = cache_folders()[1:]
     return [Path(folder).resolve() for folder in (own, *caches)]
 
 

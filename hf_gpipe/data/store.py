@@ -26,6 +26,7 @@ from hf_gpipe import strict_json
 from hf_gpipe.checkpoint import digests
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE, Digests
 from hf_gpipe.errors import CheckpointError, DataError, one_line
+from hf_gpipe.libraries.datasets import cache_folders
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,7 @@ def cached(name: str, key: str, write: Callable[[Path], None]) -> Path:
     Raises:
         DataError: the cache cannot be written, or any error of `write`.
     """
-    import datasets  # it takes half a second, and only the main process prepares data
-
-    root = Path(datasets.config.HF_DATASETS_CACHE) / "hf_gpipe"
+    root = Path(cache_folders()[0]) / "hf_gpipe"
     entry = root / f"{name}-{key}"
     problem = damage(entry)
     if problem is None:

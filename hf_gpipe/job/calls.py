@@ -16,10 +16,10 @@ from contextlib import suppress
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.job import Job
+from hf_gpipe.libraries.torch import default_store
 
 Self = TypeVar("Self")
 Parameters = ParamSpec("Parameters")
@@ -37,7 +37,7 @@ class _Calls:
 
     def __init__(self, world: dist.ProcessGroup | None) -> None:
         self.world = world
-        self._store = distributed_c10d._get_default_store()
+        self._store = default_store()
         self._num_calls = 0
         self._process = os.getpid()
         atexit.register(self._end)

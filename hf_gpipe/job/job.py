@@ -23,7 +23,6 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from hf_gpipe.errors import EXIT_FAILURE, UserError
 from hf_gpipe.job import network, preflight
@@ -32,6 +31,7 @@ from hf_gpipe.job.heartbeat import Heartbeat
 from hf_gpipe.job.meeting import meet
 from hf_gpipe.job.open_files import check_open_files
 from hf_gpipe.job.secret import signed
+from hf_gpipe.libraries.torch import default_store, timeout_of
 
 Item = TypeVar("Item")
 
@@ -198,7 +198,7 @@ class Job:
     @staticmethod
     def _of_default_group() -> tuple[dist.Store, int, int]:
         """Its store, this process's rank, and the number of processes."""
-        return signed(distributed_c10d._get_default_store(), "group"), dist.get_rank(), dist.get_world_size()
+        return signed(default_store(), "group"), dist.get_rank(), dist.get_world_size()
 
     def _next_prefix(self) -> str:
         """The prefix of the keys of the next exchange in a default group's store."""
@@ -290,7 +290,7 @@ def _timeout_of_default_group() -> timedelta:
     world = dist.group.WORLD
     assert world is not None, "there is a default group"
     try:
-        return world._get_backend(world._device_types[0]).options._timeout
+        return timeout_of(world)
     except (AttributeError, RuntimeError):
         return dist.default_pg_timeout
 

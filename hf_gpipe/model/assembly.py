@@ -7,12 +7,12 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.checkpoint import hub
+from hf_gpipe.libraries.torch import FakeTensorMode
 
 Weights: TypeAlias = nn.Module | str | os.PathLike[str] | FakeTensorMode | None
 """A model in memory, which shares its weights; a Hub id or directory to read; None: they are initialised. With a mode

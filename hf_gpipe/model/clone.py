@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import IGNORED_LABEL, build_adapter
@@ -14,6 +13,8 @@ from hf_gpipe.adapters.observation.skeleton import Blueprint, build
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.text_entries import text_entries
+from hf_gpipe.libraries.torch import AnyDropout
+from hf_gpipe.libraries.transformers import attention_implementation, with_eager_experts
 
 ROWS, SOURCE_LENGTH, TARGET_LENGTH = 4, 9, 7
 
@@ -33,13 +34,13 @@ def exact_clone(
     """
     tiny = tiny_config(config)
     turn_randomness_off(tiny)
-    tiny._experts_implementation = "eager"  # grouped matrix products do not support float64
+    with_eager_experts(tiny)  # grouped matrix products do not support float64
     blueprint = Blueprint(tiny, dtype, "eager", model_class, trust_remote_code)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = randomise(build(blueprint))
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, AnyDropout):
             module.p = 0.0
     return model
 
@@ -64,7 +65,7 @@ def clone_of(adapter: TextAdapter, dtype: torch.dtype) -> tuple[PreTrainedModel,
 
 def attention_of(adapter: TextAdapter) -> str:
     """The attention of a model's clone: that of the model where a CPU has it, else eager."""
-    return "sdpa" if adapter.reference.config._attn_implementation == "sdpa" else "eager"
+    return "sdpa" if attention_implementation(adapter.reference.config) == "sdpa" else "eager"
 
 
 def padded_batch(model: PreTrainedModel, *, with_images: bool = True) -> Batch:

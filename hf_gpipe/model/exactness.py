@@ -20,6 +20,7 @@ from hf_gpipe.adapters.observation.structure import unlike_default
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import StageError, UnsupportedModelError, listed, one_line
+from hf_gpipe.libraries.verified import install_advice
 from hf_gpipe.model.clone import Batch, exact_clone, narrowed, padded_batch
 from hf_gpipe.model.steps import TOLERANCES, Step, next_tokens, plain_step, split_step
 
@@ -104,6 +105,8 @@ def verify(adapter: TextAdapter, *, splits_backward: bool = False) -> None:
 def compared_once(adapter: TextAdapter, what: str, compare: Callable[[], Result]) -> Result:
     """The result of a comparison, which is made once in a process for equal clones of listed families.
 
+    Its error says which versions of libraries hf_gpipe was not tested with, if any.
+
     Args:
         adapter: the model's.
         what: names the comparison and its options.
@@ -122,6 +125,9 @@ def compared_once(adapter: TextAdapter, what: str, compare: Callable[[], Result]
             result = compare()
         except UnsupportedModelError as error:
             result = error
+            if advice := install_advice():
+                result = UnsupportedModelError(f"{error}{advice}")
+                result.__cause__ = error
         if is_listed(config):
             _compared[identity] = result
     if isinstance(result, UnsupportedModelError):

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import CONFIG_NAME
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.auto_classes import SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
@@ -28,6 +27,7 @@ from hf_gpipe.checkpoint.peft import as_config, check_adapters, load_adapters, n
 from hf_gpipe.checkpoint.save import prepare_files, publish, write_configuration, write_shard
 from hf_gpipe.errors import UnsupportedModelError, UserError
 from hf_gpipe.job.world import World
+from hf_gpipe.libraries.transformers import CONFIG_NAME, unsaved_keys
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
@@ -146,7 +146,7 @@ class _Merged:
     @classmethod
     def of(cls, adapter: Adapter, whole: Any) -> _Merged:
         """Make it of the merged model on the meta device. A tied tensor belongs to the lowest layer that has it."""
-        merged, ignored = cls(adapter), set(getattr(whole, "_keys_to_ignore_on_save", None) or ())
+        merged, ignored = cls(adapter), unsaved_keys(whole)
         names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in whole.state_dict(keep_vars=True).items():
             if name not in ignored:
@@ -182,7 +182,7 @@ def _check_ties(adapter: Adapter, whole: nn.Module) -> None:
     After merging, all uses would be changed. Copies that are trained whole, and tokens that are trained in all uses,
     are merged as they were used.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from hf_gpipe.libraries.peft import BaseTunerLayer
 
     assert adapter.peft is not None
     users: dict[nn.Parameter, list[str]] = {}

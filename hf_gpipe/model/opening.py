@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_gpipe import strict_json
 from hf_gpipe.adapters import Adapter, Autocast, adapter_for, is_known_exact
@@ -35,7 +34,10 @@ from hf_gpipe.checkpoint.configuration import read_config
 from hf_gpipe.checkpoint.peft import num_tokens_of
 from hf_gpipe.checkpoint.weight_files import dtype_of_weights
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
+from hf_gpipe.libraries.transformers import GENERATION_CONFIG_NAME, attention_implementation
+from hf_gpipe.libraries.verified import unverified
 from hf_gpipe.model.exactness import verify
+from hf_gpipe.model.files import verify_files
 from hf_gpipe.model.spec import ModelSource, ModelSpec
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -51,7 +53,7 @@ def chain_of(spec: ModelSpec) -> nn.Module | None:
         module = model if is_chain(model) else None
         if isinstance(module, PreTrainedModel) and spec.has_peft_layers:  # which the stages get
             config = module.config
-            module = build_skeleton(Blueprint(config, module.dtype, config._attn_implementation, type(module)))
+            module = build_skeleton(Blueprint(config, module.dtype, attention_implementation(config), type(module)))
     else:
         config = _config_of(spec)
         model_class = IMAGE_CLASSIFICATION.named_by(config)
@@ -102,6 +104,8 @@ def open_model(spec: ModelSpec, device: torch.device) -> Adapter:
     layers = tuple(name for layer in adapter.layers for name in layer.all_modules)
     if not is_known_exact(adapter):
         verify(adapter)
+    if unverified():
+        verify_files(adapter)
     if (generation_config := _generation_config_of(model)) is not None:
         adapter.reference.generation_config = generation_config
     if isinstance(model, PreTrainedModel):
@@ -153,7 +157,7 @@ def adapter_of(spec: ModelSpec, device: torch.device | None = None) -> TextAdapt
         if read_dtype(spec.dtype, "dtype") not in (None, model.dtype):
             raise UserError(f"dtype={spec.dtype}: the given model is {model.dtype}; convert it before, with model.to")
         config, weights, model_class = model.config, model.dtype, type(model)
-        attn_implementation = attn_implementation or config._attn_implementation
+        attn_implementation = attn_implementation or attention_implementation(config)
     else:
         config = _config_of(spec)
         weights = _dtype_of(spec, config)

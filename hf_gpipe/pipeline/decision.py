@@ -13,6 +13,7 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.job.agreement import compare
 from hf_gpipe.job.world import World
+from hf_gpipe.libraries.transformers import commit_of
 from hf_gpipe.losses.custom import loss_of
 from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss
 from hf_gpipe.model.chunks import verify_chunks
@@ -310,5 +311,5 @@ def _compare_commit(spec: ModelSpec, adapter: Adapter) -> None:
     """Compare a model of the Hub, which each machine has in a cache of its own. Raises DisagreementError."""
     source = spec.model
     if isinstance(source, str) and not os.path.isdir(source):
-        commit = getattr(adapter.given_config, "_commit_hash", None)
+        commit = commit_of(adapter.given_config)
         compare(lambda: {"the model's commit": commit}, source)

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from hf_gpipe.adapters import is_known_exact
 from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
 from hf_gpipe.adapters.peft import without_adapters
+from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import Loss
+from hf_gpipe.model.generating import verify_generation
 from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision
 from hf_gpipe.runtime.batches import share
@@ -23,7 +26,7 @@ from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.evaluation import Evaluation
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.first_pass import gathered_rows, with_comparison
-from hf_gpipe.runtime.generation import Generator
+from hf_gpipe.runtime.generation import Generator, check_generates
 from hf_gpipe.runtime.micro_batch import Batch, LogitsCallback, MicroBatch, StepOptions
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.visits import VisitingWeights
@@ -193,7 +196,14 @@ class Forwards:
 
     @cached_property
     def generator(self) -> Generator:
-        """Runs `generate` on the stages of this process."""
+        """Runs `generate` on the stages of this process.
+
+        Raises UnsupportedModelError, on every process, where a tiny clone in stages would generate something else.
+        """
+        check_generates(self.adapter)
+        adapter, num_stages = self.adapter, self.decision.config.num_stages
+        if isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
+            self.world.from_reader(lambda: verify_generation(adapter, num_stages))
         models, partition = self.parameters.models, self.decision.partition
         heads = {number: stage.head for number, stage in self.stages.items() if stage.head is not None}
         return Generator(self.adapter, partition, models, self.edges, self.world, self.visits, heads)

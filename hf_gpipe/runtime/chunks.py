@@ -19,6 +19,7 @@ from hf_gpipe.adapters.attention.documents import is_flash
 from hf_gpipe.adapters.attention.known_mask import KnownMask
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.libraries.transformers import attention_implementation
 from hf_gpipe.losses.loss import NOT_PACKED, Loss
 from hf_gpipe.recipe import Chunks
 
@@ -56,7 +57,7 @@ def check_chunks(adapter: Adapter, *, is_loss_of_tokens: bool, packing: bool) ->
         reason = f"{model} scores rows as a whole"
     elif not is_loss_of_tokens:
         reason = "the loss needs whole rows"
-    elif packing and is_flash(attention := adapter.reference.config._attn_implementation):
+    elif packing and is_flash(attention := attention_implementation(adapter.reference.config)):
         reason = f"attn_implementation {attention!r} needs the documents of whole rows; use sdpa or eager"
     if reason is not None:
         raise UserError(f"{SETTING} cannot be more than 1: {reason}; leave it out")

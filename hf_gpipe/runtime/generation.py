@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
-from transformers.utils import ModelOutput
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.base import Inputs
@@ -28,7 +27,7 @@ from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.errors import StageError, UserError
 from hf_gpipe.job.world import World
-from hf_gpipe.libraries.transformers import cache_argument
+from hf_gpipe.libraries.transformers import ModelOutput, cache_argument
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.edges import Edges

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_gpipe.job.world import World
+from hf_gpipe.libraries.torch import multiply_all, norms
 from hf_gpipe.runtime.host import read
 
 #: The number of values of a CPU gradient that are converted at once, and the number of values that one thread sums.
@@ -94,7 +95,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> No
     if factor >= 1:  # false for NaN, which is then multiplied into the gradients
         return
     for gradients in _groups(gradients_of(parameters)):
-        torch._foreach_mul_(gradients, factor)
+        multiply_all(gradients, factor)
 
 
 def _groups(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -113,7 +114,7 @@ def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     too, but takes ten times as long on the CPU.
     """
     if gradients[0].is_cuda:
-        return list(torch._foreach_norm(gradients, 2, torch.float64))
+        return norms(gradients, torch.float64)
     return [_norm(gradient) for gradient in gradients]
 
 

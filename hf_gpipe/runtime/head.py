@@ -22,6 +22,7 @@ from torch import nn
 
 from hf_gpipe.adapters.modules.head import DeferredLogits
 from hf_gpipe.adapters.modules.weight_gradients import Product
+from hf_gpipe.libraries.torch import accumulation_hooks, gradient_hooks
 from hf_gpipe.losses.loss import Loss, LossInputs, Reads, TokenLoss
 
 #: The smallest number of logits in a chunk: with fewer, the matrix products would be slow.
@@ -210,7 +211,7 @@ class _Chunks:
             factor *= of_losses.flatten()
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
         # Hooks on the gradient need all of it.
-        is_needed = weight._backward_hooks or not weight.is_leaf
+        is_needed = gradient_hooks(weight) or not weight.is_leaf
         of_weight = torch.zeros_like(weight) if wanted[1] and is_needed else None
         of_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
         with self._without_autocast:
@@ -229,7 +230,7 @@ class _Chunks:
                     Product(cast(nn.Parameter, weight), gradient, inputs).add()
                 if of_bias is not None:
                     of_bias += gradient.sum(0)
-        if of_weight is None and wanted[1] and weight._post_accumulate_grad_hooks:
+        if of_weight is None and wanted[1] and accumulation_hooks(weight):
             # Autograd calls these hooks when it adds a gradient; replicas use them in a step's last backward. An
             # expanded -0.0 takes no memory, and adding it changes no value.
             of_weight = weight.new_tensor(-0.0).expand_as(weight)

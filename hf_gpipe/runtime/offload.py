@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_gpipe.libraries.torch import base_of, storage_id, version_of
+
 #: A storage with fewer bytes stays: its copy would take longer to begin than to end.
 SMALLEST_BYTES = 4096
 #: Bytes of a piece of CPU memory. PyTorch rounds pinned memory up to a power of two, and this is one.
@@ -59,7 +61,7 @@ class _Saved:
 
     def check(self) -> None:
         """Note whether the tensor was changed in place, which autograd does not look for under hooks."""
-        self.is_changed |= self.tensor is not None and self.tensor._version != self.version
+        self.is_changed |= self.tensor is not None and version_of(self.tensor) != self.version
 
 
 @dataclass(eq=False)
@@ -92,7 +94,7 @@ class SavedTensors:
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let the memory of some tensors stay, for something else holds it."""
-        stays = {tensor.untyped_storage()._cdata for tensor in tensors if _is_plain(tensor)}
+        stays = {storage_id(tensor.untyped_storage()) for tensor in tensors if _is_plain(tensor)}
         stays |= {key for key, home in self.homes.items() if home.nbytes < SMALLEST_BYTES}
         homes = {id(self.homes.pop(key)) for key in stays & self.homes.keys()}
         for saved in self._moved:
@@ -120,11 +122,11 @@ class SavedTensors:
         alias = tensor.detach()
         is_fixed = tensor.device != self.device or tensor.is_conj() or tensor.is_neg() or _is_of_weight(tensor)
         if not _is_plain(tensor) or is_fixed:
-            return _Saved(alias, tensor._version)
+            return _Saved(alias, version_of(tensor))
         storage = alias.untyped_storage()
-        home = self.homes.setdefault(storage._cdata, _Home(storage, storage.nbytes()))
+        home = self.homes.setdefault(storage_id(storage), _Home(storage, storage.nbytes()))
         form = alias.dtype, alias.storage_offset(), alias.shape, alias.stride()
-        saved = _Saved(alias, tensor._version, home, form)
+        saved = _Saved(alias, version_of(tensor), home, form)
         self._moved.append(saved)
         return saved
 
@@ -253,7 +255,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _is_of_weight(tensor: torch.Tensor) -> bool:
     """Whether a tensor is what autocast has made of a trained weight, once for all micro-batches of a step."""
-    made = (tensor if tensor._base is None else tensor._base).grad_fn
+    made = (tensor if (base := base_of(tensor)) is None else base).grad_fn
     if made is None or made.name() != "ToCopyBackward0":
         return False
     return isinstance(getattr(made.next_functions[0][0], "variable", None), nn.Parameter)

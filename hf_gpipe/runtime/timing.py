@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_gpipe.job.wire import sendable
+from hf_gpipe.libraries.torch import is_profiling
 from hf_gpipe.schedule.actions import Action
 
 
@@ -95,7 +96,7 @@ class NamedRanges:
 
 def is_profiled() -> bool:
     """Whether one of torch's profilers records this thread."""
-    return torch.autograd._profiler_enabled()
+    return is_profiling()
 
 
 def _event(device: torch.device) -> torch.cuda.Event:

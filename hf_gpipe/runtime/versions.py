@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
+from hf_gpipe.libraries.torch import keeping_versions
+
 Values = list[torch.Tensor]
 
 
@@ -82,7 +84,7 @@ class Versions:
             stashed = sum(tensor.nbytes for values in self._stashed.values() for tensor in values)
             self.most_bytes = max(self.most_bytes, stashed)
         # Graphs that are alive have their own version in memory that nothing writes to; autograd cannot know that.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
+        with keeping_versions(self._parameters):
             yield
         self._newest += 1
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.utils import CONFIG_NAME
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.modules.dropout import key, mix
@@ -19,6 +18,7 @@ from hf_gpipe.checkpoint.peft import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from hf_gpipe.data.collate import PairCollator, tokens_of
 from hf_gpipe.data.examples.prompts import PromptCollator, PromptExamples
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.libraries.transformers import CONFIG_NAME
 from hf_gpipe.losses.grpo import GRPOLoss, advantages_of, advantages_of_each, deviations, summed
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.trainers.grpo_config import PipelineGRPOConfig

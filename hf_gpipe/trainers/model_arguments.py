@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.libraries.transformers_trainer import FIELDS_OF_JSON
 from hf_gpipe.training.arguments import PipelineTrainingArguments, argument
 
 
@@ -23,7 +24,7 @@ class ModelArguments(PipelineTrainingArguments):
         UserError: an argument that a pipeline does not support.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*PipelineTrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*FIELDS_OF_JSON, "model_init_kwargs"]
 
     logging_steps: float = argument(10, "Number of optimizer steps between two lines of metrics.")
     bf16: bool | None = argument(None, "Whether forwards compute in bfloat16; None: they do unless fp16 is set.")

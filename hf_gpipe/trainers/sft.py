@@ -30,6 +30,7 @@ from hf_gpipe.data.examples.image_text import ImageTextCollator, ImageTextExampl
 from hf_gpipe.data.examples.sft import SFTCollator, SFTExamples
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import DataError, UserError
+from hf_gpipe.libraries.transformers import source_of
 from hf_gpipe.losses.token_metrics import means
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.trainers.examples import ExamplesTrainer
@@ -244,7 +245,7 @@ def _first_row(dataset: Any) -> dict[str, Any]:
 def _tokenizer_of(model: Any, args: PipelineSFTConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a Hub id or directory, or of the one that a model in memory was loaded from."""
     if not isinstance(model, str | os.PathLike):
-        model = getattr(getattr(model, "config", model), "_name_or_path", "")
+        model = source_of(model)
     if not model:
         return None
     return read_tokenizer(model, trust_remote_code=args.trust_remote_code)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, TrainingArguments
-from transformers.training_args import ParallelMode
-from transformers.utils import is_bitsandbytes_available
 
 from hf_gpipe.errors import MissingAttributeError, UserError, check_choice, check_count, check_number, nearest
 from hf_gpipe.job.world import World
+from hf_gpipe.libraries.transformers import is_bitsandbytes_available
+from hf_gpipe.libraries.transformers_trainer import ParallelMode
 from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of

@@ -24,8 +24,6 @@ from transformers import (
     default_data_collator,
     trainer_utils,
 )
-from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.checkpoint.directory import checkpoints
@@ -35,6 +33,11 @@ from hf_gpipe.job.agreement import compare
 from hf_gpipe.job.job import Job
 from hf_gpipe.job.joining import join_job
 from hf_gpipe.job.world import World
+from hf_gpipe.libraries.transformers_trainer import (
+    CallbackHandler,
+    ExportableState,
+    get_reporting_integration_callbacks,
+)
 from hf_gpipe.losses.custom import asked_loss
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.model.opening import chain_of

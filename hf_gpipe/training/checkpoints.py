@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import transformers
 from transformers import TrainerState
-from transformers.utils import CONFIG_NAME
 
 from hf_gpipe import strict_json
 from hf_gpipe.checkpoint import digests
@@ -44,6 +43,7 @@ from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.job import failures
 from hf_gpipe.job.job import Job
+from hf_gpipe.libraries.transformers import CONFIG_NAME
 from hf_gpipe.recipe import AUTO
 from hf_gpipe.text import size_text
 from hf_gpipe.training.background import begun, has_memory_for

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import transformers
-from transformers.trainer_utils import PredictionOutput
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.calls import by_every_process
+from hf_gpipe.libraries.transformers_trainer import PredictionOutput
 from hf_gpipe.model.opening import chain_of
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.planner.workload import Workload

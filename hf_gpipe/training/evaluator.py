@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import EvalPrediction
-from transformers.trainer_utils import PredictionOutput, denumpify_detensorize, speed_metrics
 
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import UserError
+from hf_gpipe.libraries.transformers_trainer import PredictionOutput, denumpify_detensorize, speed_metrics
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import Generation, generation_options
 from hf_gpipe.training.loader import Batch

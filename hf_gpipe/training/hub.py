@@ -9,11 +9,11 @@ from typing import Any
 
 import transformers
 from huggingface_hub import HfApi
-from transformers.trainer_utils import HubStrategy
 
 from hf_gpipe.checkpoint.lock import LOCK_FILE
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World
+from hf_gpipe.libraries.transformers_trainer import HubStrategy
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 
 #: The files of a checkpoint, and of an output directory, that are not part of the model.

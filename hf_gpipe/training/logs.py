@@ -9,8 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from transformers.trainer_utils import speed_metrics
-
+from hf_gpipe.libraries.transformers_trainer import speed_metrics
 from hf_gpipe.schedule import Schedule, staleness
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.meter import Meter

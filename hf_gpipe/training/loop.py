@@ -12,12 +12,12 @@ from typing import NoReturn
 import torch
 import transformers
 from transformers import TrainerControl, TrainerState
-from transformers.trainer_utils import TrainOutput
 
 from hf_gpipe.adapters.text import num_tokens
 from hf_gpipe.checkpoint.directory import step_of
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.job.job import Job
+from hf_gpipe.libraries.transformers_trainer import TrainOutput
 from hf_gpipe.planner.search.advice import advising
 from hf_gpipe.runtime.batches import shared_stream
 from hf_gpipe.training.agreeing import Agreement

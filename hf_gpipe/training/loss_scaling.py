@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from hf_gpipe.libraries.torch import multiply_all
+
 #: The largest float32: GradScaler's scale is a float32 and does not grow beyond it.
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -38,7 +40,7 @@ class LossScaler:
         """Divide the gradients of this process by the scale, in place."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.scale)
+            multiply_all(gradients, 1.0 / self.scale)
 
     def update(self, has_overflowed: bool) -> None:
         """Adapt the scale after a step.

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel, Trainer, get_scheduler
-from transformers.optimization import AdafactorSchedule
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.libraries.transformers_trainer import AdafactorSchedule
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.shards import SETTING, treats_elements_alone
 from hf_gpipe.training.arguments import PipelineTrainingArguments

@@ -11,14 +11,14 @@ from typing import Any
 
 import transformers
 from huggingface_hub import ModelCard
-from transformers import PreTrainedModel, Trainer, trainer_pt_utils
-from transformers.modelcard import TrainingSummary
+from transformers import PreTrainedModel, Trainer
 
 from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.save import make_directory, prepare
 from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE
 from hf_gpipe.job.calls import by_every_process
 from hf_gpipe.job.world import World
+from hf_gpipe.libraries.transformers_trainer import TrainingSummary, save_metrics, save_state
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.trainer_interface import TrainerInterface
 
@@ -161,7 +161,7 @@ class SavingTrainer(TrainerInterface):
         """
         if self.is_world_process_zero():
             make_directory(self._output_dir)
-        trainer_pt_utils.save_metrics(self, split, metrics, combined)
+        save_metrics(self, split, metrics, combined)
 
     def save_state(self) -> None:
         """Write the state of the training, with its log, into `args.output_dir`. Only the main process writes.
@@ -170,7 +170,7 @@ class SavingTrainer(TrainerInterface):
         """
         if self.is_world_process_zero():
             make_directory(self._output_dir)
-        trainer_pt_utils.save_state(self)
+        save_state(self)
 
     # ------------------------------------------------------------------ the Hub
 

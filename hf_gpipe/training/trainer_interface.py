@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, trainer_pt_utils
-from transformers.trainer_callback import CallbackHandler, ExportableState
-from transformers.trainer_utils import speed_metrics
+from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.job import Job
 from hf_gpipe.job.world import World
+from hf_gpipe.libraries.transformers_trainer import CallbackHandler, ExportableState, metrics_format, speed_metrics
 from hf_gpipe.losses.loss import Reads
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.training.arguments import PipelineTrainingArguments
@@ -142,7 +141,7 @@ class TrainerInterface:
     is_local_process_zero = Trainer.is_local_process_zero
     add_callback, pop_callback = Trainer.add_callback, Trainer.pop_callback
     remove_callback = Trainer.remove_callback
-    log_metrics, metrics_format = Trainer.log_metrics, staticmethod(trainer_pt_utils.metrics_format)
+    log_metrics, metrics_format = Trainer.log_metrics, staticmethod(metrics_format)
 
     # ------------------------------------------------------------------ callbacks and logs
 

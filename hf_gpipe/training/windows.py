@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_gpipe.checkpoint.state import options_of_groups
 from hf_gpipe.errors import UserError
+from hf_gpipe.libraries.transformers_trainer import IntervalStrategy, SaveStrategy
 from hf_gpipe.runtime.shards import treats_elements_alone
 from hf_gpipe.schedule import LONGEST_WINDOW
 from hf_gpipe.training.loader import Batch

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_gpipe.adapters.attention.lower_right import LowerRightMask, taking_lower_right
 from hf_gpipe.errors import UserError
+from hf_gpipe.libraries.torch import plain_results
+from hf_gpipe.libraries.transformers import ALL_ATTENTION_FUNCTIONS, attention_implementation, heeds_attention
 
 MakeMask = Callable[..., Any]
 
@@ -60,7 +61,7 @@ class Documents:
         Raises:
             UserError: the model's attention function cannot keep documents apart.
         """
-        name = model.config._attn_implementation
+        name = attention_implementation(model.config)
         if name.startswith("flex"):
             raise UserError(
                 f"attn_implementation={name!r} cannot keep packed documents apart here; use sdpa, eager or "
@@ -84,9 +85,9 @@ class Documents:
 
 def attends_by_document(model: PreTrainedModel) -> bool:
     """Whether attention over a packed row is computed for each document by itself."""
-    name: str = model.config._attn_implementation
+    name: str = attention_implementation(model.config)
     # Models without this flag have attention code of their own, which knows tensors of a mask alone.
-    return is_flash(name) or (name == "sdpa" and bool(getattr(model, "_supports_attention_backend", False)))
+    return is_flash(name) or (name == "sdpa" and heeds_attention(model))
 
 
 def is_flash(attn_implementation: str) -> bool:
@@ -111,7 +112,7 @@ class MaskOfDocuments(torch.Tensor):
     skipped: int
     masks: tuple[torch.Tensor | None, ...]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = plain_results
 
 
 def mask_of_documents(documents: Documents, make_mask: MakeMask, options: Mapping[str, Any]) -> Any:
@@ -122,7 +123,7 @@ def mask_of_documents(documents: Documents, make_mask: MakeMask, options: Mappin
         make_mask: makes a mask, as a mask function of transformers without a padding mask does.
         options: the keyword arguments of `make_mask` for the whole row, or for a chunk of it and the chunk's keys.
     """
-    if is_flash(options["config"]._attn_implementation):
+    if is_flash(attention_implementation(options["config"])):
         return None
     if documents.has_whole_mask:
         options = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}

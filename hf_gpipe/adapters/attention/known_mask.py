@@ -21,10 +21,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_gpipe.adapters.attention.documents import Documents, mask_of_documents
 from hf_gpipe.adapters.attention.lower_right import LowerRightMask
+from hf_gpipe.libraries.torch import no_subclass_functions
+from hf_gpipe.libraries.transformers import ALL_MASK_ATTENTION_FUNCTIONS
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
 #: Operations whose result has 0 where the mask that they are called with has it; `==` only when compared with 1.
@@ -70,7 +71,7 @@ class KnownMask(torch.Tensor):
         mask, *others = args
         if func in _ALL and isinstance(mask, KnownMask) and not others and not kwargs:
             return torch.tensor(not mask.is_padded)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_functions():
             result = func(*args, **(kwargs or {}))
         if func in _KEEPING and isinstance(mask, KnownMask) and (func not in _EQUAL or others == [1]):
             is_copy = result is not mask and result.shape == mask.shape

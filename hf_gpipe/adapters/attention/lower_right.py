@@ -18,9 +18,9 @@ import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
-from transformers.integrations.sdpa_attention import repeat_kv
+
+from hf_gpipe.libraries.torch import no_modes, no_subclass_functions, tree_map
+from hf_gpipe.libraries.transformers import repeat_kv
 
 #: Arguments of transformers' function that change nothing of the attention by a `LowerRightMask` where they are these.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -34,7 +34,7 @@ class LowerRightMask(torch.Tensor):
 
     @classmethod
     def of(cls, queries: int, tokens: int, device: torch.device) -> LowerRightMask:
-        with _disable_current_modes():  # a tensor without data, such as the planner's, can have no subclass
+        with no_modes():  # a tensor without data, such as the planner's, can have no subclass
             placeholder = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
             return placeholder.expand(1, 1, queries, tokens).as_subclass(cls)
 
@@ -65,7 +65,7 @@ class LowerRightMask(torch.Tensor):
             return _attention(*args, **given[1])
         if func not in _OF_SHAPE:
             given = tree_map(lambda value: value.written if isinstance(value, LowerRightMask) else value, given)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_functions():
             return func(*given[0], **given[1])
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.stubs import Port
+from hf_gpipe.libraries.torch import tree_map_only
 
 _POSITIONS = "position_ids"
 

@@ -15,17 +15,17 @@ from itertools import groupby
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_gpipe.adapters.modules.autocast import HALF_PRECISION
 from hf_gpipe.adapters.modules.sync_batch_norm import Gather, normalise
 from hf_gpipe.errors import DataError, UnsupportedModelError
+from hf_gpipe.libraries.torch import AnyBatchNorm
 
 
-def batch_norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
+def batch_norms_of(model: nn.Module) -> dict[str, AnyBatchNorm]:
     """The layers that normalise batches, by name; one that stands in several places once for each."""
     named = model.named_modules(remove_duplicate=False)
-    return {name: module for name, module in named if isinstance(module, _BatchNorm)}
+    return {name: module for name, module in named if isinstance(module, AnyBatchNorm)}
 
 
 def hold_averages(model: nn.Module) -> None:
@@ -39,7 +39,7 @@ def hold_averages(model: nn.Module) -> None:
     """
     places: dict[int, str] = {}
     for name, module in batch_norms_of(model).items():
-        if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        if type(module).forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward):
             raise UnsupportedModelError(
                 f"{name!r} is a {type(module).__name__}, whose forward is not that of torch's BatchNorm, so its "
                 "statistics are not known to be those of a micro-batch; use BatchNorm1d, BatchNorm2d, BatchNorm3d or "
@@ -94,10 +94,10 @@ class BatchNorms:
     def __bool__(self) -> bool:
         return bool(self._layers)
 
-    def _own(self, name: str, layer: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    def _own(self, name: str, layer: AnyBatchNorm, input: torch.Tensor) -> torch.Tensor:
         """The forward of a layer, which notes the statistics that it computes anyway."""
         if not layer.training:
-            return _BatchNorm.forward(layer, input)
+            return AnyBatchNorm.forward(layer, input)
         assert layer.running_mean is not None
         assert layer.running_var is not None
         count = 0 if self._found is None else self._count(name, input)
@@ -113,7 +113,7 @@ class BatchNorms:
             self._add(name, count, mean, variance.double() * (count - 1))
         return output
 
-    def _synchronised(self, name: str, layer: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    def _synchronised(self, name: str, layer: AnyBatchNorm, input: torch.Tensor) -> torch.Tensor:
         if self.gather is None or not layer.training:
             return self._own(name, layer, input)
         shared = self._shared.setdefault(self._index, {})
@@ -206,7 +206,7 @@ def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _follow(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
+def _follow(layer: AnyBatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
     """Move the averages of a layer to the statistics of a mini-batch, as far as its momentum says."""
     assert layer.running_mean is not None
     assert layer.running_var is not None

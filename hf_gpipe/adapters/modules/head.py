@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
 from hf_gpipe.errors import one_line
+from hf_gpipe.libraries.torch import tree_leaves, tree_map, version_of
 
 #: Largest difference between logits made in parts and whole logits, as a share of the largest logit.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -131,7 +131,7 @@ class DeferredLogits(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        before = sum(tensor._version for tensor in tensors)
+        before = sum(version_of(tensor) for tensor in tensors)
         result = func(*args, **kwargs)
         others = [tensor for tensor in tensors if id(tensor) not in self._slots]
         if len(others) == len(tensors):
@@ -142,7 +142,7 @@ class DeferredLogits(TorchFunctionMode):
                 raise _NotByPositionError(f"it calls {name} on its logits")
             return result  # such as a type or a device
         if id(result) in self._slots:
-            if sum(tensor._version for tensor in tensors) != before:
+            if sum(version_of(tensor) for tensor in tensors) != before:
                 raise _NotByPositionError(f"it changes its logits in place, by {name}")
             return result  # as `contiguous` does
         if "dropout" in name:

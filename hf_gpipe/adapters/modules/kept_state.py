@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_gpipe.libraries.torch import buffers_of, version_of
+
 Kept = Mapping[str, frozenset[str]]
 """The names of attributes and buffers, by the name of their module's class."""
 
@@ -98,13 +100,13 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def _present(module: nn.Module) -> dict[str, Any]:
-    return {n: v for n, v in vars(module).items() if n not in _OF_TORCH} | module._buffers
+    return {n: v for n, v in vars(module).items() if n not in _OF_TORCH} | buffers_of(module)
 
 
 def _values(module: nn.Module, names: frozenset[str] | None) -> dict[str, _Value]:
     present = _present(module)
     return {
-        name: _Value(value, _copied(value), name in module._buffers)
+        name: _Value(value, _copied(value), name in buffers_of(module))
         for name, value in present.items()
         if names is None or name in names
     }
@@ -112,14 +114,14 @@ def _values(module: nn.Module, names: frozenset[str] | None) -> dict[str, _Value
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().clone(), value._version
+        return value.detach().clone(), version_of(value)
     return copy(value) if isinstance(value, list | dict | set) else value
 
 
 def _put(module: nn.Module, name: str, noted: _Value | None) -> None:
     """Give an attribute or a buffer its value; None: there was none."""
     if noted is None or not noted.is_buffer:
-        module._buffers.pop(name, None)
+        buffers_of(module).pop(name, None)
     if noted is None or noted.is_buffer:
         vars(module).pop(name, None)
     if noted is None:
@@ -128,11 +130,11 @@ def _put(module: nn.Module, name: str, noted: _Value | None) -> None:
     if isinstance(value, torch.Tensor):
         # The tensor itself, whose address a compiled forward may have; a forward may have written into it.
         own, version = noted.own
-        if value._version != version:
+        if version_of(value) != version:
             value.detach().copy_(own)
     elif isinstance(value, list | dict | set):
         value = copy(noted.own)
-    (module._buffers if noted.is_buffer else vars(module))[name] = value
+    (buffers_of(module) if noted.is_buffer else vars(module))[name] = value
 
 
 def _equal(one: _Value | None, other: _Value | None) -> bool:

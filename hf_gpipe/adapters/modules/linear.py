@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers.pytorch_utils import Conv1D
 
 from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.modules.weight_gradients import Product, WeightGradients
+from hf_gpipe.libraries.torch import base_of, gradient_hooks, grouped_mm, parameters_of, parts_of, unsafe_view
+from hf_gpipe.libraries.transformers import Conv1D
 
 
 def hand_over(module: nn.Module, gradients: WeightGradients) -> None:
@@ -32,7 +33,7 @@ def hand_over(module: nn.Module, gradients: WeightGradients) -> None:
         forward = type(layer).forward
         if "forward" in vars(layer):  # another one was put on the instance
             continue
-        if any(p is not None and p._backward_hooks for p in layer._parameters.values()):
+        if any(p is not None and gradient_hooks(p) for p in parameters_of(layer).values()):
             continue  # autograd calls the hooks on gradients
         if forward in (nn.Linear.forward, Conv1D.forward):
             mixin: type = _Linear
@@ -48,8 +49,8 @@ def _holds_matrices(module: nn.Module) -> bool:
     """Whether a module multiplies by matrices of its own: three-dimensional parameters, or nothing but matrices."""
     if type(module).__module__.startswith("torch.") or isinstance(module, nn.Linear | Conv1D | nn.Embedding):
         return False
-    sizes = {parameter.dim() for parameter in module._parameters.values() if parameter is not None}
-    return 3 in sizes or (2 in sizes and not module._modules)
+    sizes = {parameter.dim() for parameter in parameters_of(module).values() if parameter is not None}
+    return 3 in sizes or (2 in sizes and not parts_of(module))
 
 
 def _is_trained(weight: torch.Tensor) -> bool:
@@ -80,7 +81,9 @@ class _Matrices:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module = cast(nn.Module, self)
-        trained = {id(p): p for p in module._parameters.values() if p is not None and p.requires_grad and p.dim() > 1}
+        trained = {
+            id(p): p for p in parameters_of(module).values() if p is not None and p.requires_grad and p.dim() > 1
+        }
         if not (trained and torch.is_grad_enabled()):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         # Inside the module's forward, so that it is also there when the forward runs again in backward.
@@ -104,7 +107,7 @@ class _Products(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _PRODUCTS and len(args) > 1 and (parameter := self._parameter_of(args[1])) is not None:
             given, matrix, *rest = args
-            if func is torch._grouped_mm:
+            if func is grouped_mm:
                 offsets = kwargs.get("offs")
                 others = [value for name, value in kwargs.items() if name != "offs" and value is not None]
                 if offsets is not None and not others and not rest:
@@ -124,10 +127,10 @@ class _Products(TorchFunctionMode):
 
     def _parameter_of(self, matrix: torch.Tensor) -> nn.Parameter | None:
         """The parameter that a matrix is, or is a view of."""
-        return self._trained.get(id(matrix) if matrix._base is None else id(matrix._base))
+        return self._trained.get(id(matrix if (base := base_of(matrix)) is None else base))
 
 
-_PRODUCTS = {F.linear, torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch._grouped_mm}
+_PRODUCTS = {F.linear, torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__, grouped_mm}
 
 
 def _multiply(
@@ -185,7 +188,7 @@ class _Multiply(torch.autograd.Function):
         else:
             output = torch.addmm(bias, _rows(given), matrix)
         # Not a view: a model may change it in place, and of a view from a function of ours autograd does not allow it.
-        return torch.ops.aten._unsafe_view(output, (*given.shape[:-1], output.shape[-1]))
+        return unsafe_view(output, (*given.shape[:-1], output.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -205,7 +208,7 @@ class _Multiply(torch.autograd.Function):
 
 
 class _MultiplyGroups(torch.autograd.Function):
-    """`torch._grouped_mm` of groups of rows and a matrix each, whose backward does not compute the matrices' gradient.
+    """`grouped_mm` of groups of rows and a matrix each, whose backward does not compute the matrices' gradient.
 
     The matrices are a parameter, or its transpose.
     """
@@ -222,7 +225,7 @@ class _MultiplyGroups(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(given, matrices, offsets)
         ctx.of = parameter, gradients, is_transposed
-        return torch._grouped_mm(given, matrices, offs=offsets)
+        return grouped_mm(given, matrices, offs=offsets)
 
     @staticmethod
     def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -230,7 +233,7 @@ class _MultiplyGroups(torch.autograd.Function):
         parameter, gradients, is_transposed = ctx.of
         of_given = None
         if ctx.needs_input_grad[0]:
-            of_given = torch._grouped_mm(outer, matrices.transpose(-2, -1), offs=offsets)
+            of_given = grouped_mm(outer, matrices.transpose(-2, -1), offs=offsets)
         left, right = (given, outer) if is_transposed else (outer, given)
         of_parameter = gradients.put(Product(parameter, left, right, offsets=offsets))
         return of_given, of_parameter, None, None, None, None

@@ -20,6 +20,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.libraries.accelerate import has_hook
+from hf_gpipe.libraries.torch import is_compiled
+from hf_gpipe.libraries.transformers import LOSS_ATTRIBUTE
 
 #: Values in a closure that are the same for every module.
 _PLAIN = (
@@ -76,7 +79,7 @@ def find_patches(model: PreTrainedModel, expected: PreTrainedModel, layers: tupl
     wanted = dict(expected.named_modules())
     patches = []
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise UserError(
                 f"{model.config.model_type}: the module {name or 'at the root'!r} was compiled, and stages would run "
                 "it without; give the model before compile() and set torch_compile=True, so that stages compile blocks"
@@ -100,10 +103,10 @@ def find_patches(model: PreTrainedModel, expected: PreTrainedModel, layers: tupl
 def _differing(module: nn.Module, wanted: nn.Module) -> Iterator[tuple[str, Any]]:
     """Names and values of the functions of a module that the configuration does not make."""
     names = {name for either in (module, wanted) for name, value in vars(either).items() if _is_function(value)}
-    if hasattr(module, "_hf_hook"):  # of accelerate, which moves inputs to the module's device
+    if has_hook(module):  # it moves inputs to the module's device
         names -= {"forward"}
     for name in sorted(names):
-        if name.startswith("_") and name != "_loss_function":
+        if name.startswith("_") and name != LOSS_ATTRIBUTE:
             continue
         own, made = (vars(either).get(name) for either in (module, wanted))
         if not _is_same(own, made, module, wanted):

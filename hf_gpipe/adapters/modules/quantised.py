@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import local_torch_dtype
-from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
-from transformers.utils import is_bitsandbytes_available
 
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut
 from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.libraries.torch import TorchDispatchMode, schema_of, subclass_of
+from hf_gpipe.libraries.transformers import (
+    AutoHfQuantizer,
+    AutoQuantizationConfig,
+    is_bitsandbytes_available,
+    local_torch_dtype,
+)
 
 #: Options of BitsAndBytesConfig that are not supported -> the reason.
 _REFUSED = {
@@ -136,7 +139,7 @@ class BySlices(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, func._schema.name
+        kwargs, name = kwargs or {}, schema_of(func).name
         if name not in (_QUANTISE_4BIT, _QUANTISE_8BIT) or args[0].device.type != "cpu" or args[0].numel() <= _SLICE:
             return func(*args, **kwargs)
         weight = args[0].reshape(-1) if name == _QUANTISE_4BIT else args[0]
@@ -246,7 +249,7 @@ def part_of_4bit(parameter: Any, cut: Cut, place: int) -> nn.Parameter:
         return of_grid.part(grid.reshape(state.shape[0], -1), place).contiguous()
 
     packed = part_of(parameter.data.view(torch.uint8), 2).view(-1, 1).view(parameter.dtype)
-    part: Any = torch.Tensor._make_subclass(type(parameter), packed, False)
+    part: Any = subclass_of(type(parameter), packed)
     vars(part).update(vars(parameter))
     part.quant_state = copy.copy(state)
     part.quant_state.absmax = part_of(scales, state.blocksize).flatten()

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from hf_gpipe.libraries.torch import AnyBatchNorm
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 """A replica's tensor -> the tensors of all replicas, in the order of the replicas."""
 
 
-def normalise(layer: _BatchNorm, values: torch.Tensor, statistics: torch.Tensor, gather: Gather) -> torch.Tensor:
+def normalise(layer: AnyBatchNorm, values: torch.Tensor, statistics: torch.Tensor, gather: Gather) -> torch.Tensor:
     """The layer's output for its replica's values (B, C, ...).
 
     Args:

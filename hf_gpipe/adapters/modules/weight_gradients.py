@@ -15,7 +15,8 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_gpipe.libraries.torch import WeakIdKeyDictionary, accumulation_hooks, gradient_hooks, grouped_mm, storage_id
 
 Whole: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The kept part of a layer's input -> its input."""
@@ -44,7 +45,7 @@ class Product:
     def has_hooks(self) -> bool:
         """Whether something waits for the parameter's gradient in backward."""
         parameter = self.parameter
-        return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+        return bool(gradient_hooks(parameter) or accumulation_hooks(parameter))
 
     def add(self) -> None:
         """Add the product to `.grad`. The first part of a gradient is written there, without zeros before."""
@@ -74,7 +75,7 @@ class Product:
     def _value(self) -> torch.Tensor:
         if self.offsets is None:
             return self.left.t() @ self.right
-        return torch._grouped_mm(self.left.t(), self.right, offs=self.offsets)
+        return grouped_mm(self.left.t(), self.right, offs=self.offsets)
 
 
 class WeightGradients:
@@ -192,4 +193,4 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 def kept_bytes(products: Sequence[Product]) -> int:
     """Bytes of memory that products keep; layers with the same input share its memory."""
     kept = (tensor.untyped_storage() for product in products for tensor in (product.left, product.right))
-    return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
+    return sum({storage_id(storage): storage.nbytes() for storage in kept}.values())

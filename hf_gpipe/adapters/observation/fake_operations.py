@@ -13,8 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_gpipe.libraries.torch import (
+    FakeTensor,
+    TorchDispatchMode,
+    fake_mode,
+    guard_memory,
+    key_set_of,
+    no_dispatch,
+    no_functions,
+    schema_of,
+    storage_id,
+    subclass_of,
+    version_of,
+)
 
 #: So many operations are kept; then all are forgotten.
 _MOST = 1 << 16
@@ -114,7 +126,7 @@ class KnownOperations(TorchDispatchMode):
     """A mode in which an operation that is known does not run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
+        with no_functions():
             return run(func, args, kwargs or {})[0]
 
 
@@ -131,7 +143,7 @@ def _asked(
         return result, None
     if known is None:
         return result, derive(func, args, kwargs, result)
-    if len(inputs) > 1 and len({tensor.untyped_storage()._cdata for tensor in inputs}) < len(inputs):
+    if len(inputs) > 1 and len({storage_id(tensor.untyped_storage()) for tensor in inputs}) < len(inputs):
         return result, derive(func, args, kwargs, result)
     if derive not in known.derived:
         known.derived[derive] = derive(func, args, kwargs, result)
@@ -139,7 +151,7 @@ def _asked(
 
 
 def _versions(inputs: list[torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in inputs if not tensor.is_inference()]
+    return [version_of(tensor) for tensor in inputs if not tensor.is_inference()]
 
 
 def _add(form: list[Any], inputs: list[torch.Tensor], values: tuple[Any, ...] | list[Any]) -> None:
@@ -175,12 +187,12 @@ def _mode_of(inputs: list[torch.Tensor]) -> Any:
     """The mode of the fake tensors, or that in which an operation without inputs makes one; None: on meta."""
     if inputs:
         return getattr(inputs[0], "fake_mode", None)
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake_mode()
 
 
 def _described(func: Any, inputs: list[torch.Tensor], result: Any, mode: Any) -> _Known:
     """Describe an operation by its result. Raises _UnlikeError where another run may return something else."""
-    is_resized = any(argument.is_out for argument in func._schema.arguments)
+    is_resized = any(argument.is_out for argument in schema_of(func).arguments)
     # Places in a table, unlike a mask of it, are as many as their tensor has.
     has_places = func is torch.ops.aten.index.Tensor and all(tensor.dtype in _PLACES for tensor in inputs[1:])
     depends_on_more = not has_places and not _DEPENDS_ON_MORE.isdisjoint(func.tags)
@@ -202,13 +214,13 @@ def _described_tensor(tensor: Any, inputs: list[torch.Tensor], mode: Any) -> _Ou
         if tensor is known:
             return number
     storage = tensor.untyped_storage()
-    storages = [known.untyped_storage()._cdata for known in inputs]
-    owner = storages.index(storage._cdata) if storage._cdata in storages else None
+    storages = [storage_id(known.untyped_storage()) for known in inputs]
+    owner = storages.index(storage_id(storage)) if storage_id(storage) in storages else None
     shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
     output = _Made(shape, stride, offset, tensor.dtype, tensor.fake_device if is_fake else tensor.device, owner)
     made: Any = _of(output, inputs, mode)
-    again = made.untyped_storage().nbytes(), made.storage_offset(), torch._C._dispatch_key_set(made), vars(made)
-    if again != (storage.nbytes(), output.offset, torch._C._dispatch_key_set(tensor), vars(tensor)):
+    again = made.untyped_storage().nbytes(), made.storage_offset(), key_set_of(made), vars(made)
+    if again != (storage.nbytes(), output.offset, key_set_of(tensor), vars(tensor)):
         raise _UnlikeError
     return output
 
@@ -217,7 +229,7 @@ def _of(output: _Output, inputs: list[torch.Tensor], mode: Any) -> torch.Tensor 
     """Return the output for other inputs of the same form."""
     if output is None or isinstance(output, int):
         return None if output is None else inputs[output]
-    with torch._C._DisableTorchDispatch():
+    with no_dispatch():
         if output.owner is None:
             memory = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
         else:
@@ -232,10 +244,7 @@ def _fake(mode: Any, memory: torch.Tensor, device: torch.device) -> torch.Tensor
         tensor = FakeTensor(mode, memory, device)
         _new[device] = {name: value for name, value in vars(tensor).items() if name != "fake_mode"}
         return tensor
-    made = torch.Tensor._make_subclass(FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device)
-    if mode._allow_unsafe_data_ptr_access:
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
-    else:
-        torch._C._set_throw_on_mutable_data_ptr(made)
+    made = subclass_of(FakeTensor, memory, dispatch_device=True, device_for_backend_keys=device)
+    guard_memory(made, mode)
     vars(made).update(_new[device], fake_mode=mode)
     return made

@@ -13,9 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hf_gpipe.adapters.observation.observed import Observed
+from hf_gpipe.libraries.torch import tree_flatten, tree_unflatten
 
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 """The name, the shape and the type of each input of a model."""

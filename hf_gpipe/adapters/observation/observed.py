@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.modules.intercept import hidden_of, with_hidden
 from hf_gpipe.adapters.observation import fake_operations
 from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.libraries.torch import TorchDispatchMode, no_functions, storage_id, tree_leaves, tree_map_only, version_of
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -54,12 +53,12 @@ def observe(model: nn.Module, layers: Sequence[Layer], forward: Callable[[], Any
             forward changes a buffer or a layer's input, so that a recomputed one would do it twice.
     """
     followed = _Followed(model, layers)
-    versions = {name: buffer._version for name, buffer in model.named_buffers()}
+    versions = {name: version_of(buffer) for name, buffer in model.named_buffers()}
     with torch.no_grad(), followed.hooks(), followed:
         logits = forward()
     followed.check_result(logits)
-    changed = [f"its buffer {name!r}" for name, buffer in model.named_buffers() if buffer._version != versions[name]]
-    changed += [f"in place what {name!r} receives" for name, tensor in followed.received.items() if tensor._version]
+    changed = [f"its buffer {name!r}" for name, buffer in model.named_buffers() if version_of(buffer) != versions[name]]
+    changed += [f"in place what {name!r} receives" for name, tensor in followed.received.items() if version_of(tensor)]
     if changed:
         raise UnsupportedModelError(
             f"the forward of {type(model).__name__} changes {changed[0]}, and a recomputed forward would change it "
@@ -168,7 +167,7 @@ class _Followed(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for tensor in tensors:
             self._check_read(tensor, self._where)
-        with torch._C.DisableTorchFunction():
+        with no_functions():
             result, _ = fake_operations.run(func, args, kwargs or {})
         read = {_memory(tensor) for tensor in tensors}
         if self._inside or not read.isdisjoint(self._readers):
@@ -210,7 +209,7 @@ class _Followed(TorchDispatchMode):
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
 
 
 def text_of(tensor: torch.Tensor) -> str:

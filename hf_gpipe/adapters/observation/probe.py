@@ -24,6 +24,7 @@ from hf_gpipe.adapters.observation.skeleton import Blueprint, build
 from hf_gpipe.adapters.observation.tiny import tiny_config
 from hf_gpipe.adapters.text_entries import text_entries
 from hf_gpipe.errors import UnsupportedModelError
+from hf_gpipe.libraries.transformers import with_eager_experts
 
 BATCH, SOURCE_LENGTH, TARGET_LENGTH = 2, 6, 5
 #: The number of tokens that is added to these in the forwards that show what modules keep: more than `LENGTH_LIMIT`.
@@ -108,7 +109,7 @@ def observe_family(blueprint: Blueprint, autocast: Autocast | None = None) -> Ob
             f"{config.model_type}: no configuration of a tiny clone can be made of the model's: "
             f"{type(error).__name__}: {error}"
         ) from error
-    tiny._experts_implementation = "eager"  # grouped matrix products do not support every type
+    with_eager_experts(tiny)  # grouped matrix products do not support every type
     tiny.dtype = None  # that of the weights is given
     identity = f"{what} {tiny.to_json_string(use_diff=False)}"
     if identity not in _observations:

@@ -19,10 +19,14 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hf_gpipe.adapters.guards import check_attention, check_config, check_sizes
 from hf_gpipe.errors import UserError, one_line
+from hf_gpipe.libraries.transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    from_config,
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def build(blueprint: Blueprint) -> PreTrainedModel:
     config = copy.deepcopy(blueprint.config)  # transformers changes it
     options = {} if attention is None else {"attn_implementation": attention}
     if blueprint.model_class is not None:
-        return blueprint.model_class._from_config(config, dtype=dtype, **options)
+        return from_config(blueprint.model_class, config, dtype=dtype, **options)
     auto = auto_class_of(config)
     return auto.from_config(config, dtype=dtype, trust_remote_code=blueprint.trust_remote_code, **options)
 

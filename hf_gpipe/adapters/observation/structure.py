@@ -7,12 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_gpipe.libraries.transformers import OF_SOURCE
+
 #: Fields that change nothing of a training forward; ties, which are read from the model itself; and the auxiliary loss,
 #: with and without which `scripts/families.py` compares.
 _INERT = frozenset(
     {
         *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
-        *("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path", "name_or_path"),
+        *("transformers_version", "architectures", "dtype", "torch_dtype", *OF_SOURCE),
         *("id2label", "label2id", "is_encoder_decoder", "pretraining_tp", "chunk_size_feed_forward", "early_stopping"),
         *("tie_word_embeddings", "task_specific_params", "tokenizer_class", "problem_type", "langs", "languages"),
     }

@@ -70,7 +70,8 @@ class _Adapted:
 
     def __init__(self, plain: SplitPlan, peft: PeftAdapter, whole: PreTrainedModel) -> None:
         from peft import PeftType
-        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        from hf_gpipe.libraries.peft import BaseTunerLayer
 
         self._plain, self._peft = plain, peft
         if peft.config.peft_type != PeftType.LORA:
@@ -111,7 +112,7 @@ class _Adapted:
 
     def _divide(self, name: str, layer: Any) -> None:
         """Plan for the adapter of a layer."""
-        from peft.tuners.lora import Embedding
+        from hf_gpipe.libraries.peft import LoraEmbedding
 
         plan, own, part = self.plan, self._peft.name, self._plain.modules.get(name)
         if layer.lora_variant:
@@ -129,7 +130,7 @@ class _Adapted:
             plan.cuts |= added
             if cut.is_shared:
                 plan.shared |= added.keys()
-        elif part == "table" and isinstance(layer, Embedding):
+        elif part == "table" and isinstance(layer, LoraEmbedding):
             cut = self._plain.cuts[self._plain.weights[name]]
             plan.cuts[f"{name}.lora_embedding_A.{own}"] = replace(cut, dim=1)
         elif part == "experts":

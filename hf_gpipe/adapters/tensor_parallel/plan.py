@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from hf_gpipe.adapters.base import Adapter
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut, Heads, Runs, dealt, lengths, scaled
 from hf_gpipe.errors import UnsupportedModelError, UserError
+from hf_gpipe.libraries.transformers import Conv1D
 
 Kind = Literal["query", "key or value", "query, key and value", "heads of three", "width", "two widths", "row"]
 

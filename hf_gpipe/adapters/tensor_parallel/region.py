@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_gpipe.adapters.modules.weight_gradients import DuringSums
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, ending, enter, exchange, leave
 from hf_gpipe.adapters.tensor_parallel.rows import DIM, Rows
+from hf_gpipe.libraries.torch import WeakIdKeyDictionary, version_of
 
 
 class Region:
@@ -71,7 +71,7 @@ class Region:
         rows = self.rows = Rows(hidden.shape[DIM], self.ranks)
         part, version = self._joined.get(hidden, (None, 0))
         try:
-            is_known = part is not None and hidden._version == version
+            is_known = part is not None and version_of(hidden) == version
             yield part if is_known else exchange(hidden, rows.own, rows.gathered)
         finally:
             self.rows = None
@@ -80,7 +80,7 @@ class Region:
         """Whole hidden states, at the end of a block; the next one finds the part again."""
         assert self.rows is not None
         whole = exchange(part, self.rows.gathered, self.rows.own)
-        self._joined[whole] = part, whole._version
+        self._joined[whole] = part, version_of(whole)
         return whole
 
     def _meanwhile(self) -> None:

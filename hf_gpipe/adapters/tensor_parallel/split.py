@@ -18,7 +18,6 @@ import torch
 import xxhash
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.pytorch_utils import Conv1D
 
 from hf_gpipe.adapters.guards import check_hooks
 from hf_gpipe.adapters.modules.intercept import extend_class, hidden_of, with_hidden
@@ -31,6 +30,7 @@ from hf_gpipe.adapters.tensor_parallel.plan import SplitPlan
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks, enter, exchange, leave
 from hf_gpipe.adapters.tensor_parallel.region import Region
 from hf_gpipe.errors import CheckpointError
+from hf_gpipe.libraries.transformers import Conv1D
 
 
 class Division:

@@ -12,14 +12,12 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-# From its own module: without torchvision, transformers 5.17 offers AutoImageProcessor nowhere else.
-from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES, AutoImageProcessor
-
 from hf_gpipe.data.deterministic import SPLITS
 from hf_gpipe.data.examples.labelled import class_of
 from hf_gpipe.data.image_files import StoredRows, as_stored, divided, splits_with_images
 from hf_gpipe.data.splits import Corpus
 from hf_gpipe.errors import DataError, UserError, listed, nearest, one_line
+from hf_gpipe.libraries.transformers import IMAGE_PROCESSOR_MAPPING_NAMES, AutoImageProcessor
 from hf_gpipe.recipe import DataSection
 
 Augment = Callable[[Any], Any]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from hf_gpipe.adapters.attention.lower_right import LowerRightMask
+from hf_gpipe.libraries.torch import sdpa_backward_flop_count, sdpa_flop_count
 
 
 @torch.library.custom_op("hf_gpipe::kernel_attention", mutates_args=())

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_gpipe.libraries.torch import FakeTensor, OpOverload, OpOverloadPacket
+from hf_gpipe.libraries.transformers import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 
 #: Models whose traces are kept.
 _MOST_MODELS = 64
@@ -27,7 +28,7 @@ _MOST_MODELS = 64
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), types.EllipsisType)
 _CONSTANTS = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
 _CODE = (types.FunctionType, type)
-_FUNCTIONS = (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_FUNCTIONS = (types.BuiltinFunctionType, OpOverload, OpOverloadPacket)
 _PACKAGES = ("builtins", "collections", "functools", "types", "torch", "transformers", "peft", "hf_gpipe")
 _HEAP_TYPE = 1 << 9
 
@@ -101,7 +102,7 @@ class _Identity:
         return self._of_object(value)
 
     def _of_tensor(self, tensor: torch.Tensor) -> Hashable:
-        if tensor.layout is not torch.strided or isinstance(tensor, torch._subclasses.FakeTensor):
+        if tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):
             raise _UnknownError
         form = (type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
         return form, self.of(vars(tensor)) if hasattr(tensor, "__dict__") else None

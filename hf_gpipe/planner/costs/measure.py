@@ -26,6 +26,7 @@ from hf_gpipe.adapters.modules.autocast import keeping_weights
 from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.job.facts import DeviceFacts
+from hf_gpipe.libraries.torch import loopback_group
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.partition.cluster import Level
@@ -377,13 +378,10 @@ def _loopback(size_bytes: int = 1 << 25) -> Level:
     In a sum over two processes each sends as many bytes as the bucket has. Making the bucket, copying through sockets
     and adding take the time of the processes' cores, so all of it counts.
     """
-    gloo: Any = dist.ProcessGroupGloo
-    device, store = gloo.create_device(hostname="127.0.0.1"), dist.HashStore()
+    store = dist.HashStore()
 
     def sum_buckets(rank: int) -> tuple[float, Any]:
-        options = gloo._Options()
-        options._devices, options._timeout = [device], _LOOPBACK_LIMIT
-        group = gloo(store, rank, 2, options)
+        group = loopback_group(store, rank, _LOOPBACK_LIMIT)
 
         def sum_one() -> None:
             group.allreduce([torch.ones(size_bytes // 4)]).wait()

@@ -15,12 +15,6 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from transformers import masking_utils
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.attention.known_mask import KnownMask
@@ -28,6 +22,13 @@ from hf_gpipe.adapters.modules.autocast import keeping_weights
 from hf_gpipe.adapters.modules.dropout import keeping_random_numbers
 from hf_gpipe.adapters.stubs import EmbeddingStub
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
+from hf_gpipe.libraries.torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    storage_id,
+)
+from hf_gpipe.libraries.transformers import rows_of_one_text
 from hf_gpipe.losses.loss import PLAIN, Loss
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner.costs.gpu_attention import AttentionOfAGpu
@@ -228,7 +229,7 @@ class StageTracer:
                 for name, tensor in micro_batch.inputs.items()
                 if not isinstance(tensor, KnownMask) or tensor.is_padded
             }
-            with _texts() if "position_ids" not in fake else nullcontext():
+            with rows_of_one_text() if "position_ids" not in fake else nullcontext():
                 return self._tracked(self._stage, replace(micro_batch, inputs=fake), run)
 
     def _made(self, weights: FakeTensorMode | None) -> Stage:
@@ -335,7 +336,7 @@ def _forward(stage: Stage, context: Context, tracker: Tracker, first_layer: int)
     saved_storages: set[int] = set()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        saved_storages.add(tensor.untyped_storage()._cdata)
+        saved_storages.add(storage_id(tensor.untyped_storage()))
         return tensor
 
     layer = stage.model.adapter.layers[first_layer]
@@ -357,7 +358,7 @@ def _forward(stage: Stage, context: Context, tracker: Tracker, first_layer: int)
         incoming,
         saved=saved,
         outside=min(tracker.bytes_outside(phase), saved),
-        saves_hidden=hidden is not None and hidden.untyped_storage()._cdata in saved_storages,
+        saves_hidden=hidden is not None and storage_id(hidden.untyped_storage()) in saved_storages,
     )
 
 
@@ -384,21 +385,6 @@ def _deferring(stage_model: StageModel) -> Iterator[None]:
         stage_model.weight_gradients = before
         if before is not None:
             before.is_of_all = False
-
-
-@contextmanager
-def _texts() -> Iterator[None]:
-    """Context manager in which each row is one text.
-
-    Without a mask transformers looks at the values of position ids for documents. Fake tensors have none, so it would
-    write a mask of tokens by tokens that no run has.
-    """
-    search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = search
 
 
 def context_of(stage_model: StageModel, micro_batch: MicroBatch) -> Context:

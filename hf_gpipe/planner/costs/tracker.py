@@ -16,16 +16,24 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from hf_gpipe.adapters.observation import fake_operations
+from hf_gpipe.libraries.torch import (
+    ATEN_GROUPED_MM,
+    CPU_FLASH_ATTENTION,
+    CPU_FLASH_ATTENTION_BACKWARD,
+    FakeTensor,
+    TorchDispatchMode,
+    flop_registry,
+    no_functions,
+    storage_id,
+    tree_leaves,
+    unsafe_view,
+)
 from hf_gpipe.planner.costs.gpu_attention import attention_backward_flops, attention_flops
 
 _aten = torch.ops.aten
-_UNSAFE_VIEW = _aten._unsafe_view.default
+_UNSAFE_VIEW = unsafe_view.default
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -104,7 +112,7 @@ class Tracker(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # more than half of all calls
         # Modes above have seen the function; a tensor's attributes, which are read often here, are no matter to them.
-        with torch._C.DisableTorchFunction():
+        with no_functions():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -119,7 +127,7 @@ class Tracker(TorchDispatchMode):
         if weights is not None:
             self._note(weights)
         count = _COUNT[self._as_on_gpu] if weights is None else partial(_count, self._as_on_gpu, weights=weights)
-        if func._overloadpacket is _aten._grouped_mm and isinstance(args[0], FakeTensor):
+        if func.overloadpacket is ATEN_GROUPED_MM and isinstance(args[0], FakeTensor):
             result = _grouped_output(*args, **kwargs)
             counted = count(func, args, kwargs, result)
         else:
@@ -136,7 +144,7 @@ class Tracker(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor, *, is_counted: bool = True) -> None:
         storage = tensor.untyped_storage()
-        number = storage._cdata
+        number = storage_id(storage)
         if number in self._known:
             return
         size = storage.nbytes() if is_counted else 0
@@ -166,15 +174,15 @@ def _count(
     converted = 0 if as_on_gpu else _converted_bytes(func, args, result)
     if func.is_view:
         return _Counted(converted)
-    formula = _FLOPS.get(func._overloadpacket) if weights is None else _quantised
+    formula = _FLOPS.get(func.overloadpacket) if weights is None else _quantised
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
-    is_linear = weights is not None or func._overloadpacket in _LINEAR
+    is_linear = weights is not None or func.overloadpacket in _LINEAR
     moved = 0
     if weights is not None:
         moved = args[1].nbytes + weights.nbytes
         args = args[0], weights
     if not (as_on_gpu and func in _IN_DROPOUT):
-        moved += moved_bytes(func._overloadpacket, args, kwargs, result, flops)
+        moved += moved_bytes(func.overloadpacket, args, kwargs, result, flops)
     return _Counted(converted, flops, flops if is_linear else 0, moved)
 
 
@@ -225,7 +233,7 @@ def moved_bytes(operation: Any, args: Any, kwargs: Any, result: Any, flops: int)
         return 2 * sum(_bytes(tensor) for tensor in (*inputs, *outputs) if tensor is not table)
     if operation in _OVERWRITE:
         inputs = inputs[1:]
-    distinct = {(tensor.untyped_storage()._cdata, tensor.storage_offset()): tensor for tensor in inputs}
+    distinct = {(storage_id(tensor.untyped_storage()), tensor.storage_offset()): tensor for tensor in inputs}
     return sum(map(_bytes, (*distinct.values(), *outputs)))
 
 
@@ -265,11 +273,11 @@ _QUANTISED = "bitsandbytes::gemm_4bit"
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _aten.addmm_: flop_registry[_aten.addmm],
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    CPU_FLASH_ATTENTION: _attention,
+    CPU_FLASH_ATTENTION_BACKWARD: _attention_backward,
     torch.ops.hf_gpipe.kernel_attention: attention_flops,
     torch.ops.hf_gpipe.kernel_attention_backward: attention_backward_flops,
-    _aten._grouped_mm: _grouped,
+    ATEN_GROUPED_MM: _grouped,
 }
 #: The rows, columns or terms of a sum up to which a product takes only the time to read and write its matrices.
 _NARROW = 64
@@ -285,4 +293,4 @@ _OF_TABLE = {
     _aten.nll_loss_backward: 1,
 }
 #: The products of linear layers and experts. Attention's products have a batch dimension.
-_LINEAR = {_aten.mm, _aten.addmm, _aten.addmm_, _aten._grouped_mm}
+_LINEAR = {_aten.mm, _aten.addmm, _aten.addmm_, ATEN_GROUPED_MM}

@@ -1,0 +1,95 @@
+"""Whether a model generates in stages what it generates whole: a tiny clone says so where that is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_gpipe.adapters import unsupported
+from hf_gpipe.adapters.text import TextAdapter
+from hf_gpipe.adapters.text_entries import text_entries, token_ids
+from hf_gpipe.errors import one_line
+from hf_gpipe.job.facts import RankFacts
+from hf_gpipe.job.world import World
+from hf_gpipe.libraries.verified import unverified
+from hf_gpipe.model.clone import clone_of, padded_batch
+from hf_gpipe.model.exactness import compared_once
+from hf_gpipe.model.steps import stage_models
+from hf_gpipe.partition import partition
+from hf_gpipe.runtime.channel import LocalChannel
+from hf_gpipe.runtime.edges import Edge
+from hf_gpipe.runtime.generation import Generator
+from hf_gpipe.runtime.visits import VisitingWeights
+from hf_gpipe.schedule.placement import Placement
+
+_STAGES, _NEW_TOKENS = 3, 5
+#: The largest difference of the logits of a float32 model, relative to their norm.
+_TOLERANCE = 1e-4
+_OPTIONS = {
+    **{"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False},
+    **{"return_dict_in_generate": True, "output_logits": True},
+}
+_METHODS: tuple[Mapping[str, Any], ...] = ({}, {"num_beams": 2})
+
+
+def verify_generation(adapter: TextAdapter, num_stages: int) -> None:
+    """Compare what a tiny clone in stages generates with the plain clone's `generate`, once for equal clones.
+
+    There are as many stages as the model has, but at most three. Both generate by greedy and by beam search, with a
+    cache; the prompts of a decoder are padded on the left.
+
+    Raises UnsupportedModelError where tokens or logits differ, or the clone does not run.
+    """
+    num_stages = min(num_stages, _STAGES)
+    compared_once(adapter, f"in generation {num_stages}", lambda: _compare(adapter, num_stages))
+
+
+def _compare(adapter: TextAdapter, num_stages: int) -> bool:
+    """Whether the clone was compared: one that transformers itself cannot run says nothing of the model."""
+    config = adapter.given_config
+    model, clone = clone_of(adapter, torch.float32)
+    model.eval()
+    asked = [{**_prompts(model), **method, **_OPTIONS} for method in _METHODS]
+    try:
+        expected = [model.generate(**options) for options in asked]
+    except Exception as error:
+        if unverified():
+            why = one_line(str(error), 200)
+            raise unsupported(config, f"generation by a tiny clone of the plain model fails: {why}") from error
+        return False
+    try:
+        generator = _generator(model, clone, min(num_stages, len(clone.layers)))
+        found = [generator.generate(options) for options in asked]
+    except Exception as error:
+        why = one_line(str(error), 200)
+        raise unsupported(config, f"generation by a tiny clone in stages fails: {why}") from error
+    for whole, in_stages in zip(expected, found, strict=True):
+        logits, others = (torch.stack(output.logits) for output in (whole, in_stages))
+        difference = float((logits - others).norm() / logits.norm())
+        if not torch.equal(whole.sequences, in_stages.sequences) or not difference <= _TOLERANCE:
+            raise unsupported(
+                config, f"generation by a tiny clone in stages has other logits, by {difference:.0e} of their norm"
+            )
+    return True
+
+
+def _generator(model: PreTrainedModel, adapter: TextAdapter, num_stages: int) -> Generator:
+    """What generates by the stages of a model, all of them in this process."""
+    cpu = torch.device("cpu")
+    stages = stage_models(model, adapter, num_stages)
+    for stage in stages.values():
+        stage.model.eval()
+    world = World(0, (RankFacts.of_this_process(),)).placed(Placement.spread(num_stages, 1))
+    edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
+    visits = dict.fromkeys(stages, VisitingWeights({}))
+    return Generator(adapter, partition(len(adapter.layers), num_stages, "count"), stages, edges, world, visits, {})
+
+
+def _prompts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Rows of unequal length, padded on the right for an encoder and on the left for a decoder alone."""
+    batch = padded_batch(model, with_images=False)
+    prompts = text_entries(token_ids(batch), batch["attention_mask"])
+    return prompts if model.config.is_encoder_decoder else {name: rows.flip(1) for name, rows in prompts.items()}
