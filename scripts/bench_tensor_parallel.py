@@ -1,4 +1,4 @@
-"""Time of a step of a llama in two processes on this CPU: divided layers, stages, and transformers' own `tp_plan`.
+"""Time of a step of a llama in two processes on this CPU: divided layers, stages, and transformers' divided layers.
 
 The same model, rows and micro-batches; float32, without dropout, eager attention, gloo, one thread a process. All runs
 take turns, and the table has the median of the steps. transformers runs a loop over the micro-batches with its own
@@ -21,6 +21,7 @@ from bench.processes import in_turns, run_job
 from bench.report import Spread, table
 from bench.runner import parser
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.runtime.cutting import split_rows
@@ -61,7 +62,7 @@ def measure(directory: str, num_steps: int) -> dict[str, list[float]]:
     steps = {
         "ours, T=2": of_pipeline(directory, num_stages=1, tensor_parallel=2, schedule="gpipe"),
         "ours, K=2, 1f1b": of_pipeline(directory, num_stages=2, schedule="1f1b"),
-        "transformers, tp_plan": of_transformers(directory, tp_plan="auto"),
+        "transformers, tp_size=2": of_transformers(directory, distributed_config=DistributedConfig(tp_size=2)),
     }
     return in_turns(steps, num_steps, WARM_UP)
 

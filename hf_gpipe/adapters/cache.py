@@ -46,18 +46,25 @@ class StageCache(DynamicCache):
         config = stage.adapter.config
         super().__init__(config=config)
         own = {layer.name for layer in stage.layers}
-        for index, block in enumerate(stage.adapter.stacks[-1].blocks):
-            if block in own:
+        blocks = stage.adapter.stacks[-1].blocks
+        # LongCat-Flash has two attentions, and so two slots, in each block.
+        each, rest = divmod(len(self.layers), len(blocks))
+        if rest or not each:
+            raise UnsupportedModelError(
+                f"{config.model_type}: {len(blocks)} blocks keep {len(self.layers)} caches in generation, and which "
+                "block has which is not known; generate with plain transformers from a saved checkpoint"
+            )
+        for index, slot in enumerate(self.layers):
+            if blocks[index // each] in own:
                 continue
-            slot = self.layers[index]
             if type(slot) is DynamicLayer:
                 self.layers[index] = _FullCount()
             elif type(slot) is DynamicSlidingWindowLayer:
                 self.layers[index] = _SlidingCount(slot.sliding_window)
             else:
                 raise UnsupportedModelError(
-                    f"{config.model_type}: block {index} keeps a {type(slot).__name__} in generation, which no other "
-                    "stage can count; generate with plain transformers from a saved checkpoint"
+                    f"{config.model_type}: block {index // each} keeps a {type(slot).__name__} in generation, which no "
+                    "other stage can count; generate with plain transformers from a saved checkpoint"
                 )
 
     def advance(self, num_tokens: int) -> None:

@@ -122,7 +122,8 @@ def compared_once(adapter: TextAdapter, what: str, compare: Callable[[], Result]
     result = _compared.get(identity)
     if result is None:
         try:
-            result = compare()
+            with torch.random.fork_rng(devices=[]):  # the process goes on as if nothing had been drawn
+                result = compare()
         except UnsupportedModelError as error:
             result = error
             if advice := install_advice():

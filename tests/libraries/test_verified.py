@@ -58,8 +58,11 @@ def test_everything_is_compared_on_an_unseen_version(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(f"hf_gpipe.model.{module}.compared_once", seen)
     config = tiny_config("llama", tied=False)
     assert not is_known_exact(adapter_for(config))
+    model, ids = plain_model(config).eval(), torch.arange(3, 11).view(2, 4)
+    state = torch.get_rng_state()
     for _ in range(2):
-        generate(config)
+        Pipeline(model, 2).generate(input_ids=ids, max_new_tokens=3, do_sample=False)
+    assert torch.equal(torch.get_rng_state(), state), "random numbers go on as on a version that is known"
     assert sorted(compared) == ["files", "in", "in"]
 
 

@@ -13,6 +13,7 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     LogitsProcessor,
+    LongcatFlashConfig,
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -22,8 +23,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_gpipe import Pipeline
+from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import StageError, UnsupportedModelError, UserError
 from hf_gpipe.libraries.transformers import cache_argument
+from hf_gpipe.model.generating import verify_generation
 from hf_gpipe.runtime.generate_arguments import UNSUPPORTED
 from hf_gpipe.runtime.generation import Generator
 from hf_gpipe.runtime.spread_rows import pipelines
@@ -144,6 +147,11 @@ def test_prompt_in_chunks_and_without_a_mask() -> None:
     assert torch.equal(found, model.generate(input_ids=ids, max_new_tokens=10))
 
 
+def test_blocks_with_two_attentions_each() -> None:
+    """LongCat-Flash's second half of slots was taken for that of other stages, and was not reordered with the beams."""
+    verify_generation(adapter_for(LongcatFlashConfig()), 3)
+
+
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_a_cache_that_the_model_drops(num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Phi-3 forgets its keys where a text outgrows its short rotations; the stages then ran every token once more."""
@@ -167,7 +175,10 @@ def test_a_cache_that_the_model_drops(num_stages: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         Generator, "decode", lambda self, given: of_stages.append(given["input_ids"].shape[1]) or decode(self, given)
     )
-    found = Pipeline(model, num_stages).generate(**options)
+    pipe = Pipeline(model, num_stages)
+    _ = pipe.forwards.generator  # compares a tiny clone
+    of_stages.clear()
+    found = pipe.generate(**options)
     assert of_stages == lengths == [6, 1, 1, 9, 1, 1, 1, 1]
     assert torch.equal(found.sequences, expected.sequences)
     torch.testing.assert_close(found.logits, expected.logits)
