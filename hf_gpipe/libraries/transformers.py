@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -159,8 +160,20 @@ def drop_expected_keys(model: PreTrainedModel, info: Any) -> None:
 
 
 def unsaved_keys(model: Any) -> set[str]:
-    """The names of the parameters that a model's class does not save."""
-    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    """The names of the parameters that a model's class does not save, because it makes them anew.
+
+    A table of Marian's positions that was read is trained by transformers 5.24: one that has changed is saved.
+    """
+    names = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    for name in [n for n, p in model.named_parameters() if n in names and p.requires_grad and not p.is_meta]:
+        path, _, leaf = name.rpartition(".")
+        module = copy.deepcopy(model.get_submodule(path))
+        forget_initialisation(module)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            model._init_weights(module)
+        if not torch.equal(module.get_parameter(leaf), model.get_parameter(name)):
+            names.discard(name)
+    return names
 
 
 # ---------------------------------------------------------------------- forwards

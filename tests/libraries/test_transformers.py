@@ -183,6 +183,19 @@ def test_what_may_be_missing() -> None:
     assert own.unsaved_keys(llama()) == set()
 
 
+def test_a_table_that_was_trained_is_saved(tmp_path: Path) -> None:
+    """Marian's positions, which transformers 5.24 trains once they were read, began anew where a run was resumed."""
+    made = transformers.MarianMTModel(MARIAN)
+    made.save_pretrained(tmp_path)
+    model, name = transformers.MarianMTModel.from_pretrained(tmp_path), "model.encoder.embed_positions.weight"
+    assert name in own.unsaved_keys(made) & own.unsaved_keys(model)
+    table = model.get_parameter(name)
+    assert table.requires_grad
+    with torch.no_grad():
+        table.add_(0.1)
+    assert name not in own.unsaved_keys(model)
+
+
 def test_blocks_are_run_by_the_given_function() -> None:
     model, calls = llama().train(), []
 
