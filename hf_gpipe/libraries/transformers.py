@@ -169,8 +169,8 @@ def unsaved_keys(model: Any) -> set[str]:
         path, _, leaf = name.rpartition(".")
         module = copy.deepcopy(model.get_submodule(path))
         forget_initialisation(module)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            model._init_weights(module)
+        with torch.random.fork_rng(devices=[]):
+            fill_module(model, module)
         if not torch.equal(module.get_parameter(leaf), model.get_parameter(name)):
             names.discard(name)
     return names

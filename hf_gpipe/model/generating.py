@@ -77,7 +77,7 @@ def _compare(adapter: TextAdapter, num_stages: int) -> bool:
 
 
 def _generator(model: PreTrainedModel, adapter: TextAdapter, num_stages: int) -> Generator:
-    """What generates by the stages of a model, all of them in this process."""
+    """The `Generator` of a model's stages, all of them in this process."""
     cpu = torch.device("cpu")
     stages = stage_models(model, adapter, num_stages)
     for stage in stages.values():

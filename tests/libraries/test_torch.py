@@ -106,6 +106,7 @@ def test_what_is_in_a_module() -> None:
     module.register_buffer("saved", torch.ones(1))
     module.register_buffer("made", torch.ones(1), persistent=False)
     module.register_buffer("absent", None)
+    assert own.buffers_of(module).keys() == {"saved", "made", "absent"}
     assert own.parts_of(module) == {"first": part, "second": part}
     assert own.parameters_of(part) == {"weight": part.weight, "bias": None}
     assert (
