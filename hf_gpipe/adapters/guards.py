@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters.auto_classes import HEADLESS, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from hf_gpipe.errors import UnsupportedModelError, UserError, nearest
-from hf_gpipe.libraries.torch import hooks_of
+from hf_gpipe.libraries.torch import accumulation_hooks, gradient_hooks, hooks_of
 from hf_gpipe.libraries.transformers import (
     ALL_ATTENTION_FUNCTIONS,
     INITIALISERS,
@@ -209,15 +209,15 @@ def take_hooks(parameter: nn.Parameter, source: nn.Parameter) -> None:
     """Register the gradient hooks of a parameter on a copy of it, such as one on another device."""
     if parameter is source or not parameter.requires_grad:
         return
-    for hook in (source._backward_hooks or {}).values():
+    for hook in (gradient_hooks(source) or {}).values():
         parameter.register_hook(hook)
-    for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in (accumulation_hooks(source) or {}).values():
         parameter.register_post_accumulate_grad_hook(hook)
 
 
 def check_hooks(name: str, parameter: torch.Tensor, part: str) -> None:
     """Raise UserError where a parameter of this name has gradient hooks, which would see the gradient of a part."""
-    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+    for hooks in (gradient_hooks(parameter), accumulation_hooks(parameter)):
         for hook in (hooks or {}).values():
             raise UserError(
                 f"the parameter {name!r} has a gradient hook ({getattr(hook, '__qualname__', repr(hook))}), which "

@@ -16,6 +16,7 @@ from hf_gpipe.checkpoint.sentence_files import SentenceFiles
 from hf_gpipe.data.examples.embeddings import EmbeddingCollator, EmbeddingExamples
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.errors import UserError
+from hf_gpipe.libraries.transformers import source_of
 from hf_gpipe.losses.embedding import EmbeddingLoss
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import AUTO
@@ -125,7 +126,7 @@ def files_of(model: Any) -> SentenceFiles:
     if isinstance(model, Pipeline):
         model = model.adapter.reference
     if not isinstance(model, str | os.PathLike):
-        model = getattr(getattr(model, "config", model), "_name_or_path", "")
+        model = source_of(model)
         model = model if os.path.isdir(model) else None  # an id may be another model's by now
     return SentenceFiles.of(base_of(model) if has_adapters(model) else model)
 
