@@ -28,8 +28,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer as GradientC
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ALL_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.modeling_utils import local_torch_dtype as local_torch_dtype  # the default type, within it
-from transformers.models.auto import image_processing_auto
 from transformers.models.auto import modeling_auto as modeling_auto  # the auto classes' tables of families
+from transformers.models.auto.image_processing_auto import (  # 5.17 gives them from this path, without torchvision
+    IMAGE_PROCESSOR_MAPPING_NAMES as IMAGE_PROCESSOR_MAPPING_NAMES,  # the processors of images by `model_type`
+)
+from transformers.models.auto.image_processing_auto import AutoImageProcessor as AutoImageProcessor  # reads one
 from transformers.pytorch_utils import Conv1D as Conv1D  # GPT-2's linear layer, whose weight is (in, out)
 from transformers.quantizers.auto import AutoHfQuantizer as AutoHfQuantizer  # what quantises a model's weights
 from transformers.quantizers.auto import AutoQuantizationConfig as AutoQuantizationConfig
@@ -51,10 +54,6 @@ MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEX
 MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 MODEL_FOR_MASKED_LM_MAPPING = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING
 MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-#: The processors of images by `model_type`; and the class that reads one, which transformers 5.17 offers nowhere else
-#: without torchvision.
-IMAGE_PROCESSOR_MAPPING_NAMES = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
-AutoImageProcessor = image_processing_auto.AutoImageProcessor
 
 # ---------------------------------------------------------------------- configurations and building
 
