@@ -81,6 +81,9 @@ MENDED = {
     "LoRA on BERT, whose embeddings are on another stage: PEFT asks each stage for them": Case(
         1, 1, "bert", num_stages=3, lora=True
     ),
+    "attention that sees later tokens where sdpa gets no mask, as without columns of padding": Case(
+        1, 1, "paligemma", attention="sdpa", rows=(1,)
+    ),
     "rotary frequencies that later and longer rows have changed, when a forward runs again": Case(
         1,
         1,

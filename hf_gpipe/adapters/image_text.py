@@ -24,6 +24,7 @@ from hf_gpipe.adapters.layers import Layer
 from hf_gpipe.adapters.observation.skeleton import Blueprint
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import DataError, UnsupportedModelError
+from hf_gpipe.libraries.transformers import attention_implementation
 
 #: The form of the images by model_type, for the families whose features come from one forward of the tower.
 FORMS: Mapping[str, ImageEntries] = {
@@ -46,6 +47,11 @@ class ImageText(DecoderOnly):
         family = blueprint.config.model_type
         self.images = FORMS[family]
         self.image_keys = self.images.names
+        blocks = [self.reference.get_submodule(name) for stack in self.stacks for name in stack.blocks]
+        is_causal = all(getattr(module, "is_causal", True) for block in blocks for module in block.modules())
+        if not is_causal and attention_implementation(self.config) == "sdpa":
+            # PaliGemma's attention sees later tokens where sdpa gets no mask: in rows without padding and types.
+            self.padding_matters_beyond = 0
         first = self.layers[0]
         if not first.idle:
             raise UnsupportedModelError(f"{family}: no module is read for images alone")
