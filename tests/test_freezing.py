@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import MarianMTModel, PegasusConfig, PegasusForConditionalGeneration, PreTrainedModel
 
@@ -125,8 +127,13 @@ def loaded(family: str, folder: Path) -> PreTrainedModel:
     return model.train()
 
 
+#: Since transformers 5.24 tables of sines that were read from files are trained; the plain model has their gradients.
+TRAINS_SINES = Version(transformers.__version__) >= Version("5.24")
+keeps_sines = pytest.mark.skipif(TRAINS_SINES, reason="transformers 5.24 trains tables of sines that were read")
+
+
 @pytest.mark.parametrize("family", ["marian", "pegasus"])
-def test_a_table_of_sines_that_requires_a_gradient_gets_none(family: str, tmp_path: Path) -> None:
+def test_a_table_of_sines_that_requires_a_gradient_gets_that_of_the_plain_model(family: str, tmp_path: Path) -> None:
     """It made its layer count as trained, and a stage without anything else to train failed in its backward."""
     model = loaded(family, tmp_path)
     batch, adapter = oracle.padded_batch(model.config), Pipeline(model, 1).adapter
@@ -138,9 +145,11 @@ def test_a_table_of_sines_that_requires_a_gradient_gets_none(family: str, tmp_pa
             pipe = Pipeline(model, num_stages, 2)
             oracle.assert_same(oracle.run_pipeline(pipe, batch), expected)
             first = pipe.stages[0]
-            assert not any(first.trainable_outputs.values()) or part == "embeddings", "nobody needs this gradient"
+            is_needed = part == "embeddings" or TRAINS_SINES
+            assert not any(first.trainable_outputs.values()) or is_needed, "nobody needs this gradient"
 
 
+@keeps_sines
 def test_it_is_not_decayed_either(tmp_path: Path) -> None:
     """Plain AdamW passes over what has no gradient."""
     model = loaded("marian", tmp_path)
@@ -160,6 +169,7 @@ def test_it_is_not_decayed_either(tmp_path: Path) -> None:
         torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-6, atol=1e-8)
 
 
+@keeps_sines
 def test_nor_are_its_float32_copies(tmp_path: Path) -> None:
     model = loaded("marian", tmp_path).bfloat16()
     tables = {name: p.detach().clone() for name, p in model.named_parameters() if "embed_positions" in name}
@@ -221,7 +231,7 @@ def test_a_gradient_that_nobody_agreed_on_is_an_error(recompute: str, monkeypatc
         Pipeline(model, 2, 2, recompute=recompute).train_step(padded_batch(model))
 
 
-@pytest.mark.parametrize("is_all", [True, False])
+@pytest.mark.parametrize("is_all", [True, pytest.param(False, marks=keeps_sines)])
 def test_nothing_to_train(is_all: bool, tmp_path: Path) -> None:
     """A step fails as the plain model's does; evaluation and generation need no gradient."""
     model = loaded("marian", tmp_path)

@@ -186,6 +186,9 @@ def checkpoint_with(module: nn.Module, function: Callable[..., Any]) -> None:
     module._can_checkpoint_with_cache = True  # type: ignore[assignment]
 
 
+#: The mark of a model that its first forward put hooks into, which capture outputs such as routers' logits.
+CAPTURES_OUTPUTS = "_output_capturing_hooks_installed"
+
 #: The attribute of a model with a loss that was put on it.
 LOSS_ATTRIBUTE = "_loss_function"
 

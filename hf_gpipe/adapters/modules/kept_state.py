@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hf_gpipe.libraries.torch import buffers_of, version_of
+from hf_gpipe.libraries.transformers import CAPTURES_OUTPUTS
 
 Kept = Mapping[str, frozenset[str]]
 """The names of attributes and buffers, by the name of their module's class."""
@@ -95,12 +96,13 @@ def observe_kept(model: nn.Module, forwards: tuple[Callable[[], Any], Callable[[
     return {name: frozenset().union(*(f.get(name, ()) for f in found)) for f in found for name in f}
 
 
-#: The attributes that every module has, which belong to torch.
-_OF_TORCH = frozenset(vars(nn.Module()))
+#: The attributes that every module has, which belong to torch; and a mark without which a second forward would put
+#: transformers' hooks into a model again, so that they capture everything twice.
+_NO_STATE = frozenset({*vars(nn.Module()), CAPTURES_OUTPUTS})
 
 
 def _present(module: nn.Module) -> dict[str, Any]:
-    return {n: v for n, v in vars(module).items() if n not in _OF_TORCH} | buffers_of(module)
+    return {n: v for n, v in vars(module).items() if n not in _NO_STATE} | buffers_of(module)
 
 
 def _values(module: nn.Module, names: frozenset[str] | None) -> dict[str, _Value]:

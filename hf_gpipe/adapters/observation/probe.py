@@ -133,8 +133,13 @@ def observe(model: PreTrainedModel, autocast: Autocast | None = None) -> Observa
             in order, each block once.
     """
     family = model.config.model_type
-    kept = observe_kept(model, (partial(_forward, model, autocast, _MORE_TOKENS), partial(_forward, model, autocast)))
-    calls = _run(model, autocast)
+    try:
+        long, short = partial(_forward, model, autocast, _MORE_TOKENS), partial(_forward, model, autocast)
+        kept, calls = observe_kept(model, (long, short)), _run(model, autocast)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{family}: a tiny clone of the model does not run on ids alone: {type(error).__name__}: {error}"
+        ) from error
     lists = _block_lists(model, calls)
     expected = 2 if model.config.is_encoder_decoder else 1
     if len(lists) != expected:
@@ -253,13 +258,7 @@ def _forward(model: PreTrainedModel, autocast: Autocast | None, more_tokens: int
     batch = {name: tensor.to(device) for name, tensor in tiny_batch(model, more_tokens).items()}
     # With a graph, from which `_constants` reads what gradients reach.
     with torch.enable_grad(), scope_of(autocast):
-        try:
-            return model.eval().to(device)(**batch, use_cache=False)
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{model.config.model_type}: a tiny clone of the model does not run on ids alone: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        return model.eval().to(device)(**batch, use_cache=False)
 
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> _Form | None:
