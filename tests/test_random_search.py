@@ -84,6 +84,9 @@ MENDED = {
     "attention that sees later tokens where sdpa gets no mask, as without columns of padding": Case(
         1, 1, "paligemma", attention="sdpa", rows=(1,)
     ),
+    "positions that begin with 1, which packed documents began with 0": Case(
+        1, 1, "paligemma", num_stages=1, rows=(1,), packing=True
+    ),
     "rotary frequencies that later and longer rows have changed, when a forward runs again": Case(
         1,
         1,

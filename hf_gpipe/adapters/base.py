@@ -135,6 +135,8 @@ class Adapter(ABC):
     padding_matters_beyond: int | None = None
     #: What modules keep from one forward to the next, which each forward of a stage gets as in a new model.
     kept: Kept = MappingProxyType({})
+    #: The position of a row's first token, where a mini-batch has no positions.
+    first_position = 0
     #: Whether padding on the left predicts the same in rows that are cut into chunks; a tiny clone tells.
     padding_predicts_in_chunks = False
     #: Whether a checkpoint may lack the head's weights, which are then new.

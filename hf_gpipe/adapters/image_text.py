@@ -33,6 +33,8 @@ FORMS: Mapping[str, ImageEntries] = {
     **dict.fromkeys(("exaone4_5", "qwen2_vl", "qwen2_5_vl"), ImagesOfGrids()),
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), ImagesOfRows()),
 }
+#: Families whose positions begin with 1.
+_FROM_ONE = ("paligemma",)
 #: Families whose image token may be outside of the vocabulary.
 _OUTSIDE = ("gemma3", "paligemma")
 #: Entries that a stage adds to its inputs: what the first modules of the tower gave, and the features.
@@ -46,6 +48,7 @@ class ImageText(DecoderOnly):
         super().__init__(blueprint, *options)
         family = blueprint.config.model_type
         self.images = FORMS[family]
+        self.first_position = int(family in _FROM_ONE)
         self.image_keys = self.images.names
         blocks = [self.reference.get_submodule(name) for stack in self.stacks for name in stack.blocks]
         is_causal = all(getattr(module, "is_causal", True) for block in blocks for module in block.modules())

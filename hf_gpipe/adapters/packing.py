@@ -39,12 +39,13 @@ def is_flattened(batch: Tensors) -> bool:
     return restarts or any(name in batch for name in BORDERS)
 
 
-def documents_of(batch: Tensors, target_keys: Collection[str] = ()) -> list[Document]:
+def documents_of(batch: Tensors, target_keys: Collection[str] = (), first_position: int = 0) -> list[Document]:
     """The documents of a mini-batch on the CPU, in order: those of its flattened rows, else its rows without padding.
 
     Args:
         batch: the mini-batch.
         target_keys: its entries that have a value for each token of the target, where that is another text.
+        first_position: the position of a document's first token, where the mini-batch has no positions.
 
     Raises:
         DataError: an entry has no value for each token, a row is padded elsewhere than on its right, or rows of sources
@@ -58,7 +59,7 @@ def documents_of(batch: Tensors, target_keys: Collection[str] = ()) -> list[Docu
     pieces = _flattened_pieces(batch) if is_flattened(batch) else _row_pieces(batch)
     documents = [{name: tensor[row, start:stop] for name, tensor in entries.items()} for row, start, stop in pieces]
     for document in documents:
-        document.setdefault("position_ids", torch.arange(len(document[IDS])))
+        document.setdefault("position_ids", torch.arange(len(document[IDS])) + first_position)
     return documents
 
 
@@ -145,18 +146,20 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(parts[part]) for part in sorted(range(count), key=lambda part: -tokens[part])]
 
 
-def packed_parts(batch: Tensors, num_micro_batches: int, target_keys: Collection[str] = ()) -> list[list[Document]]:
+def packed_parts(
+    batch: Tensors, num_micro_batches: int, target_keys: Collection[str] = (), first_position: int = 0
+) -> list[list[Document]]:
     """The documents of a mini-batch on the CPU, in min(M, N) parts of about equally many tokens.
 
     Args:
         batch: the mini-batch, flattened or padded.
         num_micro_batches: M.
-        target_keys: as for `documents_of`; the tokens of both texts count.
+        target_keys, first_position: as for `documents_of`; the tokens of both texts count.
 
     Raises:
         DataError: the mini-batch has no documents, or cannot be packed.
     """
-    documents = documents_of(batch, target_keys)
+    documents = documents_of(batch, target_keys, first_position)
     lengths = [len(document[IDS]) + (len(document["labels"]) if target_keys else 0) for document in documents]
     if not sum(lengths):
         raise DataError("a mini-batch needs at least one token; found none")

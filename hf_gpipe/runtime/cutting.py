@@ -119,7 +119,7 @@ def _of_documents(
         seed_of: function from the number of a micro-batch in the step to the seed of its row.
         first: the number of the first micro-batch.
     """
-    parts = packed_parts(batch, cutting.num_micro_batches, adapter.target_keys)
+    parts = packed_parts(batch, cutting.num_micro_batches, adapter.target_keys, adapter.first_position)
     inputs = [adapter.packed(documents, is_compiled=cutting.is_compiled) for documents in parts]
     widths = [adapter.main_input(own).shape[1] for own in inputs]
     rows = [NoisyRows((seed_of(number),), sum(widths), width) for number, width in enumerate(widths, first)]
