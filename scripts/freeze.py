@@ -9,9 +9,9 @@ code is 1 if there is one. `write` replaces the results. A line of `show` is an 
     python scripts/freeze.py show plans --only quickstart
     python scripts/freeze.py price OTHER_CHECKOUT               what the planner of that checkout says of today's plans
 
-Parts: tables, numbers, checkpoints, plans, settings, rows, errors. Each is a module of scripts/freezing that says what
-is frozen, which of its numbers may be off, and by how much. Processor-dependent arithmetic is made as alike as possible
-on all machines (ENVIRONMENT), and what is left has a tolerance.
+Each part (tables, numbers, checkpoints, plans, settings, rows, faults, tests) is a module of scripts/freezing that says
+what is frozen, which of its numbers may be off, and by how much. Processors add up in different orders; ENVIRONMENT
+makes that as alike as it can be, and what is left has a tolerance.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("tables", "numbers", "checkpoints", "plans", "settings", "rows", "errors")
+PARTS = ("tables", "numbers", "checkpoints", "plans", "settings", "rows", "faults", "tests")
 #: A machine computes with the instructions that every x86 processor of ten years has, in one thread, and asks no hub.
 ENVIRONMENT = {
     "ATEN_CPU_CAPABILITY": "default",
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return compare(Path(options.checkout), options.only, options.slower)
     if options.command == "compute":
-        Path(options.into).write_text(json.dumps(_computed(options.parts[0], options.only, options.share)))
+        Path(options.into).write_text(json.dumps(_computed(options)))
         return 0
     parts = options.parts or PARTS
     if options.command == "write" and options.only:
@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         own.add_argument("--processes", type=int, default=2, help="that compute at once")
         own.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
         own.add_argument("--into", help=argparse.SUPPRESS)
+        own.add_argument("--new", action="store_true", help=argparse.SUPPRESS)
     price = commands.add_parser("price")
     price.add_argument("checkout", help="folder of another checkout, whose planner prices the plans of this one")
     price.add_argument("--only", default="", help="plans whose name contains this")
@@ -87,8 +88,10 @@ def _part(part: str, options: argparse.Namespace, folder: Path) -> int:
 
     if part not in PARTS:
         raise SystemExit(f"there is no part {part!r}: use {', '.join(PARTS)}")
-    begin = time.monotonic()
-    now = compute(part, options.only, options.processes, folder)
+    begin, is_new = time.monotonic(), options.command == "write"
+    if is_new and part == "checkpoints":
+        _run("from scripts.freezing import checkpoints; checkpoints.prepare()")
+    now = compute(part, options, folder, is_new=is_new)
     spent = f"{part}: {len(now)} entries in {time.monotonic() - begin:.0f} s"
     module = import_module(f"scripts.freezing.{part}")
     path = results.FOLDER / module.FILE
@@ -97,8 +100,6 @@ def _part(part: str, options: argparse.Namespace, folder: Path) -> int:
             print(f"{name}\n{text}")
         return 0
     if options.command == "write":
-        if hasattr(module, "prepare"):
-            module.prepare()
         results.write(path, now)
         print(f"{spent}, {path.stat().st_size} bytes in {path.relative_to(ROOT)}", flush=True)
         return 0
@@ -110,7 +111,7 @@ def _part(part: str, options: argparse.Namespace, folder: Path) -> int:
     return len(found)
 
 
-def compute(part: str, only: str, num_processes: int, folder: Path) -> dict[str, str]:
+def compute(part: str, options: argparse.Namespace, folder: Path, *, is_new: bool) -> dict[str, str]:
     """The entries of a part, from processes that each compute a share of them.
 
     Raises:
@@ -119,17 +120,22 @@ def compute(part: str, only: str, num_processes: int, folder: Path) -> dict[str,
 
     def share(number: int) -> dict[str, str]:
         into = folder / f"{part}-{number}.json"
-        command = [sys.executable, str(Path(__file__).resolve()), "compute", part, "--only", only]
-        command += ["--share", f"{number}/{num_processes}", "--into", str(into)]
-        done = subprocess.run(command, env=environment(), stdout=sys.stderr)
+        words = ["compute", part, "--only", options.only, "--into", str(into), *(["--new"] if is_new else [])]
+        command = [sys.executable, str(Path(__file__).resolve()), *words, "--share", f"{number}/{options.processes}"]
+        done = subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            raise SystemExit(f"{part}: the process that computes it ended with exit code {done.returncode}")
+            raise SystemExit(f"{part}: a process ended with exit code {done.returncode}\n{done.stderr[-3000:]}")
         entries: dict[str, str] = json.loads(into.read_text())
         return entries
 
-    with ThreadPoolExecutor(num_processes) as pool:
-        shares = list(pool.map(share, range(num_processes)))
+    with ThreadPoolExecutor(options.processes) as pool:
+        shares = list(pool.map(share, range(options.processes)))
     return {name: text for entries in shares for name, text in entries.items()}
+
+
+def _run(program: str) -> None:
+    """Run a program in the environment of results."""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
 
 
 def environment(checkout: Path = ROOT) -> dict[str, str]:
@@ -137,12 +143,18 @@ def environment(checkout: Path = ROOT) -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(checkout)}
 
 
-def _computed(part: str, only: str, share: str) -> Mapping[str, str]:
-    module: Any = import_module(f"scripts.freezing.{part}")
-    number, count = map(int, share.split("/"))
-    names = [name for name in module.names() if only in name]
+def _computed(options: argparse.Namespace) -> Mapping[str, str]:
+    """The share of a part that this process computes."""
+    module: Any = import_module(f"scripts.freezing.{options.parts[0]}")
+    number, count = map(int, options.share.split("/"))
+    entries: Mapping[str, str] = {}
+    if getattr(module, "IS_WHOLE", False):
+        if number == 0:
+            entries = module.all_entries(options.only, is_new=options.new)
+        return entries
+    names = [name for name in module.names() if options.only in name]
     first, last = (len(names) * end // count for end in (number, number + 1))
-    entries: Mapping[str, str] = module.entries(names[first:last])
+    entries = module.entries(names[first:last])
     return entries
 
 

@@ -118,7 +118,7 @@ def prepare() -> None:
             base = Path(folder) / "base"
             if training.four_bits:
                 model_of(config_of(training.family, **training.config), dtype=torch.float32).save_pretrained(base)
-            _in_processes(training, folder, {}, resumes=False)
+            train(training, folder, {}, resumes=False)
             output = Path(folder) / "out"
             paths = [output / f"checkpoint-{SAVED}", *([base] if training.four_bits else [])]
             _archive(ARCHIVES / f"{name.replace(' ', '_')}.tar.xz", Path(folder), paths)
@@ -146,20 +146,28 @@ def _resumed(name: str) -> str:
         with tarfile.open(path) as archive:
             archive.extractall(folder, filter="data")
         others = training.resumed_with[way] if way else {}
-        text = _in_processes(training, folder, others, resumes=True)
+        text = train(training, folder, others, resumes=True)
         shutil.rmtree(folder, ignore_errors=True)
         Path(folder).mkdir()
     return text
 
 
-def _in_processes(training: Training, folder: str, others: Mapping[str, Any], *, resumes: bool) -> str:
+def train(training: Training, folder: str, others: Mapping[str, Any], *, resumes: bool) -> str:
+    """Train in as many processes as there shall be; the logged numbers of each step.
+
+    Args:
+        training: says how.
+        folder: for the output, or with the checkpoint to resume.
+        others: arguments that replace those of the training.
+        resumes: whether the checkpoint is resumed.
+    """
     if training.processes == 1:
         return _train(training, folder, others, resumes)
     return str(run_gloo(_train, training.processes, training, folder, others, resumes)[0])
 
 
 def _train(training: Training, folder: str, others: Mapping[str, Any], resumes: bool) -> str:
-    """Train, from the checkpoint in a folder where it resumes; the logged numbers of each step."""
+    """Train in this process, which may be one of several."""
     torch.manual_seed(0)
     logs = Logs()
     made = _trainer(training, Path(folder), logs, others)
@@ -167,10 +175,10 @@ def _train(training: Training, folder: str, others: Mapping[str, Any], resumes: 
     made.train(resume_from_checkpoint=checkpoint)
     lines = []
     for line in logs.lines:
-        if "loss" in line:
+        if "loss" in line or "eval_loss" in line:
             own = {
                 key: line[key]
-                for key in ("loss", "grad_norm", "learning_rate", "reward", "rewards/margins")
+                for key in ("loss", "eval_loss", "grad_norm", "learning_rate", "reward", "rewards/margins")
                 if key in line
             }
             lines.append(" ".join(f"{key} {float(value)!r}" for key, value in own.items()))
@@ -214,7 +222,7 @@ def _trainer(training: Training, folder: Path, logs: Logs, others: Mapping[str, 
             model, args=args, train_dataset=preferences(24), processing_class=tokenizer(), **given
         )
     if training.kind == "grpo":
-        values |= {"num_generations": 3, "max_completion_length": 5, "per_device_train_batch_size": 2, "beta": 0.04}
+        values |= {"num_generations": 3, "max_completion_length": 5, "per_device_train_batch_size": 2, "beta": 0.0}
         return PipelineGRPOTrainer(
             *(model, _length, PipelineGRPOConfig(**values)),
             train_dataset=prompts(24),

@@ -2,21 +2,65 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from zlib import crc32
 
 import torch
 
+from scripts.freezing.checkpoints import Training, train
 from scripts.freezing.results import Entries, Tolerance
 from scripts.freezing.runs import RUNS, text_of
 from tests.gloo import run_gloo
 
 FILE = "numbers.txt"
+#: Whole trainings, beside the steps of `RUNS`.
+TRAININGS: dict[str, Training] = {
+    "trainer": Training("marian", {"schedule": "gpipe"}, config={"dropout": 0.1, "tied": True}),
+    "trainer by tokens": Training(arguments={"batch_tokens": 30, "train_sampling_strategy": "group_by_length"}),
+    "trainer clipped": Training(arguments={"max_grad_norm": 0.5, "gradient_accumulation_steps": 2}),
+    "trainer offloaded optimizer": Training(arguments={"offload_optimizer": True}),
+    "trainer offloaded optimizer and zero": Training(
+        arguments={"offload_optimizer": True, "replicas": 2, "zero": 1}, processes=4
+    ),
+    "trainer master weights": Training(
+        arguments={"fp32_master_weights": True, "offload_optimizer": True}, dtype=torch.bfloat16
+    ),
+    "trainer bf16": Training(arguments={"bf16": True}, dtype=torch.float32),
+    "trainer fp16": Training(arguments={"fp16": True}, dtype=torch.float32),
+    "trainer smoothed": Training(arguments={"label_smoothing_factor": 0.1, "logit_clipping": 3.0}),
+    "trainer noise": Training(arguments={"neftune_noise_alpha": 5.0}),
+    "trainer packing": Training(arguments={"packing": True}),
+    "trainer adafactor": Training("t5", {"optim": "adafactor"}, config={"tied": True}),
+    "trainer evaluates": Training("bart", {"eval_strategy": "steps", "eval_steps": 4}, config={"tied": True}),
+    "trainer updates beside": Training(
+        arguments={
+            **{"num_stages": 4, "schedule": "round_robin", "offload_weights": "all"},
+            **{"recompute": "stage", "max_grad_norm": 0.0},
+        },
+        processes=2,
+    ),
+    "trainer asynchronous": Training(arguments={"schedule": "pipedream_2bw"}, processes=2),
+    "trainer dpo": Training(kind="dpo", adapters=True),
+    "trainer grpo": Training(kind="grpo"),
+}
+#: The quickstart from the command line, on less data and with dropout, in two processes.
+RECIPE = (
+    *("model.config.dropout=0.1", "model.config.attention_dropout=0.1", "model.config.activation_dropout=0.1"),
+    *("data.languages=[de,fr]", "data.examples_per_language=100", "data.max_number=99", "tokenizer.vocab_size=400"),
+    *("training.logging_steps=1", "training.eval_steps=null", "training.save_steps=null", "training.max_steps=10"),
+    *("evaluation.max_examples=1", "model.attn_implementation=eager", "pipeline.num_stages=2"),
+)
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def names() -> list[str]:
     """The names of all runs, in an order in which those of several processes are among the others."""
-    return sorted(RUNS, key=lambda name: crc32(name.encode()))
+    return sorted((*RUNS, *TRAININGS, "recipe"), key=lambda name: crc32(name.encode()))
 
 
 def entries(wanted: Sequence[str]) -> Entries:
@@ -25,6 +69,11 @@ def entries(wanted: Sequence[str]) -> Entries:
 
 
 def _told(name: str) -> str:
+    if name == "recipe":
+        return _recipe()
+    if name in TRAININGS:
+        with tempfile.TemporaryDirectory(prefix="hf_gpipe-freeze-") as folder:
+            return train(TRAININGS[name], folder, {"save_strategy": "no"}, resumes=False)
     if RUNS[name].processes == 1:
         try:
             return text_of(name)
@@ -34,15 +83,30 @@ def _told(name: str) -> str:
     return texts[0] if len(set(texts)) == 1 else "\n".join(f"process {n}:\n{text}" for n, text in enumerate(texts))
 
 
+def _recipe() -> str:
+    """Loss and gradient norm of each step of the recipe. Raises RuntimeError if it fails."""
+    with tempfile.TemporaryDirectory(prefix="hf_gpipe-freeze-") as folder:
+        recipe = str(_ROOT / "recipes" / "quickstart.yaml")
+        command = [sys.executable, "-m", "hf_gpipe.train", recipe, *RECIPE, f"training.output_dir={folder}/out"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        lines = map(json.loads, (Path(folder) / "out" / "metrics.jsonl").read_text().splitlines())
+        return "\n".join(f"loss {line['loss']!r} norm {line['grad_norm']!r}" for line in lines if "loss" in line)
+
+
 def tolerance_of(name: str) -> Tolerance:
     """Other processors add up in another order.
 
     In float64 that is 1e-16 of a number, which some steps of training make some 1e-12. In float32, 4 bits and narrow
     messages it is 1e-7 and some 1e-5. In bfloat16 and float16 a rounding that goes the other way is 4e-3 of a value.
     """
-    run = RUNS[name]
-    if run.dtype == torch.bfloat16 or run.options.get("autocast") or run.options.get("boundary_dtype"):
+    if name == "recipe":
+        return Tolerance(1e-3, 1e-5)
+    run = RUNS.get(name) or TRAININGS[name]
+    options = run.options if name in RUNS else run.arguments
+    if run.dtype == torch.bfloat16 or any(map(options.get, ("autocast", "boundary_dtype", "bf16", "fp16"))):
         return Tolerance(2e-2, 1e-3)
-    if run.dtype == torch.float32:
+    if run.dtype == torch.float32 or getattr(run, "adapters", False):
         return Tolerance(1e-3, 1e-5)
     return Tolerance(1e-9, 1e-11)

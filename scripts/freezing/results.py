@@ -12,8 +12,8 @@ from typing import NamedTuple
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "frozen"
 #: Every entry begins with a line of this and its name.
 _HEAD = "### "
-#: A number of a text, as an integer, in decimals, or as `float.hex`.
-_NUMBER = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+|-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan")
+#: A number of a text.
+_NUMBER = re.compile(r"-?\b\d+(?:\.\d+)?(?:e[+-]?\d+)?\b")
 #: So many lines of a difference are shown.
 _MOST_LINES = 12
 
@@ -44,8 +44,14 @@ def exact(name: str) -> Tolerance:
 
 
 def write(path: Path, entries: Mapping[str, str]) -> None:
-    """Write entries, sorted by their names; a path that ends in .xz is compressed."""
+    """Write entries, sorted by their names; a path that ends in .xz is compressed.
+
+    Raises:
+        ValueError: a line of an entry begins as the name of an entry does.
+    """
     text = "".join(f"{_HEAD}{name}\n{text.rstrip()}\n" for name, text in sorted(entries.items()))
+    if f"\n{text}".count(f"\n{_HEAD}") != len(entries):
+        raise ValueError(f"{path.name}: a line of an entry, or its name, has {_HEAD!r} or a line break")
     path.parent.mkdir(parents=True, exist_ok=True)
     data = text.encode()
     path.write_bytes(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME) if path.suffix == ".xz" else data)
@@ -81,15 +87,15 @@ def _is_same(before: str, now: str, tolerance: Tolerance) -> bool:
     if tolerance == EXACT or _NUMBER.split(before) != _NUMBER.split(now):
         return False
     pairs = zip(_NUMBER.findall(before), _NUMBER.findall(now), strict=True)
-    return all(one == other or _is_close(_value(one), _value(other), tolerance) for one, other in pairs)
+    return all(one == other or _is_close(one, other, tolerance) for one, other in pairs)
 
 
-def _value(text: str) -> float:
-    return float.fromhex(text) if "0x" in text else float(text)
-
-
-def _is_close(one: float, other: float, tolerance: Tolerance) -> bool:
-    return abs(one - other) <= max(tolerance.relative * max(abs(one), abs(other)), tolerance.absolute)
+def _is_close(one: str, other: str, tolerance: Tolerance) -> bool:
+    """Whether two numbers, as texts, are within a tolerance. Whole numbers, such as bytes and token ids, are exact."""
+    if one.lstrip("-").isdigit() and other.lstrip("-").isdigit():
+        return False
+    first, second = float(one), float(other)
+    return abs(first - second) <= max(tolerance.relative * max(abs(first), abs(second)), tolerance.absolute)
 
 
 def _difference(before: str, now: str, tolerance: Tolerance) -> str:

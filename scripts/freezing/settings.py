@@ -32,6 +32,13 @@ tolerance_of = exact
 
 ROOT = Path(__file__).resolve().parents[2]
 _CONFIGS = [name for name in hf_gpipe.__all__ if name.endswith(("Config", "Arguments")) and name != "PipelineConfig"]
+#: What a block of a page that shows a part of a recipe lacks.
+_LACKING = {
+    "model": "{config: {model_type: llama}}",
+    "data": "{kind: text, path: texts}",
+    "training": "{output_dir: out, max_steps: 10, batch_size: 8}",
+    "pipeline": "{num_stages: 2}",
+}
 _COMMAND = re.compile(r"(?:-m hf_gpipe(?:\.train| plan| train| check)|hf-gpipe (?:plan|train|check)) (.*)")
 
 
@@ -81,6 +88,10 @@ def _recipe(path: Path, overrides: Sequence[str]) -> str:
 
 
 def _parsed(text: str) -> str:
+    """A part of a recipe, with what it lacks."""
+    for section, lacking in _LACKING.items():
+        if not re.search(rf"^{section}:", text, re.MULTILINE):
+            text += f"{section}: {lacking}\n"
     return parse_recipe(text).to_yaml()
 
 

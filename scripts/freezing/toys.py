@@ -200,8 +200,8 @@ def tokenizer(special: Sequence[str] = ("<pad>", "</s>", "<s>", "<unk>")) -> Pre
 
 
 def text_of(dice: random.Random, most: int = 9) -> str:
-    """A short text."""
-    return "".join(dice.choices(LETTERS, k=dice.randrange(2, most)))
+    """A short text, which begins with a letter."""
+    return dice.choice(LETTERS[:26]) + "".join(dice.choices(LETTERS, k=dice.randrange(1, most)))
 
 
 def preferences(count: int, seed: int = 0) -> list[dict[str, str]]:
