@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from torch import nn
 from torch.nn import functional as F
-from transformers import BitsAndBytesConfig, PreTrainedConfig
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedConfig,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from hf_gpipe import DistillationLoss, EmbeddingLoss, LogitsLoss, Pipeline, RowLoss
 from hf_gpipe.losses.grpo import GRPOLoss
@@ -31,9 +39,12 @@ class Run:
         options: of `Pipeline`.
         processes: how many, joined by gloo.
         config: changes of the model's configuration.
-        inputs: entries of a mini-batch: "pairs" of rows, "rollouts", "judged" rows, "scores" of pairs, or none.
+        inputs: other entries of a mini-batch: those of "rollouts", "judged" rows, or "scores" of pairs; "triplets": a
+            multiple of three rows.
         dtype: of the weights.
         generates: the options of `generate` after the steps, each with its name.
+        head: of a model that predicts no text: "score", "classes" or "tokens" of a Llama, "vit" or "batch norm" for
+            images.
     """
 
     family: str = "llama"
@@ -43,6 +54,7 @@ class Run:
     inputs: str = ""
     dtype: torch.dtype = torch.float64
     generates: tuple[str, ...] = ("greedy",)
+    head: str = ""
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -98,7 +110,7 @@ RUNS: dict[str, Run] = {
     "t5": Run("t5", of(2), generates=ALL),
     "t5 tied": Run("t5", of(3), config={"tied": True}),
     "t5 tied in processes": Run("t5", of(2, recompute="none"), config={"tied": True}, **TWO),
-    "bert": Run("bert", of(2, loss=EmbeddingLoss()), inputs="pairs", generates=("embed",)),
+    "bert": Run("bert", of(2, loss=EmbeddingLoss()), generates=("embed",)),
     # Schedules, in one process and in two.
     **{f"schedule {name}": Run(options=of(4, name)) for name in SCHEDULES},
     **{f"schedule {name}": Run(options=of(2, name, num_processes=1)) for name in ("zb_v", "v_half")},
@@ -216,19 +228,17 @@ RUNS: dict[str, Run] = {
     "loss of rows": Run(options=of(2, loss=RowLoss(margins, rows_per_unit=2))),
     "loss of logits": Run(options=of(2, loss=LogitsLoss(focal))),
     **{
-        f"loss preference {kind}": Run(options=of(2, loss=PreferenceLoss(0.5, kind), **LORA), inputs="pairs")
+        f"loss preference {kind}": Run(options=of(2, loss=PreferenceLoss(0.5, kind), **LORA))
         for kind in (*("sigmoid", "ipo", "hinge", "sigmoid_norm", "apo_zero", "apo_down"), "sppo_hard", "nca_pair")
     },
-    "loss preference reference_free": Run(options=of(2, loss=PreferenceLoss(0.5, reference_free=True)), inputs="pairs"),
-    "loss preference smoothed": Run(options=of(2, loss=PreferenceLoss(0.5, "sigmoid", 0.1), **LORA), inputs="pairs"),
-    "loss preference robust": Run(options=of(2, loss=PreferenceLoss(0.5, "robust", 0.1), **LORA), inputs="pairs"),
-    "loss preference bco_pair": Run(options=of(2, loss=PreferenceLoss(0.5, "bco_pair"), **LORA), inputs="pairs"),
-    "loss preference cpo": Run(options=of(2, loss=PreferenceLoss(0.5, "cpo", cpo_alpha=0.7)), inputs="pairs"),
-    "loss preference simpo": Run(
-        options=of(2, loss=PreferenceLoss(0.5, "simpo", simpo_gamma=0.4, cpo_alpha=0.0)), inputs="pairs"
-    ),
-    "loss preference orpo": Run(options=of(2, loss=PreferenceLoss(0.5, "orpo")), inputs="pairs"),
-    "loss preference in processes": Run(options=of(2, loss=PreferenceLoss(0.5), **LORA), inputs="pairs", **TWO),
+    "loss preference reference_free": Run(options=of(2, loss=PreferenceLoss(0.5, reference_free=True))),
+    "loss preference smoothed": Run(options=of(2, loss=PreferenceLoss(0.5, "sigmoid", 0.1), **LORA)),
+    "loss preference robust": Run(options=of(2, loss=PreferenceLoss(0.5, "robust", 0.1), **LORA)),
+    "loss preference bco_pair": Run(options=of(2, loss=PreferenceLoss(0.5, "bco_pair"), **LORA)),
+    "loss preference cpo": Run(options=of(2, loss=PreferenceLoss(0.5, "cpo", cpo_alpha=0.7))),
+    "loss preference simpo": Run(options=of(2, loss=PreferenceLoss(0.5, "simpo", simpo_gamma=0.4, cpo_alpha=0.0))),
+    "loss preference orpo": Run(options=of(2, loss=PreferenceLoss(0.5, "orpo"))),
+    "loss preference in processes": Run(options=of(2, loss=PreferenceLoss(0.5), **LORA), **TWO),
     "loss kto": Run(options=of(2, loss=KTOLoss(0.4, "kto", 1.0, 0.7), **LORA), inputs="judged"),
     "loss kto apo": Run(options=of(2, loss=KTOLoss(0.4, "apo_zero_unpaired"), **LORA), inputs="judged"),
     **{
@@ -245,14 +255,14 @@ RUNS: dict[str, Run] = {
             options=of(2, loss=EmbeddingLoss(kind, **more)), inputs=inputs, generates=("embed",)
         )
         for kind, inputs, more in (
-            ("multiple_negatives", "pairs", {}),
+            ("multiple_negatives", "", {}),
             ("triplet", "triplets", {"margin": 0.5, "distance": "cosine"}),
             ("cosine", "scores", {"pooling": "lasttoken"}),
         )
     },
     "loss embedding matryoshka": Run(
         options=of(2, loss=EmbeddingLoss(matryoshka_dims=(16, 8)), replicas=2, num_processes=4),
-        inputs="pairs",
+        inputs="",
         generates=("embed",),
         **FOUR,
     ),
@@ -265,12 +275,16 @@ RUNS: dict[str, Run] = {
         options=of(2, loss=DistillationLoss(beta=0.5), teacher=..., tensor_parallel=2, num_processes=1), **TWO
     ),
     "teacher host": Run(options=of(2, "gpipe", "host", loss=DistillationLoss(beta=0.5), teacher=...)),
-    "teacher vocab": Run(options=of(2, "vocab_1f1b", loss=DistillationLoss(beta=0.5), teacher=...)),
-    "loss reward": Run(
-        options=of(2, loss=RewardLoss(0.01), config_overrides=None),
-        inputs="pairs",
-        config={"head": "score"},
-        generates=(),
+    # Models that predict no text.
+    "loss reward": Run(options=of(2, loss=RewardLoss(0.01)), generates=(), head="score"),
+    "classes": Run(options=of(2, **LORA), generates=(), head="classes"),
+    "classes in processes": Run(options=of(2, "zb_h1", "none"), generates=(), head="classes", **TWO),
+    "classes of tokens": Run(options=of(2), generates=(), head="tokens"),
+    "images vit": Run(options=of(2, "gpipe"), generates=(), head="vit"),
+    "images batch norm": Run(options=of(3, "gpipe"), generates=(), head="batch norm"),
+    "images batch norm in processes": Run(options=of(2, "1f1b", "none"), generates=(), head="batch norm", **TWO),
+    "images replicas": Run(
+        options=of(2, "gpipe", replicas=2, num_processes=4), generates=(), head="batch norm", **FOUR
     ),
 }
 
@@ -279,12 +293,14 @@ def text_of(name: str) -> str:
     """Loss and gradient norm of each step of a run, and what the trained model then says; in each of its processes."""
     run = RUNS[name]
     lines: list[str] = []
-    config = config_of(run.family, **{key: value for key, value in run.config.items() if key != "head"})
+    config = config_of(run.family, **run.config)
     options = dict(run.options)
     if options.get("teacher") is ...:
         options["teacher"] = model_of(config_of("llama", hidden_size=24, num_hidden_layers=5), seed=7)
-    if options.pop("config_overrides", ...) is None:
-        model: Any = _scoring(config)
+    if run.head:
+        model: Any = _with_head(config, run.head)
+        if run.head in IMAGES:
+            options["example"] = _batch(config, run, 0)
     elif "quantization_config" in options:
         model = _saved(config)
     else:
@@ -313,16 +329,37 @@ def _saved(config: PreTrainedConfig) -> str:
     return folder
 
 
-def _scoring(config: PreTrainedConfig) -> Any:
-    from transformers import LlamaForSequenceClassification
+IMAGES = ("vit", "batch norm")
 
+
+class _Residual(nn.Module):
+    """A convolution with BatchNorm beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.convolution(x)).relu()
+
+
+def _with_head(config: Any, head: str) -> nn.Module:
+    """A model with a head of its own, in float64."""
     torch.manual_seed(0)
-    config.num_labels = 1
-    return LlamaForSequenceClassification(config).double().train()
+    if head == "batch norm":
+        layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), _Residual(), nn.Flatten(), nn.Linear(144, 6))
+        return nn.Sequential(*layers, nn.BatchNorm1d(6, affine=False), nn.Linear(6, 3)).double().train()
+    if head == "vit":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+        images = ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3, hidden_dropout_prob=0.0)
+        return ViTForImageClassification(images).double().train()
+    config.num_labels = {"score": 1, "classes": 3, "tokens": 2}[head]
+    made = LlamaForTokenClassification if head == "tokens" else LlamaForSequenceClassification
+    return made(config).double().train()
 
 
 def _steps(pipe: Pipeline, config: PreTrainedConfig, run: Run) -> list[tuple[float, float]]:
-    batches = [_batch(config, run.inputs, seed) for seed in range(STEPS)]
+    batches = [_batch(config, run, seed) for seed in range(STEPS)]
     if pipe.is_asynchronous:
         of_stages = {stage: _optimizer(model.parameters.values()) for stage, model in pipe.models.items()}
         pairs = pipe.train_window([[batch] for batch in batches], lambda stage, *_: of_stages[stage].step()).tolist()
@@ -362,19 +399,27 @@ def _size(pipe: Pipeline) -> float:
     return float(sum(every[name] for name in sorted(every)) ** 0.5)
 
 
-def _batch(config: PreTrainedConfig, inputs: str, seed: int) -> Batch:
-    rows = 9 if inputs == "triplets" else ROWS
-    batch = batch_of(config, rows, seed)
+def _batch(config: PreTrainedConfig, run: Run, seed: int) -> Batch:
+    """The mini-batch of a step."""
+    rows = 9 if run.inputs == "triplets" else ROWS
     generator = torch.Generator().manual_seed(seed)
-    if inputs == "pairs" and getattr(config, "num_labels", 2) == 1:
-        del batch["labels"]
-    if inputs == "judged":
+    if run.head in IMAGES:
+        entry = "pixel_values" if run.head == "vit" else "pixels"
+        pixels = torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64)
+        return {entry: pixels, "labels": torch.randint(0, 3, (rows,), generator=generator)}
+    batch = batch_of(config, rows, seed)
+    if run.head == "tokens":
+        batch["labels"] = torch.where(batch["labels"] < 0, -100, batch["labels"] % 2)
+    elif run.head:
+        labels = torch.randint(0, 3, (rows,), generator=generator)
+        batch["labels"] = labels if run.head == "classes" else labels / 4
+    if run.inputs == "judged":
         batch["desirable"] = torch.arange(rows) % 3 > 0
         other = batch_of(config, rows, seed + 100)
         batch |= {f"KL_{name}": value for name, value in other.items()}
-    if inputs == "scores":
-        batch["scores"] = torch.rand(rows // 2, generator=generator)
-    if inputs == "rollouts":
+    if run.inputs == "scores":
+        batch["labels"] = torch.rand(rows, generator=generator)
+    if run.inputs == "rollouts":
         log_probs = -4 + torch.rand(batch["labels"].shape, generator=generator, dtype=torch.float64)
         batch |= {
             "labels": batch["labels"].masked_fill(torch.arange(batch["labels"].shape[1]) < 2, -100),
@@ -387,7 +432,7 @@ def _batch(config: PreTrainedConfig, inputs: str, seed: int) -> Batch:
 
 def _answers(pipe: Pipeline, config: PreTrainedConfig, run: Run) -> list[str]:
     """The loss of an evaluation, likelihoods, embeddings and generated tokens."""
-    batch = _batch(config, run.inputs, 50)
+    batch = _batch(config, run, 50)
     lines = [f"evaluation {float(pipe.eval_step(batch).loss)!r}"]
     if "embed" in run.generates:
         return [*lines, f"embeddings {[float(row.norm()) for row in pipe.embed(batch)]}"]
