@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.command == "compute":
         Path(options.into).write_text(json.dumps(_computed(options)))
         return 0
+    _check_versions()
     parts = options.parts or PARTS
     if options.command == "write" and options.only:
         raise SystemExit("write replaces all results of a part: leave --only out")
@@ -62,6 +64,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.command == "check":
         print(f"{num_differences} differ" if num_differences else "nothing differs")
     return int(bool(num_differences))
+
+
+def _check_versions() -> None:
+    """End the program where the libraries are of other versions than the results. Raises SystemExit."""
+    wanted = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    for name in ("torch", "transformers", "peft", "tokenizers"):
+        if (found := version(name).partition("+")[0]) != wanted[name].partition("+")[0]:
+            raise SystemExit(f"{name} is {found}, and tests/frozen is of {wanted[name]}: install constraints.txt")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -79,9 +79,7 @@ TRAININGS: dict[str, Training] = {
         resumed_with={"without": {"replicas": 2, "zero": 0}},
     ),
     "fp16": Training(arguments={"fp16": True}, dtype=torch.float32),
-    "master weights": Training(
-        arguments={"fp32_master_weights": True, "offload_optimizer": True}, dtype=torch.bfloat16
-    ),
+    "master weights": Training(arguments={"fp32_master_weights": True}, dtype=torch.bfloat16),
     "asynchronous": Training(arguments={"schedule": "pipedream", "recompute": "none"}, processes=2),
     "visits": Training(
         arguments={"num_stages": 4, "schedule": "breadth_first", "offload_weights": "all", "recompute": "stage"}
@@ -230,7 +228,8 @@ def _trainer(training: Training, folder: Path, logs: Logs, others: Mapping[str, 
             **given,
         )
     rows = Rows(24, is_causal=not config.is_encoder_decoder)
-    return PipelineTrainer(model, Arguments(**values), PairCollator(pad_token_id=0), rows, **given)
+    held_out = Rows(8, is_causal=not config.is_encoder_decoder, seed=1) if "eval_strategy" in values else None
+    return PipelineTrainer(model, Arguments(**values), PairCollator(pad_token_id=0), rows, held_out, **given)
 
 
 def _length(completions: Sequence[str], **_: Any) -> list[float]:

@@ -50,7 +50,8 @@ def _note(kind: str, text: str) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begin to note, in each process of the tests."""
-    if "HF_GPIPE_NOTES" not in os.environ or hasattr(pytest.raises, "is_noting"):
+    is_controller = bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")
+    if is_controller or "HF_GPIPE_NOTES" not in os.environ or hasattr(pytest.raises, "is_noting"):
         return
     _watch_raises()
     _watch_processes()

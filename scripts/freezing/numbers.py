@@ -23,13 +23,8 @@ TRAININGS: dict[str, Training] = {
     "trainer": Training("marian", {"schedule": "gpipe"}, config={"dropout": 0.1, "tied": True}),
     "trainer by tokens": Training(arguments={"batch_tokens": 30, "train_sampling_strategy": "group_by_length"}),
     "trainer clipped": Training(arguments={"max_grad_norm": 0.5, "gradient_accumulation_steps": 2}),
-    "trainer offloaded optimizer": Training(arguments={"offload_optimizer": True}),
-    "trainer offloaded optimizer and zero": Training(
-        arguments={"offload_optimizer": True, "replicas": 2, "zero": 1}, processes=4
-    ),
-    "trainer master weights": Training(
-        arguments={"fp32_master_weights": True, "offload_optimizer": True}, dtype=torch.bfloat16
-    ),
+    "trainer zero": Training(arguments={"replicas": 2, "zero": 1, "optim": "adamw_torch_fused"}, processes=4),
+    "trainer master weights": Training(arguments={"fp32_master_weights": True}, dtype=torch.bfloat16),
     "trainer bf16": Training(arguments={"bf16": True}, dtype=torch.float32),
     "trainer fp16": Training(arguments={"fp16": True}, dtype=torch.float32),
     "trainer smoothed": Training(arguments={"label_smoothing_factor": 0.1, "logit_clipping": 3.0}),

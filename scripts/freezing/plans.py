@@ -136,12 +136,19 @@ def _accounted(plan: Mapping[str, Any]) -> dict[str, Any]:
             path.write_text(plan["table"])
             keys["schedule"] = str(path)
         overrides = [f"pipeline.{key}={json.dumps(value)}" for key, value in keys.items()]
+        arguments = [word for word in plan["arguments"] if _key_of(word) not in keys]
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            code = plan_command([*plan["arguments"], *overrides, "--json"])
+            code = plan_command([*arguments, *overrides, "--json"])
     if code > 1:
         return {"error": errors.getvalue().strip()}
     found = json.loads(output.getvalue())
     return {key: found[key] for key in ("step_seconds", "peak_bytes", "fits")}
+
+
+def _key_of(word: str) -> str | None:
+    """The key of `pipeline` that an argument of the command gives."""
+    key, is_override, _ = word.partition("=")
+    return key.removeprefix("pipeline.") if is_override and key.startswith("pipeline.") else None
 
 
 # ---------------------------------------------------------------------- the cases

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft import LoraConfig
@@ -25,6 +26,7 @@ from hf_gpipe.losses.grpo import GRPOLoss
 from hf_gpipe.losses.kto import KTOLoss
 from hf_gpipe.losses.preference import PreferenceLoss
 from hf_gpipe.losses.reward import RewardLoss
+from hf_gpipe.runtime import offload
 from scripts.freezing.toys import Batch, batch_of, config_of, model_of
 
 STEPS, ROWS = 4, 8
@@ -257,9 +259,9 @@ RUNS: dict[str, Run] = {
         for kind, inputs, more in (
             ("multiple_negatives", "", {}),
             ("triplet", "triplets", {"margin": 0.5, "distance": "cosine"}),
-            ("cosine", "scores", {"pooling": "lasttoken"}),
         )
     },
+    "loss embedding cosine": Run("bert", of(2, loss=EmbeddingLoss("cosine")), inputs="scores", generates=("embed",)),
     "loss embedding matryoshka": Run(
         options=of(2, loss=EmbeddingLoss(matryoshka_dims=(16, 8)), replicas=2, num_processes=4),
         inputs="",
@@ -292,6 +294,11 @@ RUNS: dict[str, Run] = {
 def text_of(name: str) -> str:
     """Loss and gradient norm of each step of a run, and what the trained model then says; in each of its processes."""
     run = RUNS[name]
+    with patch.object(offload, "SMALLEST_BYTES", 1):  # graphs of tiny models move to the host too
+        return _text(run)
+
+
+def _text(run: Run) -> str:
     lines: list[str] = []
     config = config_of(run.family, **run.config)
     options = dict(run.options)
@@ -353,6 +360,7 @@ def _with_head(config: Any, head: str) -> nn.Module:
         sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
         images = ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3, hidden_dropout_prob=0.0)
         return ViTForImageClassification(images).double().train()
+    config.classifier_dropout = 0.0
     config.num_labels = {"score": 1, "classes": 3, "tokens": 2}[head]
     made = LlamaForTokenClassification if head == "tokens" else LlamaForSequenceClassification
     return made(config).double().train()

@@ -211,6 +211,7 @@ def preferences(count: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def prompts(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """Prompts with the answer that is wanted."""
+    """Prompts of equally many tokens with the answer that is wanted: eager attention makes NaN of columns of padding
+    before a float64 row."""
     dice = random.Random(seed)
-    return [{"prompt": f"{text_of(dice)}:", "answer": text_of(dice)} for _ in range(count)]
+    return [{"prompt": f"{''.join(dice.choices('bdfjkm', k=5))}:", "answer": text_of(dice)} for _ in range(count)]

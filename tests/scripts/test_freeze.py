@@ -18,7 +18,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.planner.machines.devices import DEVICES
 from hf_gpipe.schedule import builders
 from scripts import freeze
-from scripts.freezing import checkpoints, faults, noting, numbers, plans, results, rows, settings, tables
+from scripts.freezing import checkpoints, faults, noting, numbers, plans, price, results, rows, settings, tables
 from scripts.freezing import tests as of_tests
 from scripts.freezing.results import EXACT, Tolerance, differences
 
@@ -102,6 +102,20 @@ def test_a_decided_plan_is_priced_as_it_was_planned() -> None:
     [priced] = plans.account({name: plan}).values()
     assert priced["step_seconds"] == pytest.approx(plan["step_seconds"], rel=1e-9)
     assert (priced["fits"], priced["peak_bytes"]) == (plan["fits"], plan["peak_bytes"])
+
+
+def test_plans_that_are_worse_by_the_other_planner_s_account() -> None:
+    own = {"keys": {}}
+    before = {"fits": True, "step_seconds": 2.0, "peak_bytes": 5}
+    for priced, words in (
+        ({"fits": True, "step_seconds": 2.01, "peak_bytes": 9}, None),
+        ({"fits": True, "step_seconds": 2.03, "peak_bytes": 5}, "a step takes 2.03 s; before 2"),
+        ({"fits": False, "step_seconds": 1.0, "peak_bytes": 9}, "it does not fit: 9 bytes; before 5"),
+        ({"error": "no such key"}, "the other planner does not know it: no such key"),
+    ):
+        assert price._worse(own, before, priced, 0.01) == words
+    assert price._worse({"error": "none fits"}, before, {}, 0.01) == "there was a plan, and now: none fits"
+    assert price._worse(own, {"error": "none fits"}, {"fits": False}, 0.01) is None
 
 
 def test_a_recipe_that_asks_for_another_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +211,7 @@ def test_the_command_says_what_differs(monkeypatch: pytest.MonkeyPatch, tmp_path
     found = {"run": "loss 1.0"}
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(freeze, "ROOT", tmp_path)
+    monkeypatch.setattr(freeze, "_check_versions", lambda: None)
     monkeypatch.setattr(freeze, "compute", lambda *args, **options: dict(found))
     assert freeze.main(["write", "numbers"]) == 0
     monkeypatch.setattr(numbers, "tolerance_of", lambda name: EXACT)
