@@ -54,9 +54,7 @@ def test_a_table_that_has_another_order(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setitem(builders.SCHEDULES, "1f1b", builders.gpipe)
         clear_tables()
 
-    found = differing(tables, names, plant)
-    assert found
-    assert all("process 0: " in text and "seconds" in text for text in found)
+    assert any("    - process 0: " in text for text in differing(tables, names, plant))
 
 
 def test_numbers_that_are_off_by_a_millionth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +75,7 @@ def test_a_checkpoint_whose_optimizer_state_is_forgotten(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(state, "_read_slots", zeros)
 
-    assert len(differing(checkpoints, ["accumulation"], plant)) == 1
+    assert len(differing(checkpoints, ["full"], plant)) == 1
 
 
 def _zeroed(value: Any) -> Any:
