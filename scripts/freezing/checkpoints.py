@@ -21,7 +21,7 @@ import torch
 from hf_gpipe import PipelineDPOConfig, PipelineDPOTrainer, PipelineGRPOConfig, PipelineGRPOTrainer, PipelineTrainer
 from hf_gpipe import PipelineTrainingArguments as Arguments
 from hf_gpipe.data import PairCollator
-from scripts.freezing.results import FOLDER, Entries, Tolerance
+from scripts.freezing.results import FOLDER, IN_FLOAT32, IN_FLOAT64, IN_HALF, Entries, Tolerance
 from scripts.freezing.runs import four_bits, lora
 from scripts.freezing.toys import Logs, Rows, config_of, model_of, preferences, prompts, tokenizer
 from tests.gloo import run_gloo
@@ -101,15 +101,18 @@ def entries(wanted: Sequence[str]) -> Entries:
 
 
 def tolerance_of(name: str) -> Tolerance:
-    """As of `numbers`: float64 sums in another order, float32, and float16 or bfloat16, whose rounding may go the
-    other way. Sampled tokens of GRPO are the same as long as no probability lies within rounding of a draw."""
-    training = TRAININGS[name.partition(",")[0]]
-    if training.arguments.get("fp16") or training.dtype == torch.bfloat16:
-        return Tolerance(2e-2, 1e-3)
-    if training.dtype == torch.float32 or training.adapters:
-        return Tolerance(1e-3, 1e-5)
-    # Rewards and advantages are of float32, and the loss is a sum of advantages whose mean is 0.
-    return Tolerance(1e-5, 1e-6) if training.kind == "grpo" else Tolerance(1e-9, 1e-11)
+    """That of the checkpoint's training."""
+    return tolerance_of_training(TRAININGS[name.partition(",")[0]])
+
+
+def tolerance_of_training(training: Training) -> Tolerance:
+    """By the narrowest type that a training computes in. Rewards and advantages of GRPO are of float32, and its sampled
+    tokens are the same as long as no probability lies within rounding of a draw."""
+    if training.dtype == torch.bfloat16 or training.arguments.get("fp16") or training.arguments.get("bf16"):
+        return IN_HALF
+    if training.dtype == torch.float32 or training.adapters or training.kind == "grpo":
+        return IN_FLOAT32
+    return IN_FLOAT64
 
 
 def prepare() -> None:

@@ -19,7 +19,6 @@ from zlib import crc32
 
 from hf_gpipe.commands.plan import main as plan_command
 from hf_gpipe.commands.plan import read_request
-from hf_gpipe.errors import UserError
 from hf_gpipe.planner.report import as_dict
 from scripts.freezing.results import Entries, Tolerance
 
@@ -66,7 +65,7 @@ def _told(arguments: Sequence[str]) -> str:
     try:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(errors):
             plan = read_request(arguments).best()
-    except UserError as error:
+    except Exception as error:  # a failure of the planner is what it does, and one plan's alone
         return f"{type(error).__name__}: {str(error).replace(str(ROOT), '.')}"
     found, table = as_dict(plan), plan.timeline.schedule
     lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(found["settings"].items())]

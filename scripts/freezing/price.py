@@ -20,7 +20,6 @@ _PROGRAM = """
 import json, sys
 from pathlib import Path
 from scripts.freezing import plans
-from hf_gpipe.errors import UserError
 into, only, given = sys.argv[1:]
 if given:
     result = plans.account(json.loads(Path(given).read_text()))
@@ -30,7 +29,7 @@ else:
         if only in name:
             try:
                 result[name] = plans.decided(name)
-            except UserError as error:
+            except Exception as error:
                 result[name] = {"error": str(error)}
 Path(into).write_text(json.dumps(result))
 """

@@ -113,7 +113,7 @@ def config_of(family: str, *, tied: bool = False, dropout: float = 0.0, **change
 
 
 def model_of(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A model with random weights that are far enough from 0 for every part to matter."""
+    """A model with random weights that are far enough from 0 for every part to matter; those of T5 are so anyway."""
     torch.manual_seed(seed)
     auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if config.model_type == "bert":
@@ -123,7 +123,7 @@ def model_of(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and config.model_type != "t5":
                 parameter.mul_(4.0)
     made: PreTrainedModel = model.to(dtype).train()
     return made
