@@ -1,1 +1,1 @@
-"""What the toolkit does, part by part, as text that `scripts/freeze.py` compares with committed results."""
+"""Texts of the behaviour of the toolkit, part by part, which `scripts/freeze.py` compares with committed results."""

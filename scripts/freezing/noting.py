@@ -33,7 +33,7 @@ _REMOTE = re.compile(r"^(hf_gpipe\.[\w.]+Error): (.*)$", re.MULTILINE)
 
 
 class _State:
-    """What the hooks share."""
+    """The state that the hooks share."""
 
     test = ""
     depth = 0

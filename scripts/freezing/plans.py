@@ -123,7 +123,7 @@ def decided(name: str) -> dict[str, Any]:
 
 
 def account(plans: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What this planner says of decided plans of another: seconds, peak, and whether each fits, or its error."""
+    """The account that this planner gives of decided plans: seconds, peak, and whether each fits, or its error."""
     return {name: _accounted(plan) for name, plan in plans.items()}
 
 

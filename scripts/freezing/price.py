@@ -1,4 +1,4 @@
-"""What the planner of another checkout says of the plans of this one: no plan may be slower, or no longer fit.
+"""Lets the planner of another checkout judge the plans of this one: none may be slower, or no longer fit.
 
 Both checkouts make their own plans. The other one then prices those of this checkout, by its own account, so that
 changes of the account itself count for nothing.

@@ -1,4 +1,4 @@
-"""What recipes, pages and scripts ask for: resolved recipes, model specifications, requests of pipelines, arguments.
+"""The requests of recipes, pages and scripts: resolved recipes, model specifications, pipelines, arguments.
 
 Recipes are those of recipes/, those that commands on pages name with their overrides, and YAML blocks of pages that are
 recipes. Arguments are those of each recipe, and of each call in a Python block or an example whose values are literals.
@@ -96,7 +96,7 @@ def _parsed(text: str) -> str:
 
 
 def _run(name: str, path: Path) -> str:
-    """What a run of a recipe makes of it, up to the model's weights."""
+    """The parts of a run of a recipe, up to the weights of its model."""
     recipe = load_recipe(path, model_of(name))
     lines = [f"of training: {key} = {value!r}" for key, value in sorted(_given(arguments_of(recipe)).items())]
     settled = recipe.pipeline.settled(can_plan=True)

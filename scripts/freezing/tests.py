@@ -1,4 +1,4 @@
-"""What the tests raise, exit with and construct, by the name of the test: see `scripts.freezing.noting`.
+"""Errors, exit codes and settings of the tests, by the name of the test: see `scripts.freezing.noting`.
 
 `check` runs the tests that have an entry, and `write` all but those of EXCLUDED, twice: what differs between the two
 runs is left out, because a port, a time or a draw decided it.

@@ -1,4 +1,4 @@
-"""What scripts/freeze.py keeps: each part sees a change that is planted in the package, on a few of its entries."""
+"""The results of scripts/freeze.py: each part sees a change that is planted in the package, on a few of its entries."""
 
 from __future__ import annotations
 
