@@ -177,6 +177,9 @@ def _cases() -> Iterator[tuple[str, ...]]:
         recipe = str(path.relative_to(ROOT / "recipes").with_suffix(""))
         if recipe in ABSENT:
             continue
+        if recipe == "causal/distil":  # with all open, two models take half a minute
+            yield (recipe, "pipeline.recompute=stage", "pipeline.partition=count", "--device", "a100-80")
+            continue
         yield (recipe, "--device", "a100-80")
         yield (recipe, "--device", "rtx3090", "--memory", "16GiB")
         if "paper" in recipe or recipe in _MODELS:
