@@ -149,8 +149,8 @@ class _Logits:
         self._num_columns, self._is_autocast = num_columns, is_autocast
         #: What was kept of each micro-batch that this process ran on the last stage, in order, and its columns.
         self._parts: list[tuple[Any, int]] = []
-        #: A row with one column more.
-        self._wider: tuple[torch.Tensor, ...] = ()
+        #: The first column of a row's logits and labels, on the device.
+        self._column: tuple[torch.Tensor, ...] = ()
 
     def add(self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
         labels = inputs["labels"]
@@ -162,7 +162,7 @@ class _Logits:
         has_columns = labels.dim() > 1
         self._parts.append((kept, labels.shape[1] if has_columns else self._num_columns))
         if has_columns:
-            self._wider = tuple(torch.cat([one[:1], one[:1, -1:]], dim=1) for one in (logits, labels))
+            self._column = tuple(one[:1, :1].clone() for one in (logits, labels))
 
     def collected(self, world: World) -> Any:
         """All rows as numpy arrays, in the last stage's leader; None elsewhere. Every process must call it."""
@@ -176,7 +176,9 @@ class _Logits:
         missing = self._num_columns - max(columns for _, columns in in_order)
         if not missing:
             return filled
-        return _widened(filled, self._parts[-1][0], _on_host(self._preprocess(*self._wider)), missing)
+        kept, columns = self._parts[-1]
+        wider = (one.expand(1, columns + 1, *one.shape[2:]) for one in self._column)
+        return _widened(filled, kept, _on_host(self._preprocess(*wider)), missing)
 
 
 def _on_host(kept: Any) -> Any:
@@ -191,7 +193,7 @@ def _on_host(kept: Any) -> Any:
 def _widened(filled: Any, kept: Any, wider: Any, missing: int) -> Any:
     """Give arrays the columns back that were cut off all micro-batches.
 
-    `kept` is what was kept of one of them, and `wider` of a row of it with one column more.
+    `kept` is what was kept of one of them, and `wider` of a row with one column more.
     """
     if isinstance(filled, tuple):
         return tuple(_widened(*parts, missing) for parts in zip(filled, kept, wider, strict=True))
