@@ -30,7 +30,7 @@ from scripts.random_cases.fields import apply, changes
 from scripts.random_cases.in_float64 import in_float64
 
 #: Gradients whose norm is smaller than so many times the rounding of 1 are rounding.
-_LEAST_NORM = 1e-2
+_LEAST_NORM = 0.1
 
 RIGHT, REFUSED, NOT_RUNNABLE, WRONG = "right", "refused", "not runnable", "wrong"
 
