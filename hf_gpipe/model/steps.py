@@ -78,7 +78,9 @@ class _OfHidden(Loss):
 
 
 def plain_step(model: PreTrainedModel, batch: Batch | Sequence[Batch], adapter: Adapter | None = None) -> Step:
-    """`plain_run` on the micro-batches of a mini-batch.
+    """`plain_run` on the micro-batches of a mini-batch, the last one first, as the backwards of `split_step` run.
+
+    Some routers have weights in float32 in a model of float64, whose gradients depend on the order of their sums.
 
     Args:
         model: the whole model.
@@ -87,10 +89,10 @@ def plain_step(model: PreTrainedModel, batch: Batch | Sequence[Batch], adapter: 
     """
     batches = [batch] if isinstance(batch, Mapping) else batch
     if adapter is None:
-        return plain_run(model, [part for one in batches for part in split_rows(one, MICRO_BATCHES)])
+        return plain_run(model, [part for one in batches for part in split_rows(one, MICRO_BATCHES)][::-1])
     lengths = [adapter.lengths_in_rows(one) for one in batches]
     parts = [split_rows(one, MICRO_BATCHES, lengths=own) for one, own in zip(batches, lengths, strict=True)]
-    return plain_run(model, [adapter.prepare(rows) for of_batch in parts for rows in of_batch])
+    return plain_run(model, [adapter.prepare(rows) for of_batch in parts for rows in of_batch][::-1])
 
 
 def plain_run(model: PreTrainedModel, micro_batches: Sequence[Batch], label_smoothing: float = 0.0) -> Step:
