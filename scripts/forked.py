@@ -22,7 +22,7 @@ from hf_gpipe.train import main as train
 
 
 class Forked:
-    """A process forked off this one, with what `hf_gpipe.job.supervise` needs of subprocess.Popen."""
+    """A process forked off this one, with what `hf_gpipe.job.launch` needs of subprocess.Popen."""
 
     def __init__(self, function: Callable[[], int], log: Path | None = None) -> None:
         self._exit_code: int | None = None

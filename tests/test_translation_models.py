@@ -19,11 +19,11 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.from_recipe import job
 from hf_gpipe.from_recipe.checks import check_model
 from hf_gpipe.from_recipe.model import model_config
-from hf_gpipe.job.device_choice import world_for
 from hf_gpipe.losses.loss import PLAIN, TokenLoss
 from hf_gpipe.planner.costs.layers import LayerTracer
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
+from hf_gpipe.runtime.device_choice import world_for
 from tests.oracle import (
     VOCABULARY,
     Batch,

@@ -66,7 +66,7 @@ def last_checkpoint(output_dir: Path, world: World) -> Path | None:
         CheckpointError: on every process, if there are checkpoints and all of them are damaged.
     """
     problems: list[str] = []
-    for path in world.from_writer(lambda: list(reversed(checkpoints(output_dir)))):
+    for path in map(Path, world.from_writer(lambda: [str(found) for found in reversed(checkpoints(output_dir))])):
         if world.from_writer(partial(_is_model_alone, path)):
             continue
         problem = _find_damage(path, world)

@@ -24,7 +24,7 @@ from hf_gpipe.checkpoint.save import delete_earlier, publish_files, write_config
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.checkpoint.weight_files import WHOLE_NUMBERS
 from hf_gpipe.errors import CheckpointError, UserError
-from hf_gpipe.job.world import World
+from hf_gpipe.runtime.mesh import Mesh
 
 WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
@@ -93,7 +93,7 @@ def write_adapter_configuration(adapter: Adapter, folder: Path) -> None:
 def pending_adapters(
     directory: Path,
     models: Mapping[int, StageModel],
-    world: World,
+    world: Mesh,
     peft: PeftAdapter,
     *,
     is_complete: bool,

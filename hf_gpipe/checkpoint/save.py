@@ -23,9 +23,8 @@ from hf_gpipe.checkpoint.digests import Entry
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.checkpoint.weight_files import DISTRIBUTED
 from hf_gpipe.errors import CheckpointError, HfGpipeError, UserError
-from hf_gpipe.job.wire import sendable
-from hf_gpipe.job.world import World
 from hf_gpipe.libraries.transformers import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, custom_object_save
+from hf_gpipe.runtime.mesh import Mesh
 
 #: File names of shards, written by transformers or by this module. Other files named model-... belong to the user.
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
@@ -38,7 +37,6 @@ _OF_MODEL = re.compile(rf"{_WEIGHTS.pattern}|model\.safetensors\.index\.json|(ge
 _PREPARED = ".config.tmp"
 
 
-@sendable
 class Shard(NamedTuple):
     """Sizes and digests of a file that a process has written, sent to the other processes."""
 
@@ -51,7 +49,7 @@ def pending_model(
     directory: Path,
     models: Mapping[int, StageModel],
     owner_stage: Mapping[str, int],
-    world: World,
+    world: Mesh,
     *,
     is_complete: bool,
 ) -> PendingWrite:
@@ -90,7 +88,7 @@ def pending_model(
 
     def write(files: Files) -> dict[str, Entry]:
         shards: dict[str, Shard] = {}
-        for part in write_together(directory, world, lambda: write_shards(files)):
+        for part in write_together(directory, world, lambda: write_shards(files), dict[str, Shard]):
             shards.update(part)
 
         write_once(directory, world, lambda: publish(directory, shards, is_complete=is_complete))
@@ -99,7 +97,7 @@ def pending_model(
     return PendingWrite(files, write)
 
 
-def prepare(directory: Path, world: World, *writes: Callable[[Path], Any] | None) -> None:
+def prepare(directory: Path, world: Mesh, *writes: Callable[[Path], Any] | None) -> None:
     """`prepare_files` by the writer, in a directory that is made if needed. Every process must call it.
 
     Raises:

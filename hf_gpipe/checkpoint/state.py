@@ -33,8 +33,8 @@ from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.run_state import Progress, RunState
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.job.world import World
 from hf_gpipe.recipe.words import show
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.shards import Shards
 
 FOLDER, STATE_FILE = "training_state", "state.json"
@@ -122,7 +122,7 @@ def pending_state(
     optimizer: torch.optim.Optimizer,
     scheduler: Scheduler | None,
     run: RunState,
-    world: World,
+    world: Mesh,
     shards: Shards | None = None,
     whole_of: WholeOf = _as_it_is,
 ) -> PendingWrite:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
-from hf_gpipe.errors import CheckpointError, UserError
+from hf_gpipe.errors import CheckpointError
 from hf_gpipe.job.world import World
 
 Value = TypeVar("Value")
@@ -17,42 +17,29 @@ Value = TypeVar("Value")
 PATIENCE = 6
 
 
-def write_together(
-    directory: Path, world: World, write: Callable[[], Value], *, is_writing: bool = True
-) -> list[Value]:
-    """Call `write` in this process and wait for the others. Every process must call it.
+def write_together(directory: Path, world: World, write: Callable[[], Value], kind: Any = None) -> list[Value]:
+    """Call `write` in every process, and return its values in order of rank. Every process must call it.
 
     Args:
         directory: where `write` writes to, for the error message.
         world: the processes.
         write: returns a small value.
-        is_writing: whether this process calls it; otherwise it waits alone, and its value is None.
-
-    Returns:
-        The values that `write` returned in the processes, in order of rank.
+        kind: the type of the value, as of `World.from_reader`.
 
     Raises:
         CheckpointError: on every process, if one of them cannot write. A UserError of one is raised on every process.
     """
-    value: Value | None = None
-    problem: UserError | str = ""
-    with world.working(PATIENCE):
+
+    def attempt() -> Value:
         try:
-            value = write() if is_writing else None
+            return write()
         except (OSError, SafetensorError) as error:
-            problem = " ".join(str(error).split())
-        except UserError as error:
-            problem = error
-    outcomes = world.gather_objects((value, problem))
-    for rank, (_, why) in enumerate(outcomes):
-        if isinstance(why, UserError):
-            raise problem if isinstance(problem, UserError) and rank == world.rank else why
-        if why:
             raise CheckpointError(
-                f"process {rank} cannot write into {directory}: {why}; earlier checkpoints are unchanged; make room "
-                "there, or correct the permissions, and start again"
-            )
-    return [value for value, _ in outcomes]  # type: ignore[misc]  # without a problem, there is a value
+                f"process {world.rank} cannot write into {directory}: {' '.join(str(error).split())}; earlier "
+                "checkpoints are unchanged; make room there, or correct the permissions, and start again"
+            ) from error
+
+    return world.from_each(attempt, kind, takes_long=True, limits=PATIENCE)
 
 
 def write_once(directory: Path, world: World, write: Callable[[], None]) -> None:
@@ -61,4 +48,4 @@ def write_once(directory: Path, world: World, write: Callable[[], None]) -> None
     Raises CheckpointError, on every process, if the writer cannot write into `directory`.
     """
     world.barrier()
-    write_together(directory, world, write, is_writing=world.is_writer)
+    write_together(directory, world, lambda: write() if world.is_writer else None)

@@ -21,7 +21,6 @@ from hf_gpipe.data.translation.buckets import BUCKETS, resource_buckets
 from hf_gpipe.data.translation.pairs import ENGLISH, Pair, language_tag
 from hf_gpipe.errors import DataError
 from hf_gpipe.from_recipe.held_out import HeldOut
-from hf_gpipe.job.wire import sendable
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe.fields import EvaluationSection
 from hf_gpipe.text import table_text
@@ -33,7 +32,6 @@ from hf_gpipe.training.predicting import predict
 MOST_LINES = 12
 
 
-@sendable
 @dataclass(frozen=True)
 class Scores:
     """Scores of the pairs of one language, or averaged over languages.
@@ -61,7 +59,6 @@ class Scores:
     chrf_copy: float
 
 
-@sendable
 @dataclass(frozen=True)
 class Translated:
     """A pair with its translation, and the negative log-likelihood of its reference with the characters it is of."""
@@ -74,7 +71,6 @@ class Translated:
     num_characters: int
 
 
-@sendable
 @dataclass(frozen=True)
 class TranslationReport:
     """Scores of every language, the languages with the most pairs first, and the translations.
@@ -269,7 +265,8 @@ def evaluate_translation(
                 num_tokens,
             )
     return pipe.world.from_reader(
-        lambda: _report([outcomes[i] for i in range(len(outcomes))], evaluation.samples, training_pairs or {})
+        lambda: _report([outcomes[i] for i in range(len(outcomes))], evaluation.samples, training_pairs or {}),
+        TranslationReport,
     )
 
 

@@ -27,13 +27,14 @@ from hf_gpipe.from_recipe.model import model_config, spec_of, teacher_of
 from hf_gpipe.from_recipe.tasks import Task, task_of
 from hf_gpipe.from_recipe.timeline import measure_step
 from hf_gpipe.from_recipe.trainer import Prepared, trainer_of
-from hf_gpipe.job.device_choice import world_for
 from hf_gpipe.job.job import Job
 from hf_gpipe.job.world import World
 from hf_gpipe.pipeline import Pipeline, PipelineRequest
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import Recipe, load_saved, may_change
 from hf_gpipe.runtime.batches import share
+from hf_gpipe.runtime.device_choice import world_for
+from hf_gpipe.runtime.mesh import table_of_reader
 from hf_gpipe.schedule import Schedule, Timeline, breakdown, draw_png, write_trace
 from hf_gpipe.training.loader import Batch
 from hf_gpipe.training.optim import step_stage
@@ -72,7 +73,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     checkpoint = _checkpoint_of(recipe, output_dir, world, job)
     first_step = 0 if checkpoint is None else step_of(checkpoint)
     num_processes = recipe.pipeline.division.workers_among(world.num_processes)
-    table = world.from_reader(lambda: recipe.table(num_processes))
+    table = table_of_reader(world, lambda: recipe.table(num_processes))
     job.note("preparing the corpus and the tokenizer")
     say("preparing the corpus and the tokenizer")
     config, prepared = _prepared(recipe, task, output_dir, checkpoint, world)
@@ -173,11 +174,11 @@ def _prepared(
     """The model's configuration, and in the reader everything that it has prepared."""
     mine: list[Prepared] = []
 
-    def prepare() -> dict[str, Any]:
+    def prepare() -> str:
         mine.append(_prepare(recipe, task, output_dir, checkpoint))
-        return mine[0].config.to_dict()
+        return mine[0].config.to_json_string(use_diff=False)
 
-    values = world.from_reader(prepare, takes_long=True)
+    values = json.loads(world.from_reader(prepare, takes_long=True))
     if mine:
         return mine[0].config, mine[0]
     # Its class is of the recipe, its values are the reader's: they have the tokenizer's ids.
@@ -194,7 +195,7 @@ def _prepare(recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | No
     return Prepared(corpus, tokenizer, model_config(recipe, ids))
 
 
-def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[Path]:
+def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[str]:
     """Make the output directory that of this run, and return the checkpoints of an earlier one that were deleted."""
     deleted = []
     if recipe.training.resume == "never":
@@ -209,7 +210,7 @@ def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[Pat
         (output_dir / TABLE_FILE).write_text(table.text(), encoding="utf-8")
         recipe = replace(recipe, pipeline=replace(recipe.pipeline, schedule=str(output_dir / TABLE_FILE)))
     (output_dir / RECIPE_FILE).write_text(recipe.to_yaml())
-    return deleted
+    return [str(path) for path in deleted]
 
 
 def check_recipe(recipe: Recipe) -> None:

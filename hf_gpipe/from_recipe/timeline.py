@@ -12,6 +12,7 @@ from hf_gpipe.pipeline import Pipeline, Update, UpdateStage
 from hf_gpipe.runtime.batches import Batches
 from hf_gpipe.runtime.timing import ActionTime
 from hf_gpipe.schedule import Costs, Span, Timeline, simulate
+from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import KINDS, Resource
 from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
 
@@ -41,14 +42,16 @@ def measure_step(
         each action taking the median of what actions of its kind took on its stage, and messages no time.
     """
     runs = [_measure(pipe, batches, update, update_beside) for _ in range(repeats + 1)]
-    everyone, placement = pipe.world.gather_objects(runs[1:]), pipe.world.placement
+    # An action travels as its text.
+    mine = [[(str(t.action), t.start, t.end, t.waiting, t.sending) for t in run] for run in runs[1:]]
+    everyone, placement = pipe.world.gather_objects(mine), pipe.world.placement
     # The ranks of a worker run the same row.
     of_workers = [everyone[placement.ranks_of(worker)[0]] for worker in range(placement.num_processes)]
     steps = [
         [
-            Span(process, t.action, t.start, t.end, t.waiting, t.sending)
-            for process, mine in enumerate(of_workers)
-            for t in mine[run]
+            Span(process, Action.parse(action), *times)
+            for process, own in enumerate(of_workers)
+            for action, *times in own[run]
         ]
         for run in range(repeats)
     ]

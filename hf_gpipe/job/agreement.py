@@ -13,10 +13,9 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.errors import DisagreementError
-from hf_gpipe.job import preflight
+from hf_gpipe.job.facts import disagreements
 from hf_gpipe.job.world import World
 
 #: A longer text of a value is cut, and its digest tells it from another.
@@ -57,7 +56,7 @@ def compare(given: Callable[[], Mapping[str, Any]], what: str) -> None:
         (host, {n: f"{noted[n]} ({v})" if n in noted and n in differing else v for n, v in own.items()})
         for host, (own, noted) in zip(world.hosts, told, strict=True)
     ]
-    if problems := preflight.disagreements(everyone):
+    if problems := disagreements(everyone):
         raise DisagreementError(f"{what}: {'; '.join(problems)}; give all processes the same")
 
 
@@ -65,14 +64,12 @@ def text_of(value: Any) -> str:
     """The text of a value, which is the same in every process that was given the same."""
     if isinstance(value, FunctionType | MethodType | type):
         return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, PreTrainedConfig):
-        text = value.to_json_string(use_diff=False)
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         text = f"{{{', '.join(f'{key!r}: {text_of(entry)}' for key, entry in value.items())}}}"
     elif isinstance(value, set | frozenset):
         text = f"{{{', '.join(sorted(map(text_of, value)))}}}"
     elif isinstance(value, torch.Tensor):
-        text = f"tensor {_digest_of_tensors({'': value})}"
+        text = f"tensor {digest_of_tensors({'': value})}"
     elif callable(getattr(value, "to_dict", None)):
         text = f"{type(value).__name__} {text_of(value.to_dict())}"
     else:
@@ -82,24 +79,7 @@ def text_of(value: Any) -> str:
     return text
 
 
-def model_in_memory(model: torch.nn.Module | PreTrainedConfig) -> dict[str, Any]:
-    """The compared facts of a model or a configuration in memory: each value of its configuration, and its weights."""
-    config = model.config if isinstance(model, PreTrainedModel) else model
-    facts: dict[str, Any] = {"the model's class": type(model)}
-    if isinstance(config, PreTrainedConfig):
-        # A name with an underscore says where the configuration comes from.
-        facts |= {f"the model's config.{n}": value for n, value in config.to_dict().items() if not n.startswith("_")}
-    else:
-        facts["the model's modules"] = model
-    if isinstance(model, torch.nn.Module):
-        tensors = dict(model.named_parameters())
-        shapes = {name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()}
-        facts["the shapes of the model's weights"] = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
-        facts["the digest of the model's weights"] = _digest_of_tensors(tensors)
-    return facts
-
-
-def _digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+def digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     """A digest of some values of each tensor."""
     digest = hashlib.sha256()
     for name, tensor in tensors.items():

@@ -1,7 +1,8 @@
 """Calls that every process must make: one that a process makes alone is an error that names it, not a wait.
 
 Without it, such as where a script saves the model `if trainer.is_world_process_zero()`, that process waits for messages
-until their time limit.
+until their time limit. In the store of the default group each process writes the name of its n-th call, and that it has
+ended.
 """
 
 from __future__ import annotations
@@ -29,17 +30,11 @@ _LONGEST_PAUSE_SECONDS = 0.2
 
 
 class _Calls:
-    """The calls that this process has made in a default group of torch.distributed.
-
-    In the store of the group, which all processes share, each process writes the name of its n-th call, and that it has
-    ended.
-    """
+    """The calls that this process has made in a default group of torch.distributed."""
 
     def __init__(self, world: dist.ProcessGroup | None) -> None:
         self.world = world
-        self._store = default_store()
-        self._num_calls = 0
-        self._process = os.getpid()
+        self._store, self._num_calls, self._process = default_store(), 0, os.getpid()
         atexit.register(self._end)
 
     def _end(self) -> None:
@@ -54,35 +49,27 @@ class _Calls:
         Raises:
             UserError: another process has made another call, has ended, or has not called within the time limit.
         """
-        limit = (Job.current().timeout or dist.default_pg_timeout).total_seconds()
+        job, rank = Job.current(), dist.get_rank()
+        limit = (job.timeout or dist.default_pg_timeout).total_seconds()
         deadline = time.monotonic() + limit
         self._num_calls += 1
-        rank, pause = dist.get_rank(), 0.001
-        self._store.set(self._key(rank), name)
-        waited_for = [other for other in range(dist.get_world_size()) if other != rank]
-        while waited_for:
-            other = waited_for[0]
-            if self._store.check([self._key(other)]):
-                if (called := self._store.get(self._key(other)).decode()) != name:
-                    raise UserError(_alone(rank, name, f"process {other} called {called}"))
-                waited_for.pop(0)
-            elif self._store.check([f"hf_gpipe/calls/ended/{other}"]):
-                raise UserError(_alone(rank, name, f"process {other} has ended without that call"))
-            elif time.monotonic() > deadline:
-                raise UserError(_alone(rank, name, f"process {other} did not within {limit:g} seconds"))
-            else:
+        self._store.set(f"hf_gpipe/calls/{self._num_calls}/{rank}", name)
+        for other in range(dist.get_world_size()):
+            key, pause, did = f"hf_gpipe/calls/{self._num_calls}/{other}", 0.001, ""
+            while not self._store.check([key]) and not did:
+                if self._store.check([f"hf_gpipe/calls/ended/{other}"]):
+                    did = "has ended without that call"
+                elif time.monotonic() > deadline:
+                    did = f"did not within {limit:g} seconds"
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-    def _key(self, rank: int) -> str:
-        return f"hf_gpipe/calls/{self._num_calls}/{rank}"
-
-
-def _alone(rank: int, name: str, other: str) -> str:
-    return (
-        f"process {rank} called {name} and {other}; every process must call the same methods, so take the call out of "
-        "conditions such as `if trainer.is_world_process_zero()`"
-    )
+            if not did and (called := self._store.get(key).decode()) != name:
+                did = f"called {called}"
+            if did:
+                raise UserError(
+                    f"process {rank} called {name} and process {other} {did}; every process must call the same "
+                    "methods, so take the call out of conditions such as `if trainer.is_world_process_zero()`"
+                )
 
 
 def by_every_process(

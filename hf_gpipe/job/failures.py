@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from hf_gpipe import strict_json
 from hf_gpipe.errors import EXIT_FAILURE, EXIT_USER_ERROR, HfGpipeError, PeerError, StageError, UserError
-from hf_gpipe.job.heartbeat import SilentError
 from hf_gpipe.job.job import LAUNCHER_PID, Job
 from hf_gpipe.job.store import count_in_store
 
@@ -101,7 +100,7 @@ def describe(error: BaseException) -> Failure:
         exit_code=EXIT_USER_ERROR if is_user_error else EXIT_FAILURE,
         is_consequence=_is_consequence(error),
         traceback="" if is_user_error else "".join(traceback.format_exception(error)),
-        is_time_limit=_WAITED in text or isinstance(error, SilentError),
+        is_time_limit=_WAITED in text,
     )
 
 
@@ -153,7 +152,7 @@ def tell(failure: Failure, traceback_file: Path | None = None, *, store_answers:
         elif not failure.is_consequence:
             if _is_first():
                 show(failure, traceback_file)
-        elif _has_other_machines() or (Job.current().has_met and _AGENT_VARIABLE not in os.environ):
+        elif _has_other_machines() or (Job.current().store is not None and _AGENT_VARIABLE not in os.environ):
             # The cause may be a machine that is gone, or a process that was killed and has no launcher that tells it.
             time.sleep(_CAUSE_SECONDS)
             if _is_first():
@@ -234,7 +233,7 @@ def _is_consequence(error: BaseException) -> bool:
 def _is_first() -> bool:
     """Whether no other process of a job that torchrun, accelerate or srun started has reported a failure before."""
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if has_agent or Job.current().has_met:
+    if has_agent or Job.current().store is not None:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
             return count_in_store(host, port, f"hf_gpipe/failures/{Job.current().start}", _STORE_SECONDS) == 1

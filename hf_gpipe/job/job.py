@@ -1,4 +1,4 @@
-"""The job that this process is part of: where its processes meet, how long they wait, and a note of its current work.
+"""The job that this process is part of: its groups, how long they wait, and a note of its current work.
 
 torch.distributed has one default group and a signal has one handler, so a process is in one job at a time. Its state is
 one object, `Job.current()`; other modules hold none of it.
@@ -9,10 +9,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import math
 import os
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,16 +20,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
-from hf_gpipe.errors import EXIT_FAILURE, UserError
-from hf_gpipe.job import network, preflight
+from hf_gpipe.job import facts
 from hf_gpipe.job.facts import RankFacts
-from hf_gpipe.job.heartbeat import Heartbeat
-from hf_gpipe.job.meeting import meet
-from hf_gpipe.job.open_files import check_open_files
-from hf_gpipe.job.secret import signed
+from hf_gpipe.job.liveness import Liveness
+from hf_gpipe.job.store import signed
 from hf_gpipe.libraries.torch import default_store, timeout_of
 
 Item = TypeVar("Item")
@@ -45,8 +40,6 @@ STACK_VARIABLE = "HF_GPIPE_STACK_FILE"
 #: The first line of that file in a job with NCCL, followed by its time limit in seconds.
 NCCL_LIMIT = "NCCL's time limit in seconds: "
 
-#: Seconds between two checks of a process that its launcher still runs.
-WATCH_SECONDS = 0.5
 #: What a process notes that waits for the others at the end.
 ENDING = "waiting for all processes to end"
 #: Seconds that the processes of a job may start apart, as on machines that read their programs over a network, and end
@@ -55,6 +48,8 @@ APART_SECONDS = 300.0
 #: How many times the limit of a message a process may come to its end after the others, as long as it says that it is
 #: there: one that does not is noticed after little more than one.
 _END_LIMITS = 4
+#: The time limit of the groups in which processes wait for work: a process that is lost is noticed by its beats.
+_NO_LIMIT = timedelta(days=365)
 
 #: Seconds in which a thread of gloo's surely drops the last message.
 LAST_MESSAGE_SECONDS = 0.05
@@ -73,10 +68,12 @@ class Job:
         in_forked_child: functions that a forked child of this process calls first, such as a data loader's worker.
         calls: what job/calls.py knows of the calls that every process must make; None before the first.
         is_in_call: whether this process is in such a call.
-        heartbeat: in the store at which the processes meet; None: there is none.
+        liveness: in the store at which the processes meet; None: they have not met, or have not yet waited.
         failure: what `failures.note` has noted of this process; None: nothing.
         is_failing: whether this process has told why it fails, or tells it now.
         reading_since: since when this process reads a mini-batch, by `time.monotonic`; None: it does not.
+        store: that of the start; None: the processes have not met by their launcher's word.
+        parent: the launcher's number; None: this process does not end with it.
     """
 
     _current: ClassVar[Job | None] = None
@@ -88,11 +85,12 @@ class Job:
         self.in_forked_child: list[Callable[[], None]] = []
         self.calls: Any = None
         self.is_in_call = False
-        self.heartbeat: Heartbeat | None = None
+        self.liveness: Liveness | None = None
         self.failure: Any = None
         self.is_failing = False
         self.reading_since: float | None = None
-        self._store: dist.Store | None = None
+        self.store: dist.Store | None = None
+        self.parent: int | None = None
         self._world: dist.ProcessGroup | None = None
         self._ranks: tuple[RankFacts, ...] = ()
         self._common_groups: dict[tuple[str, str], dist.ProcessGroup] = {}
@@ -108,62 +106,84 @@ class Job:
         return cls._current
 
     @property
-    def has_met(self) -> bool:
-        """Whether this process has found the others by its launcher's word."""
-        return self._store is not None
+    def limit(self) -> timedelta:
+        """How long a process waits for a message of another one."""
+        return self.timeout or _timeout_of_default_group()
 
-    def meet(self, timeout: timedelta, settings: Mapping[str, str]) -> None:
-        """Find the other processes by the launcher's word, and connect to them. For arguments see `join_job`."""
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            # Python's handler runs between two of its own instructions, so never while gloo or NCCL waits.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-        self.timeout = timeout
-        _end_with(int(os.environ.get(LAUNCHER_PID) or os.getppid()))
-        _show_stack_on_demand()
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        check_open_files(int(os.environ["WORLD_SIZE"]))
-        network.check_main_address(int(os.environ["RANK"]))
-        apart = timedelta(seconds=APART_SECONDS)
-        try:
-            store, rank, size = next(iter(dist.rendezvous("env://", timeout=apart)))
-        except dist.DistError as error:
-            raise UserError(_no_store(error)) from None
-        # Until all have met, they may be further apart.
-        self.heartbeat = Heartbeat(store, rank, size, max(apart, timeout))
-        # The store may have what processes wrote that the launcher has started before.
-        self.start = meet(signed(store, "meeting"), rank, size, apart)
-        of_start = dist.PrefixStore(self.start, store)
-        self._store = signed(of_start, self.start)
-        # The time limit is that of messages. Processes may start further apart, so they meet here first.
-        ranks = preflight.check(self._store, rank, size, settings, max(apart, timeout))
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
-            network.stay_on_loopback()
-        # NCCL asks the store from threads of its own for as long as the process lives, which must not need Python.
-        of_torch = of_start if "nccl" in backend else self._store
-        dist.init_process_group(backend, store=of_torch, rank=rank, world_size=size, timeout=timeout)
+    # ------------------------------------------------------------------ the processes
+
+    def met(self, ranks: tuple[RankFacts, ...]) -> None:
+        """Note that the processes of the default group have told their facts."""
         self._follow_default_group()
         self._ranks = ranks
-        self.heartbeat.stop()
-        self.heartbeat = Heartbeat(self._store, rank, size, timeout)
 
-    def compare(self, settings: Mapping[str, str]) -> None:
-        """Compare values that must be the same in every process, in a process group that was there before."""
+    def ranks(self, settings: Mapping[str, str] | None = None) -> tuple[RankFacts, ...]:
+        """The facts of all processes of the default group, by rank.
+
+        They are told when the processes meet; in a process group that was there before, the first call tells them,
+        which every process makes, and each call with settings compares these.
+        """
         self._follow_default_group()
-        limit = timedelta(seconds=APART_SECONDS)
-        self._ranks = preflight.check(*self._of_default_group(), settings, limit, self._next_prefix())
+        if settings is not None or not self._ranks:
+            store, limit = signed(default_store(), "group"), max(timedelta(seconds=APART_SECONDS), self.limit)
+            place = store, dist.get_rank(), dist.get_world_size(), limit, f"hf_gpipe/started/{self._num_exchanges}"
+            self._num_exchanges += 1
+            self._ranks = facts.exchange(*place) if settings is None else facts.check(*place, settings)
+        return self._ranks
 
-    def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+    def _follow_default_group(self) -> None:
+        """Forget what belongs to a default group that the user has ended, before joining another."""
+        if self._world is not dist.group.WORLD:
+            self._world, self._common_groups, self._ranks = dist.group.WORLD, {}, ()
+            if self.liveness is not None:
+                self.liveness.stop()
+                self.liveness = None
+
+    def leave(self) -> None:
+        """Leave the job at the end, once every process is here."""
+        if not dist.is_initialized():
+            return
+        self.note(ENDING)
+        if dist.get_world_size() > 1:
+            longest = max(APART_SECONDS, _END_LIMITS * self.limit.total_seconds())
+            self.wait_for_all("all processes to come to their end", longest)
+        self._world = None
+        self._follow_default_group()
+        dist.destroy_process_group()
+        self.store = None  # torch's groups had it
+
+    def wait_for_all(self, what: str, longest: float = math.inf, thread: str = "") -> None:
+        """Wait until every process calls this, for as long as all say that they are there (`Liveness.wait`)."""
+        if self.liveness is None:
+            self.liveness = Liveness(default_store(), dist.get_rank(), dist.get_world_size(), self.limit)
+        self.liveness.wait(lambda: dist.barrier(group=self.waiting_group(thread)), what, longest, thread)
+
+    def waiting_group(self, thread: str = "") -> dist.ProcessGroup:
+        """The group of `wait_for_all`, to be made while all are here: only within it a process notices another's end."""
+        return self.common_group("gloo", f"waiting {thread}", _NO_LIMIT)
+
+    # ------------------------------------------------------------------ groups
+
+    def new_group(self, ranks: Sequence[int], backend: str, limit: timedelta | None = None) -> dist.ProcessGroup:
         """Create a group of some processes with the job's time limit; torch's own default is 30 minutes."""
         if backend == "nccl":
             self.note_abort(self.limit)
         _wait_at_exit()
-        return dist.new_group(list(ranks), timeout=self.limit, backend=backend)
+        return dist.new_group(list(ranks), timeout=limit or self.limit, backend=backend)
 
-    @property
-    def limit(self) -> timedelta:
-        """How long a process waits for a message of another one."""
-        return self.timeout or _timeout_of_default_group()
+    def common_group(self, backend: str, thread: str = "", limit: timedelta | None = None) -> dist.ProcessGroup:
+        """Our group of all processes on this backend. The first call, which every process makes, creates it.
+
+        Args:
+            backend: of torch.distributed.
+            thread: whose messages it is for; threads must not send in one group at the same time.
+            limit: of its messages, in place of the job's.
+        """
+        self._follow_default_group()
+        key = backend, thread
+        if key not in self._common_groups:
+            self._common_groups[key] = self.new_group(range(dist.get_world_size()), backend, limit)
+        return self._common_groups[key]
 
     def note_abort(self, limit: timedelta) -> None:
         """Note for the launcher the time limit of NCCL, and the stack of every thread if this process is aborted.
@@ -177,63 +197,6 @@ class Job:
         self._abort_file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.write(self._abort_file, f"{NCCL_LIMIT}{limit.total_seconds():g}\n".encode())
         faulthandler.enable(file=self._abort_file)
-
-    def ranks(self) -> tuple[RankFacts, ...]:
-        """The facts of all processes of the default group, by rank.
-
-        They are told when the processes meet; in a process group that was there before, the first call tells them,
-        which every process makes.
-        """
-        self._follow_default_group()
-        if not self._ranks:
-            facts, limit = RankFacts.of_this_process(), max(timedelta(seconds=APART_SECONDS), self.limit)
-            self._ranks = preflight.exchange(*self._of_default_group(), facts, limit, self._next_prefix())
-        return self._ranks
-
-    def _follow_default_group(self) -> None:
-        """Forget the groups and facts of a default group that the user has ended, before joining another."""
-        if self._world is not dist.group.WORLD:
-            self._world, self._common_groups, self._ranks = dist.group.WORLD, {}, ()
-
-    @staticmethod
-    def _of_default_group() -> tuple[dist.Store, int, int]:
-        """Its store, this process's rank, and the number of processes."""
-        return signed(default_store(), "group"), dist.get_rank(), dist.get_world_size()
-
-    def _next_prefix(self) -> str:
-        """The prefix of the keys of the next exchange in a default group's store."""
-        self._num_exchanges += 1
-        return f"hf_gpipe/started/{self._num_exchanges}"
-
-    def common_group(self, backend: str, thread: str = "") -> dist.ProcessGroup:
-        """Our group of all processes on this backend. The first call, which every process makes, creates it.
-
-        Args:
-            backend: of torch.distributed.
-            thread: whose messages it is for; threads must not send in one group at the same time.
-        """
-        self._follow_default_group()
-        key = backend, thread
-        if key not in self._common_groups:
-            self._common_groups[key] = self.new_group(range(dist.get_world_size()), backend)
-        return self._common_groups[key]
-
-    def leave(self) -> None:
-        """Leave the job at the end, once every process is here."""
-        if not dist.is_initialized():
-            return
-        self.note(ENDING)
-        if self.heartbeat is None:
-            dist.barrier(group=self.common_group("gloo"))
-        else:
-            self.heartbeat.wait_for_all(
-                "hf_gpipe/ended", max(timedelta(seconds=APART_SECONDS), _END_LIMITS * self.limit)
-            )
-            self.heartbeat.stop()
-            self.heartbeat = None
-        self._world, self._common_groups, self._ranks = None, {}, ()
-        dist.destroy_process_group()
-        self._store = None  # torch's groups had it
 
     # ------------------------------------------------------------------ current work
 
@@ -269,20 +232,6 @@ class Job:
             if item is end:
                 return
             yield cast(Item, item)
-
-
-def _no_store(error: dist.DistError) -> str:
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    if "EADDRINUSE" in str(error):
-        return (
-            f"MASTER_PORT is {os.environ['MASTER_PORT']}, and on machine {socket.gethostname()} another program, such "
-            "as another run, has that port; give each run its own"
-        )
-    return (
-        f"process {os.environ['RANK']} on machine {socket.gethostname()} cannot meet the others at {address}: "
-        f"{' '.join(str(error).split())}; see whether the first machine's processes run, whether that port is free "
-        "there, and whether its firewall lets it through"
-    )
 
 
 def _timeout_of_default_group() -> timedelta:
@@ -321,25 +270,6 @@ def _wait_at_exit() -> None:
     had done all its work ("terminate called without an active exception", pytorch issue 190489).
     """
     atexit.register(time.sleep, LAST_MESSAGE_SECONDS)
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, because a killed launcher cannot stop it."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(WATCH_SECONDS)
-        os._exit(EXIT_FAILURE)
-
-    threading.Thread(target=watch, name="hf_gpipe-parent-watch", daemon=True).start()
-
-
-def _show_stack_on_demand() -> None:
-    """Write the stack of this process on STACK_SIGNAL, even while it is stuck in a call outside of Python."""
-    if path := os.environ.get(STACK_VARIABLE):
-        # Open for as long as the process runs.
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
 def _after_fork() -> None:

@@ -20,7 +20,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.job.heartbeat import count_beats
+from hf_gpipe.job.liveness import count_beats
 
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.02, 0.2
 #: How often a process that is not answered looks for beats of another run, and how many tell it that one is there.

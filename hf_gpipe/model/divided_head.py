@@ -14,10 +14,10 @@ from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, HeadRows, 
 from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError
-from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss, Reads, whole_logits
 from hf_gpipe.recipe import Division
 from hf_gpipe.recipe.pipeline.stages import HEAD_IN_PARTS
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.schedule.placement import Placement
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _cannot(schedule: str, what: str, instead: str = "use another schedule, such
     return UserError(f"schedule {schedule!r} divides the head of the model over the stages, and {what}; {instead}")
 
 
-def head_ranks(world: World) -> tuple[list[tuple[int, ...]], ProcessRanks | None]:
+def head_ranks(world: Mesh) -> tuple[list[tuple[int, ...]], ProcessRanks | None]:
     """The stages of each process of the first replicas; and these processes, unless it is one. Every process must call
     it."""
     placement = world.placement
@@ -101,7 +101,7 @@ def head_ranks(world: World) -> tuple[list[tuple[int, ...]], ProcessRanks | None
     return stages_of, ProcessRanks(Division(len(leaders)), place, group, world.device)
 
 
-def divide_head(heads: Mapping[int, StageModel], models: Mapping[int, StageModel], world: World) -> dict[int, HeadRows]:
+def divide_head(heads: Mapping[int, StageModel], models: Mapping[int, StageModel], world: Mesh) -> dict[int, HeadRows]:
     """Give each stage of this process its part of the head; returns its rows. Every process must call it.
 
     Args:

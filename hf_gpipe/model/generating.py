@@ -23,6 +23,7 @@ from hf_gpipe.partition import partition
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.edges import Edge
 from hf_gpipe.runtime.generation import Generator
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.schedule.placement import Placement
 
@@ -92,7 +93,7 @@ def _generator(model: PreTrainedModel, adapter: TextAdapter, num_stages: int) ->
     stages = stage_models(model, adapter, num_stages)
     for stage in stages.values():
         stage.model.eval()
-    world = World(0, (RankFacts.of_this_process(),)).placed(Placement.spread(num_stages, 1))
+    world = Mesh.of(World(0, (RankFacts.of_this_process(),)), Placement.spread(num_stages, 1))
     edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
     visits = dict.fromkeys(stages, VisitingWeights({}))
     return Generator(adapter, partition(len(adapter.layers), num_stages, "count"), stages, edges, world, visits, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,13 +11,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe.adapters import Adapter
 from hf_gpipe.adapters.peft import find_peft
 from hf_gpipe.checkpoint.peft import as_config, base_of, has_adapters
 from hf_gpipe.checkpoint.source_digest import digest_of_model
-from hf_gpipe.job.agreement import Noted, model_in_memory
+from hf_gpipe.job.agreement import Noted, digest_of_tensors
 from hf_gpipe.recipe import ModelSection
 
 ModelSource: TypeAlias = nn.Module | PreTrainedConfig | str | os.PathLike[str]
@@ -97,3 +98,20 @@ def _compared_source(model: Any) -> dict[str, Any]:
         # Each machine may have it at a path of its own.
         return {"the digest of the model's files": Noted(digest_of_model(Path(model)), os.fspath(model))}
     return {"the model": model}
+
+
+def model_in_memory(model: torch.nn.Module | PreTrainedConfig) -> dict[str, Any]:
+    """The compared facts of a model or a configuration in memory: each value of its configuration, and its weights."""
+    config = model.config if isinstance(model, PreTrainedModel) else model
+    facts: dict[str, Any] = {"the model's class": type(model)}
+    if isinstance(config, PreTrainedConfig):
+        # A name with an underscore says where the configuration comes from.
+        facts |= {f"the model's config.{n}": value for n, value in config.to_dict().items() if not n.startswith("_")}
+    else:
+        facts["the model's modules"] = model
+    if isinstance(model, torch.nn.Module):
+        tensors = dict(model.named_parameters())
+        shapes = {name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()}
+        facts["the shapes of the model's weights"] = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+        facts["the digest of the model's weights"] = digest_of_tensors(tensors)
+    return facts

@@ -17,10 +17,10 @@ from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.peft import load_adapters, pending_adapters, write_adapter_configuration
 from hf_gpipe.checkpoint.save import pending_model, prepare, write_configuration
 from hf_gpipe.errors import UserError
-from hf_gpipe.job.world import World
 from hf_gpipe.model.trainable import TrainableLayers
 from hf_gpipe.runtime.gradient_norm import clip, gradient_norm
 from hf_gpipe.runtime.homes import Homes
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.shards import NOT_SET, Shards, treats_elements_alone
 from hf_gpipe.runtime.ties import Ties
@@ -48,7 +48,7 @@ class StageParameters:
         self,
         adapter: Adapter,
         models: dict[int, StageModel],
-        world: World,
+        world: Mesh,
         of_workers: Sequence[Mapping[int, StageModel]],
         shares_updates: bool,
         seed: int,
@@ -219,7 +219,7 @@ class StageParameters:
         self.pending_write(Path(directory), self.world).write()
 
     def pending_write(
-        self, directory: Path, world: World, write_more: Callable[[Path], Any] | None = None
+        self, directory: Path, world: Mesh, write_more: Callable[[Path], Any] | None = None
     ) -> PendingWrite:
         """The model, to be written in Hub format now or later. Every process must call it.
 
@@ -235,7 +235,7 @@ class StageParameters:
             return pending_adapters(directory, self.models, world, self.adapter.peft, is_complete=is_complete)
         return pending_model(directory, self.models, self.ties.owner_stage, world, is_complete=is_complete)
 
-    def prepare_write(self, directory: Path, world: World, write_more: Callable[[Path], Any] | None = None) -> None:
+    def prepare_write(self, directory: Path, world: Mesh, write_more: Callable[[Path], Any] | None = None) -> None:
         """Write everything but the tensors into a folder in a directory, where it waits for them.
 
         Args:

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from hf_gpipe.adapters import Adapter, Blueprint, build_adapter
 from hf_gpipe.adapters.modules.dropout import masks_of
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
+from hf_gpipe.adapters.tensor_parallel.emulated import emulate
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError, one_line
-from hf_gpipe.job.emulated_ranks import emulate
 from hf_gpipe.losses.loss import PLAIN, Loss, Reads
 from hf_gpipe.model.clone import attention_of, exact_clone, padded_batch
 from hf_gpipe.model.exactness import compared_once

@@ -43,7 +43,7 @@ class TrainableLayers:
         }
         parameters: dict[str, bool] = {}
         layers: dict[int, bool] = {}
-        for of_process in world.gather_objects((own, own_layers)):
+        for of_process in world.gather_objects((own, own_layers), tuple[dict[str, bool], dict[int, bool]]):
             parameters.update(of_process[0])
             layers.update(of_process[1])
         return cls(adapter, [layers[number] for number in range(len(adapter.layers))], own, parameters)

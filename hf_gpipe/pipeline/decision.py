@@ -28,11 +28,12 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.decide import Planning, settled
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
-from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs
+from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs, Workload
 from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.pipeline.config import OF_EACH_PROCESS
 from hf_gpipe.runtime.chunks import check_chunks
 from hf_gpipe.runtime.cutting import Cutting
+from hf_gpipe.runtime.mesh import Mesh, table_of_reader
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
@@ -103,7 +104,7 @@ class Decision:
     adapter: Adapter
     loss: Loss
     partition: Sequence[range]
-    world: World
+    world: Mesh
     links: Sequence[str]
     table: Schedule | None
     planning: Planning
@@ -119,7 +120,7 @@ class Decision:
         chain = chain_of(request.model)
         if chain is not None:
             # Every process finds the layers by it.
-            example = world.from_reader(inputs.of_entries)
+            example = world.from_reader(inputs.of_entries, Workload)
             inputs, shapes = replace(inputs, example=example), () if example is None else example.shapes
         given = settled(request.config, inputs, world)
         if table is not None:
@@ -169,14 +170,14 @@ class Decision:
                 f"the table {table.name!r} deals its stages, and a process has several devices; start a process for "
                 "each device, or name the schedule, which makes a table for the devices"
             )
-        world = world.placed(placement)
-        links = compare_with_machines(planning, config, world)
+        mesh = Mesh.of(world, placement)
+        links = compare_with_machines(planning, config, mesh)
         if table is not None:
-            table = replace(table, placement=replace(world.placement, chunks=table.chunks))
+            table = replace(table, placement=replace(mesh.placement, chunks=table.chunks))
         teacher = None
         if request.teacher is not None and of_teacher is not None:
             teacher = Teacher.of(request.teacher, of_teacher, config)
-        decision = cls(given, config, planned, adapter, loss, partition, world, links, table, planning, teacher)
+        decision = cls(given, config, planned, adapter, loss, partition, mesh, links, table, planning, teacher)
         if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
         _check_dealt(decision)
@@ -184,7 +185,7 @@ class Decision:
             check_visits(decision.full_table, are_trained=config.visitors == "all")
         if decision.full_table.divides_head:
             check_divides_head(adapter, loss, config, has_teacher=teacher is not None)
-            check_stages(config.schedule, partition, world.placement)
+            check_stages(config.schedule, partition, mesh.placement)
         if config.cuts_rows:
             decision.verify_chunks(packing=inputs.packing)
         return decision
@@ -282,7 +283,7 @@ def _check_dealt(decision: Decision) -> None:
         check_draws_alike(decision.world, f"{what}={value}")
 
 
-def check_draws_alike(world: World, what: str) -> None:
+def check_draws_alike(world: Mesh, what: str) -> None:
     """Raise UserError where stages are dealt to GPUs that draw other random numbers from one seed.
 
     Args:
@@ -302,9 +303,8 @@ def _table_of(config: PipelineConfig, inputs: PlanInputs, world: World) -> Sched
     if not is_table_file(config.schedule):
         return None
     given = settled(config, inputs, world)
-    return world.from_reader(
-        lambda: given.table(inputs.accumulation, given.division.workers_among(world.num_processes))
-    )
+    num_workers = given.division.workers_among(world.num_processes)
+    return table_of_reader(world, lambda: given.table(inputs.accumulation, num_workers))
 
 
 def _compare_commit(spec: ModelSpec, adapter: Adapter) -> None:

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.calls import by_every_process
-from hf_gpipe.job.device_choice import DeviceChoice, world_for
 from hf_gpipe.job.joining import join_job
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.custom import asked_loss
@@ -29,6 +28,7 @@ from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.pipeline.whole import refresh, whole_model
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import ModelSection, PipelineConfig
+from hf_gpipe.runtime.device_choice import DeviceChoice, world_for
 from hf_gpipe.schedule.table import Schedule
 
 Arguments = ParamSpec("Arguments")
@@ -190,7 +190,7 @@ class Pipeline:
         options["trust_remote_code"] = trust_remote_code
         of_teacher = teacher if teacher is None or isinstance(teacher, ModelSpec) else ModelSpec.of(teacher, **options)
         request = PipelineRequest(spec, asked, inputs, seed, loss, length_bucketing, of_teacher)
-        join_job()
+        join_job(asked.timeout_seconds)
         request.compare()
         self._make(request, world_for(asked, device))
 

@@ -27,6 +27,7 @@ from hf_gpipe.planner.search.visiting import untried
 from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
 from hf_gpipe.recipe import AUTO, Chunks, DecidedConfig, Division, PipelineConfig
 from hf_gpipe.recipe.pipeline.mesh import UNSHARED
+from hf_gpipe.runtime.mesh import ranks_of_workers
 from hf_gpipe.schedule import Schedule
 from hf_gpipe.text import seconds_text, size_text
 
@@ -87,11 +88,13 @@ class Planning:
         measured = self._measure(config) if config.partition == "profile" else {}
         memory = self._memory_bytes(config.division) if config.memory is None else config.memory_bytes
 
-        def best() -> tuple[DecidedConfig, str, Schedule | None]:
+        def best() -> tuple[DecidedConfig, str, str | None]:
             plan = best_plan(self.planner(config, measured, decides=True).within(memory), config)
-            return plan.settings, _why(plan, config), plan.planner.inputs.tables.get(plan.settings.schedule)
+            table = plan.planner.inputs.tables.get(plan.settings.schedule)
+            return plan.settings, _why(plan, config), None if table is None else table.text()
 
-        settings, why, table = self.world.from_reader(best, takes_long=True)
+        settings, why, text = self.world.from_reader(best, tuple[DecidedConfig, str, str | None], takes_long=True)
+        table = None if text is None else Schedule.from_text(text)
         if self.world.is_reporter:
             logger.warning(why)  # a level that is shown unless somebody asks for silence
         return settings, why, table
@@ -155,10 +158,10 @@ class Planning:
         is_open = config.speeds is None and not config.is_decided
         if config.speeds != "profile" and not (is_open and len(models) > 1):
             return config.given_speeds
-        mini_batch = self.world.from_reader(lambda: self.inputs.mini_batch(self.adapter))
+        mini_batch = self.world.from_reader(lambda: self.inputs.mini_batch(self.adapter), Workload)
         count = config.num_micro_batches if isinstance(config.num_micro_batches, int) else 4 * config.processes
         workload = mini_batch.of_rows(largest_micro_batch(mini_batch.rows, count))
-        ranks = self.world.ranks_of_workers(config.division)
+        ranks = ranks_of_workers(self.world, config.division)
         speeds = measure_speeds(self.adapter, workload, self.world, self.loss, ranks)
         if self.world.is_reporter:
             logger.warning(
@@ -172,20 +175,19 @@ class Planning:
     def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, Chunks], Sequence[ModelCosts]]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
         world = self.world
-        mini_batch = world.from_reader(lambda: self.inputs.mini_batch(self.adapter))
-        ranks = world.ranks_of_workers(config.division)
-
-        def traced(workload: Workload) -> ModelCosts | None:
-            return tracer_of(self.adapter, self.loss, world.device, ranks).costs(workload) if world.rank == 0 else None
+        mini_batch = world.from_reader(lambda: self.inputs.mini_batch(self.adapter), Workload)
+        ranks = ranks_of_workers(world, config.division)
 
         def measured(workload: Workload) -> ModelCosts:
             # Only the seconds differ between processes.
-            costs = world.from_each(lambda: traced(workload))[0]
+            costs = world.from_reader(
+                lambda: tracer_of(self.adapter, self.loss, world.device, ranks).costs(workload), ModelCosts
+            )
             own = profile_layers(
                 self.adapter, workload, world.device, loss=self.loss, barrier=world.barrier, ranks=ranks, costs=costs
             )
             # The ranks of a worker wait for each other.
-            everyone = [first for first, *_ in config.division.by_worker(world.gather_objects(own))]
+            everyone = [first for first, *_ in config.division.by_worker(world.gather_objects(own, ModelCosts))]
             # The seconds of a slower device are scaled to the first device's.
             speeds = config.given_speeds or [1.0] * len(everyone)
             return mean_costs([times(model_costs, speed) for model_costs, speed in zip(everyone, speeds, strict=True)])

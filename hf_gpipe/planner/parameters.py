@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import add, sub
 
-from hf_gpipe.job.wire import sendable
 
-
-@sendable
 @dataclass(frozen=True)
 class Parameters:
     """The size of some weights. `num_bytes` counts no gradients, which are as large for trainable weights.

@@ -6,19 +6,20 @@ from collections.abc import Sequence
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.facts import RankFacts
-from hf_gpipe.job.world import MeasuredLink, World
+from hf_gpipe.job.world import MeasuredLink
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.machines.links import cluster_of, measure, pairs_to_measure
 from hf_gpipe.planner.machines.network import one_level
 from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.text import bytes_text, seconds_text, size_text
 
 #: The factor by which a link must be slower than the planner assumed to make the planner's times worthless.
 _MUCH_SLOWER = 2.0
 
 
-def compare_with_machines(planning: Planning, config: DecidedConfig, world: World) -> list[str]:
+def compare_with_machines(planning: Planning, config: DecidedConfig, world: Mesh) -> list[str]:
     """Check the memory that a plan needs, and measure its links. Every process calls it.
 
     It does nothing where all processes are on one machine, unless the configuration asks for `measure_links`.
@@ -32,7 +33,7 @@ def compare_with_machines(planning: Planning, config: DecidedConfig, world: Worl
     """
     if not world.has_several_machines and not config.measure_links:
         return []
-    peaks, assumed = world.from_reader(lambda: _planned(planning, config), takes_long=True)
+    peaks, assumed = world.from_reader(lambda: _planned(planning, config), tuple[list[int], Level], takes_long=True)
     if peaks and config.memory is None and (lacking := memory_problems(world.ranks, peaks)):
         raise UserError("; ".join(lacking))
     return [_line(link, assumed) for link in measure(world, pairs_to_measure(world.placement, world.hosts))]

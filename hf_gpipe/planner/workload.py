@@ -17,7 +17,6 @@ from hf_gpipe.adapters.packing import is_flattened, packed_parts
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.job.wire import sendable
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.recipe import SEQUENCE_KINDS, Chunks, PipelineConfig, Recipe, TrainingSection
 from hf_gpipe.recipe.data import PAIRED_KINDS
@@ -41,17 +40,11 @@ def sent_share(config: PipelineConfig, dtype: str) -> float:
     return 1.0 if sent is None else ITEM_BYTES[sent] / ITEM_BYTES[dtype]
 
 
-# The adapters and the recipe know nothing of processes.
-sendable(RowImages)
-sendable(Chunks)
-
-
 def largest_micro_batch(num_rows: int, num_micro_batches: int) -> int:
     """Rows of the largest of the min(M, n) parts that a mini-batch of n rows is cut into."""
     return -(-num_rows // min(num_micro_batches, num_rows))
 
 
-@sendable
 @dataclass(frozen=True)
 class Workload:
     """The shape of one micro-batch, padding included.

@@ -10,8 +10,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from hf_gpipe.job.world import World
 from hf_gpipe.runtime.channel import Channel, DeviceChannel, LocalChannel, RemoteChannel, narrowed
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.schedule.messages import Link, communicators, head_communicators, links_between
 
 
@@ -28,7 +28,7 @@ Edges: TypeAlias = Mapping[tuple[int, int, int], Edge]
 
 
 def connect(
-    world: World, dtype_of: Callable[[int, str], torch.dtype], sent: torch.dtype | None = None
+    world: Mesh, dtype_of: Callable[[int, str], torch.dtype], sent: torch.dtype | None = None
 ) -> dict[tuple[int, int, int], Edge]:
     """Create the edges of this process's stages.
 
@@ -51,7 +51,7 @@ def connect(
     return edges
 
 
-def connect_head(world: World, dtype_of: Callable[[str], torch.dtype]) -> dict[tuple[int, int, int], Edge]:
+def connect_head(world: Mesh, dtype_of: Callable[[str], torch.dtype]) -> dict[tuple[int, int, int], Edge]:
     """Create the edges between this process's stages and the last stage, for the messages of a divided head.
 
     Every process must call it.
@@ -69,7 +69,7 @@ def connect_head(world: World, dtype_of: Callable[[str], torch.dtype]) -> dict[t
     }
 
 
-def connect_relays(world: World) -> dict[tuple[int, int, int], Channel]:
+def connect_relays(world: Mesh) -> dict[tuple[int, int, int], Channel]:
     """The channels between this process's workers and those of other processes, by (stage, sender, receiver).
 
     They exist where stages are dealt. A message says that the gradients of a visit of the stage's weights have arrived
@@ -93,7 +93,7 @@ def connect_relays(world: World) -> dict[tuple[int, int, int], Channel]:
 
 
 def _edge(
-    world: World,
+    world: Mesh,
     links: Mapping[Link, dist.ProcessGroup],
     stages: tuple[int, int],
     workers: tuple[int, int],
@@ -126,7 +126,7 @@ def _within(source: torch.device, target: torch.device) -> Channel:
     return LocalChannel(target)
 
 
-def _communicator(world: World, link: Link) -> dist.ProcessGroup:
+def _communicator(world: Mesh, link: Link) -> dist.ProcessGroup:
     """On NCCL a communicator of two ranks, ready to use; on gloo that of all ranks, where tags separate channels."""
     if world.device.type != "cuda":
         return world.group_on(world.device)

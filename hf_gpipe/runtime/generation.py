@@ -26,12 +26,12 @@ from hf_gpipe.adapters.modules.dropout import default_generator
 from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.text import check_reads_text
 from hf_gpipe.errors import StageError, UserError
-from hf_gpipe.job.world import World
 from hf_gpipe.libraries.transformers import ModelOutput, cache_argument
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.generate_arguments import GenerateArguments
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.spread_rows import joined, part_of, pipelines
 from hf_gpipe.runtime.visits import VisitingWeights
 
@@ -63,7 +63,7 @@ class Generator:
         partition: Sequence[range],
         stages: Mapping[int, StageModel],
         edges: Edges,
-        world: World,
+        world: Mesh,
         visits: Mapping[int, VisitingWeights],
         heads: Mapping[int, HeadPart],
     ) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
-from hf_gpipe.job.world import World
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.offload import ALIGNMENT, aligned
 
 #: The folder whose files are memory that processes share.
@@ -47,7 +47,7 @@ class Homes:
     Stages are added one after another, so that a process has the weights of one stage twice for a while, and no more.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Mesh) -> None:
         self._world = world
         self._crew = world.placement.crew_of(world.worker)
         self._is_shared = len({world.placement.ranks_of(worker) for worker in self._crew}) > 1

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
-from hf_gpipe.job.world import World
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.ties import Ties
 from hf_gpipe.schedule.table import Schedule
 
@@ -126,7 +126,7 @@ class Replicas:
         ties: sums the gradients of tied parameters over all their copies, replicas included.
     """
 
-    def __init__(self, models: Mapping[int, StageModel], ties: Ties, world: World) -> None:
+    def __init__(self, models: Mapping[int, StageModel], ties: Ties, world: Mesh) -> None:
         self._buckets: dict[int, list[Parameters]] = {}
         #: The groups of each stage: for gradients, and for what the host reads.
         self._groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}

@@ -8,15 +8,16 @@ optimizer treats each element by itself; otherwise the parameters are shared out
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.job import wire
-from hf_gpipe.job.world import World
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.replicas import BUCKET_BYTES, Replicas, in_buckets, started
 
 Slots: TypeAlias = dict[str, Any]
@@ -88,7 +89,7 @@ class Shards:
         owner_stage: Mapping[str, int],
         by_element: bool,
         replicas: Replicas,
-        world: World,
+        world: Mesh,
     ) -> None:
         self._parameters = parameters
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
@@ -251,7 +252,7 @@ class Shards:
         whole = {name: slots for name, slots in states.items() if name not in self._ends}
         for names, ranks, (_, group) in self._replicated():
             mine = {name: {slot: _kind(value) for slot, value in states.get(name, {}).items()} for name in names}
-            kinds = wire.gather(mine, group)
+            kinds = [wire.of_plain(one, _Kinds) for one in wire.gather(wire.to_plain(mine, _Kinds), group)]
             for name in names:
                 holders = self._holders(name)
                 first = dist.get_group_rank(group, ranks[holders[0]])
@@ -274,7 +275,7 @@ class Shards:
         start, stop = self._ends[name][holders[0] : holders[0] + 2]
         # Otherwise a value that all shards have alike, such as a count of steps.
         is_cut = len(holders) > 1 and kind.shape == (stop - start,)
-        result = torch.empty(self._shapes[name] if is_cut else kind.shape, dtype=kind.dtype)
+        result = torch.empty(self._shapes[name] if is_cut else kind.shape, dtype=getattr(torch, kind.dtype))
         for holder in holders if is_cut else holders[:1]:
             if holder == index != 0:
                 dist.send(own.detach().to("cpu").contiguous(), dst=ranks[0], group=group)
@@ -289,16 +290,22 @@ class Shards:
         return result
 
 
-@wire.sendable
-class _TensorKind(NamedTuple):
+@dataclass(frozen=True)
+class _TensorKind:
     """A tensor of an optimizer's state, as other processes need to know it."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
+
+
+#: What each parameter's slots have: tensors, or values that the shards have alike.
+_Kinds: TypeAlias = dict[str, dict[str, _TensorKind | Any]]
 
 
 def _kind(value: Any) -> Any:
-    return _TensorKind(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _TensorKind(tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
 def _runs(sizes: Mapping[str, int], count: int) -> dict[str, list[int]]:

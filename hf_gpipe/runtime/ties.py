@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision
-from hf_gpipe.job.world import World
 from hf_gpipe.runtime.homes import Homes
+from hf_gpipe.runtime.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Ties:
         homes: the homes of dealt stages, where a tied parameter has one home and no copies. None: stages are not dealt.
     """
 
-    def __init__(self, models: Mapping[int, StageModel], world: World, homes: Homes | None = None) -> None:
+    def __init__(self, models: Mapping[int, StageModel], world: Mesh, homes: Homes | None = None) -> None:
         self._homes = homes
         #: Parameters with a copy on another device of this process: (the lowest stage's, its copy).
         self._local_ties = [] if homes else share_within_process(models)
@@ -63,7 +63,7 @@ class Ties:
             stage: (str(model.device), {name: _rows_of(model, name) for name in model.parameters})
             for stage, model in models.items()
         }
-        everyone = world.gather_objects(mine)
+        everyone = world.gather_objects(mine, dict[int, tuple[str, dict[str, tuple[int, int] | None]]])
         replicas = [world.replicas_of(stage) for stage in range(world.placement.num_stages)]
         holders: dict[str, list[int]] = {}
         runs: dict[str, dict[int, tuple[int, int]]] = {}

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_gpipe.job.wire import sendable
 from hf_gpipe.libraries.torch import is_profiling
 from hf_gpipe.schedule.actions import Action
 
 
-@sendable
 @dataclass(frozen=True)
 class ActionTime:
     """When an action ran on this process, in seconds of a monotonic clock."""

@@ -21,9 +21,9 @@ from torch import nn
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
-from hf_gpipe.job.world import World
 from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.runtime.homes import Homes
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.offload import ALIGNMENT, aligned
 
 
@@ -353,7 +353,7 @@ def _copy(weights: Mapping[nn.Parameter, torch.Tensor], homes: Mapping[nn.Parame
 
 
 def visits_of(
-    run_by: Mapping[int, Mapping[int, StageModel]], visitors: Visitors | None, homes: Homes | None, world: World
+    run_by: Mapping[int, Mapping[int, StageModel]], visitors: Visitors | None, homes: Homes | None, world: Mesh
 ) -> dict[int, VisitingWeights]:
     """The visits of the weights of each worker's stages, for the workers of this process. Raises UserError, on every
     process, where no weight could visit."""

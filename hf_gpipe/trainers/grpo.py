@@ -275,7 +275,7 @@ class PipelineGRPOTrainer(OwnLossTrainer):
             return
         folder = self._served_folder
         with written_whole(folder, self.world) as temporary:
-            self._own_model_to_save(temporary, self.world).write()
+            self._own_model_to_save(temporary, self.pipe.world).write()
         server, are_adapters = self._server, self.pipe.adapter.peft is not None
         assert server is not None
         self.world.from_reader(lambda: server.load(folder, are_adapters=are_adapters), takes_long=True)

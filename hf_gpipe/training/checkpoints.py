@@ -114,10 +114,10 @@ class Checkpoints:
 
     def find(self, wanted: str | os.PathLike[str] | bool | None) -> Path | None:
         """Find the checkpoint that the main process asks for, and check that it is complete. True: the newest."""
-        asked = self._world.from_reader(lambda: wanted)
+        asked = self._world.from_reader(lambda: os.fspath(wanted) if isinstance(wanted, os.PathLike) else wanted)
         if asked is None or asked is False:
             return None
-        if asked is not True and (not isinstance(asked, str | os.PathLike) or "\0" in os.fspath(asked)):
+        if asked is not True and (not isinstance(asked, str) or "\0" in asked):
             raise UserError(
                 f"resume_from_checkpoint={asked!r}: expected the directory of a checkpoint, or True for the newest one "
                 "in output_dir"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.runtime.memory import peak_memory_bytes
@@ -14,6 +15,9 @@ from hf_gpipe.training.loader import Batch
 
 #: The beginning of the name of each stage's metric.
 STAGE_PEAK = "peak_memory_bytes_stage_"
+
+#: The seconds of a process, the peak of each of its stages, its timed steps (busy, whole) and the bytes of its stashes.
+_Measured: TypeAlias = tuple[float, dict[int, int], list[tuple[float, float]], int]
 
 
 class Meter:
@@ -85,7 +89,7 @@ class Meter:
             )
             for times in self._timed
         ]
-        everyone = self._pipe.world.gather_objects((*mine, timed, self._pipe.stash_bytes))
+        everyone = self._pipe.world.gather_objects((*mine, timed, self._pipe.stash_bytes), _Measured)
         seconds = max(seconds for seconds, *_ in everyone)
         metrics: dict[str, float] = {
             f"{self._pipe.adapter.counted}_per_second": self._count / seconds,

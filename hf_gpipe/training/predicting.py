@@ -18,6 +18,7 @@ from hf_gpipe.errors import DataError
 from hf_gpipe.job.world import World
 from hf_gpipe.pipeline import Evaluation, Pipeline
 from hf_gpipe.runtime.batches import shared_stream
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.training.generating import Generation
 from hf_gpipe.training.loader import Batch
 
@@ -164,7 +165,7 @@ class _Logits:
         if has_columns:
             self._column = tuple(one[:1, :1].clone() for one in (logits, labels))
 
-    def collected(self, world: World) -> Any:
+    def collected(self, world: Mesh) -> Any:
         """All rows as numpy arrays, in the last stage's leader; None elsewhere. Every process must call it."""
         of_replicas = world.gather_at_first(self._parts, world.replicas_of(world.placement.num_stages - 1))
         if of_replicas is None:

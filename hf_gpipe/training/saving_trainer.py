@@ -17,8 +17,8 @@ from hf_gpipe.checkpoint.copies import PendingWrite
 from hf_gpipe.checkpoint.save import make_directory, prepare
 from hf_gpipe.checkpoint.state import TRAINER_STATE_FILE
 from hf_gpipe.job.calls import by_every_process
-from hf_gpipe.job.world import World
 from hf_gpipe.libraries.transformers_trainer import TrainingSummary, save_metrics, save_state
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.training.hub import HubUploads
 from hf_gpipe.training.trainer_interface import TrainerInterface
 
@@ -50,7 +50,7 @@ class SavingTrainer(TrainerInterface):
         """
         directory = Path(output_dir) if output_dir is not None else self._output_dir
         self._check_surface()
-        self._own_model_to_save(directory, self.world).write()
+        self._own_model_to_save(directory, self.pipe.world).write()
         if _internal_call:
             return
         self.world.from_writer(lambda: self._add_card(directory))
@@ -59,7 +59,7 @@ class SavingTrainer(TrainerInterface):
         if self.args.push_to_hub:
             self._push(directory, "Model save", {})
 
-    def model_to_save(self, directory: Path, world: World) -> PendingWrite | None:
+    def model_to_save(self, directory: Path, world: Mesh) -> PendingWrite | None:
         """Prepare the model of a checkpoint for writing into its directory; `world` is for the messages of the writing.
 
         Returns None where `save_model` is overridden, since it then writes at once.
@@ -70,7 +70,7 @@ class SavingTrainer(TrainerInterface):
         self.save_model(str(directory), _internal_call=True)
         return None
 
-    def try_to_save(self, directory: Path, world: World) -> None:
+    def try_to_save(self, directory: Path, world: Mesh) -> None:
         """Write what a checkpoint has beside tensors into a directory. Every process calls it.
 
         Raises UserError where something has no form in a file, such as the state of a callback.
@@ -92,7 +92,7 @@ class SavingTrainer(TrainerInterface):
         """Whether `save_model` is not overridden."""
         return getattr(self.save_model, "__func__", None) is SavingTrainer.save_model
 
-    def _own_model_to_save(self, directory: Path, world: World) -> PendingWrite:
+    def _own_model_to_save(self, directory: Path, world: Mesh) -> PendingWrite:
         return self.pipe.weights.pending_write(directory, world, self._write_beside_model)
 
     def _write_beside_model(self, folder: Path) -> None:

@@ -29,12 +29,12 @@ from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.calls import by_every_process
-from hf_gpipe.job.device_choice import world_for
 from hf_gpipe.libraries.transformers_trainer import CallbackHandler, TrainOutput
 from hf_gpipe.losses.custom import loss_of_function
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
+from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.base import (
     align_special_tokens,

@@ -26,6 +26,7 @@ from bench.waiting import WaitingStage, WaitingVisits, wait
 from hf_gpipe.job.world import World
 from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
 from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.step import Row, StepResult
@@ -173,7 +174,7 @@ class _Pipeline:
 
     def __init__(self, setting: Emulated) -> None:
         self.table = setting.table
-        world = World.of_job().placed(self.table.placement)
+        world = Mesh.of(World.of_job(), self.table.placement)
         transfer: Any = setting.costs.transfer_seconds
         is_slow = isinstance(transfer, Sequence)
         boundary = (

@@ -30,6 +30,7 @@ from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
 from hf_gpipe.recipe import Chunks, DecidedConfig, Division
+from hf_gpipe.runtime.mesh import ranks_of_workers
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, LONGEST_WINDOW
 
 CPU = torch.device("cpu")
@@ -171,7 +172,7 @@ def profile(case: Case) -> Sequence[ModelCosts]:
         device=torch.device(case.device),
         loss=case.loss.planned,
         barrier=meet,
-        ranks=World.of_job().ranks_of_workers(Division(case.num_ranks)),
+        ranks=ranks_of_workers(World.of_job(), Division(case.num_ranks)),
         make_optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
     )
     return each_chunk(case.workload, Chunks(case.sequence_chunks), measured)

@@ -27,7 +27,7 @@ from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.from_recipe.model import model_config
 from hf_gpipe.job import job
 from hf_gpipe.job.job import Job
-from hf_gpipe.job.secret import SECRET_VARIABLE, new_secret
+from hf_gpipe.job.store import SECRET_VARIABLE, new_secret
 from hf_gpipe.recipe import load_recipe
 from hf_gpipe.train import main as train
 from scripts import forked

@@ -21,9 +21,9 @@ from hf_gpipe.adapters.peft_resolve import resolve_peft
 from hf_gpipe.adapters.tensor_parallel import plan as plans
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.cuts import Cut, Heads, VocabularyPart, dealt, scaled
+from hf_gpipe.adapters.tensor_parallel.emulated import EmulatedRanks, emulate
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import CheckpointError, UnsupportedModelError, UserError
-from hf_gpipe.job.emulated_ranks import EmulatedRanks, emulate
 from hf_gpipe.losses.loss import TokenLoss
 from hf_gpipe.losses.token_metrics import TokenMetrics
 from hf_gpipe.model import clone, tensor_parallel

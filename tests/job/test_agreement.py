@@ -14,9 +14,10 @@ from transformers import GenerationConfig, LlamaConfig
 
 from hf_gpipe.checkpoint.source_digest import digest_of_model
 from hf_gpipe.errors import DisagreementError
-from hf_gpipe.job.agreement import Noted, compare, model_in_memory, text_of
-from hf_gpipe.job.preflight import disagreements
-from hf_gpipe.job.secret import SECRET_VARIABLE, new_secret, store_on_loopback
+from hf_gpipe.job.agreement import Noted, compare, text_of
+from hf_gpipe.job.facts import disagreements
+from hf_gpipe.job.store import SECRET_VARIABLE, new_secret, store_on_loopback
+from hf_gpipe.model.spec import model_in_memory
 from tests.forked_command import start_function
 from tests.gloo import run_gloo
 from tests.job import disagreeing

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.job.device_choice import DeviceChoice, _assign, _DeviceRequest, world_for
 from hf_gpipe.job.world import World
 from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.runtime.device_choice import DeviceChoice, _assign, _DeviceRequest, world_for
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.schedule.placement import Placement
 from tests.gloo import run_gloo
 
@@ -45,7 +46,7 @@ def _choose(gpus: list[list[str]], hosts: list[str], choice: list[DeviceChoice])
     except UserError as error:
         return str(error)
     assert chosen == [world.device]
-    world = world.placed(Placement.spread(4, world.num_processes))
+    world = Mesh.of(world, Placement.spread(4, world.num_processes))
     return [str(one) for one in world.stage_devices.values()]
 
 
@@ -142,10 +143,10 @@ def test_a_number_of_processes_that_does_not_fit() -> None:
         world_for(PipelineConfig(num_stages=2, num_processes=2))
     three = World.of_job().on(["cpu"] * 3)
     with pytest.raises(UserError, match="process 0 has 3 devices for 2 stages: cpu, cpu, cpu"):
-        three.placed(Placement.spread(2, 1))
+        Mesh.of(three, Placement.spread(2, 1))
 
 
 def test_the_ranks_of_a_worker_have_a_device_each() -> None:
     two, stages = World.of_job().on(["cpu"] * 2), Placement.spread(2, 1)
     with pytest.raises(UserError, match=r"tensor_parallel is 2 and a process has several devices \(cpu, cpu\); give"):
-        two.placed(Placement(stages.workers, ranks_per_worker=2))
+        Mesh.of(two, Placement(stages.workers, ranks_per_worker=2))

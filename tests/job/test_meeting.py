@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.job.heartbeat import Heartbeat
+from hf_gpipe.job.liveness import Liveness
 from hf_gpipe.job.meeting import meet
 
 LIMIT = timedelta(seconds=20)
@@ -42,7 +42,7 @@ def test_a_process_of_another_run_is_told_that_it_is_one() -> None:
     with ThreadPoolExecutor(2) as pool:
         meetings = [pool.submit(meet, store.clone(), rank, 2, LIMIT) for rank in range(2)]
         (name,) = {meeting.result() for meeting in meetings}
-    heart = Heartbeat(dist.PrefixStore(name, store), 0, 2, timedelta(seconds=4))
+    heart = Liveness(dist.PrefixStore(name, store), 0, 2, timedelta(seconds=4))
     with pytest.raises(UserError, match=rf"another run .* process {os.getpid()} on machine .*; give each run a port"):
         meet(store.clone(), 1, 2, timedelta(seconds=100))
     heart.stop()

@@ -19,10 +19,9 @@ from transformers import LlamaConfig
 from hf_gpipe.errors import UserError
 from hf_gpipe.from_recipe.job import _check_same_data
 from hf_gpipe.job import facts as facts_module
-from hf_gpipe.job import network, preflight
-from hf_gpipe.job.facts import DeviceFacts, RankFacts
+from hf_gpipe.job import network
+from hf_gpipe.job.facts import DeviceFacts, RankFacts, complaints, unreached
 from hf_gpipe.job.network import check_main_address
-from hf_gpipe.job.preflight import complaints, unreached
 from hf_gpipe.job.world import MeasuredLink, World
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.pipeline import Pipeline
@@ -227,12 +226,12 @@ def _on_two_machines(folder: Path) -> list[Any]:
     socket.gethostname = lambda: host
     os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     facts_module.addresses = lambda: {"eth0": "10.0.0.1", "lo": "127.0.0.1"}
-    preflight.is_loopback = facts_module.is_loopback = lambda address: address == "127.0.1.1"
+    facts_module.is_loopback = lambda address: address == "127.0.1.1"
     store, limit = distributed_c10d._get_default_store(), timedelta(seconds=30)
 
     def check(case: str, address: str, **settings: str) -> str:
         facts_module.gloo_address = lambda found: address
-        return _error(preflight.check, store, rank, 2, settings, limit, case)
+        return _error(facts_module.check, store, rank, 2, limit, case, settings)
 
     found: list[Any] = [
         check("fine", "127.0.0.1", key="1"),

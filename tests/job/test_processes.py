@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ from hf_gpipe import Pipeline
 from hf_gpipe.checkpoint import directory
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.job import LAST_MESSAGE_SECONDS, Job
-from hf_gpipe.job.waiting import working
 from hf_gpipe.job.world import World
 from tests.gloo import NO_CPU, TIMEOUT, run_gloo
 from tests.oracle import assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
@@ -94,21 +92,6 @@ def _write_slowly(folder: str) -> None:
 def test_a_disk_may_be_slower_than_messages(tmp_path: Path) -> None:
     run_gloo(_write_slowly, 2, str(tmp_path))
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["0", "1"]
-
-
-def _work_with_another_default_type() -> float:
-    """As transformers does while it builds a model of another type."""
-    rank, limit = dist.get_rank(), timedelta(seconds=0.4)
-    with working(dist.new_group(backend="gloo"), limit, math.inf):
-        torch.set_default_dtype(torch.float64 if rank else torch.float32)
-        time.sleep(1.0)
-        torch.set_default_dtype(torch.float32)
-    return rank
-
-
-def test_the_default_type_may_differ_while_processes_work() -> None:
-    """Their threads tell each other meanwhile that they are still there: with tensors of two types gloo aborts."""
-    assert run_gloo(_work_with_another_default_type, 2) == [0, 1]
 
 
 def _rejoin(folder: str) -> list[list[int]]:

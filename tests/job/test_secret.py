@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from hf_gpipe.errors import MessageError, UserError
-from hf_gpipe.job.facts import RankFacts
+from hf_gpipe.job.facts import RankFacts, _read
 from hf_gpipe.job.meeting import meet
-from hf_gpipe.job.secret import SECRET_VARIABLE, SignedStore, new_secret, signed, store_on_loopback
+from hf_gpipe.job.store import SECRET_VARIABLE, SignedStore, new_secret, signed, store_on_loopback
 from scripts.random_faults.peers import flood, listening
 from tests.forked_command import Program
 from tests.job import peers
@@ -191,4 +191,4 @@ def test_processes_meet_in_a_signed_store() -> None:
 )  # fmt: skip
 def test_what_a_peer_tells_at_the_start_is_read_strictly(told: bytes) -> None:
     with pytest.raises(MessageError, match="what a process has told at the start is not hf_gpipe's"):
-        RankFacts.read(told)
+        _read(told, RankFacts)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hf_gpipe.job import failures, watching
+from hf_gpipe.job import failures, joining
 from hf_gpipe.job.job import Job
 from hf_gpipe.job.store import count_in_store
 from scripts import tiny_run
@@ -151,7 +151,7 @@ def test_a_store_that_is_silent_is_no_store_that_is_gone(monkeypatch: pytest.Mon
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         monkeypatch.setattr(failures, "_STORE_SECONDS", 0.5)
-        monkeypatch.setattr(Job.current(), "_store", object())
+        monkeypatch.setattr(Job.current(), "store", object())
         first = {}
         for rank in "012":
             monkeypatch.setenv("RANK", rank)
@@ -179,9 +179,9 @@ def test_one_thread_of_a_process_tells_why_it_fails(
     monkeypatch.setattr(Job, "_current", Job())
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(watching.os, "_exit", lambda code: None)
+    monkeypatch.setattr(joining.os, "_exit", lambda code: None)
     with failures.telling:
-        watch = threading.Thread(target=watching._end, args=("it is silent", True))
+        watch = threading.Thread(target=joining._end, args=("it is silent", True, False))
         watch.start()
         failures.report(RuntimeError("waited in vain"))
     watch.join(60)

@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 
 from hf_gpipe.errors import HfGpipeError, StageError, UserError
-from hf_gpipe.job.device_choice import world_for
 from hf_gpipe.job.facts import DeviceFacts, RankFacts
 from hf_gpipe.job.world import World
 from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import edges as edges_module
 from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
+from hf_gpipe.runtime.device_choice import world_for
 from hf_gpipe.runtime.edges import Edge, connect
 from hf_gpipe.runtime.executor import Executor
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.runtime.step import Row
 from hf_gpipe.schedule import Placement, Schedule, build, placement_for
@@ -186,7 +187,7 @@ def test_no_table_stops_where_every_message_blocks(name: str, num_stages: int, n
 # ---------------------------------------------------------------------- communicators
 
 
-class Stub(World):
+class Stub(Mesh):
     """A process that notes the communicators it creates."""
 
     def new_group(self, ranks: Any, device: torch.device) -> Any:
@@ -220,7 +221,7 @@ def test_communicators_are_shared_and_set_up_one_after_another(
         names = placement.devices or ("cuda:0",) * placement.num_stages
         own = dict.fromkeys(names[stage] for stage in placement.stages_of(rank))
         facts = replace(RankFacts.of_this_process(), devices=tuple(DeviceFacts(name, 1, 1) for name in own))
-        world = Stub(rank, (facts,) * placement.num_processes, stages_placed=placement)
+        world = Stub(rank, (facts,) * placement.num_processes, placement=placement)
         found = connect(world, lambda stage, name: torch.float32)
         assert {stage for stage, _, _ in found} == {
             s for s in range(placement.num_stages - 1) if {s, s + 1} & set(world.local_stages)

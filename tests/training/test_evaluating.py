@@ -27,6 +27,7 @@ from hf_gpipe.adapters.modules.dropout import mix
 from hf_gpipe.data import PairCollator
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.job.world import World
+from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.training.generating import left_padded_prompts
 from hf_gpipe.training.predicting import _Logits
@@ -309,6 +310,6 @@ def test_logits_leave_the_device_one_micro_batch_at_a_time() -> None:
     for _ in range(2):
         logits.add(torch.zeros(2, 3, 5, dtype=torch.bfloat16), {"labels": torch.zeros(2, 3)})
     assert all(isinstance(kept, np.ndarray) for (ids, (full,)), _ in logits._parts for kept in (ids, full))
-    tokens, (full,) = logits.collected(World.of_job().placed(Placement([0])))
+    tokens, (full,) = logits.collected(Mesh.of(World.of_job(), Placement([0])))
     assert tokens.tolist() == [[0, 0, 0, -100]] * 4
     assert full.shape == (4, 4, 5)

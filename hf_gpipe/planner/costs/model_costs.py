@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from hf_gpipe.adapters.layers import LayerKind, StackName
-from hf_gpipe.job.wire import sendable
 from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import Workload
@@ -22,7 +21,6 @@ InnerRecompute = Literal["none", "block"]
 """The tensors that a stored graph keeps: all, or only the inputs of blocks. ("stage" says when a graph is alive.)"""
 
 
-@sendable
 @dataclass(frozen=True)
 class SharedParameter:
     """A parameter that several layers use: a tied embedding, or a position table that all blocks read.
@@ -41,7 +39,6 @@ class SharedParameter:
     first_layer: int
 
 
-@sendable
 @dataclass(frozen=True)
 class GraphCost:
     """The bytes that a layer adds to the autograd graph of its stage, and the working memory of its backward.
@@ -61,7 +58,6 @@ class GraphCost:
     backward_working_bytes: int
 
 
-@sendable
 @dataclass(frozen=True)
 class Seconds:
     """Measured time of one micro-batch: a forward without a graph, a forward with one, and a backward."""
@@ -99,7 +95,6 @@ class Seconds:
         )
 
 
-@sendable
 class SumsOverRanks(NamedTuple):
     """The sums of tensors over the ranks of a worker: their number, their bytes, and the number of ranks.
 
@@ -128,7 +123,6 @@ class SumsOverRanks(NamedTuple):
 NO_SUMS = SumsOverRanks()
 
 
-@sendable
 class SumBeside(NamedTuple):
     """A sum over the ranks that runs beside matrix products, and the products' operations."""
 
@@ -136,7 +130,6 @@ class SumBeside(NamedTuple):
     flops: int
 
 
-@sendable
 class Operations(NamedTuple):
     """The operations of a pass of one micro-batch through a layer.
 
@@ -156,7 +149,6 @@ class Operations(NamedTuple):
 NO_OPERATIONS = Operations()
 
 
-@sendable
 @dataclass(frozen=True)
 class LayerCost:
     """One layer's costs for one micro-batch.
@@ -235,7 +227,6 @@ class HeadPart:
     working_bytes: int
 
 
-@sendable
 @dataclass(frozen=True)
 class ModelCosts:
     """The costs of all layers of a model, in order, for one shape of micro-batch. Divided layers have one rank's costs.

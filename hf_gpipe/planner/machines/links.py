@@ -95,14 +95,14 @@ def pairs_to_measure(placement: Placement, hosts: Sequence[str]) -> list[tuple[i
 
 def measure_links(world: World, pairs: Sequence[tuple[int, int]]) -> list[MeasuredLink]:
     """Measure the links between pairs of processes, one after the other. Every process calls it."""
-    mine = {}
+    mine: list[tuple[tuple[int, int], tuple[float, float]]] = []
     for first, second in pairs:
         if world.rank == first:
-            mine[first, second] = _send_and_measure(world, second)
+            mine.append(((first, second), _send_and_measure(world, second)))
         elif world.rank == second:
             _answer(world, first)
         world.barrier()
-    measured = {pair: value for own in world.gather_objects(mine) for pair, value in own.items()}
+    measured = dict(entry for own in world.gather_objects(mine) for entry in own)
     return [MeasuredLink((world.hosts[pair[0]], world.hosts[pair[1]]), pair, *measured[pair]) for pair in pairs]
 
 

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import torch
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.job.wire import sendable
 from hf_gpipe.job.world import World
 from hf_gpipe.recipe import PipelineConfig
 
@@ -43,14 +42,13 @@ def world_for(config: PipelineConfig, device: DeviceChoice = None) -> World:
             f"process holds at least one stage; start at most {config.places}, or raise num_stages or replicas"
         )
     chosen = device if device is not None else config.devices or config.device
-    wishes = alone.from_each(lambda: _DeviceRequest.of(chosen))
+    wishes = alone.from_each(lambda: _DeviceRequest.of(chosen), _DeviceRequest)
     devices = _assign(wishes, alone.hosts)[alone.rank]
     if devices[0].startswith("cuda"):
         torch.cuda.set_device(torch.device(devices[0]))
     return alone.on(devices)
 
 
-@sendable
 @dataclass(frozen=True)
 class _DeviceRequest:
     """The devices that a process asks for, and those that it can see.
