@@ -159,7 +159,7 @@ class Job:
         self.liveness.wait(lambda: dist.barrier(group=self.waiting_group(thread)), what, longest, thread)
 
     def waiting_group(self, thread: str = "") -> dist.ProcessGroup:
-        """The group of `wait_for_all`, to be made while all are here: only within it a process notices another's end."""
+        """The group of `wait_for_all`. Made while all are here, it shows one that waits the end of another."""
         return self.common_group("gloo", f"waiting {thread}", _NO_LIMIT)
 
     # ------------------------------------------------------------------ groups

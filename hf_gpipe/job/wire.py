@@ -118,9 +118,9 @@ def _check_kind(dtype: torch.dtype, layout: torch.layout, is_nested: bool) -> No
 
 def _with_tensors(tensors: Mapping[str, torch.Tensor], entries: dict[str, Any]) -> Any:
     """A dictionary of a message, or what it stands for. Raises KeyError or TypeError."""
-    if isinstance(inside := entries.get(_TUPLE, []), list) is False:
-        raise TypeError(f"a tuple of {str(inside)[:80]!r}")
     if _TUPLE in entries:
+        if not isinstance(inside := entries[_TUPLE], list):
+            raise TypeError(f"a tuple of {str(inside)[:80]!r}")
         return tuple(inside)
     if _TENSOR in entries:
         return tensors[entries[_TENSOR]]

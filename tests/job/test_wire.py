@@ -34,7 +34,7 @@ KINDS = [
     (Seconds(1.0, math.inf, 3.0), Seconds | None),
     (None, Seconds | None),
     ({1: (True, "a")}, dict[int, tuple[bool, str]]),
-    (PipelineConfig(2, 4, "gpipe").decided(partition=(1, 1)), DecidedConfig),
+    (PipelineConfig(2, 4, "gpipe", recompute="stage").decided(partition=(1, 1)), DecidedConfig),
 ]
 
 
