@@ -55,3 +55,24 @@ def test_a_command_imports_without_the_garbage_collector(monkeypatch: pytest.Mon
         assert not gc.isenabled()
     assert gc.isenabled()
     assert gc.get_freeze_count() > before
+
+
+WRONG = [
+    ["plan", "recipes/quickstart.yaml", "--device", "foo"],
+    ["plan", "nowhere.yaml"],
+    ["check", "./nowhere"],
+    ["generate", "./nowhere"],
+    ["merge", "nowhere", "--output", "out"],
+]
+
+
+def test_wrong_names_and_paths_are_told_before_anything_takes_seconds() -> None:
+    """An unknown device was told after torch and transformers had been imported."""
+    program = f"""
+import sys
+from hf_gpipe.__main__ import main
+print([(main(words), "torch" in sys.modules) for words in {WRONG!r}])
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert finished.stdout.strip() == str([(2, False)] * len(WRONG))
+    assert finished.stderr.count("error: ") == len(WRONG)

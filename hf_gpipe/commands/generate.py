@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from hf_gpipe.commands.base import Parser, loading, run_with_options
+from hf_gpipe.commands.base import Parser, check_path, loading, run_with_options
 from hf_gpipe.errors import UserError, check_count
 
 DESCRIPTION = """\
@@ -53,6 +53,7 @@ def _parser() -> Parser:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    check_path(args.model)
     with loading():
         import torch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -34,13 +35,14 @@ def _parser() -> Parser:
 
 
 def _merge(args: argparse.Namespace) -> int:
+    name = "adapter_config.json"  # of peft, which takes seconds to import
+    if not os.path.isfile(os.path.join(args.adapters, name)):
+        raise UserError(f"there is no {name} in {args.adapters!r}; give a directory of saved peft adapters")
     with loading():
-        from hf_gpipe.checkpoint.peft import CONFIG_NAME, base_of, has_adapters
+        from hf_gpipe.checkpoint.peft import base_of
         from hf_gpipe.model.merging import classifier_fields, merge
         from hf_gpipe.model.spec import ModelSpec
 
-    if not has_adapters(args.adapters):
-        raise UserError(f"there is no {CONFIG_NAME} in {args.adapters!r}; give a directory of saved peft adapters")
     adapters, trusts = str(args.adapters), args.trust_remote_code
     base = args.base or base_of(adapters)
     source = _with_tokenizer(adapters, base)

@@ -63,10 +63,7 @@ class PlanRequest:
         limits = tuple((options.memory or "").split(","))
         for limit in limits if options.memory else ():
             read_bytes(limit, "--memory")
-        with loading():
-            from hf_gpipe.planner.machines.network import read_cluster
-
-            import_module("hf_gpipe.planner.search.choose")  # and torch and transformers with it
+        from hf_gpipe.planner.machines.network import read_cluster
 
         device, *others = _devices(options)
         if options.devices is not None and num_devices is None:
@@ -110,6 +107,8 @@ class PlanRequest:
         table = recipe.table(config.processes)
         if table is not None:
             config = replace(config, recompute=recompute_under(table, config.recompute))
+        with loading():
+            import_module("hf_gpipe.planner.search.choose")  # and torch and transformers with it
         request = cls(_with_vocabulary(recipe), config, given, (device, *others), cluster, table, options.profile)
         request.planner.lighter = {keys: partial(request._plan_with, keys, options) for keys in _lighter(recipe)}
         return request

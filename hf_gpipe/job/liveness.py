@@ -86,7 +86,7 @@ class Liveness:
             thread: whose wait it is: threads wait for those of the same name.
         """
         wait = _Wait(what, f"hf_gpipe/waits/{thread}/{next(self._numbers[thread])}", longest, time.monotonic())
-        with self._lock:
+        with self._lock, suppress(RuntimeError):  # without a store, messages still tell who has ended
             self._store.set(f"{wait.key}/{self._rank}", "")
         self._waits[thread] = wait
         try:
