@@ -1,12 +1,11 @@
 """Lose a host under torchrun, or let one join, and see that the training ends with the weights that it would have had.
 
-    python scripts/elastic.py [--hosts 3] [--kills 10] [--join] [--memory] [--folder FOLDER]
+    python scripts/elastic.py [--hosts 3] [--kills 10] [--join] [--folder FOLDER]
 
 Agents of torchrun on this machine stand for hosts with one process each; the store of their rendezvous is in this
 program. At a random step one of them is killed with its process. torchrun starts the others anew, the planner chooses
 stages and replicas for as many as there are, and the run resumes from its last checkpoint. With --join another agent
-is started in place of the killed one; with --memory the run goes on from a checkpoint in memory, of its last step or
-the one before. All runs compute in float64.
+is started in place of the killed one. All runs compute in float64.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ def try_kill(folder: Path, recipe: list[str], options: argparse.Namespace, chanc
     limits = "is_host=0,last_call_timeout=3,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
     words = ["--nnodes", f"1:{options.hosts}", "--nproc-per-node", "1", "--max-restarts", "3", *endpoint]
     words += ["--rdzv-conf", limits, "-m", "hf_gpipe.train", *recipe, f"training.output_dir={folder / 'out'}"]
-    words += ["training.memory_save_steps=1", "training.save_steps=1000"] if options.memory else []
     agents = [Agent(words, folder / f"host-{number}.log") for number in range(options.hosts)]
     try:
         step, lost = chance.randrange(3, STEPS // 2), chance.randrange(options.hosts)
@@ -94,8 +92,6 @@ def try_kill(folder: Path, recipe: list[str], options: argparse.Namespace, chanc
                 raise RuntimeError(f"a host that was left has failed: see {agent.log.name}")
         logs = "".join(Path(agent.log.name).read_text() for agent in agents)
         print(f"killed after step {reached}; {' '.join(re.findall('resuming .*', logs))}")
-        if options.memory and "resuming   from /dev/shm" not in logs:
-            raise RuntimeError(f"the run does not go on from memory: see {folder}")
         return seconds
     finally:
         for agent in agents:
@@ -106,7 +102,6 @@ def main() -> int:
     """Kill hosts; the exit code is 1 where a run ends with other weights."""
     made = parser(__doc__, hosts=3, kills=10, seed=0)
     made.add_argument("--join", action="store_true", help="let another host join")
-    made.add_argument("--memory", action="store_true", help="keep checkpoints in memory alone")
     made.add_argument("--folder", type=Path, help="an empty folder to keep all runs in")
     options = made.parse_args()
     chance, wrong = random.Random(options.seed), 0

@@ -215,7 +215,7 @@ def advising() -> Iterator[None]:
 
 
 @contextmanager
-def updated(directory: Path, step: int | None = None, *, has_all_files: bool = True) -> Iterator[dict[str, Entry]]:
+def updated(directory: Path, step: int | None = None) -> Iterator[dict[str, Entry]]:
     """Context manager for changes of a directory's files; yields the entries of the files, to be changed with them.
 
     Until its end the directory has no digests, so after a crash the files can be used and do not seem damaged.
@@ -223,14 +223,13 @@ def updated(directory: Path, step: int | None = None, *, has_all_files: bool = T
     Args:
         directory: of the files.
         step: the number of updates of a checkpoint; None: a model that is saved alone.
-        has_all_files: whether a file that is not there was deleted; if not, it may be on another machine.
     """
     try:
         digests = Digests.read(directory)
     except CheckpointError:
         digests = None
     known = {} if digests is None else digests.files
-    files = {f: entry for f, entry in known.items() if not has_all_files or (directory / f).exists()}
+    files = {f: entry for f, entry in known.items() if (directory / f).exists()}
     path = directory / DIGESTS_FILE
     path.unlink(missing_ok=True)
     yield files

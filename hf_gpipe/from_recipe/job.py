@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from hf_gpipe.checkpoint.directory import check_shared, checkpoints, remove, step_of, tidy
-from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints, newest_checkpoint
+from hf_gpipe.checkpoint.directory import check_shared, checkpoints, last_checkpoint, remove, step_of, tidy
 from hf_gpipe.checkpoint.lock import owned
 from hf_gpipe.checkpoint.save import make_directory, writing
 from hf_gpipe.checkpoint.state import read_state
@@ -234,8 +233,7 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path, world: World, job: Job) -> 
         _check_same_data(recipe, world)
     if recipe.training.resume == "never":
         return None
-    kept = MemoryCheckpoints(output_dir, world) if recipe.training.keeps_in_memory else None
-    return newest_checkpoint(output_dir, world, kept)
+    return last_checkpoint(output_dir, world)
 
 
 def _check_same_data(recipe: Recipe, world: World) -> None:

@@ -16,7 +16,6 @@ from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.planner.saving import (
     copy_bytes,
     hosted_words,
-    kept_bytes,
     offload_text,
     offloaded_bytes,
     saving_text,
@@ -281,8 +280,6 @@ def as_dict(plan: Plan) -> dict[str, Any]:
                 plan.processes, copy_bytes(plan), offloaded_bytes(plan), plan.hosted_bytes, strict=True
             )
         ],
-        # The bytes of each machine for checkpoints in memory.
-        "kept_bytes": kept_bytes(plan),
         **(mesh_dict(plan) if is_mesh(plan) else {}),
     }
 

@@ -10,35 +10,15 @@ from hf_gpipe.text import size_text
 
 
 def copy_bytes(plan: Plan) -> list[int]:
-    """The bytes that each process copies when a checkpoint is saved in the background.
-
-    The copies are there until the checkpoint is written.
-    """
-    return _saved_bytes(plan) if plan.planner.inputs.saves_in_background else [0] * len(plan.processes)
-
-
-def kept_bytes(plan: Plan) -> list[int]:
-    """The bytes of each machine under /dev/shm for checkpoints in memory, while a new one is written beside the last.
-
-    A machine has the files of its own processes, and with several machines also those of the machine before it. In a
-    cluster of one level all processes are on one machine.
-    """
-    saved = _saved_bytes(plan)
-    size = plan.planner.host_size(len(saved))
-    own = [sum(saved[start : start + size]) for start in range(0, len(saved), size)]
-    if not plan.planner.inputs.keeps_in_memory:
-        return [0] * len(own)
-    return [2 * (mine + (own[number - 1] if len(own) > 1 else 0)) for number, mine in enumerate(own)]
-
-
-def _saved_bytes(plan: Plan) -> list[int]:
-    """The bytes that each process writes of a checkpoint.
+    """The bytes that each process copies when a checkpoint is saved in the background, until it is written.
 
     The leader of a stage writes the stage's weights, or its adapters alone, and the optimizer's state of whole
     parameters with float32 master weights, if there are any.
     """
     inputs, costs = plan.planner.inputs, plan.costs
     sizes = [0] * len(plan.processes)
+    if not inputs.saves_in_background:
+        return sizes
     workers = plan.timeline.schedule.placement.workers
     for stage, owned in _owned(plan):
         weights = owned.trainable_bytes if inputs.saved == "adapters" else owned.num_bytes
@@ -67,17 +47,12 @@ def _owned(plan: Plan) -> Iterator[tuple[StagePlan, Parameters]]:
 
 def saving_text(plan: Plan) -> str:
     """The CPU memory that checkpoints take, for people; empty where they take none."""
-    inputs, parts = plan.planner.inputs, []
-    if inputs.saves_in_background:
-        parts.append(f"in the background from copies in CPU memory: {_sum_text(copy_bytes(plan))}")
-    if inputs.keeps_in_memory:
-        kept = kept_bytes(plan)
-        largest = max(range(len(kept)), key=lambda number: kept[number])
-        parts.append(
-            f"checkpoints in memory: at most {size_text(kept[largest])} under /dev/shm of a machine (the one of "
-            f"process {largest * (len(plan.processes) // len(kept))})"
-        )
-    return "; ".join([*parts, "where processes compute on the CPU, this comes on top"] if parts else [])
+    if not plan.planner.inputs.saves_in_background:
+        return ""
+    return (
+        f"in the background from copies in CPU memory: {_sum_text(copy_bytes(plan))}; where processes compute on the "
+        "CPU, this comes on top"
+    )
 
 
 def offload_text(plan: Plan) -> str:

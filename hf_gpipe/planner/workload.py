@@ -237,7 +237,6 @@ class PlanInputs:
         packing: whether the rows of a mini-batch are packed.
         saved: the weights of the model that a checkpoint has.
         saves_in_background: whether checkpoints are written from copies in CPU memory.
-        keeps_in_memory: whether the machines keep checkpoints in their memory.
         tables: the tables that were read from files, by the path that names them as a schedule.
         new_tokens: the tokens that are generated for each row before a step; the mini-batch's lengths include them.
         vocabulary: the number of tokens that the model knows, where any are generated.
@@ -257,7 +256,6 @@ class PlanInputs:
     packing: bool = False
     saved: Literal["model", "adapters"] = "model"
     saves_in_background: bool = True
-    keeps_in_memory: bool = False
     tables: Mapping[str, Schedule] = field(default_factory=dict)
     earlier_num_micro_batches: int | None = None
     new_tokens: int = 0
@@ -285,7 +283,6 @@ class PlanInputs:
             offload_optimizer=given.offload_optimizer,
             accumulation=given.size.accumulation,
             saves_in_background=given.save_in_background != "never",
-            keeps_in_memory=given.keeps_in_memory,
             needs_norm=given.needs_norm,
             **others,
         )

@@ -64,10 +64,13 @@ def parse_recipe(text: str, overrides: Iterable[str] = (), *, source: str = "rec
 def load_saved(path: str | Path) -> Recipe:
     """Load the recipe that a run saved in its output directory.
 
-    An earlier version may have written keys that the kind of data does not use; they are dropped.
+    An earlier version may have written keys that the kind of data does not use, or the key of checkpoints in memory,
+    which are no more; they are dropped.
     """
     data, locations = read_with_bases(path)
     drop_unused(data, kind_of(data))
+    if isinstance(training := data.get("training"), dict):
+        training.pop("memory_save_steps", None)
     return _recipe(data, locations, (), runs=False)
 
 

@@ -33,13 +33,7 @@ class TrainingMeaning:
         bf16: Any
         fp16: Any
         max_grad_norm: Any
-        memory_save_steps: Any
         on_nonfinite_loss: Any
-
-    @property
-    def keeps_in_memory(self) -> bool:
-        """Whether the machines keep checkpoints in their memory."""
-        return self.memory_save_steps is not None
 
     @property
     def half_precision(self) -> str | None:
@@ -200,11 +194,6 @@ class TrainingSection(TrainingMeaning):
 
     save_steps: Annotated[Count | None, MAY_CHANGE] = 500
     """Number of optimizer steps between two checkpoints; null: none during training."""
-
-    memory_save_steps: Annotated[Count | None, MAY_CHANGE] = None
-    """Number of optimizer steps between two checkpoints that the machines keep in their memory (/dev/shm), for a start
-    after a fault. Each machine keeps the files of its own stages and of the machine before it. null: no checkpoints in
-    memory."""
 
     save_total_limit: Annotated[Count | None, MAY_CHANGE] = 2
     """Number of checkpoints to keep, the newest ones; null: all."""

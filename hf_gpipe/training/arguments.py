@@ -112,7 +112,6 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
         "then it ends without saving.",
     )
     save_in_background: str = key_of(TrainingSection, "save_in_background")
-    memory_save_steps: int | None = key_of(TrainingSection, "memory_save_steps")
     on_nonfinite_loss: str = key_of(TrainingSection, "on_nonfinite_loss")
     # The default is the library's, and recipes have the same.
     ddp_timeout: int = argument(int(PipelineConfig.timeout_seconds), keys_of(PipelineConfig)["timeout_seconds"].text)
@@ -188,11 +187,10 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
                 f"activation_checkpointing=True contradicts recompute={self.recompute!r}; leave one of them out "
                 "(recompute='block' is the same as it, recompute='stage' keeps less)"
             )
-        if self.save_only_model and (self.enable_jit_checkpoint or self.keeps_in_memory):
-            other = "enable_jit_checkpoint=True" if self.enable_jit_checkpoint else "memory_save_steps"
+        if self.save_only_model and self.enable_jit_checkpoint:
             raise UserError(
-                f"save_only_model=True contradicts {other}: what is saved when the training is stopped would not be "
-                "enough to go on from; leave one of them out"
+                "save_only_model=True contradicts enable_jit_checkpoint=True: what is saved when the training is "
+                "stopped would not be enough to go on from; leave one of them out"
             )
         for variable, feature in REFUSED_ENVIRONMENT.items():
             value = os.environ.get(variable, "")

@@ -23,13 +23,13 @@ from hf_gpipe.checkpoint.directory import (
     check_whole,
     checkpoint_path,
     find_model_damage,
+    last_checkpoint,
     remove,
     rotate,
     temporary_path,
     tidy,
     written_whole,
 )
-from hf_gpipe.checkpoint.in_memory import MemoryCheckpoints, newest_checkpoint
 from hf_gpipe.checkpoint.run_state import DataPosition, RunState
 from hf_gpipe.checkpoint.state import (
     TRAINER_STATE_FILE,
@@ -62,14 +62,12 @@ class Saving(NamedTuple):
         step: the number of updates that had been made.
         epoch: the epoch at that step.
         outcome: the future of the thread that writes it; None: it is written.
-        is_in_memory: whether it is kept in the memory of the machines, and not on disk.
     """
 
     path: Path
     step: int
     epoch: float | None
     outcome: Future[None] | None
-    is_in_memory: bool
 
 
 class Checkpoints:
@@ -79,8 +77,7 @@ class Checkpoints:
         trainer: the trainer, whose state, optimizer's state and weights are saved and loaded.
 
     Attributes:
-        saved_step: the step whose checkpoint on disk was begun last; None: none so far.
-        kept_step: the step whose checkpoint in memory was begun last; None: none so far.
+        saved_step: the step whose checkpoint was begun last; None: none so far.
     """
 
     def __init__(self, trainer: SavingTrainer) -> None:
@@ -90,17 +87,8 @@ class Checkpoints:
         self._saving: Saving | None = None
         self._has_warned = False
         args = trainer.args
-        self._saves = args.save_strategy != "no" or args.enable_jit_checkpoint or args.keeps_in_memory
+        self._saves = args.save_strategy != "no" or args.enable_jit_checkpoint
         self.saved_step: int | None = None
-        self.kept_step: int | None = None
-        self._memory = None
-        if trainer.args.keeps_in_memory:
-            self._memory = MemoryCheckpoints(self._output_dir, self._world)
-
-    def keeps(self, step: int) -> bool:
-        """Whether the machines keep this step in memory, unless it is saved on disk."""
-        every = self._args.memory_save_steps
-        return every is not None and step % every == 0 and step not in (None, 0, self.saved_step, self.kept_step)
 
     def path(self, step: int) -> Path:
         """The directory of the checkpoint after `step` updates."""
@@ -108,7 +96,7 @@ class Checkpoints:
 
     def tidy(self) -> None:
         """Make the output directory ready. Raises CheckpointError where checkpoints cannot be written there."""
-        if self._args.save_strategy != "no" or self._args.enable_jit_checkpoint:
+        if self._saves:
             check_shared(self._output_dir, self._world)
         self._world.from_writer(lambda: tidy(self._output_dir))
 
@@ -124,14 +112,9 @@ class Checkpoints:
             )
         with Job.current().during("checking the checkpoint"):
             if asked is True:
-                return newest_checkpoint(self._output_dir, self._world, self._memory)
+                return last_checkpoint(self._output_dir, self._world)
             check_whole(Path(asked), self._world)
         return Path(asked)
-
-    def forget_memory(self, resumed: Path | None = None) -> None:
-        """Delete the checkpoints in memory, unless the training goes on from one of them."""
-        if self._memory is not None and (resumed is None or resumed.parent != self._memory.folder):
-            self._memory.forget()
 
     def resume(self, checkpoint: Path, new: RunState) -> tuple[RunState, TrainerState]:
         """Load the weights, the loss's scale, and the state of the optimizer and its scheduler.
@@ -223,25 +206,20 @@ class Checkpoints:
         if self._saves and not self._args.save_only_model:
             check_state(self._trainer.made_optimizer(), self._trainer.lr_scheduler, run)
 
-    def begin(self, run: RunState, *, in_memory: bool = False) -> None:
+    def begin(self, run: RunState) -> None:
         """Write the checkpoint of this step, or copy it and write it in the background; then rotate. `end` follows.
 
         With `save_only_model` it has nothing that a training needs to resume.
 
         Args:
             run: how far the run has come. The pipeline's state and the loss's scale are added to it.
-            in_memory: whether to write it into the memory of the machines.
         """
         assert self._saving is None, "at most one checkpoint is being written"
         run.pipeline_step = self._pipe.step
         state, scaler = self._trainer.state, self._trainer.scaler
         run.loss_scale = None if scaler is None else scaler.state_dict()
-        final, memory = self.path(state.global_step), self._memory if in_memory else None
-        if memory is not None:
-            final = checkpoint_path(memory.folder, state.global_step)
+        final = self.path(state.global_step)
         with Job.current().during(f"saving {final.name}"), ExitStack() as stack:
-            if memory is not None:
-                memory.prepare(final)
             directory = stack.enter_context(written_whole(final, self._for_saving))
             parts = [self._trainer.model_to_save(directory, self._for_saving)]
             if not self._args.save_only_model:
@@ -254,17 +232,14 @@ class Checkpoints:
             snapshot = copy.deepcopy(state) if self._world.is_writer else state
             # A checkpoint with a higher number may be there from an earlier run, and be damaged.
             keep = final, Path(state.best_model_checkpoint or final)
-            write = partial(self._write, stack.pop_all(), directory, pending, snapshot, keep, memory)
-            if memory is None:
-                self.saved_step = state.global_step
-            else:
-                self.kept_step = state.global_step
+            write = partial(self._write, stack.pop_all(), directory, pending, snapshot, keep)
+            self.saved_step = state.global_step
             outcome = None
             if is_in_background:
                 outcome = begun(write, "hf_gpipe-saving")
             else:
                 write()
-            self._saving = Saving(final, state.global_step, state.epoch, outcome, in_memory)
+            self._saving = Saving(final, state.global_step, state.epoch, outcome)
 
     @property
     def is_in_background(self) -> bool:
@@ -333,7 +308,6 @@ class Checkpoints:
         parts: Sequence[PendingWrite],
         state: TrainerState,
         keep: Sequence[Path],
-        memory: MemoryCheckpoints | None,
     ) -> None:
         """Write a checkpoint's parts, give it its name by leaving the context managers of `stack`, and rotate."""
         processes, written = self._for_saving, dict[str, digests.Entry]()
@@ -342,16 +316,11 @@ class Checkpoints:
                 written |= part.write()
 
             def complete() -> None:
-                with digests.updated(directory, state.global_step, has_all_files=memory is None) as entries:
+                with digests.updated(directory, state.global_step) as entries:
                     state.save_to_json(directory / TRAINER_STATE_FILE)
                     entries |= written | {TRAINER_STATE_FILE: digests.entry_of_file(directory / TRAINER_STATE_FILE)}
 
             write_once(directory, processes, complete)
-            if memory is not None:
-                memory.spread(directory, processes)
-        if memory is not None:
-            memory.publish(directory, keep[0], processes)
-            return
         write_once(self._output_dir, processes, lambda: rotate(self._output_dir, self._args.save_total_limit, keep))
 
 

@@ -174,14 +174,13 @@ class TrainingLoop:
     def _log_evaluate_save(self, *, waits: bool) -> None:
         """Do what callbacks have asked for, in every process; `waits` as for `Agreement.reach`."""
         is_written, stop_signal = self._agree(waits=waits)
-        is_kept = self._checkpoints.keeps(self._state.global_step)
-        if waits or is_written or stop_signal or is_kept or any(getattr(self._control, flag) for flag in _FLAGS):
+        if waits or is_written or stop_signal or any(getattr(self._control, flag) for flag in _FLAGS):
             self._updates.read_late_numbers()
         if stop_signal:
             self._log()
             self._stop(stop_signal)
         control = self._control
-        if not (is_written or is_kept or control.should_log or control.should_evaluate or control.should_save):
+        if not (is_written or control.should_log or control.should_evaluate or control.should_save):
             return
         if self._control.should_log:
             self._log()
@@ -189,8 +188,6 @@ class TrainingLoop:
             self._evaluate()
         if self._control.should_save:
             self._save()
-        elif is_kept:
-            self._save(in_memory=True)
         elif is_written:
             self._end_save()
         # What was just called may have asked to stop.
@@ -241,20 +238,20 @@ class TrainingLoop:
             # The step is saved again, since its checkpoint does not know yet that it is the best.
             self._save()
 
-    def _save(self, *, in_memory: bool = False) -> None:
+    def _save(self) -> None:
         """Write a checkpoint, or begin to write it in the background, once the one before is written."""
         self._end_save()
         trainer, state = self._trainer, self._state
         self._control.should_save = False
         with self._logs.meter.paused():
-            if self._args.save_total_limit is not None and not in_memory:
+            if self._args.save_total_limit is not None:
                 # What is being uploaded must not be deleted.
                 trainer.uploads.finish()
-            if state.best_global_step == state.global_step and not in_memory:
+            if state.best_global_step == state.global_step:
                 state.best_model_checkpoint = str(self._checkpoints.path(state.global_step))
             # A new state has the present state of callbacks that keep one.
             state.stateful_callbacks = trainer.new_state().stateful_callbacks
-            self._checkpoints.begin(self._run, in_memory=in_memory)
+            self._checkpoints.begin(self._run)
         if not self._checkpoints.is_in_background:
             self._end_save()
 
@@ -263,11 +260,11 @@ class TrainingLoop:
         trainer, state = self._trainer, self._state
         with self._logs.meter.paused():
             saved = self._checkpoints.end()
-            if saved is not None and not saved.is_in_memory and self._args.push_to_hub:
+            if saved is not None and self._args.push_to_hub:
                 trainer.fire("on_push_begin")
                 if self._world.is_writer:
                     trainer.uploads.push_checkpoint(saved.path, f"Training in progress, step {saved.step}")
-        if saved is None or saved.is_in_memory:
+        if saved is None:
             return
         # The callbacks find the checkpoint by the state's step.
         now, asks_again = (state.global_step, state.epoch), self._control.should_save
@@ -288,7 +285,6 @@ class TrainingLoop:
         if self._checkpoints.saved_step != step:
             self._save()
         self._end_save()
-        self._checkpoints.forget_memory()
         self._trainer.fire("on_train_end")
         self._stop_request.forget_peers()
         self._world.barrier()
@@ -326,7 +322,6 @@ class TrainingLoop:
         self._trainer.log(metrics)
         if self._args.load_best_model_at_end:
             self._load_best_model()
-        self._checkpoints.forget_memory()
         self._trainer.fire("on_train_end")
         self._trainer.uploads.finish()
         return TrainOutput(self._state.global_step, mine["train_loss"], metrics)

@@ -47,8 +47,7 @@ _SFT_ONLY = "only PipelineSFTConfig has it"
 
 _AUTOCAST = "fp16=True and bf16=True compute under torch.autocast; leave it out"
 
-#: Arguments of TRL's configurations, and of older releases of transformers, that do not exist here -> why, and what to
-#: do instead.
+#: Arguments of TRL's configurations, and of older releases, that do not exist here -> why, and what to do instead.
 MISSING_ARGUMENTS = {
     "group_by_length": "write train_sampling_strategy='group_by_length'",
     "evaluation_strategy": "write eval_strategy",
@@ -61,6 +60,7 @@ MISSING_ARGUMENTS = {
     "tokenizer": "give it to the trainer as processing_class",
     "push_to_hub_token": "write hub_token",
     "push_to_hub_model_id": "write hub_model_id",
+    "memory_save_steps": "write save_steps; checkpoints are on disk alone",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
     "fp16_backend": _AUTOCAST,
     "half_precision_backend": _AUTOCAST,

@@ -297,7 +297,6 @@ class PipelineTrainer(EvaluatingTrainer):
         # This comes first, since it gives back a checkpoint that was being replaced.
         checkpoints.tidy()
         checkpoint = asked if is_whole else checkpoints.find(asked)
-        checkpoints.forget_memory(checkpoint)
         optimizer = self._make_optimizer_and_scheduler(length.max_steps)
         check_asynchronous(self)
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = optimizer, self.lr_scheduler

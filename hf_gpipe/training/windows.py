@@ -48,8 +48,7 @@ def windows(groups: Iterable[Group], trainer: TrainerInterface) -> Iterator[list
 
 def _steps_to_next_end(trainer: TrainerInterface) -> int:
     args, state = trainer.args, trainer.state
-    every = [args.memory_save_steps]
-    every += [state.logging_steps] if args.logging_strategy == IntervalStrategy.STEPS else []
+    every = [state.logging_steps] if args.logging_strategy == IntervalStrategy.STEPS else []
     every += [state.eval_steps] if args.eval_strategy == IntervalStrategy.STEPS else []
     every += [state.save_steps] if args.save_strategy == SaveStrategy.STEPS else []
     steps = [int(size - state.global_step % size) for size in every if size is not None and size > 0]

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.costs.model_costs import SharedParameter
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.planner.saving import copy_bytes, kept_bytes, offload_text, offloaded_bytes, saving_text
+from hf_gpipe.planner.saving import copy_bytes, offload_text, offloaded_bytes, saving_text
 from tests.planner.models import MIB, blocks, layer, model, planner, settings
 
 
@@ -139,19 +138,6 @@ def test_several_stages_of_a_process_add_up() -> None:
         assert process.memory.parameters == 20 * MIB
         alone = [plan.stages[stage].memory.total for stage in process.stages]
         assert max(alone) < process.memory.total <= sum(alone)
-
-
-def test_checkpoints_in_memory_are_on_two_machines_and_twice_while_one_is_written() -> None:
-    asked = settings((1, 1, 1, 1), num_processes=4)
-    inputs = {"optim": "adamw_torch", "keeps_in_memory": True}
-    alone, four = planner(blocks(4), **inputs), planner(blocks(4), **inputs)
-    each = 10 + 2 * 10
-    assert kept_bytes(alone.plan(asked)) == [2 * 4 * each * MIB]
-    four.cluster = parse_cluster("2x2@1GB/s,10GB/s")
-    assert kept_bytes(four.plan(asked)) == [2 * 4 * each * MIB] * 2
-    four.cluster = parse_cluster("4x1@1GB/s,10GB/s")
-    assert kept_bytes(four.plan(asked)) == [2 * 2 * each * MIB] * 4
-    assert "at most 120 MiB under /dev/shm of a machine (the one of process 0)" in saving_text(four.plan(asked))
 
 
 def test_copies_for_saving_are_of_what_is_saved_in_the_process_that_writes_it() -> None:

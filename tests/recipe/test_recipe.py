@@ -289,6 +289,10 @@ def test_the_recipe_that_an_earlier_version_wrote_is_read(tmp_path: Path) -> Non
     assert load_saved(path) == parse_recipe(JSONL)
     with pytest.raises(RecipeError, match="max_number"):
         load_recipe(path)
+    path.write_text(JSONL.replace("training:", "training:\n  memory_save_steps: null"))
+    assert load_saved(path) == parse_recipe(JSONL)
+    with pytest.raises(RecipeError, match=r"memory_save_steps is not a key of a recipe; did .* 'training\.save_steps'"):
+        load_recipe(path)
 
 
 def test_an_error_made_in_python_is_as_clear() -> None:

@@ -152,6 +152,8 @@ def test_values_that_are_set_later_are_checked_by_the_trainer(tmp_path: Path, mo
     args.max_length = 8
     with pytest.raises(UserError, match="no argument 'max_length', which was set: use PipelineSFTConfig"):
         PipelineTrainer(tiny_config("llama"), args)
+    with pytest.raises(UserError, match="no argument 'memory_save_steps': write save_steps"):
+        arguments(tmp_path, memory_save_steps=1)
     args = arguments(tmp_path).set_logging(strategy="steps", steps=3, level="error")
     assert PipelineTrainer(tiny_config("llama"), args).args.logging_steps == 3
     assert transformers.logging.get_verbosity() == transformers.logging.ERROR
