@@ -37,33 +37,27 @@ class SlowMachines:
 
     def __init__(self, pipe: Pipeline, every: int | None) -> None:
         self._pipe, self._world = pipe, pipe.world
-        self._hosts = self._world.hosts
-        self._every = every if len(set(self._hosts)) > 1 else None
-        self._num_steps = 0
-        self._seconds: list[float] = []
+        self._every = every if len(set(self._world.hosts)) > 1 else None
+        self._num_steps, self._named = 0, set[int]()
+        self._fastest: float | None = None
         #: The seconds of each process at the first comparison, in the process that prints.
-        self._first: list[float | None] | None = None
-        self._named: set[int] = set()
+        self._first: Sequence[float | None] | None = None
 
     def times(self, num_steps: int) -> list[ActionTime] | None:
         """The list in which the executor notes the actions of the next step or window; None: it is not timed."""
-        if self._every is None:
-            return None
-        interval = max(1, self._every // _TIMED)
-        return [] if self._passes(interval, num_steps) else None
+        is_timed = self._every is not None and self._passes(max(1, self._every // _TIMED), num_steps)
+        return [] if is_timed else None
 
     def count(self, num_steps: int, times: Sequence[ActionTime] | None) -> None:
         """Note `num_steps` steps, with the times of this process's actions if they were timed."""
         if self._every is None:
             return
         seconds = seconds_of_forward((t.action, t.end - t.start - t.waiting - t.sending) for t in times or ())
-        if seconds is not None:
-            self._seconds.append(seconds)
+        self._fastest = min((s for s in (self._fastest, seconds) if s is not None), default=None)
         is_due = self._passes(self._every, num_steps)
         self._num_steps += num_steps
         if is_due:
-            everyone = self._world.gather_objects(min(self._seconds, default=None))
-            self._seconds = []
+            everyone, self._fastest = self._world.gather_objects(self._fastest), None
             if self._world.is_reporter:
                 self._compare(everyone)
 
@@ -71,64 +65,33 @@ class SlowMachines:
         return (self._num_steps + num_steps) // interval > self._num_steps // interval
 
     def _compare(self, measured: Sequence[float | None]) -> None:
-        if self._first is not None:
-            self._tell(measured, self._first, _SLOWER, "in its first steps")
-            return
-        self._tell(measured, self._planned(), _SLOWER_THAN_PLANNED, "by the plan")
-        self._first = list(measured)
-
-    def _planned(self) -> list[float | None]:
-        try:
-            timeline = self._pipe.plan().timeline
-        except UserError:  # no example of a mini-batch, or an optimizer that the planner does not know
-            return [None] * len(self._hosts)
-        return [
-            seconds_of_forward((s.action, float(s.computing)) for s in timeline.spans if s.process == process)
-            for process in map(self._world.placement.worker_with, range(len(self._hosts)))
-        ]
-
-    def _tell(
-        self, measured: Sequence[float | None], expected: Sequence[float | None], most: float, where: str
-    ) -> None:
-        for process, ratio in ratios(measured, expected, self._hosts).items():
-            if ratio < most or process in self._named:
-                continue
-            self._named.add(process)
-            placement = self._world.placement
-            stages = ", ".join(map(str, placement.stages_of(placement.worker_with(process))))
-            logger.warning(
-                f"machine {self._hosts[process]} is slow: in the last {self._every} steps process {process} (stage "
-                f"{stages}) computed {ratio:.1f} times as long as {where}, compared with the other machines; see what "
-                "else runs there, or leave the machine out"
-            )
+        hosts, placement = self._world.hosts, self._world.placement
+        workers = [placement.worker_with(process) for process in range(len(hosts))]
+        expected, most, where = self._first, _SLOWER, "in its first steps"
+        if expected is None:
+            try:
+                spans = self._pipe.plan().timeline.spans
+            except UserError:  # no example of a mini-batch, or an optimizer that the planner does not know
+                spans = ()
+            own = [[(span.action, float(span.computing)) for span in spans if span.process == w] for w in workers]
+            expected, most, where = list(map(seconds_of_forward, own)), _SLOWER_THAN_PLANNED, "by the plan"
+            self._first = measured
+        both = enumerate(zip(measured, expected, strict=True))
+        ratios = {process: seconds / usual for process, (seconds, usual) in both if seconds is not None and usual}
+        for process, ratio in ratios.items():
+            others = [other_s for other, other_s in ratios.items() if hosts[other] != hosts[process]]
+            if process not in self._named and others and ratio / median(others) >= most:
+                self._named.add(process)
+                logger.warning(
+                    f"machine {hosts[process]} is slow: in the last {self._every} steps process {process} (stage "
+                    f"{', '.join(map(str, placement.stages_of(workers[process])))}) computed "
+                    f"{ratio / median(others):.1f} times as long as {where}, compared with the other machines; see "
+                    "what else runs there, or leave the machine out"
+                )
 
 
 def seconds_of_forward(actions: Iterable[tuple[Action, float]]) -> float | None:
     """The seconds of all actions that compute, divided by the number of forwards; None: there is no forward."""
-    of_micro_batches = [(action.kind, seconds) for action, seconds in actions if not action.kind.is_of_mini_batch]
-    computing = [(kind, seconds) for kind, seconds in of_micro_batches if kind.resource is Resource.COMPUTE]
-    forwards = sum(kind == FORWARD for kind, _ in computing)
-    return sum(seconds for _, seconds in computing) / forwards if forwards else None
-
-
-def ratios(
-    measured: Sequence[float | None], expected: Sequence[float | None], hosts: Sequence[str]
-) -> dict[int, float]:
-    """The measured seconds of each process per expected second, divided by this ratio of the other machines.
-
-    Args:
-        measured: the seconds of each process; None: it has computed nothing.
-        expected: the seconds of each process by a plan, or by an earlier measurement.
-        hosts: the machine of each process.
-    """
-    own = {
-        process: seconds / usual
-        for process, (seconds, usual) in enumerate(zip(measured, expected, strict=True))
-        if seconds is not None and usual
-    }
-    compared = {}
-    for process, ratio in own.items():
-        others = [other_ratio for other, other_ratio in own.items() if hosts[other] != hosts[process]]
-        if others:
-            compared[process] = ratio / median(others)
-    return compared
+    own = [(a.kind, s) for a, s in actions if a.kind.resource is Resource.COMPUTE and not a.kind.is_of_mini_batch]
+    forwards = sum(kind == FORWARD for kind, _ in own)
+    return sum(seconds for _, seconds in own) / forwards if forwards else None
