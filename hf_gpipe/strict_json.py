@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from hf_gpipe.errors import CheckpointError, UserError
-from hf_gpipe.recipe.words import show
+from hf_gpipe.text import shorten, show
 
 #: A larger file is refused before it is read. The history of a run of half a million logs takes less.
 MOST_BYTES = 1 << 27
@@ -30,6 +30,8 @@ _MOST_DIGITS = 39
 
 Number = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """A whole number that counts something: steps, bytes, rows."""
+
+_adapter = functools.cache(TypeAdapter[Any])
 
 
 def read(path: Path, shape: Any = Any, *, error: type[UserError] = CheckpointError, allows_nan: bool = False) -> Any:
@@ -65,11 +67,6 @@ def parse(
     allows_nan: bool = False,
 ) -> Any:
     """The JSON value in bytes or text; `source` names it in messages. The other arguments and errors are `read`'s."""
-
-    def refuse_constant(name: str) -> float:
-        raise ValueError(f"{name} is not a number of JSON")
-
-    options: dict[str, Any] = {} if allows_nan else {"parse_constant": refuse_constant}
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
         if len(text) > MOST_BYTES:
@@ -77,21 +74,20 @@ def parse(
         brackets = text.count("[") + text.count("{")
         if brackets + text.count(",") > MOST_VALUES:
             raise ValueError(f"it has more than {MOST_VALUES} values")
-        value = json.loads(text, parse_int=_whole_number, **options)
+        value = json.loads(text, parse_int=_whole_number, parse_constant=None if allows_nan else _refuse_constant)
         if brackets > DEEPEST and is_deeper(value):
             raise RecursionError
     except RecursionError:
         raise error(f"{source} is damaged: it has more than {DEEPEST} levels of lists and mappings") from None
     except ValueError as caught:  # also of bytes that are not UTF-8
-        raise error(f"{source} is damaged: it is not JSON that can be read ({_short(caught)})") from None
+        why = shorten(" ".join(str(caught).split()), 120)
+        raise error(f"{source} is damaged: it is not JSON that can be read ({why})") from None
     fit(value, shape, source, error=error)
     return value
 
 
 def fit(value: Any, shape: Any, source: str, *, error: type[UserError] = CheckpointError) -> None:
     """Raise `error` unless a JSON value has a type; the arguments are those of `parse`."""
-    if shape is Any:
-        return
     try:
         _adapter(shape).validate_python(value, strict=True)
     except ValidationError as caught:
@@ -109,9 +105,8 @@ def fit(value: Any, shape: Any, source: str, *, error: type[UserError] = Checkpo
         raise error(f"{source} is damaged: {key or 'it'} is {show(content)}, expected {allowed}") from None
 
 
-@functools.cache
-def _adapter(shape: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(shape)
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _whole_number(digits: str) -> int:
@@ -125,12 +120,5 @@ def is_deeper(value: Any, most: int = DEEPEST) -> bool:
     level = [value]
     for _ in range(most):
         inside = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
-        if not inside:
-            return False
         level = [inner for part in inside for inner in part]
     return any(isinstance(part, dict | list) for part in level)
-
-
-def _short(caught: ValueError) -> str:
-    text = " ".join(str(caught).split())
-    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,10 +1,23 @@
-"""Numbers and tables as text for people."""
+"""Values, numbers and tables as text for people."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
+from types import NoneType
+from typing import Any
 
 _COUNTS = (("B", 10**9), ("M", 10**6), ("k", 10**3))
+_WORDS: dict[type, str] = {
+    NoneType: "null",
+    bool: "a boolean",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    tuple: "a list",
+    dict: "a mapping",
+}
 
 
 def seconds_text(seconds: float) -> str:
@@ -51,3 +64,20 @@ def table_text(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> st
         cells = enumerate(zip(row, widths, strict=True))
         lines.append("  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in cells).rstrip())
     return "\n".join(lines)
+
+
+def show(value: Any) -> str:
+    """A value and its type, for a message: "'two' (a string)"."""
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (a boolean)"
+    text = shorten(repr(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{text} (not a finite number)"
+    return f"{text} ({_WORDS.get(type(value), type(value).__name__)})"
+
+
+def shorten(text: str, most: int = 60) -> str:
+    """The start of a text that is longer than `most` characters, for a message."""
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("text",),
+    ("strict_json",),
     ("schedule",),
     ("partition",),
     ("recipe",),
-    ("strict_json",),
     ("libraries",),
     ("adapters",),
     ("losses",),

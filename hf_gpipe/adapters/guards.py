@@ -25,7 +25,7 @@ from hf_gpipe.libraries.transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     attention_implementation,
 )
-from hf_gpipe.recipe.words import shorten, show
+from hf_gpipe.text import shorten, show
 
 #: The largest number in a configuration whose name matches; the last one is for all names. A model of 5000 layers is
 #: made in seconds, and the deepest that are known have 2500.

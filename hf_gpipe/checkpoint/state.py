@@ -33,9 +33,9 @@ from hf_gpipe.checkpoint.digests import Digests, Entry
 from hf_gpipe.checkpoint.run_state import Progress, RunState
 from hf_gpipe.checkpoint.together import write_once, write_together
 from hf_gpipe.errors import CheckpointError
-from hf_gpipe.recipe.words import show
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.runtime.shards import Shards
+from hf_gpipe.text import show
 
 FOLDER, STATE_FILE = "training_state", "state.json"
 #: The file of transformers' trainer.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hf_gpipe.errors import DataError, listed, nearest
-from hf_gpipe.recipe.words import shorten
+from hf_gpipe.text import shorten
 
 
 def text_in(row: Mapping[str, Any], field: str, where: str, *, may_be_empty: bool = False) -> Any:

@@ -10,7 +10,7 @@ from hf_gpipe.errors import RecipeError, UserError, nearest
 from hf_gpipe.recipe.fields import SECTIONS, Recipe, all_keys
 from hf_gpipe.recipe.section import MisfitError, dotted, keys_of
 from hf_gpipe.recipe.strict_yaml import KeyPath, Locations, read
-from hf_gpipe.recipe.words import shorten, show
+from hf_gpipe.text import shorten, show
 
 
 def build(data: Mapping[Any, Any], locations: Locations) -> Recipe:

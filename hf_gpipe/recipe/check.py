@@ -9,8 +9,8 @@ from hf_gpipe.recipe.data import LABELLED
 from hf_gpipe.recipe.fields import SECTIONS, Recipe, all_keys
 from hf_gpipe.recipe.section import given_not_with
 from hf_gpipe.recipe.strict_yaml import Locations
-from hf_gpipe.recipe.words import show
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
+from hf_gpipe.text import show
 
 
 def check(recipe: Recipe, locations: Locations | None = None) -> None:

@@ -19,7 +19,7 @@ from hf_gpipe.recipe.section import (
     refuse_given,
     section,
 )
-from hf_gpipe.recipe.words import show
+from hf_gpipe.text import show
 
 #: The kinds of data that use a key, in its annotation; with another kind the key is an error.
 ROW_KINDS = ("jsonl", "csv", "parquet", "parallel", "hub")

@@ -14,7 +14,7 @@ from typing import Any
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe.build import drop_unused, kind_of
 from hf_gpipe.recipe.strict_yaml import LONGEST, KeyPath, Locations, read_mapping
-from hf_gpipe.recipe.words import show
+from hf_gpipe.text import show
 
 EXTENDS = "extends"
 LONGEST_CHAIN = 8

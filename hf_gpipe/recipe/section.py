@@ -17,7 +17,8 @@ from pydantic.dataclasses import dataclass as validated
 from pydantic_core import CoreSchema, core_schema
 
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.recipe.words import choices, describe, show
+from hf_gpipe.recipe.words import choices, describe
+from hf_gpipe.text import show
 
 Text = Annotated[str, Field(pattern=r"\S")]
 Count = Annotated[int, Field(ge=1)]

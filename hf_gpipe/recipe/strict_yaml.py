@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from hf_gpipe.errors import RecipeError
-from hf_gpipe.recipe.words import show
+from hf_gpipe.text import show
 
 KeyPath = tuple[object, ...]
 """The keys from the top to a value; for an entry of a list, its index."""

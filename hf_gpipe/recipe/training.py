@@ -23,7 +23,7 @@ from hf_gpipe.recipe.section import (
     refuse_given,
     section,
 )
-from hf_gpipe.recipe.words import show
+from hf_gpipe.text import show
 
 
 class TrainingMeaning:

@@ -1,42 +1,12 @@
-"""Describes values, and which values are allowed, in the words of a message."""
+"""Describes which values are allowed, in the words of a message."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from types import NoneType
 from typing import Any
 
-_WORDS: dict[type, str] = {
-    NoneType: "null",
-    bool: "a boolean",
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    tuple: "a list",
-    dict: "a mapping",
-}
 _TYPES = {"null": "null", "boolean": "true or false", "integer": "a whole number", "number": "a number"}
 _BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-_LONGEST_SHOWN = 60
-
-
-def show(value: Any) -> str:
-    """A value and its type, for a message: "'two' (a string)"."""
-    if value is None:
-        return "nothing (null)"
-    if isinstance(value, bool):
-        return f"{str(value).lower()} (a boolean)"
-    text = shorten(repr(value))
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{text} (not a finite number)"
-    return f"{text} ({_WORDS.get(type(value), type(value).__name__)})"
-
-
-def shorten(text: str) -> str:
-    """The start of a text that is too long for a message."""
-    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
 
 def describe(schema: Mapping[str, Any]) -> str:

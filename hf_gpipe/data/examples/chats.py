@@ -8,7 +8,7 @@ from typing import Any
 from hf_gpipe import strict_json
 from hf_gpipe.data.fields import check_characters, without_nulls
 from hf_gpipe.errors import DataError, listed, nearest
-from hf_gpipe.recipe.words import shorten
+from hf_gpipe.text import shorten
 
 #: What templates know; "ipython" is llama 3's role of a tool's result, "function" an older one.
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
