@@ -16,12 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from uuid import uuid4
 
+from typing_extensions import TypedDict
+
+from hf_gpipe import strict_json
 from hf_gpipe.errors import EXIT_USER_ERROR, CheckpointError, UserError
 from hf_gpipe.job import failures
 from hf_gpipe.job.facts import boot_id
@@ -34,36 +36,19 @@ BEAT_SECONDS, SILENT_SECONDS = 5.0, 30.0
 #: How long a run that ends, or was killed, may still hold its lock.
 ENDING_SECONDS = 5.0
 
-_POLL_SECONDS = 0.1
-_MOST_BYTES = 4096
+
+class Owner(TypedDict):
+    """The main process of a run, as its file names it: no two have the same token."""
+
+    host: str
+    boot: str
+    process: int
+    start: str
+    token: str
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The main process of a run.
-
-    Attributes:
-        host: the name of its machine.
-        boot: tells machines of one name apart.
-        process: its number there.
-        start: when it took the lock.
-        token: that no other owner has.
-    """
-
-    host: str = field(default_factory=socket.gethostname)
-    boot: str = field(default_factory=boot_id)
-    process: int = field(default_factory=os.getpid)
-    start: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
-    token: str = field(default_factory=lambda: uuid4().hex)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it runs on this machine, whose kernel then knows its lock."""
-        return (self.boot or self.host) == (boot_id() or socket.gethostname())
-
-
-#: The locks that this process holds.
-_held: dict[Path, _Lock] = {}
+#: The open file of each lock that this process holds. A forked child, such as a data loader's worker, holds none.
+_held: dict[Path, int] = {}
 
 
 @contextmanager
@@ -76,76 +61,61 @@ def owned(output_dir: Path, world: World) -> Iterator[None]:
         UserError: on every process: another run has the directory.
         CheckpointError: on every process: it cannot be written into.
     """
-    taken: list[_Lock] = []
+    with ExitStack() as stack:
 
-    def take() -> None:
-        try:
-            path = Path(os.path.realpath(output_dir)) / LOCK_FILE
-            if path not in _held:
-                taken.append(_Lock(path))
-        except UserError:
-            raise
-        except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            raise CheckpointError(f"cannot write into the directory {str(output_dir)!r}: {why}") from error
+        def take() -> None:
+            try:
+                path = Path(os.path.realpath(output_dir)) / LOCK_FILE
+                if path not in _held:
+                    stack.enter_context(_locked(path))
+            except UserError:
+                raise
+            except (OSError, ValueError) as error:
+                why = getattr(error, "strerror", error)
+                raise CheckpointError(f"cannot write into the directory {str(output_dir)!r}: {why}") from error
 
-    try:
         # It takes long where the writer waits for an owner that is about to end.
         world.from_writer(take, takes_long=True)
         yield
-    finally:
-        for lock in taken:
-            lock.release()
 
 
-class _Lock:
-    """The lock on a file, from its making to `release`. Raises OSError if the file cannot be written, or UserError."""
+def this_process() -> Owner:
+    """This process as an owner, from now on."""
+    start = datetime.now().astimezone().isoformat(timespec="seconds")
+    return Owner(host=socket.gethostname(), boot=boot_id(), process=os.getpid(), start=start, token=uuid4().hex)
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._owner = path, Owner()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = _free(path)
-        try:
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps(asdict(self._owner)).encode(), 0)
-            os.fsync(self._file)
-        except OSError:
-            os.close(self._file)
-            raise
-        _held[path] = self
-        self._is_over = threading.Event()
-        threading.Thread(target=self._beat, name="hf_gpipe-lock", daemon=True).start()
 
-    def release(self) -> None:
-        """Delete the file and let others have the directory."""
-        self._is_over.set()
-        if _held.pop(self._path, None) is not self:
-            return  # in a forked child, of which it is not
-        with suppress(OSError):
-            if _read(self._path) == self._owner:
-                self._path.unlink()
-        os.close(self._file)
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Context manager with the lock on a file. Raises OSError if the file cannot be written, or UserError."""
+    owner, is_over = this_process(), threading.Event()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = _held[path] = _free(path)
 
-    def close_in_child(self) -> None:
-        """A forked child, such as a data loader's worker, would keep the lock for as long as it runs."""
-        os.close(self._file)
-
-    def _beat(self) -> None:
-        while not self._is_over.wait(BEAT_SECONDS):
+    def beat() -> None:
+        while not is_over.wait(BEAT_SECONDS):
             # A file system that does not answer now may do so at the next beat.
             with suppress(OSError):
-                os.utime(self._file)
-                other = _read(self._path)
-                if other is not None and other != self._owner and not self._is_over.is_set():
-                    self._end(other)
+                os.utime(file)
+                other = _read(path)
+                if other not in (None, owner) and not is_over.is_set():
+                    why = f"and {_name(other)} has taken the directory over; end that one, or leave it to it"
+                    run = f"this run said nothing in its output directory {path.parent} for {SILENT_SECONDS:g} seconds"
+                    failures.end(Failure(f"{run}, {why}", EXIT_USER_ERROR))
 
-    def _end(self, other: Owner) -> None:
-        """End this process: another run writes into its directory."""
-        problem = (
-            f"this run said nothing in its output directory {self._path.parent} for {SILENT_SECONDS:g} seconds, and "
-            f"{_name(other)} has taken the directory over; end that one, or leave it to it"
-        )
-        failures.end(Failure(problem, EXIT_USER_ERROR))
+    try:
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(owner).encode(), 0)
+        os.fsync(file)
+        threading.Thread(target=beat, name="hf_gpipe-lock", daemon=True).start()
+        yield
+    finally:
+        is_over.set()
+        if _held.pop(path, None) is not None:  # not in a forked child
+            with suppress(OSError):
+                if _read(path) == owner:
+                    path.unlink()
+            os.close(file)
 
 
 def _free(path: Path) -> int:
@@ -155,90 +125,69 @@ def _free(path: Path) -> int:
         OSError: the file cannot be written.
         UserError: another run has it.
     """
-    begin, has_told = time.monotonic(), False
-    seen: tuple[Owner | None, int, float] | None = None  # the owner, when it touched the file, since when we know it
+    begin, seen = time.monotonic(), (this_process(), 0, 0.0)
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        is_locked, is_mine = _lock(file), False
-        try:
-            owner, status, now = _read(path), os.fstat(file), time.monotonic()
-            if seen is None or seen[0] != owner:
-                seen = owner, status.st_mtime_ns, now
-            is_silent = now - seen[2] > SILENT_SECONDS and status.st_mtime_ns == seen[1]
-            is_other_machine_s = owner is not None and not owner.is_here
+        with ExitStack() as stack:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            stack.callback(os.close, file)
+            is_locked, owner, status, now = _lock(file), _read(path), os.fstat(file), time.monotonic()
+            if is_new := owner != seen[0]:
+                seen = owner, status.st_mtime_ns, now  # the owner, its last touch, since when this process knows it
+            has_beaten = status.st_mtime_ns != seen[1]
+            is_silent = not has_beaten and now - seen[2] > SILENT_SECONDS
+            # The kernel knows the locks of this machine's processes. `boot` tells machines of one name apart.
+            is_here = owner is not None and (owner["boot"] or owner["host"]) == (boot_id() or socket.gethostname())
+            is_elsewhere = owner is not None and not is_here
             if not _is_at(path, status):
                 continue  # its owner has just deleted it
-            if is_locked is not False and (owner is None or is_silent or (owner.is_here and is_locked)):
-                is_mine = True
+            if is_locked is not False and (owner is None or is_silent or (is_here and is_locked)):
+                stack.pop_all()
                 return file
-            if is_silent and is_other_machine_s:
+            if is_silent and is_elsewhere:
                 path.unlink()  # the lock of a lost machine outlives it on its server
                 continue
-            has_beaten = status.st_mtime_ns != seen[1]
-            if now - begin > ENDING_SECONDS and (has_beaten or (is_locked is False and not is_other_machine_s)):
-                raise UserError(
-                    f"{path.parent} is the output directory of {_name(owner)}, which is under way; wait for its end, "
-                    "stop it, or choose another output directory"
-                )
-        finally:
-            if not is_mine:
-                os.close(file)
-        if (is_other_machine_s or is_locked is None) and not has_told:
-            has_told = True
-            print(
-                f"{path.parent} was the output directory of {_name(owner)}: waiting up to {SILENT_SECONDS:g} seconds "
-                "to see whether it is still there",
-                file=sys.stderr,
-                flush=True,
-            )
-        time.sleep(_POLL_SECONDS)
+        if now - begin > ENDING_SECONDS and (has_beaten or (is_locked is False and not is_elsewhere)):
+            rest = "which is under way; wait for its end, stop it, or choose another output directory"
+            raise UserError(f"{path.parent} is the output directory of {_name(owner)}, {rest}")
+        if is_new and (is_elsewhere or is_locked is None):
+            wait = f"waiting up to {SILENT_SECONDS:g} seconds to see whether it is still there"
+            print(f"{path.parent} was the output directory of {_name(owner)}: {wait}", file=sys.stderr, flush=True)
+        time.sleep(0.1)
 
 
 def _lock(file: int) -> bool | None:
     """Try to lock an open file; whether it is locked now. None: its file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
+    except OSError as error:
+        return False if isinstance(error, BlockingIOError) else None
     return True
 
 
 def _is_at(path: Path, status: os.stat_result) -> bool:
-    """Whether an open file of this status is still the one at `path`."""
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), status)
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _read(path: Path) -> Owner | None:
     """The owner that is written in a file; None: nobody is. It is opened anew, for a network file system to look."""
-    try:
-        with path.open("rb") as file:
-            noted = json.loads(file.read(_MOST_BYTES))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return None
-    names = Owner.__dataclass_fields__
-    if not isinstance(noted, dict) or noted.keys() != names.keys():
-        return None
-    kinds = {"process": int}
-    if not all(isinstance(value, kinds.get(name, str)) for name, value in noted.items()):
-        return None
-    return Owner(**noted)
+    owner: Owner | None = None
+    with suppress(FileNotFoundError, CheckpointError), path.open("rb") as file:
+        owner = strict_json.parse(file.read(4096), LOCK_FILE, Owner)
+    return owner
 
 
 def _name(owner: Owner | None) -> str:
     if owner is None:
         return "another run"
-    return f"the run of process {owner.process} on machine {owner.host}, since {owner.start}"
+    return f"the run of process {owner['process']} on machine {owner['host']}, since {owner['start']}"
 
 
 def _after_fork() -> None:
-    for lock in _held.values():
-        lock.close_in_child()
-    _held.clear()
+    """A child would keep the locks for as long as it runs."""
+    while _held:
+        os.close(_held.popitem()[1])
 
 
 if hasattr(os, "register_at_fork"):

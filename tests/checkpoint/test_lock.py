@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from hf_gpipe.checkpoint import lock
-from hf_gpipe.checkpoint.lock import LOCK_FILE, Owner, owned
+from hf_gpipe.checkpoint.lock import LOCK_FILE, owned, this_process
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.job.world import World
 from tests import gloo
@@ -53,10 +52,9 @@ def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.2)
 
 
-def elsewhere(folder: Path, **values: Any) -> Path:
+def elsewhere(folder: Path) -> Path:
     """The file of an owner on another machine, which this kernel does not know."""
-    owner = replace(Owner(), host="b", boot="another", process=77, **values)
-    (folder / LOCK_FILE).write_text(json.dumps(asdict(owner)))
+    (folder / LOCK_FILE).write_text(json.dumps(this_process() | {"host": "b", "boot": "another", "process": 77}))
     return folder / LOCK_FILE
 
 
