@@ -311,7 +311,7 @@ from hf_gpipe.training.stopping import StopRequest
 with StopRequest(World.of_job(), 60.0) as request:
     child = subprocess.Popen(["true"])
     child.wait()
-    request._peers = [child.pid]
+    request.peers = [child.pid]
     if sys.argv[1] == "failed":
         failures.note(MemoryError("too little"))
     os.kill(os.getpid(), signal.SIGTERM)

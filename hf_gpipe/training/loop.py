@@ -71,7 +71,7 @@ class TrainingLoop:
         self._num_parameters = self._pipe.adapter.num_parameters(exclude_embeddings=True)
         self._updates = Updates(trainer, logs)
         self._agreement = Agreement(self._world)
-        self._stop_request = StopRequest.of(self._args, self._world)
+        self._stop_request = StopRequest(self._world, self._args.stop_seconds, is_on=self._args.enable_jit_checkpoint)
 
     def train(self) -> TrainOutput:
         """Train to the end of the training.
@@ -85,7 +85,7 @@ class TrainingLoop:
                 self._end_save()
             return self._finish()
         except BaseException as error:
-            self._checkpoints.give_up(error, self._stop_request.within)
+            self._checkpoints.give_up(error, self._args.stop_seconds)
             raise
 
     @property
@@ -286,7 +286,7 @@ class TrainingLoop:
             self._save()
         self._end_save()
         self._trainer.fire("on_train_end")
-        self._stop_request.forget_peers()
+        self._stop_request.peers = []  # all is saved, so they may end now
         self._world.barrier()
         if self._world.is_reporter:
             print(
