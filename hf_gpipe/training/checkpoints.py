@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -42,16 +44,20 @@ from hf_gpipe.checkpoint.state import (
 from hf_gpipe.checkpoint.together import write_once
 from hf_gpipe.errors import CheckpointError, UserError
 from hf_gpipe.job import failures
+from hf_gpipe.job.facts import available_memory
 from hf_gpipe.job.job import Job
 from hf_gpipe.libraries.transformers import CONFIG_NAME
 from hf_gpipe.recipe import AUTO
 from hf_gpipe.text import size_text
-from hf_gpipe.training.background import begun, has_memory_for
 from hf_gpipe.training.optim import set_rates, updated_parameters
 from hf_gpipe.training.saving_trainer import SavingTrainer
 from hf_gpipe.training.steps import OLDER_DATA_FACTS
 
 logger = transformers.logging.get_logger(__name__)
+
+#: The share of a machine's available memory that copies may take: the files that are written need as much again until
+#: they are on the disk.
+_COPIES_SHARE = 0.5
 
 
 class Saving(NamedTuple):
@@ -234,9 +240,11 @@ class Checkpoints:
             keep = final, Path(state.best_model_checkpoint or final)
             write = partial(self._write, stack.pop_all(), directory, pending, snapshot, keep)
             self.saved_step = state.global_step
-            outcome = None
+            outcome: Future[None] | None = None
             if is_in_background:
-                outcome = begun(write, "hf_gpipe-saving")
+                outcome = Future()
+                # A daemon: a thread that waits for a process that is lost must not keep this one from ending.
+                threading.Thread(target=_run, args=(write, outcome), name="hf_gpipe-saving", daemon=True).start()
             else:
                 write()
             self._saving = Saving(final, state.global_step, state.epoch, outcome)
@@ -291,8 +299,11 @@ class Checkpoints:
         asked = self._args.save_in_background
         if asked != "auto":
             return asked == "always"
-        num_bytes = sum(part.num_bytes for part in parts)
-        may = has_memory_for(num_bytes, self._world)
+        num_bytes, copied = sum(part.num_bytes for part in parts), Counter[str]()
+        hosts, everyone = self._world.hosts, self._world.gather_objects((num_bytes, available_memory()))
+        for host, (size, _) in zip(hosts, everyone, strict=True):
+            copied[host] += size
+        may = all(copied[host] <= _COPIES_SHARE * there for host, (_, there) in zip(hosts, everyone, strict=True))
         if not may and not self._has_warned and self._world.is_reporter:
             self._has_warned = True
             logger.warning(
@@ -322,6 +333,13 @@ class Checkpoints:
 
             write_once(directory, processes, complete)
         write_once(self._output_dir, processes, lambda: rotate(self._output_dir, self._args.save_total_limit, keep))
+
+
+def _run(write: Callable[[], None], outcome: Future[None]) -> None:
+    try:
+        outcome.set_result(write())
+    except BaseException as error:  # told by the thread that waits
+        outcome.set_exception(error)
 
 
 def _check_dtype(checkpoint: Path, now: str) -> None:

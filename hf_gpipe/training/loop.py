@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -20,7 +20,6 @@ from hf_gpipe.job.job import Job
 from hf_gpipe.libraries.transformers_trainer import TrainOutput
 from hf_gpipe.planner.search.advice import advising
 from hf_gpipe.runtime.batches import shared_stream
-from hf_gpipe.training.agreeing import Agreement
 from hf_gpipe.training.checkpoints import Checkpoints
 from hf_gpipe.training.evaluating_trainer import EvaluatingTrainer
 from hf_gpipe.training.evaluator import metric_of, note_best
@@ -70,7 +69,8 @@ class TrainingLoop:
         self._first_step = trainer.state.global_step
         self._num_parameters = self._pipe.adapter.num_parameters(exclude_embeddings=True)
         self._updates = Updates(trainer, logs)
-        self._agreement = Agreement(self._world)
+        #: Gives the requests that `_agree` has sent last, if they may still have to be met; else None.
+        self._sent: Callable[[], torch.Tensor] | None = None
         self._stop_request = StopRequest(self._world, self._args.stop_seconds, is_on=self._args.enable_jit_checkpoint)
 
     def train(self) -> TrainOutput:
@@ -172,7 +172,7 @@ class TrainingLoop:
     # ------------------------------------------------------------------ between steps
 
     def _log_evaluate_save(self, *, waits: bool) -> None:
-        """Do what callbacks have asked for, in every process; `waits` as for `Agreement.reach`."""
+        """Do what callbacks have asked for, in every process; `waits` as for `_agree`."""
         is_written, stop_signal = self._agree(waits=waits)
         if waits or is_written or stop_signal or any(getattr(self._control, flag) for flag in _FLAGS):
             self._updates.read_late_numbers()
@@ -196,7 +196,12 @@ class TrainingLoop:
             self._stop(stop_signal)
 
     def _agree(self, *, waits: bool) -> tuple[bool, int]:
-        """Agree on what callbacks or a signal asked for in any process: see `Agreement.reach`.
+        """Agree on what callbacks or a signal asked for in any process: a process that did it alone would hang.
+
+        Args:
+            waits: whether to wait for the other processes, in all of them. If not, a process without requests goes on
+                at once. Then requests that every process has are met now, and others at the next call, when all
+                processes know of them.
 
         Returns:
             Whether a checkpoint that was begun is written, and the signal on which the training stops; 0: no signal.
@@ -204,7 +209,16 @@ class TrainingLoop:
         asked = [int(getattr(self._control, flag)) for flag in _FLAGS]
         # When the first process has seen that the checkpoint is written, all processes are done or have failed.
         asked += [int(self._checkpoints.is_written), self._stop_request.signal]
-        agreed = self._agreement.reach(asked, waits=waits)
+        if self._sent is not None:
+            asked = [max(pair) for pair in zip(asked, self._sent().amax(dim=1).tolist(), strict=True)]
+        # A row for each kind of request, a column for each process.
+        requests = torch.zeros(len(asked), self._world.num_processes, dtype=torch.int64)
+        requests[:, self._world.rank] = torch.tensor(asked)
+        self._sent, agreed = self._world.begin_sum(requests), [0] * len(asked)
+        if waits or any(asked):
+            everyone = self._sent()
+            if waits or everyone.any(dim=0).all():
+                self._sent, agreed = None, everyone.amax(dim=1).tolist()
         for flag, value in zip(_FLAGS, agreed, strict=False):
             setattr(self._control, flag, bool(value))
         return bool(agreed[-2]), agreed[-1]

@@ -20,7 +20,7 @@ from hf_gpipe.checkpoint import save
 from hf_gpipe.checkpoint.digests import DIGESTS_FILE
 from hf_gpipe.checkpoint.directory import checkpoints
 from hf_gpipe.checkpoint.lock import LOCK_FILE
-from hf_gpipe.training import background
+from hf_gpipe.training import checkpoints as saving
 from tests import gloo
 from tests.training.toy import trainer, weights
 
@@ -118,7 +118,7 @@ def test_two_processes_write_the_same(tmp_path: Path) -> None:
 def test_a_checkpoint_for_whose_copy_there_is_no_memory_is_written_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "available_memory", lambda: 1000)
+    monkeypatch.setattr(saving, "available_memory", lambda: 1000)
     saved, _, _ = _save(str(tmp_path), "auto")
     assert saved == [(2, 2, True), (4, 4, True), (5, 5, True)]
     assert caplog.text.count("the training waits while a checkpoint is written") == 1
