@@ -131,7 +131,7 @@ _CHANGES: dict[str, dict[str, str]] = {
     "schedule/messages.py": {
         "[-passed[receiver]-]{+max(0, passed[receiver] - 2)+})": "two devices wait for each other's messages",
     },
-    "job/device_choice.py": {
+    "runtime/device_choice.py": {
         "[-torch.cuda.set_device(torch.device(devices[0]))-]{+pass+}": "every process takes memory on the first device",
     },
     "runtime/replicas.py": {

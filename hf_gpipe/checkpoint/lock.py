@@ -125,7 +125,8 @@ def _free(path: Path) -> int:
         OSError: the file cannot be written.
         UserError: another run has it.
     """
-    begin, seen = time.monotonic(), (this_process(), 0, 0.0)
+    begin = time.monotonic()
+    seen: tuple[Owner | None, int, float] = this_process(), 0, 0.0
     while True:
         with ExitStack() as stack:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

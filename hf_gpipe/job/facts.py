@@ -230,7 +230,7 @@ def _agree(store: dist.Store, rank: int, problems: Sequence[str], limit: timedel
 
 
 def _read(text: bytes, kind: Any) -> Any:
-    """What a process has told. Raises MessageError for anything but the JSON of this type."""
+    """Read what a process has told. Raises MessageError for anything but the JSON of this type."""
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:

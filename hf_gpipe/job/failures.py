@@ -192,7 +192,9 @@ def _write_error_file(path: Path, failure: Failure) -> None:
     # `message` is the form that torch's launcher reads and shows. It compares whole seconds, and must not find a
     # consequence before its cause.
     timestamp = int(failure.time) + failure.is_consequence
-    extra = {"py_callstack": failure.traceback or failure.message, "timestamp": str(timestamp)}
+    # Of processes that only lost their connection torchrun would print a traceback each, beside that of the cause.
+    stack = failure.message if failure.is_consequence else failure.traceback or failure.message
+    extra = {"py_callstack": stack, "timestamp": str(timestamp)}
     content = {"message": {"message": failure.message, "extraInfo": extra}, "hf_gpipe": asdict(failure)}
     temporary = path.with_suffix(".tmp")
     with contextlib.suppress(OSError):

@@ -56,7 +56,7 @@ class Child:
 
     @property
     def work(self) -> str:
-        """What it noted that it was doing."""
+        """The work that it noted."""
         return read_note(_file(self.folder, self.rank, "work"))
 
     def end(self) -> None:

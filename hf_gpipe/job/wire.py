@@ -1,11 +1,11 @@
 """Values that travel between processes: JSON and tensors, read strictly. Nothing is pickled.
 
 A peer that has no business here may have sent a message. So a message can only become null, booleans, numbers, text,
-lists, tuples, dictionaries with text as keys, tensors and arrays, or the type that the reader names; anything else is a
+lists, tuples, dictionaries, tensors and arrays, or the type that the reader names; anything else is a
 `MessageError`. Whatever the bytes are, no code of theirs runs.
 
 A message is a file in safetensors form. Its tensor "value" has the JSON text, in which {"tensor()": "3"} stands for the
-tensor of the name "3", and {"tuple()": [1, 2]} for a tuple.
+tensor of the name "3", {"tuple()": [1, 2]} for a tuple, and {"dict()": [[1, 2]]} for {1: 2}.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_TEXT_BYTES = 1 << 28
 #: So many bytes of what every process gathers come with its size; a longer value takes a second exchange.
 _FIRST_BYTES, _SIZE_BYTES = 4096, 8
 
-_TEXT, _TENSOR, _ARRAY, _TUPLE = "value", "tensor()", "array()", "tuple()"
+_TEXT, _TENSOR, _ARRAY, _TUPLE, _DICT = "value", "tensor()", "array()", "tuple()", "dict()"
 _MALFORMED = (
     "a message of another process is not one of hf_gpipe's; see that all processes run the same version, and that "
     "nothing else reaches their ports"
@@ -86,12 +86,14 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):  # a named tuple means more than its values
         entries = [_plain(entry, tensors) for entry in value]
         return {_TUPLE: entries} if isinstance(value, tuple) else entries
-    if isinstance(value, Mapping) and all(type(key) is str and key not in (_TENSOR, _ARRAY, _TUPLE) for key in value):
-        return {key: _plain(entry, tensors) for key, entry in value.items()}
+    if isinstance(value, Mapping):
+        if all(type(key) is str and not key.endswith("()") for key in value):
+            return {key: _plain(entry, tensors) for key, entry in value.items()}
+        return {_DICT: [[_plain(key, tensors), _plain(entry, tensors)] for key, entry in value.items()]}
     kind = type(value)
     raise UserError(
         f"a {kind.__module__}.{kind.__qualname__} cannot be sent to the other processes; numbers, text, tensors, "
-        "arrays, and lists, tuples and dictionaries of these can, with text as their keys"
+        "arrays, and lists, tuples and dictionaries of these can"
     )
 
 
@@ -118,10 +120,11 @@ def _check_kind(dtype: torch.dtype, layout: torch.layout, is_nested: bool) -> No
 
 def _with_tensors(tensors: Mapping[str, torch.Tensor], entries: dict[str, Any]) -> Any:
     """A dictionary of a message, or what it stands for. Raises KeyError or TypeError."""
-    if _TUPLE in entries:
-        if not isinstance(inside := entries[_TUPLE], list):
-            raise TypeError(f"a tuple of {str(inside)[:80]!r}")
-        return tuple(inside)
+    for word, kind in (_TUPLE, tuple), (_DICT, dict):
+        if word in entries:
+            if not isinstance(inside := entries[word], list):
+                raise TypeError(f"{word} of {str(inside)[:80]!r}")
+            return kind(inside)
     if _TENSOR in entries:
         return tensors[entries[_TENSOR]]
     return tensors[entries[_ARRAY]].numpy() if _ARRAY in entries else entries

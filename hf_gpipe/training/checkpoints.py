@@ -337,7 +337,8 @@ class Checkpoints:
 
 def _run(write: Callable[[], None], outcome: Future[None]) -> None:
     try:
-        outcome.set_result(write())
+        write()
+        outcome.set_result(None)
     except BaseException as error:  # told by the thread that waits
         outcome.set_exception(error)
 

@@ -135,7 +135,7 @@ class _OneProcess:
     device = torch.device("cpu")
 
     @staticmethod
-    def from_reader(function: Any, **_: Any) -> Any:
+    def from_reader(function: Any, *_: Any, **__: Any) -> Any:
         return function()
 
 

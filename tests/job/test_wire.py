@@ -28,6 +28,7 @@ from tests.gloo import run_gloo
 VALUES = [
     *(None, True, 0, -(10**30), 0.1, math.inf, "text \u20ac \0", [], (), {}, [1, (2.5, None)]),
     {"a": {"b": [(), {"c": False}]}, "": "tuple()"},
+    {1: "a", (0, 1): [True], None: {"tuple()": 1}},
 ]
 KINDS = [
     (SharedParameter("w", Parameters(1, 2, 3, 4), 5), SharedParameter),
@@ -96,7 +97,7 @@ class _Runs:
     "value",
     [
         *(_Runs(), lambda: 0, {"a": [object()]}, np.array(["text"]), ValueError("x"), print),
-        *({1}, {1: "a"}, {"tuple()": 1}, Path("a"), torch.float32, SumsOverRanks()),
+        *({1}, Path("a"), torch.float32, SumsOverRanks()),
     ],
 )
 def test_what_cannot_travel_is_an_error(value: Any) -> None:
@@ -137,6 +138,8 @@ MALFORMED = {
     "the text as a tensor": _message({"tensor()": "value"}),
     "a tensor of an unhashable name": _message({"tensor()": [1]}),
     "a tuple that is text": _message({"tuple()": "abc"}),
+    "an unhashable key": _message({"dict()": [[[], 1]]}),
+    "a pair of three": _message({"dict()": [["a", 1, 2]]}),
     "a long number": _message(b"1" * 5000),
 }
 
