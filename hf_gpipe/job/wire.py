@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
+from torch.nn import functional as F
 
 from hf_gpipe.errors import MessageError, UserError, error_of_data, error_to_data
 
@@ -28,8 +29,6 @@ from hf_gpipe.errors import MessageError, UserError, error_of_data, error_to_dat
 MOST_BYTES = 1 << 36
 #: The most bytes of a message's JSON text.
 MOST_TEXT_BYTES = 1 << 28
-#: So many bytes of what every process gathers come with its size; a longer value takes a second exchange.
-_FIRST_BYTES, _SIZE_BYTES = 4096, 8
 
 _TEXT, _TENSOR, _ARRAY, _TUPLE, _DICT = "value", "tensor()", "array()", "tuple()", "dict()"
 _MALFORMED = (
@@ -161,20 +160,12 @@ def gather(value: object, group: dist.ProcessGroup) -> list[Any]:
         UserError: on every process: the value of one of them cannot travel.
         MessageError: another process has sent something else.
     """
-    own = _message(value)
-    first = torch.zeros(_SIZE_BYTES + _FIRST_BYTES, dtype=torch.uint8)
-    first[:_SIZE_BYTES] = torch.tensor([own.numel()]).view(torch.uint8)
-    first[_SIZE_BYTES:][: own.numel()] = own[:_FIRST_BYTES]
-    heads = [torch.empty_like(first) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(heads, first, group=group)
-    counts = [checked_size(int(head[:_SIZE_BYTES].view(torch.int64))) for head in heads]
-    everyone = [torch.empty(max(_FIRST_BYTES, *counts), dtype=torch.uint8) for _ in counts]
-    for data, head in zip(everyone, heads, strict=True):
-        data[:_FIRST_BYTES] = head[_SIZE_BYTES:]
-    if max(counts) > _FIRST_BYTES:
-        rest = torch.zeros(max(counts) - _FIRST_BYTES, dtype=torch.uint8)
-        rest[: max(0, own.numel() - _FIRST_BYTES)] = own[_FIRST_BYTES:]
-        dist.all_gather([data[_FIRST_BYTES:] for data in everyone], rest, group=group)
+    own, size = _message(value), dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(sizes, torch.tensor([own.numel()]), group=group)
+    counts = [checked_size(int(one)) for one in sizes]
+    everyone = [torch.empty(max(counts), dtype=torch.uint8) for _ in counts]
+    dist.all_gather(everyone, F.pad(own, (0, max(counts) - own.numel())), group=group)
     return [_value(data[:count]) for data, count in zip(everyone, counts, strict=True)]
 
 
