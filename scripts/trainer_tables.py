@@ -11,7 +11,8 @@ SUPPORTED = frozenset(
         *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay"),
         *("adam_beta1", "adam_beta2", "adam_epsilon", "gradient_accumulation_steps", "max_grad_norm"),
         *("label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16", "tf32", "activation_checkpointing"),
-        *("gradient_checkpointing", "torch_compile", "torch_compile_backend", "torch_empty_cache_steps"),
+        *("gradient_checkpointing", "torch_compile", "torch_compile_backend", "use_liger_kernel"),
+        *("torch_empty_cache_steps",),
         *("log_level", "log_level_replica", "log_on_each_node", "logging_strategy", "logging_steps"),
         *("logging_first_step", "logging_nan_inf_filter", "include_num_input_tokens_seen", "disable_tqdm"),
         *("report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id"),
@@ -31,6 +32,7 @@ SUPPORTED = frozenset(
 #: Of these, what is supported only in part.
 LIMITS = {
     "optim": "optimizers that treat each parameter alone: {optimizers}; with bitsandbytes {bitsandbytes}",
+    "use_liger_kernel": "norms, rotary embeddings and feed-forwards, on GPUs",
     "neftune_noise_alpha": "for decoder-only models; the noise depends on the seed, the step and the row",
     "dataloader_num_workers": "for a map-style dataset; the main process reads an iterable dataset",
 }

@@ -24,6 +24,7 @@ from hf_gpipe.adapters.modules.dropout import DropoutSeeds, NoisyRows, default_g
 from hf_gpipe.adapters.modules.head import DeferredLogits, Projection
 from hf_gpipe.adapters.modules.intercept import extend_class
 from hf_gpipe.adapters.modules.kept_state import KeptState
+from hf_gpipe.adapters.modules.kernels import Kernels, put_kernels
 from hf_gpipe.adapters.modules.linear import hand_over
 from hf_gpipe.adapters.modules.weight_gradients import WeightGradients
 from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
@@ -244,6 +245,11 @@ class StageModel:
         for layer in self.layers:
             if layer.kind == "block":
                 self.model.get_submodule(layer.name).compile(backend=backend)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Let modules of this stage run the kernels that `kernels_of` found for them."""
+        names = (name for layer in self.layers for name in layer.all_modules)
+        put_kernels(kernels, {name: self.model.get_submodule(name) for name in names})
 
     def defer_weight_gradients(self) -> WeightGradients:
         """Let the linear layers give their weight gradients to `weight_gradients`, from the next forward on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch.nn import functional as F
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_gpipe.adapters import IGNORED_LABEL, Adapter, StageModel
 from hf_gpipe.adapters.modules.kept_state import KeptState
+from hf_gpipe.adapters.modules.kernels import Kernels
 from hf_gpipe.adapters.routers import auxiliary_loss
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
 from hf_gpipe.errors import UnsupportedModelError
@@ -34,7 +36,7 @@ from hf_gpipe.schedule.table import Schedule
 
 #: Largest difference between stages and plain model: of the global gradient norm, for the loss relative.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
-MICRO_BATCHES = 2
+MICRO_BATCHES, CPU = 2, torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -161,18 +163,22 @@ def split_step(
     packing: bool = False,
     recompute: str = "stage",
     ranks: Ranks | None = None,
+    kernels: Kernels = MappingProxyType({}),
+    device: torch.device = CPU,
 ) -> Step:
     """Run the same step in stages, all of them in this process, with recomputation of stages or of blocks, or without.
 
     With `ranks` this is one of several whose layers are divided.
     """
-    cpu, models = torch.device("cpu"), stage_models(model, adapter, num_stages, ranks)
+    models = stage_models(model, adapter, num_stages, ranks, device)
+    for stage_model in models.values():
+        stage_model.use_kernels(kernels)
     loss_of = PLAIN if adapter.has_head else _OfHidden()
     stages = {
         n: Stage(own, lambda boundary: dict.fromkeys(adapter.sources(boundary), True), loss_of)
         for n, own in models.items()
     }
-    edges = {(number, 0, 0): Edge(LocalChannel(cpu), LocalChannel(cpu)) for number in range(num_stages - 1)}
+    edges = {(number, 0, 0): Edge(LocalChannel(device), LocalChannel(device)) for number in range(num_stages - 1)}
     cutting = Cutting(MICRO_BATCHES, packing=packing, chunks=chunks)
     batches = [batch] if isinstance(batch, Mapping) else batch
     micro_batches = make_micro_batches(adapter, batches, cutting, 0, 0, loss=loss_of)
@@ -191,17 +197,21 @@ def split_step(
     loss = Executor({0: Row(stages)}, edges).run(table, micro_batches).loss
     assert loss is not None
     parts = {name: (own, p.grad) for own in models.values() for name, p in own.parameters.items() if p.grad is not None}
-    gradients = {name: own.whole(name, gradient) for name, (own, gradient) in parts.items()}
+    gradients = {name: own.whole(name, gradient).to(CPU) for name, (own, gradient) in parts.items()}
     return Step(float(loss), gradients, adapter.dtype)
 
 
 def stage_models(
-    model: PreTrainedModel, adapter: Adapter, num_stages: int, ranks: Ranks | None = None
+    model: PreTrainedModel,
+    adapter: Adapter,
+    num_stages: int,
+    ranks: Ranks | None = None,
+    device: torch.device = CPU,
 ) -> dict[int, StageModel]:
     """The stages of a model in this process, with its weights."""
     models = {}
     for number, layers in enumerate(partition(len(adapter.layers), num_stages, "count")):
-        models[number] = assemble(adapter, layers, model, torch.device("cpu"), ranks=ranks)
+        models[number] = assemble(adapter, layers, model, device, ranks=ranks)
         models[number].overlap_sums()
     share_within_process(models)
     return models

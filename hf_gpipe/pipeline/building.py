@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.modules.batch_norm import batch_norms_of
+from hf_gpipe.adapters.modules.kernels import kernels_of
 from hf_gpipe.checkpoint import hub
 from hf_gpipe.errors import UserError, listed
 from hf_gpipe.losses.loss import whole_logits
@@ -50,6 +51,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         )
     ranks, divides_head = world.worker_ranks(config.division), decision.full_table.divides_head
     num_layers, visitors = len(adapter.layers), config.visitors
+    kernels = kernels_of(adapter.reference) if config.use_liger_kernel else {}
     homes = Homes(world) if world.placement.is_dealt else None
     #: The stages that each worker of this process runs.
     run_by: dict[int, dict[int, StageModel]] = {worker: {} for worker in world.workers}
@@ -64,6 +66,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
             if visitors:
                 # One stage after another, for together they may not fit.
                 leave_on_host(own[stage], visitors, is_shared=homes is not None)
+            own[stage].use_kernels(kernels)
             if stage in decision.recompute.block_stages:
                 own[stage].checkpoint_blocks()
             if config.compile_backend is not None:

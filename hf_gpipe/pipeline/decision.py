@@ -19,6 +19,7 @@ from hf_gpipe.losses.loss import NOT_PACKED, PLAIN, Loss
 from hf_gpipe.model.chunks import verify_chunks
 from hf_gpipe.model.divided_head import check_divides_head, check_stages
 from hf_gpipe.model.exactness import verify
+from hf_gpipe.model.kernels import verify_kernels
 from hf_gpipe.model.opening import chain_of, open_chain, open_model
 from hf_gpipe.model.packing import verify_packing
 from hf_gpipe.model.spec import ModelSpec
@@ -154,6 +155,9 @@ class Decision:
         # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
         is_compiled = given.compile_backend is not None
         world.from_reader(lambda: check_division(adapter, given.division, is_compiled=is_compiled, loss=loss))
+
+        if given.use_liger_kernel:
+            world.from_reader(lambda: verify_kernels(adapter, world.device))
 
         # What the planner decides, and whether the machines can do it.
         planning = Planning(inputs, adapter, loss.planned, world, of_teacher)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 _FULL_EVAL = "evaluation computes in the precision of training: use bf16 or fp16, or a model in bfloat16"
 _BLOCKS = "recompute='block' checkpoints each block in the one way there is, without reentrance"
-_LIGER = "stages keep transformers' own layers"
 _REPLICAS = "the pipeline itself sums the gradients of replicas; DistributedDataParallel is not used"
 _OTHER_ENGINE = "it is another way to spread a model over devices"
 
@@ -20,8 +19,7 @@ REFUSED = {
     "activation_checkpointing_kwargs": _BLOCKS,
     "gradient_checkpointing_kwargs": _BLOCKS,
     "torch_compile_mode": "blocks are compiled in torch.compile's default mode",
-    "use_liger_kernel": _LIGER,
-    "liger_kernel_config": _LIGER,
+    "liger_kernel_config": "use_liger_kernel takes every kernel that fits, and the head never makes its logits whole",
     "use_cache": "no key-value cache is kept in training",
     "auto_find_batch_size": "a stage that ran out of memory cannot tell the others; raise num_micro_batches instead",
     "eval_use_gather_object": "predictions are tensors",
@@ -99,6 +97,7 @@ HARMLESS_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "activation_checkpointing_kwargs": ({"use_reentrant": False},),
     "gradient_checkpointing_kwargs": ({"use_reentrant": False},),
     "label_names": (["labels"],),
+    "liger_kernel_config": ({"fused_linear_cross_entropy": True},),
 }
 
 SAMPLING = ("random", "sequential", "group_by_length")

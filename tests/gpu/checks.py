@@ -103,7 +103,7 @@ def checks_for(num_gpus: int, *, quick: bool, emulated: bool, profile: str | Non
         for n in several:
             add("exactness", f"{dtype}, {n} processes", "exact:exact", n, num_devices=1, dtype=dtype)
         add("exactness", f"{dtype}, weights and activations on the host, chunks of rows", "exact:features", dtype=dtype)
-    for name in ("autocast", "compiled", "quantised"):
+    for name in ("autocast", "compiled", "kernels", "quantised"):
         add("exactness", f"{name}, one process, 1 GPU", f"precision:{name}")
     for n in several:
         add("exactness", f"float64, 2 replicas in {n} processes", "exact:replicas", n, dtype="float64")

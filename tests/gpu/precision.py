@@ -47,6 +47,19 @@ def compiled(job: dict[str, Any]) -> dict[str, Any]:
     return comparison.report()
 
 
+def kernels(job: dict[str, Any]) -> dict[str, Any]:
+    """Kernels of liger-kernel, for each mode of recomputation; and in float32 those of a tiny clone."""
+    missing = [name for name in ("liger_kernel", "triton") if find_spec(name) is None]
+    if missing or job["emulated"]:
+        reason = f"{' and '.join(missing)} must be installed" if missing else "triton has no emulated device"
+        return {"skipped": reason}
+    comparison = Comparison("bfloat16")
+    for recompute in RECOMPUTE[: 1 if job["quick"] else None]:
+        how = {"num_stages": 2, "schedule": "1f1b", "recompute": recompute}
+        comparison.add("llama", "cuda:0", **how, use_liger_kernel=True)
+    return comparison.report()
+
+
 def quantised(job: dict[str, Any]) -> dict[str, Any]:
     """LoRA on weights of 4 and 8 bits."""
     missing = [name for name in ("peft", "bitsandbytes") if find_spec(name) is None]

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "hf_gpipe"
-LIBRARIES = ("transformers", "torch", "accelerate", "peft", "bitsandbytes", "datasets", "tokenizers", "safetensors")
+LIBRARIES = (
+    *("transformers", "torch", "accelerate", "peft", "bitsandbytes", "datasets", "tokenizers", "safetensors"),
+    "liger_kernel",
+)
 #: The modules of these libraries whose pages document what the package imports from them.
 DOCUMENTED = {
     *LIBRARIES,

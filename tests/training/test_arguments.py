@@ -143,8 +143,8 @@ def test_values_that_are_set_later_are_checked_by_the_trainer(tmp_path: Path, mo
 
     assert change("set_optimizer", name="adamw_8bit").startswith("optim='adamw_8bit'")
     args = arguments(tmp_path)
-    args.use_liger_kernel = True
-    with pytest.raises(UserError, match="use_liger_kernel=True"):
+    args.liger_kernel_config = {"rope": True}
+    with pytest.raises(UserError, match=r"liger_kernel_config=.'rope': True"):
         PipelineTrainer(tiny_config("llama"), args)
     args = arguments(tmp_path)
     with pytest.raises(AttributeError, match="PipelineTrainingArguments has no argument 'max_length': use PipelineSFT"):

@@ -72,6 +72,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "boundary_dtype": ({"boundary_dtype": "bfloat16"}, "float16", "bfloat16"),
     "torch_compile": ({}, True, False),
     "torch_compile_backend": ({"torch_compile": "eager"}, "aot_eager", "eager"),
+    "use_liger_kernel": ({}, True, False),
     "packing": ({"packing": True}, False, True),
     "label_smoothing_factor": ({"label_smoothing": 0.1}, 0.2, 0.1),
     "logit_clipping": ({"logit_clipping": 5.0}, 4.0, 5.0),

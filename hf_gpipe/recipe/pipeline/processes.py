@@ -54,6 +54,9 @@ class ProcessKeys(VisitKeys):
     torch_compile_backend: Annotated[Text | None, RUN] = None
     """The backend of torch.compile; null: its default, inductor."""
 
+    use_liger_kernel: Annotated[bool, RUN] = False
+    """Whether norms, rotary embeddings and feed-forwards run the kernels of the package liger-kernel, on GPUs."""
+
     timeout_seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS), RUN] = 1800.0
     """Seconds that a process waits for another process before the run fails; six times as long for a process that
     writes a checkpoint and reports that it is still working."""
@@ -78,6 +81,10 @@ class ProcessKeys(VisitKeys):
             raise UserError("devices [] is empty; name at least one device, or leave it out.")
         if not self.torch_compile:
             refuse_given(self, ("torch_compile_backend",), "torch_compile is false; set torch_compile to true")
+        others = {"torch_compile is true": self.torch_compile, self.division.text: not self.division.is_whole}
+        for what, is_so in others.items() if self.use_liger_kernel else ():
+            if is_so:
+                raise UserError(f"use_liger_kernel is true and {what}, which do not go together; leave one of them out")
 
     @staticmethod
     def compiling(given: dict[str, Any]) -> dict[str, Any]:
