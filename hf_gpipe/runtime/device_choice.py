@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -100,6 +101,7 @@ def _assign(wishes: Sequence[_DeviceRequest], hosts: Sequence[str]) -> list[list
     Raises:
         UserError: two processes would share a GPU, or compute on different kinds of devices.
     """
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL's own variable (docs/gpu.md)
     taken: dict[tuple[str, str], int] = {}
     assigned: list[list[str]] = []
     for rank, wish in enumerate(wishes):
@@ -111,7 +113,7 @@ def _assign(wishes: Sequence[_DeviceRequest], hosts: Sequence[str]) -> list[list
                 free = (number for number, gpu in enumerate(wish.gpus) if (host, gpu) not in taken)
                 number = next(free, 0) if name == "cuda" else int(name.removeprefix("cuda:"))
                 other = taken.setdefault((host, wish.gpus[number]), rank)
-                if other != rank:
+                if other != rank and not may_share:
                     raise UserError(
                         f"processes {other} and {rank} would share one GPU: cuda:{number} of process {rank} on host "
                         f"{host} ({wish.gpus[number]}), where it sees {len(wish.gpus)}; set CUDA_VISIBLE_DEVICES "

@@ -8,6 +8,7 @@
 // * A result is in memory once its work was waited for, or the device was synchronised.
 // * The communicator of two ranks is set up while no message is under way on its device: that takes memory, for which
 //   CUDA may wait for all that the device does, also for a message whose other end is not there yet.
+// * Each rank has a GPU of its own, or with NCCL_MULTI_RANK_GPU_ENABLE=1 two of a machine share one.
 // * With CUDA_LAUNCH_BLOCKING=1 each operation is waited for; a device that is synchronised waits for its receives.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -33,6 +34,12 @@ using c10d::Work;
 using Tensors = std::vector<at::Tensor>;
 
 constexpr int kNumDevices = 8;
+
+bool is_set(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value != nullptr && std::strcmp(value, "1") == 0;
+}
+
 constexpr int kData = 0, kReady = 1;  // tags of the transport
 
 // ---------------------------------------------------------------------- operations that have not ended
@@ -469,9 +476,12 @@ class ProcessGroupNCCL final : public Backend {
     std::vector<Tensors> all(1);
     for (int i = 0; i < size; ++i) all[0].push_back(at::empty({1}, at::kLong));
     made->transport->allgather(all, mine)->wait();
-    for (int i = 0; i < size; ++i) {
-      TORCH_CHECK(i == rank || all[0][i].item<int64_t>() != device.index(), "Duplicate GPU detected : rank ", rank,
-                  " and rank ", i, " both on CUDA device ", static_cast<int>(device.index()), " (emulated NCCL)");
+    const bool may_share = is_set("NCCL_MULTI_RANK_GPU_ENABLE"), has_own_channels = is_set("NCCL_MAX_CTAS");
+    for (int i = 0, others = 0; i < size; ++i) {
+      if (i == rank || all[0][i].item<int64_t>() != device.index()) continue;
+      TORCH_CHECK(may_share && ++others == 1, "Duplicate GPU detected : rank ", rank, " and rank ", i,
+                  " both on CUDA device ", static_cast<int>(device.index()), " (emulated NCCL)");
+      TORCH_CHECK(has_own_channels, "ranks of one GPU without NCCL_MAX_CTAS=1 would wait for each other for ever");
     }
     made->start(made);
     return made;

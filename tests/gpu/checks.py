@@ -14,7 +14,7 @@ from typing import Any
 from bench.processes import BACKEND_VARIABLE, JobFailedError, run_job
 
 #: The kinds of checks of which a failure makes the command fail.
-DECIDING = ("exactness", "hang", "order")
+DECIDING = ("exactness", "hang", "order", "one GPU")
 FAMILIES = ("llama", "marian", "t5")
 VARIABLES = {BACKEND_VARIABLE: "cpu:gloo,cuda:nccl"}
 

@@ -33,6 +33,8 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "gpus": (0, "use at most this many"),
     "limit": (300.0, "seconds after which a check has failed"),
     "reps": (5, "repetitions of each figure of speed"),
+    "one_gpu": (False, "two processes on one GPU over NCCL, and no other checks"),
+    "nccl": ("", "the libnccl.so.2 that these load in place of torch's (scripts/nccl_pieces.py)"),
     "profile": ("", "also write memory snapshots and a trace into this folder"),
     "output": (".", "the folder of gpu_check.json"),
 }
@@ -42,11 +44,12 @@ _STATE = pytest.StashKey[dict[str, Any]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu", "checks of GPUs (-m gpu)")
     for name, (default, text) in OPTIONS.items():
+        option = f"--{name.replace('_', '-')}"
         if isinstance(default, bool):
-            group.addoption(f"--{name}", action="store_true", help=text)
+            group.addoption(option, action="store_true", help=text)
         else:
             how = {"action": "append"} if isinstance(default, list) else {"type": type(default)}
-            group.addoption(f"--{name}", default=default, help=text, **how)
+            group.addoption(option, default=default, help=text, **how)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,7 +92,7 @@ def state_of(config: pytest.Config) -> dict[str, Any]:
     num_gpus = min(len(found["gpus"]), given["gpus"] or (2 if emulated else 4))
     if not num_gpus:
         pytest.exit(NO_GPU, returncode=2)
-    from tests.gpu import planned, speed  # they import most of hf_gpipe, which takes seconds
+    from tests.gpu import one_gpu, planned, speed  # they import most of hf_gpipe, which takes seconds
 
     if given["profile"]:
         Path(given["profile"]).mkdir(parents=True, exist_ok=True)
@@ -97,6 +100,8 @@ def state_of(config: pytest.Config) -> dict[str, Any]:
     checks: list[Any] = checks_for(num_gpus, quick=quick, emulated=emulated, profile=folder)
     checks += planned.checks(speed.fitting(found, num_gpus, emulated=emulated), quick=quick, emulated=emulated)
     checks += speed.comparisons(found, num_gpus, quick=quick, emulated=emulated)
+    if given["one_gpu"]:
+        checks = list[Any](one_gpu.checks(given["nccl"], quick=quick, emulated=emulated))
     words = given["only"]
     checks = [one for one in checks if not words or any(word in f"{one.kind}: {one.name}" for word in words)]
     config.stash[_STATE] = {"given": given, "environment": found, "checks": checks, "results": []}

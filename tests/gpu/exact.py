@@ -36,13 +36,13 @@ FEATURES: tuple[tuple[Sequence[str], dict[str, Any]], ...] = (
 def exact(job: dict[str, Any]) -> dict[str, Any]:
     """Every schedule with every mode of recomputation and every family; with `quick` each schedule once."""
     rank, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(0 if job.get("shared") else rank)
     comparison = Comparison(job["dtype"])
     places = num_processes, job["num_devices"]
     for family, schedule, recompute in ways(job.get("families", FAMILIES), *places, quick=job["quick"]):
         num_stages = stages_of(schedule, num_processes, job["num_devices"])
         device: Any = [f"cuda:{index}" for index in range(min(job["num_devices"], num_stages))]
-        device = "cuda" if num_processes > 1 else device
+        device = "cuda:0" if job.get("shared") else "cuda" if num_processes > 1 else device
         comparison.add(family, device, num_stages=num_stages, schedule=schedule, recompute=recompute)
     return comparison.report()
 
@@ -121,7 +121,10 @@ class Comparison:
         pipe = Pipeline(self.model(family), num_micro_batches=NUM_MICRO_BATCHES, device=device, **values)
         batch = padded_batch(pipe.adapter.config)
         loss = float(pipe.train_step(batch if pipe.world.rank == 0 else None))
+        own = {name: model for model in pipe.models.values() for name in model.parameters}
         mine = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+        # Of divided layers each process has parts.
+        mine = {name: own[name].whole(name, part) if name in own else part for name, part in mine.items()}
         # Replicas of a stage have the same parameters, and each has the whole gradient.
         parts = pipe.world.gather_objects({name: gradient.cpu() for name, gradient in mine.items()})
         self.judge(what, [Result(loss, part) for part in parts], expected)

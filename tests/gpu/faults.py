@@ -1,4 +1,4 @@
-"""Faults in a training: every process ends in seconds, and the cause is printed once.
+"""Faults in a training: every process ends in seconds, or seconds after its limit, and the cause is printed once.
 
 `python -m tests.gpu.faults FAULT FILE` is one process of the training; `end_together` starts it. On emulated devices it
 is a fork of the check's process, which has imported everything.
@@ -21,6 +21,7 @@ from hf_gpipe.errors import StageError
 from hf_gpipe.job import failures
 from hf_gpipe.job.joining import join_job
 from hf_gpipe.job.launch import launch
+from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.stage import Stage
 from scripts.forked import fork_ahead
 from tests.emulated_cuda.models import config_of
@@ -29,7 +30,13 @@ from tests.oracle import padded_batch, plain_model
 #: From the fault to the end of the last process.
 MOST_SECONDS = 15.0
 #: What the message says about each fault in process 1.
-SAID = {"killed": "process 1 was killed by SIGKILL", "raised": "process 1, stage 1, action 1F1: ValueError: injected"}
+SAID = {
+    "killed": "process 1 was killed by SIGKILL",
+    "raised": "process 1, stage 1, action 1F1: ValueError: injected",
+    "blocked": "process 0",
+}
+#: How long a process waits for a message.
+LIMITS = {"blocked": 10.0}
 
 
 def failed_step(job: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +70,7 @@ def _failing(self: Stage, context: Any, **options: bool) -> Any:
 
 
 def end_together(job: dict[str, Any]) -> dict[str, Any]:
-    """A process is killed, or fails, in its third forward of a step."""
+    """A process is killed, fails, or goes no further, in its third forward of a step."""
     with tempfile.TemporaryDirectory() as folder:
         struck, said = Path(folder) / "struck", Path(folder) / "stderr"
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -81,7 +88,7 @@ def end_together(job: dict[str, Any]) -> dict[str, Any]:
         end = time.time()
         if not struck.exists():
             return {"problems": [f"the training never came to the fault: {said.read_text()[-1000:]}"]}
-        seconds = end - struck.stat().st_mtime
+        seconds = end - struck.stat().st_mtime - LIMITS.get(job["fault"], 0.0)
         errors = [line for line in said.read_text().splitlines() if line.startswith("error: ")]
     problems = []
     if seconds > MOST_SECONDS:
@@ -95,7 +102,7 @@ def end_together(job: dict[str, Any]) -> dict[str, Any]:
 
 def train(fault: str, struck: Path) -> None:
     """Train until process 1 has its fault."""
-    join_job(1800.0)
+    join_job(LIMITS.get(fault, PipelineConfig.timeout_seconds))
     pipe = Pipeline(plain_model(config_of("llama")), num_micro_batches=2, num_stages=_size(), device="cuda")
     forward, calls = Stage.forward, 0
 
@@ -107,6 +114,8 @@ def train(fault: str, struck: Path) -> None:
             struck.touch()
             if fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "blocked":
+                time.sleep(10 * LIMITS[fault])
             raise ValueError("injected")
         return forward(self, context, **options)
 

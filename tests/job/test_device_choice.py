@@ -58,6 +58,16 @@ REPLACED = (
 ALL = ["GPU-a", "GPU-b"]
 
 
+def test_processes_share_a_gpu_where_nccl_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL 2.30 can: an error for every value of its variable but 1 kept one card from showing that NCCL works."""
+    wishes, hosts = [_wish(gpus=("GPU-a",))] * 2, ["n", "n"]
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
+    with pytest.raises(UserError, match=r"^processes 0 and 1 would share one GPU"):
+        _assign(wishes, hosts)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert _assign(wishes, hosts) == [["cuda:0"], ["cuda:0"]]
+
+
 @pytest.mark.parametrize(
     ("gpus", "hosts", "choice", "expected"),
     [

@@ -67,6 +67,17 @@ def test_on_emulated_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert (tmp_path / "profiles" / "trace-stage1.json").exists()
 
 
+def test_two_processes_on_one_emulated_device(tmp_path: Path) -> None:
+    """The mode was refused, so an owner of one GPU saw nothing of NCCL."""
+    check_available()
+    words = ["-m", "gpu", "tests/gpu", "-p", "no:cacheprovider", "--emulated", "--quick", "--one-gpu"]
+    given = [*words, "--output", str(tmp_path), "--only=ZeRO", "--only=replicas, chunks"]
+    assert run_emulated(run_pytest, 1, given, timeout=280.0) == [0]
+    found = json.loads((tmp_path / "gpu_check.json").read_text())["checks"]
+    assert {(one["kind"], one["result"]) for one in found} == {("one GPU", "passed")}
+    assert len(found) == 2
+
+
 def test_no_gpu_is_one_message(tmp_path: Path) -> None:
     import torch
 
