@@ -2,6 +2,7 @@
 # Checks hf_gpipe on the GPUs of this machine: exactness, faults, waiting, speed. Prints a table and writes gpu_check.json.
 #     bash scripts/gpu_check.sh [--quick] [--profile FOLDER]     on the GPUs
 #     bash scripts/gpu_check.sh --one-gpu [--nccl FILE]          two processes on one GPU, over NCCL 2.30 or newer
+#     bash scripts/gpu_check.sh --half-hour --minutes 9          all of them and more, in calls of nine minutes
 #     bash scripts/gpu_check.sh --emulated                       without a GPU, on emulated devices; no figures of speed
 # The checks are the tests in tests/gpu, whose conftest.py has the options; those of pytest are taken too.
 set -euo pipefail

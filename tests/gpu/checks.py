@@ -51,7 +51,8 @@ class Check:
     """One row of the table.
 
     Attributes:
-        kind: "exactness", "hang", "order" (of accesses to memory), "waiting", "plan" or "profile".
+        kind: "exactness", "hang", "order" (of accesses to memory), "one GPU", "waiting", "plan", "capped", "gain" or
+            "profile".
         name: unique.
         function: "module:function" of this package. It gets the job, and in each process returns `figures`,
             `problems` (a list of texts; empty: it passed) or `skipped` (a reason).

@@ -34,6 +34,8 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "limit": (300.0, "seconds after which a check has failed"),
     "reps": (5, "repetitions of each figure of speed"),
     "one_gpu": (False, "two processes on one GPU over NCCL, and no other checks"),
+    "half_hour": (False, "all that a GPU for half an hour is used for, most important first"),
+    "minutes": (0.0, "end after this time, and keep what there is: the same command goes on with the other checks"),
     "nccl": ("", "the libnccl.so.2 that these load in place of torch's (scripts/nccl_pieces.py)"),
     "profile": ("", "also write memory snapshots and a trace into this folder"),
     "output": (".", "the folder of gpu_check.json"),
@@ -92,19 +94,35 @@ def state_of(config: pytest.Config) -> dict[str, Any]:
     num_gpus = min(len(found["gpus"]), given["gpus"] or (2 if emulated else 4))
     if not num_gpus:
         pytest.exit(NO_GPU, returncode=2)
-    from tests.gpu import one_gpu, planned, speed  # they import most of hf_gpipe, which takes seconds
+    from tests.gpu import (
+        capped,
+        gains,
+        half_hour,
+        one_gpu,
+        planned,
+        speed,
+    )  # they import most of hf_gpipe, which takes seconds
 
     if given["profile"]:
         Path(given["profile"]).mkdir(parents=True, exist_ok=True)
     folder = str(Path(given["profile"]).resolve()) if given["profile"] else None
-    checks: list[Any] = checks_for(num_gpus, quick=quick, emulated=emulated, profile=folder)
+    few = quick or given["half_hour"]
+    checks: list[Any] = checks_for(num_gpus, quick=few, emulated=emulated, profile=folder)
     checks += planned.checks(speed.fitting(found, num_gpus, emulated=emulated), quick=quick, emulated=emulated)
-    checks += speed.comparisons(found, num_gpus, quick=quick, emulated=emulated)
-    if given["one_gpu"]:
-        checks = list[Any](one_gpu.checks(given["nccl"], quick=quick, emulated=emulated))
+    checks += speed.comparisons(found, num_gpus, quick=quick, emulated=emulated, with_others=given["half_hour"])
+    if given["one_gpu"] or given["half_hour"]:
+        checks = checks if given["half_hour"] else []
+        checks += one_gpu.checks(given["nccl"], quick=few, emulated=emulated)
+    if given["half_hour"]:
+        checks += capped.checks(quick=quick, emulated=emulated) + gains.checks(quick=quick, emulated=emulated)
+        checks = half_hour.in_order(checks)
     words = given["only"]
     checks = [one for one in checks if not words or any(word in f"{one.kind}: {one.name}" for word in words)]
-    config.stash[_STATE] = {"given": given, "environment": found, "checks": checks, "results": []}
+    results = half_hour.kept(file_of(given), found, {"emulated": emulated, "quick": quick}) if given["minutes"] else []
+    checks = [one for one in checks if not half_hour.is_done(one, results)]
+    clock = half_hour.Clock.of(given["minutes"], given["limit"])
+    state = {"given": given, "environment": found, "checks": checks, "results": results, "clock": clock}
+    config.stash[_STATE] = state
     return config.stash[_STATE]
 
 
@@ -122,21 +140,30 @@ def state(request: pytest.FixtureRequest) -> dict[str, Any]:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if _STATE not in session.config.stash or session.config.option.collectonly:
         return
+    written = write(session.config.stash[_STATE])
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = int(not written["passed"])
+
+
+def file_of(given: dict[str, Any]) -> Path:
+    """The file of the results."""
+    return Path(given["output"]) / "gpu_check.json"
+
+
+def write(state: dict[str, Any]) -> dict[str, Any]:
+    """Write the results so far, and return what was written."""
     from tests.gpu.checks import anonymous
 
-    state = session.config.stash[_STATE]
     given, found, results = state["given"], state["environment"], state["results"]
-    decisive = [one for one in results if one.result == "failed" and one.decides]
     written = {
         **{"format": 1, "date": datetime.now(UTC).date().isoformat()},
         **{"emulated": given["emulated"], "quick": given["quick"]},
         "environment": {**found, "variables": {k: anonymous(v) for k, v in found["variables"].items()}},
         "checks": [asdict(one) for one in results],
-        "passed": not decisive,
+        "passed": not any(one.result == "failed" and one.decides for one in results),
     }
-    (Path(given["output"]) / "gpu_check.json").write_text(json.dumps(written, indent=1) + "\n")
-    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        session.exitstatus = int(bool(decisive))
+    file_of(given).write_text(json.dumps(written, indent=1) + "\n")
+    return written
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -145,6 +172,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     from bench.report import table
 
     from tests.gpu import environment
+    from tests.gpu.half_hour import is_done
 
     state = config.stash[_STATE]
     results, emulated = state["results"], state["given"]["emulated"]
@@ -157,6 +185,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     lines = ["", *environment.lines(state["environment"]), *([EMULATED] if emulated else []), ""]
     lines += [table(["check", "result", "figures"], rows), "", *failed]
     counted = ", ".join(f"{count} {name}" for name, count in counts.items())
+    if left := sum(not is_done(one, results) for one in state["checks"]):
+        counted += f", {left} still to run by the same command"
     terminalreporter.write_line("\n".join([*lines, f"{counted}; written to gpu_check.json"]))
 
 

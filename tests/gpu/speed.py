@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.contenders import Options
@@ -104,18 +104,24 @@ def fitting(environment: dict[str, Any], num_gpus: int, *, emulated: bool) -> li
     return [work for least, work in _SIZES if free >= least]
 
 
-def comparisons(environment: dict[str, Any], num_gpus: int, *, quick: bool, emulated: bool) -> list[Comparison]:
-    """Of work that fits the GPUs; nothing where none does."""
+def comparisons(
+    environment: dict[str, Any], num_gpus: int, *, quick: bool, emulated: bool, with_others: bool = False
+) -> list[Comparison]:
+    """Of work that fits the GPUs; nothing where none does. `with_others` adds compiled blocks and kernels of Liger."""
     gpus = environment["gpus"][:num_gpus]
     sizes = fitting(environment, num_gpus, emulated=emulated)
     if not sizes:
         return []
     work = sizes[1 if quick and len(sizes) > 1 else 0]
     peak = peak_flops(gpus[0]["name"]) if len({gpu["name"] for gpu in gpus}) == 1 else None
-    one = (
+    one: tuple[Case, ...] = (
         Case("plain loop, checkpointing", "single", Options("on")),
         Case("hf_gpipe, block", "ours", Options("block", "1f1b", blocks=(work.layers,))),
     )
+    if with_others and not emulated:
+        own = Options("block", "1f1b", blocks=(work.layers,))
+        names = {"hf_gpipe, block, compiled": "torch_compile", "hf_gpipe, block, Liger": "use_liger_kernel"}
+        one += tuple(Case(name, "ours", replace(own, others=((key, True),))) for name, key in names.items())
     made = [Comparison("1 GPU", work, 1, one, peak, emulated)]
     for n in (n for n in (2, 4) if n <= num_gpus):
         blocks = cut(work, n)

@@ -78,6 +78,53 @@ def test_two_processes_on_one_emulated_device(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
+def test_the_most_important_comes_first() -> None:
+    from tests.gpu.checks import Check
+    from tests.gpu.half_hour import in_order
+
+    names = ["plan: graphs stay", "exactness: compiled, 1 GPU", "speed: 1 GPU", "exactness: float64", "plan: chunks"]
+    names += ["one GPU: ZeRO-1", "profile: all"]
+    made = in_order([Check(*name.split(": "), "", {}) for name in names])
+    order = ["float64", "ZeRO-1", "1 GPU", "compiled, 1 GPU", "chunks", "graphs stay", "all"]
+    assert [check.name for check in made] == order
+
+
+def test_the_time_of_all_checks() -> None:
+    """A check that had less time than others is run again, unless it failed in another way."""
+    from tests.gpu.checks import Result
+    from tests.gpu.half_hour import Clock
+
+    clock = Clock.of(1.0, 300.0)
+    check = clock.begin()
+    assert not clock.is_over
+    assert check.limit <= 60
+    late, wrong = (Result("hang", "a", "failed", True, 1.0, {}, message) for message in ("took too long", "wrong"))
+    assert clock.was_cut(check, late)
+    assert not clock.was_cut(check, wrong)
+    assert Clock.of(0.4, 300.0).is_over
+    forever = Clock.of(0.0, 300.0)
+    assert forever.begin() == forever
+    assert not forever.was_cut(forever, late)
+
+
+def test_the_same_command_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A call that its machine ended had no results. Each check writes its own, and the next call keeps it."""
+    check_available()
+    words = ["-m", "gpu", "tests/gpu", "-p", "no:cacheprovider", "--emulated", "--quick", "--half-hour", "--only=gain"]
+    given, file = [*words, "--output", str(tmp_path)], tmp_path / "gpu_check.json"
+    assert run_emulated(run_pytest, 1, [*given, "--minutes=0.4"], timeout=280.0) == [0]
+    assert "0 passed, 0 failed, 0 skipped, 2 still to run by the same command" in capfd.readouterr().out
+    assert run_emulated(run_pytest, 1, [*given, "--minutes=4"], timeout=280.0) == [0]
+    assert "2 passed, 0 failed, 0 skipped; written" in capfd.readouterr().out
+    before = json.loads(file.read_text())["checks"]
+    assert run_emulated(run_pytest, 1, [*given, "--minutes=4"], timeout=280.0) == [0]
+    assert json.loads(file.read_text())["checks"] == before
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps(found | {"environment": found["environment"] | {"torch": "2.0"}}))
+    assert run_emulated(run_pytest, 1, [*given, "--minutes=0.4"], timeout=280.0) == [0]
+    assert json.loads(file.read_text())["checks"] == []
+
+
 def test_no_gpu_is_one_message(tmp_path: Path) -> None:
     import torch
 

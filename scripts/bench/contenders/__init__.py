@@ -29,6 +29,7 @@ class Options:
         is_v_shaped: whether each of P processes has the stages k and 2P - 1 - k, else one stage.
         replicas: D, pipelines side by side, each of which takes as large a part of the rows.
         zero: whether replicas share the update and the optimizer's state (ZeRO-1).
+        others: other settings of ours.
     """
 
     recompute: str | tuple[str | int, ...] = "none"
@@ -40,6 +41,7 @@ class Options:
     is_v_shaped: bool = False
     replicas: int = 1
     zero: bool = False
+    others: tuple[tuple[str, Any], ...] = ()
 
     @property
     def num_stages(self) -> int:

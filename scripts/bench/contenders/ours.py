@@ -40,6 +40,7 @@ class Ours:
             memory=memory,
             replicas=options.replicas,
             zero=int(options.zero),
+            **dict(options.others),
         )
         self.num_updates = work.updates
         self.optimizer = optimizer(self.pipe.parameters())
