@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 from operator import attrgetter
 from statistics import median
@@ -126,13 +125,13 @@ def placements(machine: Machine) -> Iterator[Placement]:
 def search(planner: Planner, machine: Machine, free: PipelineConfig) -> list[Plan]:
     """All plans that fit, the fastest first."""
     asked = [with_mesh(free, placement) for placement in placements(machine)]
-    asked += [replace(free, num_stages=2 * count, replicas=NUM_DEVICES // count) for count in (2, 4)]
+    asked += [free.replace(num_stages=2 * count, replicas=NUM_DEVICES // count) for count in (2, 4)]
     plans: list[Plan] = []
     for mesh in asked:
         for schedule in AUTO_SCHEDULES:
             for count in micro_batch_counts(planner.rows, AUTO):
                 for recompute in (AUTO, "none", "block", "stage"):
-                    config = replace(mesh, schedule=schedule, num_micro_batches=count, recompute=recompute)
+                    config = mesh.replace(schedule=schedule, num_micro_batches=count, recompute=recompute)
                     try:
                         plans += [plan for plan in allowed_plans(planner, config) if plan.fits]
                     except UserError:

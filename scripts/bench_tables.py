@@ -51,7 +51,7 @@ class Pair(NamedTuple):
 
 def limits(planner: Planner, free: PipelineConfig, graphs: float) -> tuple[int, ...]:
     """For each process the bytes that it needs with so many graphs: under `naive` it has one at a time."""
-    plan = best_plan(planner, replace(free, num_stages=2, schedule="naive", recompute="none"))
+    plan = best_plan(planner, free.replace(num_stages=2, schedule="naive", recompute="none"))
     return tuple(
         int(process.memory.total + (graphs - 1) * graph_bytes(plan.layout.sums, stage))
         for process, stage in zip(plan.processes, plan.layout.stages, strict=True)
@@ -61,13 +61,13 @@ def limits(planner: Planner, free: PipelineConfig, graphs: float) -> tuple[int, 
 def pair(plain: Plan, graphs: float) -> Pair:
     """The plans for as many micro-batches as one has. A named schedule may have two stages a process."""
     count = plain.settings.num_micro_batches
-    free = replace(PipelineConfig(num_processes=2).with_auto(2), replicas=1, num_micro_batches=count)
+    free = PipelineConfig(num_processes=2).with_auto(2).replace(replicas=1, num_micro_batches=count)
     planner = plain.planner.within(limits(plain.planner, free, graphs))
-    straight = replace(free, num_stages=2)
+    straight = free.replace(num_stages=2)
     plans = [*filter(can_run, allowed_plans(planner, straight))]
     made = with_table(min(plans, key=attrgetter("sort_key")), straight)
     with suppress(PartitionError):  # half of a stage may need more than half of the memory
-        plans += filter(can_run, allowed_plans(planner, replace(free, num_stages=4)))
+        plans += filter(can_run, allowed_plans(planner, free.replace(num_stages=4)))
     named = min(plans, key=attrgetter("sort_key"))
     return Pair(named, min(named, made, key=attrgetter("sort_key")))
 

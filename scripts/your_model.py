@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import chain, product, starmap
 from operator import attrgetter
 from pathlib import Path
@@ -146,7 +146,7 @@ def longest_of(size: str, method: str, counts: Iterable[int] = COUNTS) -> Iterat
             planner = request.planner.within(_limit(gb))
             for count, in_chunks in sorted(waiting):
                 chunks = f"{CHUNK_TOKENS} tokens" if in_chunks else 1
-                config = replace(request.config, sequence_chunks=chunks, num_micro_batches=LONG_ROWS)
+                config = request.config.replace(sequence_chunks=chunks, num_micro_batches=LONG_ROWS)
                 if _best(planner, config, count) is None:
                     waiting.remove((count, in_chunks))
                 else:
@@ -164,7 +164,7 @@ def _best(planner: Planner, config: PipelineConfig, count: int) -> Plan | None:
         for recompute in ("auto", "block"):
             mesh = {"num_stages": num_stages, "replicas": count // num_stages, "num_processes": count}
             try:
-                plans.append(best_plan(planner, replace(config, **mesh, recompute=recompute, partition="auto")))
+                plans.append(best_plan(planner, config.replace(**mesh, recompute=recompute, partition="auto")))
             except UserError:
                 continue
     return min((plan for plan in plans if plan.fits), key=attrgetter("sort_key"), default=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -266,7 +265,7 @@ def test_auto_divides_the_head_where_it_makes_the_last_stage_slow_or_full() -> N
         example = Workload(32, 256, 256, has_padding=False)
         planner = planner_of(adapter_for(config), PlanInputs(example=example, optim="adamw_torch"), device("a100-80"))
         asked = PipelineConfig(num_stages=4, num_processes=4, num_micro_batches=16, recompute="none", partition="auto")
-        plans = {name: best_plan(planner, replace(asked, schedule=name)) for name in ("1f1b", "vocab_1f1b", "auto")}
+        plans = {name: best_plan(planner, asked.replace(schedule=name)) for name in ("1f1b", "vocab_1f1b", "auto")}
         chosen[vocabulary] = plans["auto"].settings.schedule in DIVIDED_HEAD
     assert plans["vocab_1f1b"].step_seconds < 0.65 * plans["1f1b"].step_seconds
     assert plans["vocab_1f1b"].settings.partition[-1] > 1

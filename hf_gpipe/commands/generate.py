@@ -64,7 +64,7 @@ def _generate(args: argparse.Namespace) -> int:
         from hf_gpipe.pipeline import Pipeline
         from hf_gpipe.recipe import PipelineConfig
 
-    job = join_job(PipelineConfig.timeout_seconds)
+    job = join_job(PipelineConfig.model_fields["timeout_seconds"].default)
     # The main process alone reads the texts, and each process may have a device of its own.
     compare(lambda: {n: value for n, value in vars(args).items() if n not in ("text", "device", "model")}, "options")
     if args.batch_size < 1:

@@ -6,7 +6,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hf_gpipe.commands.base import Parser, run_with_options
@@ -90,7 +89,7 @@ def _per_node(recipe: Recipe, nodes: int, asked: int | None) -> int:
                 "--nproc-per-node P, the processes (GPUs) of each machine"
             )
         return asked
-    total = pipeline.division.ranks_of(pipeline.processes)
+    total = pipeline.division.num_ranks * pipeline.processes
     if asked is None and total % nodes:
         raise UserError(
             f"the recipe has {total} processes, and --nodes is {nodes}; each machine has as many as the others: give "
@@ -137,7 +136,7 @@ def _in_the_best_order(request: PlanRequest) -> Plan:
         return plan
     count = placement.replicas[0]
     beside = Placement([range(stage * count, (stage + 1) * count) for stage in range(placement.num_stages)])
-    other = request.planner.plan(replace(config, placement=str(beside)))
+    other = request.planner.plan(config.replace(placement=str(beside)))
     return other if other.step_seconds < plan.step_seconds else plan
 
 

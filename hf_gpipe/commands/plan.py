@@ -77,7 +77,7 @@ def _plan(options: argparse.Namespace) -> int:
             print(report(best))
         if not options.json and not request.config.is_decided:
             print(f"{'chosen':11} {overrides(best, request.given)}", file=words)
-        if request.config.leaves_visits_open and (text := untried(best)):
+        if "offload_weights" in request.config.left_open and (text := untried(best)):
             print(f"{'visits':11} {text}", file=words)
     if best.settings.schedule == TABLE_FILE:
         print(f"{'table':11} made for this plan by pipeline.schedule=auto; --table > mine.txt writes it", file=words)

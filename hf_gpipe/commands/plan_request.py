@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.commands.base import loading
 from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import Chunks, Division, Recipe, load_recipe
+from hf_gpipe.recipe import Chunks, Recipe, load_recipe
 from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.schedule import Schedule, recompute_under
 from hf_gpipe.schedule.placement import MOST_PLACES
@@ -78,21 +78,22 @@ class PlanRequest:
         recipe = load_recipe(options.recipe, options.overrides)
         given = recipe.pipeline
         if num_devices is not None:
-            num_devices = recipe.pipeline.division.workers_among(num_devices)
+            num_devices = given.division.workers_among(num_devices)
         if others:
-            device, *others = map(_weakest, recipe.pipeline.division.by_worker([device, *others]))
-        recipe = replace(recipe, pipeline=recipe.pipeline.settled(can_plan=True))
+            device, *others = map(_weakest, given.division.by_worker([device, *others]))
+        config = given.with_defaults(can_plan=True)
         if options.search and num_devices is not None:
-            recipe = replace(recipe, pipeline=recipe.pipeline.with_auto(num_devices))
-        else:
-            recipe = _on_devices(recipe, options.overrides, num_devices)
-        config = recipe.pipeline
+            config = config.with_auto(num_devices)
+        elif num_devices is not None:
+            keeps_stages = _is_given("pipeline.num_stages", options.overrides)
+            config = _on_devices(config, num_devices, keeps_stages=keeps_stages)
+        recipe = replace(recipe, pipeline=config)
         if options.memory is not None:
-            config = replace(config, memory=limits if len(limits) > 1 else options.memory)
+            config = config.replace(memory=limits if len(limits) > 1 else options.memory)
         elif others and config.memory is None:
-            config = replace(config, memory=tuple(f"{limited.memory_bytes} B" for limited in (device, *others)))
+            config = config.replace(memory=tuple(f"{limited.memory_bytes} B" for limited in (device, *others)))
         if config.speeds == "profile":
-            config = replace(config, speeds=None)
+            config = config.replace(speeds=None)
             if not others:
                 print(
                     "pipeline.speeds is profile: a run measures them, and this plan takes all processes for equally "
@@ -106,7 +107,7 @@ class PlanRequest:
             )
         table = recipe.table(config.processes)
         if table is not None:
-            config = replace(config, recompute=recompute_under(table, config.recompute))
+            config = config.replace(recompute=recompute_under(table, config.recompute))
         with loading():
             import_module("hf_gpipe.planner.search.choose")  # and torch and transformers with it
         request = cls(_with_vocabulary(recipe), config, given, (device, *others), cluster, table, options.profile)
@@ -129,7 +130,7 @@ class PlanRequest:
         is_given = _is_given("pipeline.tensor_parallel", options.overrides)
         has_devices = options.devices is not None or len(self.devices) > 1
         for size in (2, 4, 8) if has_devices and self.config.division.is_whole and not is_given else ():
-            overrides = [*options.overrides, Division(size).override]
+            overrides = [*options.overrides, f"pipeline.tensor_parallel={size}"]
             with suppress(UserError):
                 yield PlanRequest.of(argparse.Namespace(**{**vars(options), "overrides": overrides}))
 
@@ -187,7 +188,7 @@ class PlanRequest:
         from hf_gpipe.from_recipe.checks import verify_options
 
         try:
-            verify_options(self.recipe, self.config.cut_into(Chunks(2)), _adapter(self.recipe))
+            verify_options(self.recipe, self.config.replace(**Chunks(2).keys), _adapter(self.recipe))
         except UserError:
             return False
         return True
@@ -224,7 +225,7 @@ class PlanRequest:
         settings = plan.settings
         if chunk_tokens is not None:
             chunks = Chunks(-(-planner.inputs.mini_batch().target_tokens // chunk_tokens))
-            settings = settings.cut_into(chunks, schedule="1f1b", recompute="stage")
+            settings = settings.replace(**chunks.keys, schedule="1f1b", recompute="stage")
         other = planner.plan(settings)
         # The planner cuts what the model has no positions for.
         return other.fits and other.costs.workload.target_tokens >= planner.inputs.mini_batch().target_tokens
@@ -262,47 +263,40 @@ def _lighter(recipe: Recipe) -> list[str]:
     return [*adapters, " ".join([*adapters, "model.quantization=nf4"])]
 
 
-def _on_devices(recipe: Recipe, overrides: Sequence[str], devices: int | None) -> Recipe:
-    """The recipe on that many devices, one process each; a recipe with fewer stages gets one stage per device."""
-    if devices is None:
-        return recipe
-    pipeline = recipe.pipeline
-    if pipeline.is_mesh_open:
-        return replace(recipe, pipeline=replace(pipeline, num_processes=devices))
-    num_stages, _ = pipeline.mesh
-    if isinstance(pipeline.replicas, int) and pipeline.replicas > 1:
-        return _replicas_on_devices(recipe, pipeline.replicas, devices)
-    if devices > num_stages and pipeline.places == num_stages:
-        if _is_given("pipeline.num_stages", overrides):
+def _on_devices(config: PipelineConfig, devices: int, *, keeps_stages: bool) -> PipelineConfig:
+    """The pipeline on that many devices, one process each, of which the replicas of a pipeline have equally many.
+
+    Where it has fewer stages, there is one for each device, unless the command line gives their number.
+    """
+    if config.is_mesh_open:
+        return config.replace(num_processes=devices)
+    num_stages, replicas = config.mesh
+    if isinstance(replicas, int) and replicas > 1:
+        of_replica, rest = divmod(devices, replicas)
+        if rest or not of_replica or of_replica > num_stages:
+            raise UserError(
+                f"--devices is {devices}, pipeline.replicas {replicas} and pipeline.num_stages {num_stages}: every "
+                "replica has equally many devices, and each of them at least one "
+                f"stage; use a multiple of replicas, at most {replicas * num_stages}, or more stages."
+            )
+    elif devices > num_stages and config.places == num_stages:
+        if keeps_stages:
             raise UserError(
                 f"--devices is {devices} and pipeline.num_stages is {num_stages}: each device holds at least one "
                 f"stage; use at most {num_stages} devices, or more stages."
             )
-        if not isinstance(pipeline.partition, str):
+        if not isinstance(config.partition, str):
             raise UserError(
                 f"--devices is {devices} and pipeline.partition lists {num_stages} stages; list {devices}, or use "
                 "count."
             )
         num_stages = devices
-    return replace(recipe, pipeline=replace(pipeline, num_stages=num_stages, num_processes=devices))
+    return config.replace(num_stages=num_stages, num_processes=devices)
 
 
 def _is_given(key: str, overrides: Sequence[str]) -> bool:
     """Whether the command line gives a recipe's key."""
     return any(text.replace(" ", "").startswith(f"{key}=") for text in overrides)
-
-
-def _replicas_on_devices(recipe: Recipe, replicas: int, devices: int) -> Recipe:
-    """The recipe with so many replicas of a pipeline, which share the devices evenly."""
-    of_replica, rest = divmod(devices, replicas)
-    num_stages, _ = recipe.pipeline.mesh
-    if rest or not of_replica or of_replica > num_stages:
-        raise UserError(
-            f"--devices is {devices}, pipeline.replicas {replicas} and pipeline.num_stages {num_stages}: every "
-            "replica has equally many devices, and each of them at least one "
-            f"stage; use a multiple of replicas, at most {replicas * num_stages}, or more stages."
-        )
-    return replace(recipe, pipeline=replace(recipe.pipeline, num_processes=devices))
 
 
 def _devices(options: argparse.Namespace) -> list[Device]:

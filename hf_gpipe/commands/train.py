@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             return _work(recipe)
         _check(recipe)
-        num_processes = recipe.pipeline.division.ranks_of(_num_workers(recipe))
+        num_processes = recipe.pipeline.division.num_ranks * _num_workers(recipe)
         if "RANK" in os.environ or num_processes == 1:
             return _work(recipe)
         if num_processes > _FEW_PROCESSES:
@@ -205,7 +205,7 @@ def _num_workers(recipe: Recipe) -> int:
     if asked is not None and asked > most:
         raise RecipeError(
             f"pipeline.num_processes is {asked} and this machine has {torch.cuda.device_count()} GPUs; each takes "
-            f"{pipeline.division.ranks_of(1)}: use {most} or fewer (several stages share a process), or "
+            f"{pipeline.division.num_ranks}: use {most} or fewer (several stages share a process), or "
             "pipeline.device=cpu"
         )
     return asked or (most if pipeline.is_mesh_open else min(pipeline.processes, most))

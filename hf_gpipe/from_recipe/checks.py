@@ -121,7 +121,7 @@ def verify_options(recipe: Recipe, config: PipelineConfig, adapter: Adapter) -> 
     if config.cuts_rows:
         check_chunks(adapter, is_loss_of_tokens=loss.is_of_tokens, packing=packing)
         verify_chunks(adapter, packing=packing, recomputes_blocks="block" in (config.recompute or ()))
-    check_division(adapter, config.division, is_compiled=config.compile_backend is not None, loss=loss)
+    check_division(adapter, config.division, is_compiled=config.compiled.backend is not None, loss=loss)
 
 
 def _workload_with_images(recipe: Recipe, config: PreTrainedConfig) -> Workload:

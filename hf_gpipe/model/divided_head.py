@@ -16,7 +16,7 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import Loss, Reads, whole_logits
 from hf_gpipe.recipe import Division
-from hf_gpipe.recipe.pipeline.stages import HEAD_IN_PARTS
+from hf_gpipe.recipe.pipeline.mode import DIVIDED_HEAD
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.schedule.placement import Placement
 
@@ -52,20 +52,17 @@ def _is_saved_with_adapters(adapter: Adapter) -> bool:
     return any(name.startswith(heads) for name in adapter.peft.saved_names(whole))
 
 
-def check_divides_head(adapter: Adapter, loss: Loss, config: DecidedConfig, *, has_teacher: bool = False) -> None:
+def check_divides_head(adapter: Adapter, loss: Loss, config: DecidedConfig) -> None:
     """Raise UserError where the head of a model cannot be divided over the stages.
 
     Args:
         adapter: of the model.
         loss: of training.
         config: its schedule divides the head.
-        has_teacher: whether a teacher runs beside the model.
     """
     if reason := why_not_divided(adapter, loss):
         raise _cannot(config.schedule, reason)
-    if has_teacher:
-        raise _cannot(config.schedule, "there is a teacher")
-    config.check_beside(HEAD_IN_PARTS)
+    config.check_beside(DIVIDED_HEAD)
 
 
 def check_stages(schedule: str, partition: Sequence[range], placement: Placement) -> None:

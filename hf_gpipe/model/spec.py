@@ -18,7 +18,6 @@ from hf_gpipe.adapters.peft import find_peft
 from hf_gpipe.checkpoint.peft import as_config, base_of, has_adapters
 from hf_gpipe.checkpoint.source_digest import digest_of_model
 from hf_gpipe.job.agreement import Noted, digest_of_tensors
-from hf_gpipe.recipe import ModelSection
 
 ModelSource: TypeAlias = nn.Module | PreTrainedConfig | str | os.PathLike[str]
 """A model in memory, a configuration to initialise, or a Hub id or directory to load."""
@@ -39,10 +38,10 @@ class ModelSpec:
 
     model: ModelSource
     dtype: torch.dtype | str | None = None
-    attn_implementation: str | None = ModelSection.attn_implementation
-    trust_remote_code: bool = ModelSection.trust_remote_code
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
     config_overrides: Mapping[str, Any] | None = None
-    depth_scaled_feed_forward: bool = ModelSection.depth_scaled_feed_forward
+    depth_scaled_feed_forward: bool = False
     autocast: torch.dtype | None = None
     quantization_config: Any = None
     peft_config: Any = None

@@ -19,10 +19,9 @@ from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.recipe import DecidedConfig
-from hf_gpipe.recipe.pipeline.stages import TEACHER
+from hf_gpipe.recipe import DecidedConfig, Division
+from hf_gpipe.recipe.pipeline.mode import TEACHER
 from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
-from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,8 @@ class Teacher:
     @classmethod
     def of(cls, spec: ModelSpec, adapter: Adapter, config: DecidedConfig) -> Teacher:
         """Cut a teacher that `open_teacher` has opened. Raises UserError where the pipeline can have none."""
-        if config.schedule in ASYNCHRONOUS_SCHEDULES:
-            raise UserError(f"there is a teacher and schedule is {config.schedule}, which do not go together; use 1f1b")
         config.check_beside(TEACHER)
-        check_division(adapter, config.division.of_layers_alone)
+        check_division(adapter, Division(config.division.num_ranks))
         return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
 
     def stages(self, devices: Mapping[int, torch.device], ranks: ProcessRanks | None) -> dict[int, StageTeacher]:
@@ -55,7 +52,7 @@ class Teacher:
             devices: of each of them.
             ranks: among which the student's layers are divided; None: they are whole.
         """
-        ranks = ranks and replace(ranks, division=ranks.division.of_layers_alone)
+        ranks = ranks and replace(ranks, division=Division(ranks.division.num_ranks))
         stages = {}
         for number, device in devices.items():
             assert not isinstance(self.spec.model, PreTrainedConfig)

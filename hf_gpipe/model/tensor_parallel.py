@@ -94,8 +94,8 @@ def verify_division(adapter: TextAdapter, division: Division) -> None:
     with _naming(f"{division.text} and"):
         plan = plan_of(adapter, division.num_ranks)
     is_shared = any(cut.is_shared for cut in plan.cuts.values())
-    of_clone = division._replace(num_ranks=3 if not plan.is_even else 4 if is_shared else 2)
-    what = f"divided {of_clone} {attention_of(adapter)} {masks_of(adapter.config)}"
+    of_clone = Division(3 if not plan.is_even else 4 if is_shared else 2, division.divides_rows)
+    what = f"divided {of_clone!r} {attention_of(adapter)} {masks_of(adapter.config)}"
     compared_once(adapter, what, lambda: _difference(adapter, of_clone))
 
 

@@ -39,7 +39,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     Raises UserError where weights cannot be made, or the stages cannot be trained as the schedule says.
     """
     adapter, config, world = decision.adapter, decision.config, decision.world
-    sent = _boundary_dtype(config.boundary_dtype, adapter)
+    sent = _boundary_dtype(config.boundary.boundary_dtype, adapter)
     seed = TrainingSection.seed if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
     others = hub.unexpected_tensors(adapter, weights) if isinstance(weights, str | os.PathLike) else []
@@ -50,8 +50,8 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
             "sign that the model's configuration is not that of the checkpoint"
         )
     ranks, divides_head = world.worker_ranks(config.division), decision.full_table.divides_head
-    num_layers, visitors = len(adapter.layers), config.visitors
-    kernels = kernels_of(adapter.reference) if config.use_liger_kernel else {}
+    num_layers, visitors = len(adapter.layers), config.visits.offload_weights
+    kernels = kernels_of(adapter.reference) if config.liger.use_liger_kernel else {}
     homes = Homes(world) if world.placement.is_dealt else None
     #: The stages that each worker of this process runs.
     run_by: dict[int, dict[int, StageModel]] = {worker: {} for worker in world.workers}
@@ -69,8 +69,8 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
             own[stage].use_kernels(kernels)
             if stage in decision.recompute.block_stages:
                 own[stage].checkpoint_blocks()
-            if config.compile_backend is not None:
-                own[stage].compile_blocks(config.compile_backend)
+            if config.compiled.backend is not None:
+                own[stage].compile_blocks(config.compiled.backend)
             own[stage].overlap_sums()
         if homes is not None:
             homes.add(stage, {worker: own[stage] for worker, own in run_by.items()})
@@ -81,7 +81,9 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
         heads = {n: assemble(adapter, head, weights, device, seed) for n, device in world.stage_devices.items()}
         for number, rows in divide_head(heads, models, world).items():
             parts[number] = HeadPart(heads[number], rows, number, config.num_stages, decision.loss)
-    parameters = StageParameters(adapter, models, world, [*run_by.values()], config.shares_updates, seed, homes)
+    parameters = StageParameters(
+        adapter, models, world, [*run_by.values()], bool(config.shared_updates.zero), seed, homes
+    )
     if decision.is_asynchronous or homes is not None:
         _check_no_batch_norm(decision)
     if decision.is_asynchronous:

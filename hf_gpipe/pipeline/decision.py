@@ -26,18 +26,18 @@ from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.teacher import Teacher, check_given, open_teacher
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.planner.decide import Planning, settled
+from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs, Workload
-from hf_gpipe.recipe import DecidedConfig, PipelineConfig
+from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.recipe.pipeline.config import OF_EACH_PROCESS
+from hf_gpipe.recipe.pipeline.mode import COMPARED_ROWS, DEALT_STAGES
 from hf_gpipe.runtime.chunks import check_chunks
 from hf_gpipe.runtime.cutting import Cutting
 from hf_gpipe.runtime.mesh import Mesh, table_of_reader
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
-from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
 from hf_gpipe.schedule.offload import with_offloads
@@ -69,15 +69,15 @@ class PipelineRequest:
 
     def cutting(self, config: DecidedConfig) -> Cutting:
         """How mini-batches are cut, by the decided configuration."""
-        is_compiled = config.compile_backend is not None
-        return Cutting(config.num_micro_batches, self.by_length, self.inputs.packing, is_compiled, config.chunks)
+        is_compiled, chunks = config.compiled.torch_compile, config.chunks.decided
+        return Cutting(config.num_micro_batches, self.by_length, self.inputs.packing, is_compiled, chunks)
 
     def compare(self) -> None:
         """Compare it with that of the other processes. Every process calls it. Raises DisagreementError."""
         compare(self._compared, "arguments of the Pipeline")
 
     def _compared(self) -> dict[str, Any]:
-        same = {name: value for name, value in vars(self.config).items() if name not in OF_EACH_PROCESS}
+        same = {name: value for name, value in self.config.values().items() if name not in OF_EACH_PROCESS}
         if is_table_file(self.config.schedule):
             same["schedule"] = TABLE_SUFFIX  # the main process reads it, and the others may know another path
         same |= {name: value for name, value in vars(self.inputs).items() if name not in OF_THE_READER}
@@ -115,17 +115,22 @@ class Decision:
     def of(cls, request: PipelineRequest, world: World) -> Decision:
         """Every process calls it, with the same request. Raises UserError where the request cannot be met."""
         inputs, shapes = request.inputs, tuple[Any, ...]()
+        given = request.config
+        if inputs.earlier_num_micro_batches is not None and given.num_micro_batches in (None, AUTO):
+            given = given.replace(num_micro_batches=inputs.earlier_num_micro_batches)
+        given = given.with_defaults(can_plan=world.from_reader(lambda: inputs.example is not None))
         # Read before the model: a table that cannot be run costs no time.
-        table = _table_of(request.config, inputs, world)
+        table, num_workers = None, given.division.workers_among(world.num_processes)
+        if is_table_file(given.schedule):
+            table = table_of_reader(world, lambda: given.table(inputs.accumulation, num_workers))
         check_given(request.teacher, request.model, request.loss)
         chain = chain_of(request.model)
         if chain is not None:
             # Every process finds the layers by it.
             example = world.from_reader(inputs.of_entries, Workload)
             inputs, shapes = replace(inputs, example=example), () if example is None else example.shapes
-        given = settled(request.config, inputs, world)
         if table is not None:
-            given = replace(given, recompute=recompute_under(table, given.recompute))
+            given = given.replace(recompute=recompute_under(table, given.recompute))
             inputs = replace(inputs, tables={given.schedule: table})
 
         # The model without its weights.
@@ -136,11 +141,8 @@ class Decision:
             adapter = open_chain(request.model, chain, shapes, world.device)
         _compare_commit(request.model, adapter)
         loss = loss_of(adapter, request.loss)
-        if loss.compares_units and given.schedule in ASYNCHRONOUS_SCHEDULES:
-            raise UserError(
-                f"schedule {given.schedule!r}: the loss, a {type(loss).__name__}, compares the rows of a mini-batch in "
-                "two passes, between which no stage may update; use a synchronous schedule, such as 1f1b"
-            )
+        if loss.compares_units:
+            given.check_beside(COMPARED_ROWS, loss=type(loss).__name__)
         if inputs.packing:
             if not request.loss.is_of_tokens:
                 raise UserError(f"packing=True: {NOT_PACKED.format(type(loss).__name__)}")
@@ -153,10 +155,10 @@ class Decision:
             of_teacher = open_teacher(request.teacher, adapter, world.device)
             _compare_commit(request.teacher, of_teacher)
         # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
-        is_compiled = given.compile_backend is not None
+        is_compiled = given.compiled.torch_compile
         world.from_reader(lambda: check_division(adapter, given.division, is_compiled=is_compiled, loss=loss))
 
-        if given.use_liger_kernel:
+        if given.liger.use_liger_kernel:
             world.from_reader(lambda: verify_kernels(adapter, world.device))
 
         # What the planner decides, and whether the machines can do it.
@@ -185,10 +187,10 @@ class Decision:
         if decision.full_table.split and isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
             verify(adapter, splits_backward=True)
         _check_dealt(decision)
-        if config.visitors:
-            check_visits(decision.full_table, are_trained=config.visitors == "all")
+        if config.visits.offload_weights:
+            check_visits(decision.full_table, are_trained=config.visits.offload_weights == "all")
         if decision.full_table.divides_head:
-            check_divides_head(adapter, loss, config, has_teacher=teacher is not None)
+            check_divides_head(adapter, loss, config)
             check_stages(config.schedule, partition, mesh.placement)
         if config.cuts_rows:
             decision.verify_chunks(packing=inputs.packing)
@@ -201,7 +203,7 @@ class Decision:
     @property
     def is_asynchronous(self) -> bool:
         """Whether each stage updates its weights by itself, so that steps run in windows."""
-        return self.config.schedule in ASYNCHRONOUS_SCHEDULES
+        return self.config.schedule in self.config.asynchronous.schedules
 
     @cached_property
     def recompute(self) -> Recompute:
@@ -211,7 +213,7 @@ class Decision:
     @property
     def full_table(self) -> Schedule:
         """The table of training for as many micro-batches as a step has at most."""
-        chunks = self.config.chunks.most
+        chunks = self.config.chunks.decided.most
         return self.schedule(self.config.num_micro_batches * self.planning.inputs.accumulation * chunks, chunks=chunks)
 
     def schedule(self, num_micro_batches: int | Sequence[int], name: str | None = None, chunks: int = 1) -> Schedule:
@@ -239,7 +241,7 @@ class Decision:
             limits = self.recompute.of_table
             table = build(name, num_stages, total, self.world.placement, limits, steps=steps, chunks=chunks)
             table = with_offloads(table, self.recompute.host_stages)
-        return with_visits(table) if self.config.visitors else table
+        return with_visits(table) if self.config.visits.offload_weights else table
 
     @cached_property
     def table_of_step(self) -> Callable[[int, int, bool], Schedule]:
@@ -269,20 +271,21 @@ class Decision:
                 # With fewer micro-batches the table recomputes less.
                 table = table.of_first(config.num_micro_batches)
                 if config.recompute != "block":
-                    config = replace(config, recompute=recompute_under(table, "stage"))
+                    config = config.replace(recompute=recompute_under(table, "stage"))
                 inputs = replace(inputs, tables={config.schedule: table})
         return replace(self.planning, inputs=inputs).planner(config).plan(config)
 
 
 def _check_dealt(decision: Decision) -> None:
     """Raise UserError where stages are dealt and something needs them in one place."""
-    name, loss = decision.config.schedule, decision.loss
+    config, loss = decision.config, decision.loss
     if not decision.world.placement.is_dealt:
         return
-    decision.config.check_dealt()
-    if decision.teacher is not None or loss.compares_units:
-        what = "a teacher" if decision.teacher is not None else f"a {type(loss).__name__}, which compares rows"
-        raise UserError(f"schedule {name!r} and {what}: the last stage must be in one place; use breadth_first")
+    # Of a table, whose name does not tell.
+    config.dealt_stages.check_visits(config.values())
+    config.check_beside(DEALT_STAGES)
+    if loss.compares_units:
+        config.check_beside(COMPARED_ROWS, [config.dealt_stages], loss=type(loss).__name__)
     for what, value in decision.adapter.dropout.items():
         check_draws_alike(decision.world, f"{what}={value}")
 
@@ -300,15 +303,6 @@ def check_draws_alike(world: Mesh, what: str) -> None:
             "another has computed, and GPUs of another model draw other numbers from one seed; set it to 0, use GPUs "
             "of one model, or use the schedule breadth_first"
         )
-
-
-def _table_of(config: PipelineConfig, inputs: PlanInputs, world: World) -> Schedule | None:
-    """The table, where the schedule is the file of one. Every process calls it. Raises ScheduleError."""
-    if not is_table_file(config.schedule):
-        return None
-    given = settled(config, inputs, world)
-    num_workers = given.division.workers_among(world.num_processes)
-    return table_of_reader(world, lambda: given.table(inputs.accumulation, num_workers))
 
 
 def _compare_commit(spec: ModelSpec, adapter: Adapter) -> None:

@@ -20,7 +20,7 @@ def limit_of_step(plan: Plan) -> str:
     layout, table = plan.layout, plan.timeline.schedule
     costs = costs_of_table(layout)
     others: dict[str, Any] = {**(costs.others or {})}
-    is_on_host = layout.inputs.is_on_host(layout.settings.visitors)
+    is_on_host = layout.inputs.is_on_host(layout.settings.visits.offload_weights)
     without = {
         "the update in CPU memory" if is_on_host else "the update": replace(costs, update_seconds=0.0),
         "copies of weights": replace(costs, others=others | {LOAD: 0.0, DROP: 0.0}),

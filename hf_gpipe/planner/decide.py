@@ -34,19 +34,6 @@ from hf_gpipe.text import seconds_text, size_text
 logger = logging.getLogger(__name__)
 
 
-def settled(config: PipelineConfig, inputs: PlanInputs, world: World) -> PipelineConfig:
-    """Leave what a configuration does not give to the planner, or set its plain value where nothing can be planned.
-
-    Every process calls it. A run that goes on keeps its number of micro-batches, if none is given.
-    """
-    if inputs.earlier_num_micro_batches is not None and "num_micro_batches" in config.not_given:
-        config = replace(config, num_micro_batches=inputs.earlier_num_micro_batches)
-    if not config.not_given:
-        return config
-    has_example = world.from_reader(lambda: inputs.example is not None)
-    return config.settled(can_plan=has_example)
-
-
 @dataclass(frozen=True)
 class Planning:
     """The planner's inputs of a pipeline that runs, beside its configuration.
@@ -75,10 +62,8 @@ class Planning:
         Raises:
             UserError: on every process: there is no example, or nothing that could be run.
         """
-        config = replace(config, num_processes=config.division.workers_among(self.world.num_processes))
-        if self.inputs.earlier_num_micro_batches is not None and config.num_micro_batches == AUTO:
-            config = replace(config, num_micro_batches=self.inputs.earlier_num_micro_batches)
-        config = replace(config, speeds=self._speeds(config))
+        config = config.replace(num_processes=config.division.workers_among(self.world.num_processes))
+        config = config.replace(speeds=self._speeds(config))
         if config.is_decided:
             num_stages, _ = config.mesh
             stages = cut(len(self.adapter.layers), num_stages, config.partition, divides_head=config.divides_head)
@@ -215,7 +200,7 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
         chosen.append(f"{settings.num_stages} stages with {'-'.join(map(str, replicas))} replicas")
         if settings.placement is not None:
             chosen.append(f"placement {settings.placement!r}")
-        if config.shares_updates and not settings.shares_updates:
+        if config.shared_updates != settings.shared_updates:
             chosen.append(UNSHARED)
     for name in config.left_open:
         value = getattr(settings, name)
@@ -223,7 +208,7 @@ def _why(plan: Plan, config: PipelineConfig) -> str:
             chosen.append("a table made for this plan")
         elif name not in ("num_stages", "replicas", "partition"):
             chosen.append(f"{name} {_shown(value)}")
-    note = untried(plan) if config.leaves_visits_open else ""
+    note = untried(plan) if config.visits.offload_weights == AUTO else ""
     if config.is_cut_by_cost:
         chosen.append(f"partition {list(settings.partition)} ({config.partition})")
     limit = plan.planner.memory_bytes

@@ -66,4 +66,4 @@ class Layout:
     def state_bytes(self, stage: int, size: Parameters) -> float:
         """The bytes of the optimizer's state that a process has of trainable weights of a stage."""
         num_replicas = self.table.placement.replicas[stage]
-        return self.inputs.state_bytes(size, self.sums.costs.dtype) / self.settings.update_shares(num_replicas)
+        return self.inputs.state_bytes(size, self.sums.costs.dtype) / self.settings.shared_updates.among(num_replicas)

@@ -76,7 +76,7 @@ def estimate_memory(layout: Layout, timeline: Timeline, process: int, own: Seque
         process: the process's number.
         own: the process's stages. With one stage of several, the estimate is what that stage alone needs.
     """
-    sums, stages, visitors = layout.sums, layout.stages, layout.settings.visitors
+    sums, stages, visitors = layout.sums, layout.stages, layout.settings.visits.offload_weights
     ranges = [stages[stage].run for stage in own]
     held = sums.held_by(ranges)
     is_dealt = timeline.schedule.placement.is_dealt
@@ -142,7 +142,7 @@ def hosted_bytes(layout: Layout, timeline: Timeline) -> list[int]:
         layout: the configuration.
         timeline: the simulated table of the configuration.
     """
-    sums, visitors, placement = layout.sums, layout.settings.visitors, layout.table.placement
+    sums, visitors, placement = layout.sums, layout.settings.visits.offload_weights, layout.table.placement
     state = partial(layout.inputs.state_bytes, dtype=sums.costs.dtype)
     sizes = [0] * placement.num_processes
     for stage, workers in zip(layout.stages, placement.workers, strict=True) if visitors is not None else ():

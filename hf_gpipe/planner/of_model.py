@@ -18,7 +18,7 @@ from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import Chunks, PipelineConfig
+from hf_gpipe.recipe import Chunks, Division, PipelineConfig
 
 
 def planner_of(
@@ -66,7 +66,8 @@ def planner_of(
 
     of_teacher = None
     if teacher is not None:
-        beside = cache(lambda: LayerTracer(teacher, as_on_gpu=as_on_gpu, division=config.division.of_layers_alone))
+        whole_rows = Division(config.division.num_ranks)
+        beside = cache(lambda: LayerTracer(teacher, as_on_gpu=as_on_gpu, division=whole_rows))
 
         def of_teacher(rows: int) -> ModelCosts:
             return beside().costs(mini_batch.of_rows(rows))
@@ -78,7 +79,7 @@ def planner_of(
     # Layers in 8 bits keep the device's memory.
     planner.can_visit &= adapter.quantisation is None or not adapter.quantisation.config.load_in_8bit
     # The last stage must be in one place for such a loss, and so must what a BatchNorm counts.
-    planner.can_deal &= config.division.is_whole and not loss.compares_units and not mini_batch.entries
+    planner.can_deal &= not loss.compares_units and not mini_batch.entries
     planner.num_forwards = inputs.forwards + loss.num_forwards(has_reference=adapter.peft is not None)
     if inputs.new_tokens:
         planner.of_tokens = lambda rows, tokens: tracer().costs(

@@ -136,7 +136,7 @@ class Plan:
         """The most bytes of `hosted_bytes` on any machine, all of its processes together."""
         size = self.planner.host_size(len(self.processes))
         hosted = [sum(self.hosted_bytes[start : start + size]) for start in range(0, len(self.processes), size)]
-        return self.planner.division.total(max(hosted))
+        return self.planner.division.num_ranks * max(hosted)
 
     @property
     def host_fullness(self) -> float:
@@ -341,7 +341,7 @@ class Planner(Processes):
                 f"{settings.division.text} in the settings, and {self.division.text} for the planner, which has the "
                 "costs of layers that are divided so; make another planner"
             )
-        if self.chunks != (other := self.with_chunks(settings.chunks)).chunks:
+        if self.chunks != (other := self.with_chunks(settings.chunks.decided)).chunks:
             return other.plan(settings)
         costs = self.costs(settings.num_micro_batches)
         cut(len(costs.layers), settings.num_stages, settings.partition)

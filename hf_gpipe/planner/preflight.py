@@ -46,7 +46,7 @@ def _planned(planning: Planning, config: DecidedConfig) -> tuple[list[int], Leve
     if planning.inputs.example is None:
         return [], assumed
     plan = planning.planner(config, decides=True).plan(config)
-    ranks = range(plan.planner.division.ranks_of(1))
+    ranks = range(plan.planner.division.num_ranks)
     return [process.memory.total for process in plan.processes for _ in ranks], assumed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -27,7 +27,7 @@ from hf_gpipe.planner.search.search_all import SearchResult
 from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried, way_of
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
-from hf_gpipe.recipe import AUTO, PipelineConfig
+from hf_gpipe.recipe import AUTO, PipelineConfig, keys_of
 from hf_gpipe.schedule import DEALT, is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
 from hf_gpipe.text import bytes_text, count_text, seconds_text, size_text, table_text
@@ -55,7 +55,7 @@ def report(plan: Plan) -> str:
     num_micro_batches = table.num_micro_batches // (table.num_steps * table.chunks)
     of_rank, times = "", ""
     if not planner.division.is_whole:
-        of_rank, times = " on each rank", f" times {planner.division.ranks_of(1)}"
+        of_rank, times = " on each rank", f" times {planner.division.num_ranks}"
     cut = f", cut into {table.chunks} chunks of at most {-(-workload.target_tokens // table.chunks)} tokens"
     lines = [
         ("model", f"{count_text(total.count)} parameters{of_rank} in {len(costs.layers)} layers, {_types(plan)}"),
@@ -100,7 +100,7 @@ def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
     if not table.is_asynchronous:
         return []
     late = "-".join(str(max(staleness(table, stage))) for stage in range(table.num_stages))
-    other = plan.planner.plan(replace(plan.settings, schedule="1f1b"))
+    other = plan.planner.plan(plan.settings.replace(schedule="1f1b"))
     rows = plan.planner.rows * plan.planner.inputs.accumulation
     return [
         ("staleness", f"gradients of the stages come {late} updates late; what that costs in loss a plan cannot know"),
@@ -178,7 +178,10 @@ def search_report(result: SearchResult, recipe: PipelineConfig) -> str:
         parts += ["", "as overrides: " + overrides(shown[0], recipe)]
         parts += [f"{name:12}  {text}" for name, text in mesh_lines(shown[0])]
         if result.least is not None:
-            parts.append(f"where weights stay on their devices, it takes {result.least.override} or more to fit them")
+            size = result.least.num_ranks
+            parts.append(
+                f"where weights stay on their devices, it takes pipeline.tensor_parallel={size} or more to fit them"
+            )
     else:
         parts.append("none of them fits")
     parts += ["", "each way, and what limits it:", *_ways(result)]
@@ -194,7 +197,7 @@ _NO_SPLIT = ("-", "does not fit", "weights stay on their devices", "their memory
 def _ways(result: SearchResult) -> list[str]:
     """Lines with the best plan and its limit for each way in which weights stay or visit, and for adapters."""
     every = [(way_of(plan), plan) for plan in result.ways]
-    stays = [] if any(plan.settings.visitors is None for plan in result.ways) else [_NO_SPLIT]
+    stays = [] if any(plan.settings.visits.offload_weights is None for plan in result.ways) else [_NO_SPLIT]
     for keys, make in result.leanest.planner.lighter.items():
         with suppress(UserError):
             every.append((f"{keys} (adapters alone are trained)", make()))
@@ -217,7 +220,10 @@ def overrides(plan: Plan, recipe: PipelineConfig) -> str:
     if is_made:
         # The planner makes the table again with these values.
         values["schedule"] = DEALT[0] if plan.timeline.schedule.placement.is_dealt else AUTO
-    shown = settings.to_give(values, recipe)
+    always = (*settings.in_short, "partition", "num_processes", "zero")
+    own = recipe.values()
+    plain = {name for name, key in keys_of(PipelineConfig).items() if values.get(name) == key.default == own[name]}
+    shown = {name: value for name, value in values.items() if name in always or name not in plain}
     return " ".join(f"pipeline.{name}={_argument(value)}" for name, value in shown.items())
 
 
@@ -336,7 +342,7 @@ def _search_row(plan: Plan) -> tuple[str, ...]:
         bytes_text(sent.total),
         str(settings.num_stages),
         str(settings.num_micro_batches),
-        str(plan.planner.division.ranks_of(1)),
+        str(plan.planner.division.num_ranks),
         runs_text(plan.timeline.schedule.placement.replicas),
         settings.schedule,
         _recompute(plan),

@@ -24,7 +24,7 @@ def copy_bytes(plan: Plan) -> list[int]:
         weights = owned.trainable_bytes if inputs.saved == "adapters" else owned.num_bytes
         # The leader has gathered the parts that all ranks have of divided layers.
         own = round(weights + inputs.saved_bytes(owned, costs.dtype))
-        sizes[workers[stage.number][0]] += plan.planner.division.total(own)
+        sizes[workers[stage.number][0]] += plan.planner.division.num_ranks * own
     return sizes
 
 
@@ -35,7 +35,9 @@ def offloaded_bytes(plan: Plan) -> list[int]:
     for stage, owned in _owned(plan):
         workers = placement.workers[stage.number]
         for process in workers:
-            sizes[process] += round(inputs.hosted_bytes(owned, plan.costs.dtype) / settings.update_shares(len(workers)))
+            sizes[process] += round(
+                inputs.hosted_bytes(owned, plan.costs.dtype) / settings.shared_updates.among(len(workers))
+            )
     return sizes
 
 
@@ -66,13 +68,13 @@ def visits_text(plan: Plan) -> str:
     """The CPU memory of weights that visit their devices, or of graphs, as a line of the report; empty without."""
     if not any(plan.hosted_bytes):
         return ""
-    beside = ", gradients and the optimizer's state" if plan.settings.visitors == "all" else ""
+    beside = ", gradients and the optimizer's state" if plan.settings.visits.offload_weights == "all" else ""
     return f"{hosted_words(plan)}{beside} are in CPU memory: {_sum_text(plan.hosted_bytes)}"
 
 
 def hosted_words(plan: Plan) -> str:
     """Words for what is in the CPU memory of a plan."""
-    return "activations" if plan.settings.visitors is None else "weights that visit"
+    return "activations" if plan.settings.visits.offload_weights is None else "weights that visit"
 
 
 def _sum_text(sizes: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT, OFFLOAD
 def costs_of_table(layout: Layout) -> Costs:
     """The costs for the simulation of a table."""
     settings, sums, stages = layout.settings, layout.sums, layout.stages
-    visitors, placement, processes = settings.visitors, layout.table.placement, layout.processes
+    visitors, placement, processes = settings.visits.offload_weights, layout.table.placement, layout.processes
     network, speeds = processes.network(placement), processes.speeds_of(placement)
     # The number of devices that copy and update at once.
     host_size = processes.num_copying(placement.num_processes)
@@ -26,7 +26,7 @@ def costs_of_table(layout: Layout) -> Costs:
     def update(number: int, stage: StageLayers, count: int) -> float:
         owned = sums.owned(*stage.run)
         seconds = _update_seconds(layout, owned, host_size) / speeds[number]
-        if (shares := settings.update_shares(count)) == 1:
+        if (shares := settings.shared_updates.among(count)) == 1:
             return seconds
         # Each replica updates a part, and sends it to the others: half of what a reduction takes.
         return seconds / shares + network.reduce_seconds(number, owned.trainable_bytes) / 2
@@ -89,7 +89,7 @@ def costs_of_table(layout: Layout) -> Costs:
 def _update_seconds(layout: Layout, owned: Parameters, num_processes: int) -> float:
     """The seconds of the optimizer's update of these parameters. The host updates trained weights that visit, and
     weights with offloaded state; then `num_processes` update at once."""
-    inputs, visitors, costs = layout.inputs, layout.settings.visitors, layout.sums.costs
+    inputs, visitors, costs = layout.inputs, layout.settings.visits.offload_weights, layout.sums.costs
     device = layout.processes.device
     if inputs.is_on_host(visitors):
         moved = inputs.moved_bytes(owned, costs.dtype, visitors)

@@ -62,10 +62,10 @@ def table_of(
 
 def with_visits_of(table: Schedule, settings: DecidedConfig, inputs: PlanInputs) -> Schedule:
     """Add the visits of these settings to a table."""
-    if not settings.visitors:
+    if not settings.visits.offload_weights:
         return table
     table = with_visits(table)
-    check_visits(table, are_trained=settings.visitors == "all")
+    check_visits(table, are_trained=settings.visits.offload_weights == "all")
     return with_updates_of_run(table, inputs)
 
 

@@ -56,13 +56,13 @@ def traffic(plan: Plan) -> Traffic:
             boundaries += share * sent
     rows = plan.planner.rows * plan.planner.inputs.accumulation
     boundaries, in_layers = boundaries / table.num_steps, in_layers / table.num_steps
-    whole = 2 * (division.ranks_of(placement.num_processes) - 1) * plan.costs.total.trainable_bytes
+    whole = 2 * (division.num_ranks * placement.num_processes - 1) * plan.costs.total.trainable_bytes
     # Each rank of a worker sends its own part, or its own copy.
     return Traffic(
-        gradients=division.total(gradients) / rows,
-        boundaries=division.total(boundaries) / rows,
+        gradients=division.num_ranks * gradients / rows,
+        boundaries=division.num_ranks * boundaries / rows,
         sums=in_layers / rows,
-        data_parallel=division.total(whole) / rows,
+        data_parallel=division.num_ranks * whole / rows,
     )
 
 
@@ -96,7 +96,7 @@ def mesh_lines(plan: Plan) -> list[tuple[str, str]]:
             "traffic",
             f"{bytes_text(sent.total)} a row ({bytes_text(sent.gradients)} gradients, {bytes_text(sent.boundaries)} "
             f"between stages{in_layers}); data parallelism on "
-            f"{division.ranks_of(placement.num_processes)} devices "
+            f"{division.num_ranks * placement.num_processes} devices "
             f"{bytes_text(sent.data_parallel)}",
         ),
     ]

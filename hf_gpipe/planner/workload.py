@@ -36,7 +36,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 def sent_share(config: PipelineConfig, dtype: str) -> float:
     """The bytes of a message per byte that crosses a boundary, where hidden states have the type of the weights."""
-    sent = config.boundary_dtype
+    sent = config.boundary.boundary_dtype
     return 1.0 if sent is None else ITEM_BYTES[sent] / ITEM_BYTES[dtype]
 
 

@@ -24,8 +24,7 @@ from hf_gpipe.recipe.pipeline.chunks import Chunks as Chunks
 from hf_gpipe.recipe.pipeline.config import DecidedConfig as DecidedConfig
 from hf_gpipe.recipe.pipeline.config import PipelineConfig as PipelineConfig
 from hf_gpipe.recipe.pipeline.division import Division as Division
-from hf_gpipe.recipe.pipeline.stages import AUTO as AUTO
-from hf_gpipe.recipe.pipeline.stages import RecomputeChoice as RecomputeChoice
+from hf_gpipe.recipe.pipeline.mode import AUTO as AUTO
 from hf_gpipe.recipe.section import keys_of as keys_of
 from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
 from hf_gpipe.recipe.training import TrainingSection as TrainingSection

@@ -14,8 +14,8 @@ from hf_gpipe.recipe.section import (
     Fraction,
     NotNegative,
     NotWith,
-    OneOf,
     Text,
+    one_of,
     refuse_given,
     section,
 )
@@ -81,7 +81,7 @@ _PATHS = {
 class DataSection:
     """The corpus. A key that its kind does not use is an error."""
 
-    kind: Annotated[str, OneOf(("cldr", *ROW_KINDS, *SEQUENCE_KINDS, *IMAGES))]
+    kind: Annotated[str, one_of("cldr", *ROW_KINDS, *SEQUENCE_KINDS, *IMAGES)]
     """Where the data come from. cldr: dates, units, prices and names generated offline from Unicode CLDR. Pairs from
     local files: jsonl, one JSON object per line; csv, also with tabs; parquet; parallel, two text files whose lines
     translate each other. hub: pairs of a data set of the Hugging Face Hub, or of a directory of the same form. text:

@@ -228,7 +228,7 @@ class Recipe:
     def values(self) -> dict[tuple[str, str], Any]:
         """The value of every key that the recipe's kind of data uses."""
         return {
-            (name, key.name): getattr(getattr(self, name), key.name)
+            (name, key.name): key.value_in(getattr(self, name))
             for name, key in all_keys()
             if key.is_used_by(self.data.kind)
         }

@@ -1,4 +1,4 @@
-"""A section of a recipe: a frozen dataclass that pydantic validates, with metadata for each field.
+"""A section of a recipe: a frozen dataclass or model that pydantic validates, with metadata for each field.
 
 A field's annotation is its check, the string under it is its help, and `Annotated` adds which kinds of data use it, a
 tuple of their names, and whether a resumed run may change it.
@@ -7,14 +7,15 @@ tuple of their names, and whether a resumed run may change it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetPydanticSchema, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import core_schema
 
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe.words import choices, describe
@@ -29,35 +30,12 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A share below 1."""
 
 T = TypeVar("T")
-_STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-@dataclass(frozen=True)
-class OneOf:
-    """A check that the value is one of `names`, which another module owns; for names in the annotation use Literal.
-
-    With `or_suffix`, such as ".txt", a text that ends in it, such as the path of a file, is also allowed.
-    """
-
-    names: tuple[str, ...]
-    or_suffix: str | None = None
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        names = core_schema.literal_schema(list(self.names))
-        if self.or_suffix is None:
-            return names
-        return core_schema.union_schema([names, core_schema.str_schema(pattern=f"\\{self.or_suffix}$")])
-
-
-class _OrNull:
-    """The type of OR_NULL."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.nullable_schema(handler(source))
-
-
-OR_NULL = _OrNull()
-"""Marks a key that may be null until what it stands for is known: its type is that of the value afterwards."""
+def one_of(*names: str) -> GetPydanticSchema:
+    """A check that a value is one of names that another module owns; for names in the annotation use Literal."""
+    return GetPydanticSchema(lambda source, handler: core_schema.literal_schema(list(names)))
 
 
 MAY_CHANGE = object()
@@ -66,7 +44,7 @@ MAY_CHANGE = object()
 
 @dataclass(frozen=True)
 class NotWith:
-    """Marks a key of which only the default goes with some kinds of data or of schedules, and why."""
+    """Marks a key of which only the default goes with some kinds of data, and why."""
 
     others: tuple[str, ...]
     why: str = ""
@@ -74,15 +52,9 @@ class NotWith:
 
 @dataclass(frozen=True)
 class Key:
-    """The metadata of one field of a section.
+    """The metadata of one field of a section, or of a model within it, which `path` names by attributes.
 
-    Attributes:
-        name: of the field.
-        text: its help.
-        default: its default; None if it is required.
-        is_required: whether it has no default.
-        kinds: the kinds of data that use it; None: all do.
-        marks: what its annotation says besides.
+    `kinds` are the kinds of data that use it, None: all do; `marks` are what its annotation says besides.
     """
 
     name: str
@@ -92,6 +64,7 @@ class Key:
     kinds: tuple[str, ...] | None
     marks: tuple[Any, ...]
     section: type = field(repr=False)
+    path: str
 
     @cached_property
     def schema(self) -> dict[str, Any]:
@@ -109,7 +82,12 @@ class Key:
 
     @cached_property
     def _validator(self) -> TypeAdapter[Any]:
-        return TypeAdapter(get_type_hints(self.section, include_extras=True)[self.name], config=_STRICT)
+        return TypeAdapter(get_type_hints(self.section, include_extras=True)[self.name], config=STRICT)
+
+    @cached_property
+    def value_in(self) -> Callable[[Any], Any]:
+        """A function that gets its value from the section."""
+        return attrgetter(self.path)
 
     @property
     def may_change(self) -> bool:
@@ -148,7 +126,7 @@ def dotted(path: tuple[object, ...]) -> str:
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def section(*, kw_only: bool = True, kinds: tuple[str, ...] | None = None) -> Callable[[type[T]], type[T]]:
+def section(*, kinds: tuple[str, ...] | None = None) -> Callable[[type[T]], type[T]]:
     """Decorator that makes a class a frozen dataclass whose values are checked strictly: nothing is converted.
 
     `kinds` are the kinds of data that use its keys; None: all do, except for keys that are marked with others.
@@ -157,7 +135,7 @@ def section(*, kw_only: bool = True, kinds: tuple[str, ...] | None = None) -> Ca
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        made: Any = validated(frozen=True, kw_only=kw_only, config=_STRICT)(cls)
+        made: Any = validated(frozen=True, kw_only=True, config=STRICT)(cls)
         init = made.__init__
 
         @functools.wraps(init)
@@ -166,7 +144,7 @@ def section(*, kw_only: bool = True, kinds: tuple[str, ...] | None = None) -> Ca
                 init(self, *args, **values)
             except ValidationError as error:
                 names = [section_field.name for section_field in fields(made)]
-                raise _misfit(error, made, dict(zip(names, args, strict=False)) | values) from None
+                raise misfit(error, made, dict(zip(names, args, strict=False)) | values) from None
 
         made.__init__, made.__kinds__ = checked, kinds
         return made
@@ -176,20 +154,25 @@ def section(*, kw_only: bool = True, kinds: tuple[str, ...] | None = None) -> Ca
 
 @functools.cache
 def keys_of(cls: type) -> dict[str, Key]:
-    """The fields of a section by name."""
+    """The keys of a section by name; those of a model within it are keys too."""
     # Pydantic gives the help to the class that declares a field alone.
     bases = [base for base in reversed(cls.__mro__) if hasattr(base, "__pydantic_fields__")]
     texts = {
         name: info.description for base in bases for name, info in base.__pydantic_fields__.items() if info.description
     }
     marks = {name: info.metadata for base in bases for name, info in base.__pydantic_fields__.items() if info.metadata}
-    keys = {}
-    for name, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]  # pydantic's, of any section
+    keys: dict[str, Key] = {}
+    for field_name, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]  # pydantic's, of any section
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            own = keys_of(info.annotation).values()
+            keys |= {key.name: replace(key, path=f"{field_name}.{key.path}") for key in own}
+            continue
+        name = info.alias or field_name
         is_required = info.is_required()
         kinds = next((mark for mark in info.metadata if isinstance(mark, tuple)), getattr(cls, "__kinds__", None))
         default = None if is_required else info.get_default(call_default_factory=True)
-        text = " ".join(texts.get(name, "").split())
-        keys[name] = Key(name, text, default, is_required, kinds, tuple(marks.get(name, ())), cls)
+        text = " ".join(texts.get(field_name, "").split())
+        keys[name] = Key(name, text, default, is_required, kinds, tuple(marks.get(field_name, ())), cls, field_name)
     return keys
 
 
@@ -203,17 +186,8 @@ def refuse_given(of_section: Any, names: Iterable[str], why: str, error: type[Us
     """
     cls: type = type(of_section)
     for name in names:
-        if (value := getattr(of_section, name)) != keys_of(cls)[name].default:
+        if (value := keys_of(cls)[name].value_in(of_section)) != keys_of(cls)[name].default:
             raise error(f"{name} is {show(value)} and {why}, or leave {name} out.")
-
-
-def given_not_with(of_section: Any, other: object) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name, value, why not) for each key of a section that does not go with `other` and has not its default."""
-    cls: type = type(of_section)
-    for name, key in keys_of(cls).items():
-        for mark in key.marks:
-            if isinstance(mark, NotWith) and other in mark.others and getattr(of_section, name) != key.default:
-                yield name, getattr(of_section, name), mark.why
 
 
 def check_by(cls: type, options: Any) -> Any:
@@ -227,7 +201,7 @@ def _schema(cls: type) -> dict[str, Any]:
     return TypeAdapter(cls).json_schema()
 
 
-def _misfit(error: ValidationError, cls: type, values: Mapping[str, Any]) -> UserError:
+def misfit(error: ValidationError, cls: type, values: Mapping[str, Any]) -> UserError:
     """The first error that pydantic found, as a `MisfitError`; an error of `__post_init__` as it was raised."""
     first = error.errors(include_url=False)[0]
     if isinstance(raised := first.get("ctx", {}).get("error"), UserError):

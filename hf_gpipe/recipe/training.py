@@ -17,9 +17,9 @@ from hf_gpipe.recipe.section import (
     CountOrZero,
     Fraction,
     NotNegative,
-    OneOf,
     Positive,
     Text,
+    one_of,
     refuse_given,
     section,
 )
@@ -120,7 +120,7 @@ class TrainingSection(TrainingMeaning):
     warmup_steps: NotNegative = 0.0
     """Number of optimizer steps over which the learning rate rises from 0; a value below 1 is a share of all steps."""
 
-    optim: Annotated[str, OneOf(tuple(OPTIMIZERS))] = "adamw_torch_fused"
+    optim: Annotated[str, one_of(*OPTIMIZERS)] = "adamw_torch_fused"
     """The optimizer. Those of 8 or 32 bits, in pages or not, ademamix and rmsprop_bnb need the package bitsandbytes."""
 
     weight_decay: NotNegative = 0.0

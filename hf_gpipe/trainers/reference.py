@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,9 +82,9 @@ class ReferenceTrainer(OwnLossTrainer, ABC):
         if self._precomputes:
             reference = pipe
             if ref_model is not None:
-                config = pipe.config.replaced(partition="count")
+                config = pipe.config.reopened(partition="count")
                 if is_table_file(config.schedule):  # it only runs forwards
-                    config = replace(config, schedule="gpipe", recompute="stage")
+                    config = config.replace(schedule="gpipe", recompute="stage")
                 options: dict[str, Any] = {}
                 if isinstance(ref_model, str | os.PathLike):
                     options = {"dtype": pipe.adapter.dtype, "trust_remote_code": args.trusts_model}

@@ -23,7 +23,7 @@ from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
 from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.recipe.optimizers import OPTIMIZERS
-from hf_gpipe.recipe.pipeline.stages import PLANNED
+from hf_gpipe.recipe.pipeline.config import PLANNED
 from hf_gpipe.recipe.training import TrainingMeaning
 from hf_gpipe.training.supported import (
     HARMLESS_ARGUMENTS,
@@ -53,15 +53,18 @@ def argument(default: Any, text: str, **metadata: Any) -> Any:
 
 def key_of(section: type, name: str) -> Any:
     """Make a field that is also a key of a recipe, with the key's default and help."""
-    return argument(getattr(section, name), keys_of(section)[name].text.replace("null:", "None:"))
+    key = keys_of(section)[name]
+    return argument(key.default, key.text.replace("null:", "None:"))
 
 
 def _decided(name: str, section: type = PipelineConfig, **metadata: Any) -> Any:
     """Make a field for a key that a given Pipeline decides: None is not given, a value is compared with its."""
-    text = keys_of(section)[name].text
-    if name in PLANNED:
-        return argument(None, f"{text.replace('null:', 'None:')} {_CANNOT_PLAN}")
-    return argument(None, f"{text} None: {getattr(section, name)}.", **metadata)
+    key = keys_of(section)[name]
+    otherwise = _CANNOT_PLAN if name in PLANNED else f"None: {key.default}."
+    return argument(None, f"{key.text.replace('null:', 'None:')} {otherwise}", **metadata)
+
+
+_TIMEOUT = keys_of(PipelineConfig)["timeout_seconds"]
 
 
 @dataclass
@@ -114,7 +117,7 @@ class PipelineTrainingArguments(TrainingMeaning, TrainingArguments):
     save_in_background: str = key_of(TrainingSection, "save_in_background")
     on_nonfinite_loss: str = key_of(TrainingSection, "on_nonfinite_loss")
     # The default is the library's, and recipes have the same.
-    ddp_timeout: int = argument(int(PipelineConfig.timeout_seconds), keys_of(PipelineConfig)["timeout_seconds"].text)
+    ddp_timeout: int = argument(int(_TIMEOUT.default), _TIMEOUT.text)
     predict_with_generate: bool = argument(False, "Whether evaluation and prediction generate texts for the metrics.")
     generation_max_length: int | None = argument(
         None, "`max_length` of this generation; None: as in the model's generation_config."

@@ -193,7 +193,7 @@ def make_pipeline(
     config = args.config
     inputs = args.planned(PlanInputs.of_training(args, packing=args.packs_rows))
     # The example is what the layers of a chain are found with.
-    if chain_of(spec) is not None or not config.settled(can_plan=True).is_decided:
+    if chain_of(spec) is not None or not config.with_defaults(can_plan=True).is_decided:
         examples: list[Any] = []
         world.from_reader(lambda: examples.append(example()), takes_long=True)
         inputs = replace(inputs, example=examples[0] if examples else None)

@@ -56,7 +56,7 @@ COMPARED: dict[str, Values] = {
     "partition": _partition,
     "memory": lambda pipe: (pipe.config.memory_bytes,),
     # The arguments name the default backend as soon as they ask for torch.compile.
-    "torch_compile_backend": lambda pipe: (pipe.config.compile_backend,),
+    "torch_compile_backend": lambda pipe: (pipe.config.compiled.backend,),
     "packing": lambda pipe: (pipe.packing,),
     **{name: _of_loss(own) for name, own in SETTINGS.items()},
     "bf16": _half("bfloat16"),

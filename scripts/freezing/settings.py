@@ -99,7 +99,7 @@ def _run(name: str, path: Path) -> str:
     """The parts of a run of a recipe, up to the weights of its model."""
     recipe = load_recipe(path, model_of(name))
     lines = [f"of training: {key} = {value!r}" for key, value in sorted(_given(arguments_of(recipe)).items())]
-    settled = recipe.pipeline.settled(can_plan=True)
+    settled = recipe.pipeline.with_defaults(can_plan=True)
     lines += [f"of the pipeline: {key} = {value!r}" for key, value in sorted(settled.of_plan.items())]
     lines += [f"left open: {', '.join(settled.left_open)}"]
     if name not in ABSENT:

@@ -18,7 +18,7 @@ from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.planner.tables import table_of
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.recipe.pipeline.stages import TEACHER
+from hf_gpipe.recipe.pipeline.mode import TEACHER
 from hf_gpipe.schedule import (
     Action,
     Costs,
@@ -345,5 +345,5 @@ def _table_of_keys(keys: dict[str, Any]) -> Schedule:
     settings = PipelineConfig(**own).decided(partition=[1] * own["num_stages"])
     if has_teacher:
         settings.check_beside(TEACHER)
-    count, chunks = settings.num_micro_batches, settings.chunks.most
+    count, chunks = settings.num_micro_batches, settings.chunks.decided.most
     return table_of(settings, PlanInputs(needs_norm=False), count * chunks, chunks)

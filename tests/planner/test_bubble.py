@@ -30,7 +30,7 @@ def test_more_micro_batches_or_another_schedule() -> None:
         smaller_bubble(plan),
     )
     assert found is not None
-    changed = plan.planner.plan(replace(plan.settings, num_micro_batches=int(found[1]), schedule=found[2]))
+    changed = plan.planner.plan(plan.settings.replace(num_micro_batches=int(found[1]), schedule=found[2]))
     assert found.groups()[2:] == (seconds_text(changed.step_seconds), f"{changed.bubble:.1%}")
     assert changed.bubble < plan.bubble
     assert changed.step_seconds < plan.step_seconds
@@ -44,7 +44,7 @@ def test_a_change_that_does_not_fit_is_not_named() -> None:
         found = re.match(r"(?:pipeline.num_micro_batches=(\d+))?(?: with )?(?:pipeline.schedule=(\w+))? fits", text)
         assert found is not None
         values = {"num_micro_batches": int(found[1] or 4), "schedule": found[2] or "gpipe"}
-        assert tight.planner.plan(replace(plan.settings, **values)).fits or text == smaller_bubble(plan)
+        assert tight.planner.plan(plan.settings.replace(**values)).fits or text == smaller_bubble(plan)
 
 
 def test_a_larger_mini_batch_where_each_row_is_a_micro_batch_already() -> None:
@@ -53,7 +53,7 @@ def test_a_larger_mini_batch_where_each_row_is_a_micro_batch_already() -> None:
     text = smaller_bubble(plan)
     found = re.match(r"a mini-batch of 8 rows .* with pipeline.num_micro_batches=8 fits: a step of (.*) with a", text)
     assert found is not None, text
-    changed = planner(8).plan(replace(plan.settings, num_micro_batches=8))
+    changed = planner(8).plan(plan.settings.replace(num_micro_batches=8))
     assert found[1] == seconds_text(changed.step_seconds)
     assert changed.step_seconds / 8 < plan.step_seconds / 2
 
@@ -64,4 +64,4 @@ def test_nothing_is_said_of_a_plan_that_does_not_fit_or_has_its_own_table() -> N
     table = build("gpipe", 4, 4, recompute="none")
     given = planner(16)
     given.inputs = replace(given.inputs, tables={"mine.txt": table})
-    assert smaller_bubble(given.plan(replace(plan.settings, schedule="mine.txt"))) == ""
+    assert smaller_bubble(given.plan(plan.settings.replace(schedule="mine.txt"))) == ""

@@ -41,7 +41,7 @@ def test_many_tiny_micro_batches_are_chosen_only_where_operations_cost_nothing()
     for call_seconds in (0.0, 4.0):
         device = replace(DEVICE, call_seconds=call_seconds, is_asynchronous=False)
         planner = Planner(costs_of, PlanInputs(Workload(rows, 1, 1), "sgd"), device)
-        config = settings((2, 2)).replaced(num_micro_batches="auto")
+        config = settings((2, 2)).reopened(num_micro_batches="auto")
         chosen[call_seconds] = best_plan(planner, config).settings.num_micro_batches
     assert chosen[0.0] == rows
     assert chosen[4.0] < rows

@@ -86,11 +86,11 @@ def test_later_chunks_are_shorter_where_memory_allows() -> None:
     row = Workload(1, 4096, 4096, has_padding=False)
     within = planner_of(long_llama(), PlanInputs(row, "sgd"), DEVICE, as_on_gpu=True)
     config = PipelineConfig(2, 1, "1f1b", "stage", (3, 3), num_processes=2, sequence_chunks=4)
-    even, tapered = (best_plan(within, replace(config, chunk_taper=taper)) for taper in (0.0, "auto"))
+    even, tapered = (best_plan(within, config.replace(chunk_taper=taper)) for taper in (0.0, "auto"))
     assert tapered.settings.chunk_taper > 1
     assert tapered.step_seconds < even.step_seconds
     assert tapered.peak_bytes > even.peak_bytes
-    least = best_plan(within.within(even.peak_bytes), replace(config, chunk_taper="auto"))
+    least = best_plan(within.within(even.peak_bytes), config.replace(chunk_taper="auto"))
     assert (least.settings.chunk_taper, least.step_seconds) == (0.0, even.step_seconds)
 
 
@@ -149,7 +149,7 @@ def test_chunks_fill_a_pipeline_that_one_row_does_not() -> None:
     assert free.settings.sequence_chunks == 32
     assert free.bubble == pytest.approx(3 / 35)
     assert 1 < dear.settings.sequence_chunks < 32
-    whole = planner(1, 8192).plan(replace(free.settings, sequence_chunks=1))
+    whole = planner(1, 8192).plan(free.settings.replace(sequence_chunks=1))
     assert (whole.bubble, whole.timeline.schedule.chunks) == (pytest.approx(3 / 4), 1)
 
 
@@ -165,7 +165,7 @@ def test_rows_that_are_not_cut_have_no_taper() -> None:
     """So measured costs of whole rows are found, whatever taper is asked for."""
     config = PipelineConfig(2, sequence_chunks="auto", chunk_taper=2.0)
     assert ways_to_cut(config, 512) == [Chunks(1, 0.0), Chunks(2, 2.0)]
-    assert ways_to_cut(replace(config, chunk_taper="auto"), 512) == [Chunks(1, 0.0), Chunks(2, 0.0)]
+    assert ways_to_cut(config.replace(chunk_taper="auto"), 512) == [Chunks(1, 0.0), Chunks(2, 0.0)]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

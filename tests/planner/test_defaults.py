@@ -25,7 +25,7 @@ from hf_gpipe.planner.machines.devices import DEVICES, LINKS, cpu, like_gpu
 from hf_gpipe.planner.machines.links import steady
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import PipelineConfig, TrainingSection
-from hf_gpipe.recipe.pipeline.stages import PLANNED
+from hf_gpipe.recipe.pipeline.config import PLANNED
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
 
@@ -71,11 +71,11 @@ def test_a_recipe_without_these_keys_is_planned(tmp_path: Path, capsys: pytest.C
 def test_the_rule(given: dict[str, Any], expected: list[Any], unplanned: list[Any]) -> None:
     config = PipelineConfig(2, **given)
     assert not config.is_decided
-    assert values(config.settled(can_plan=True)) == expected
-    assert values(config.settled(can_plan=False)) == unplanned
+    assert values(config.with_defaults(can_plan=True)) == expected
+    assert values(config.with_defaults(can_plan=False)) == unplanned
     for can_plan in (True, False):
-        settled = config.settled(can_plan=can_plan)
-        assert settled.settled(can_plan=not can_plan) == settled, "what is settled stays"
+        settled = config.with_defaults(can_plan=can_plan)
+        assert settled.with_defaults(can_plan=not can_plan) == settled, "what is settled stays"
 
 
 def test_a_pipeline_plans_by_its_example_and_is_plain_without() -> None:
@@ -189,7 +189,7 @@ def test_recipes_and_trainers_have_the_same_defaults(tmp_path: Path) -> None:
     assert args.on_nonfinite_loss == TrainingSection.on_nonfinite_loss == "ignore"
     assert (
         args.ddp_timeout
-        == PipelineConfig.timeout_seconds
+        == PipelineConfig().timeout_seconds
         == TrainingArguments.__dataclass_fields__["ddp_timeout"].default
     )
     assert args.config.not_given == PipelineConfig().not_given == list(PLANNED)

@@ -43,19 +43,19 @@ def test_a_made_table_is_shorter_within_the_limit(graphs: float, last: int) -> N
 def test_none_is_made_where_that_is_not_left_open() -> None:
     of = limited(2)
     for changes in ({"schedule": "1f1b"}, {"recompute": "stage"}, {"torch_compile": True}):
-        config = replace(OPEN, **changes)
+        config = OPEN.replace(**changes)
         plan = best_plan(of, config)
         assert plan.settings == best_named(of, config).settings
-    assert RECOMPUTE not in best_plan(of, replace(OPEN, recompute="none")).timeline.schedule.kinds
+    assert RECOMPUTE not in best_plan(of, OPEN.replace(recompute="none")).timeline.schedule.kinds
 
 
 def test_what_is_not_given_is_open_and_the_same_table_is_made_again() -> None:
-    not_given = replace(OPEN, schedule=None, recompute=None)
+    not_given = OPEN.replace(schedule=None, recompute=None).with_defaults(can_plan=True)
     one, other = best_plan(limited(2), not_given), best_plan(limited(2), OPEN)
     assert one.settings.schedule == TABLE_FILE
     assert one.timeline.schedule == other.timeline.schedule
 
 
 def test_a_named_schedule_that_is_as_short_stays() -> None:
-    config = replace(OPEN, num_stages=2, partition=(2, 2))
+    config = OPEN.replace(num_stages=2, partition=(2, 2))
     assert best_plan(limited(20), config).settings.schedule == "zb_h1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 from operator import attrgetter
 
@@ -23,7 +22,7 @@ from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Placement, placement_for
 from tests.planner.models import DEVICE, MIB, blocks, layer, model, planner
 
-FREE = PipelineConfig(num_stages="auto", replicas="auto", recompute="none", partition="auto")
+FREE = PipelineConfig("auto", "auto", "auto", "none", "auto", replicas="auto")
 
 
 def every_mesh(num_processes: int, num_layers: int) -> list[Placement]:
@@ -68,8 +67,7 @@ def test_the_choice_is_the_best_of_all(data: st.DataObject) -> None:
         within.cluster = parse_cluster(data.draw(st.sampled_from(["2x2@1MB/s,100MB/s", "2x2@100MB/s,1GB/s"])))
     elif data.draw(st.booleans()):
         within.speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0]), min_size=num_processes, max_size=num_processes))
-    config = replace(
-        FREE,
+    config = FREE.replace(
         num_processes=num_processes,
         num_micro_batches=num_micro_batches,
         schedule=data.draw(st.sampled_from(["1f1b", "gpipe", "auto"])),
@@ -104,7 +102,7 @@ def test_a_mesh_that_fits_under_one_schedule_alone_is_found() -> None:
     sizes = [(5, 1, 1), (1, 1, 2), (5, 5, 1)]
     layers = [layer(f"h.{i}", weights=w * MIB, flops=f, boundary=b * MIB) for i, (w, f, b) in enumerate(sizes)]
     within = planner(model(*layers), rows=4).within(31_520_194)
-    asked = replace(FREE, num_processes=3, num_micro_batches=4, schedule="auto", recompute="none")
+    asked = FREE.replace(num_processes=3, num_micro_batches=4, schedule="auto", recompute="none")
     plan = best_plan(within, asked)
     assert plan.fits
     assert plan.step_seconds <= brute_force(within, asked).step_seconds
@@ -113,10 +111,10 @@ def test_a_mesh_that_fits_under_one_schedule_alone_is_found() -> None:
 def test_a_dear_head_gets_more_replicas() -> None:
     """Four blocks of 3 s and a head of 24 s: two stages 1-2 are faster than any even mesh of three processes."""
     costs = model(*(layer(f"h.{i}") for i in range(4)), layer("head", kind="head", flops=8))
-    plan = best_plan(planner(costs, rows=12), replace(FREE, num_processes=3, num_micro_batches=12, schedule="1f1b"))
+    plan = best_plan(planner(costs, rows=12), FREE.replace(num_processes=3, num_micro_batches=12, schedule="1f1b"))
     slow_links = planner(costs, rows=12)
     slow_links.cluster = parse_cluster("3@1MB/s")
-    uneven = best_plan(slow_links, replace(FREE, num_processes=3, num_micro_batches=12, schedule="1f1b"))
+    uneven = best_plan(slow_links, FREE.replace(num_processes=3, num_micro_batches=12, schedule="1f1b"))
     assert plan.settings.replicas == 3
     assert uneven.settings.replicas == (1, 2)
     assert uneven.settings.partition == (4, 1)
@@ -125,20 +123,20 @@ def test_a_dear_head_gets_more_replicas() -> None:
 def test_stages_or_replicas_that_are_given_are_kept() -> None:
     within = planner(blocks(8), rows=8)
     for num_stages in (1, 2, 3, 4, 8):
-        plan = best_plan(within, replace(FREE, num_stages=num_stages, num_processes=4, num_micro_batches=8))
+        plan = best_plan(within, FREE.replace(num_stages=num_stages, num_processes=4, num_micro_batches=8))
         assert plan.settings.num_stages == num_stages
     for replicas in (1, 2, 4):
-        plan = best_plan(within, replace(FREE, replicas=replicas, num_processes=4, num_micro_batches=8))
+        plan = best_plan(within, FREE.replace(replicas=replicas, num_processes=4, num_micro_batches=8))
         assert plan.settings.replicas == replicas
     with pytest.raises(UserError, match=r"no mesh of 4 processes has num_stages=auto and replicas=3 .* 8 layers"):
-        best_plan(within, replace(FREE, replicas=3, num_processes=4))
+        best_plan(within, FREE.replace(replicas=3, num_processes=4))
 
 
 def test_a_replica_without_a_micro_batch_holds_the_weights() -> None:
     """More replicas than micro-batches are of no use, and can be planned."""
     within = planner(blocks(4), rows=2)
     mesh = PipelineConfig(num_stages=1, replicas=3, num_micro_batches=2, num_processes=3)
-    plan = within.plan(replace(mesh, schedule="gpipe", recompute="none", partition=(4,)))
+    plan = within.plan(mesh.replace(schedule="gpipe", recompute="none", partition=(4,)))
     used, _, idle = [process.memory for process in plan.processes]
     assert idle.parameters == used.parameters > 0
     assert idle.activations == 0 < used.activations
@@ -148,26 +146,26 @@ def test_every_replica_gets_a_micro_batch() -> None:
     for rows in (2, 3, 8):
         within = planner(blocks(4), rows=rows)
         for config in (
-            replace(FREE, num_processes=4, num_micro_batches="auto", schedule="auto"),
-            PipelineConfig(2, "auto", recompute="none", replicas=2),
+            FREE.replace(num_processes=4, num_micro_batches="auto", schedule="auto"),
+            PipelineConfig(2, "auto", "auto", "none", "auto", replicas=2),
         ):
             plan = best_plan(within, config)
             assert plan.timeline.schedule.num_micro_batches >= max(plan.timeline.schedule.placement.replicas)
     accumulated = planner(blocks(4), rows=1, accumulation=2)
-    assert best_plan(accumulated, PipelineConfig(2, "auto", recompute="none", replicas=2)).settings.replicas == 2
+    assert best_plan(accumulated, PipelineConfig(2, "auto", "auto", "none", "auto", replicas=2)).settings.replicas == 2
     few = planner(blocks(4), rows=2)
     for num_micro_batches in ("auto", 4):
         with pytest.raises(UserError, match="at most 2 micro-batches and a stage has 3 replicas"):
-            best_plan(few, replace(FREE, replicas=3, num_processes=3, num_micro_batches=num_micro_batches))
+            best_plan(few, FREE.replace(replicas=3, num_processes=3, num_micro_batches=num_micro_batches))
     with pytest.raises(UserError, match="at most 2 micro-batches and a stage has 3 replicas"):
-        best_plan(few, PipelineConfig(1, "auto", replicas=3))
+        best_plan(few, PipelineConfig(1, "auto", "auto", "auto", "auto", replicas=3))
 
 
 def test_zero_counts_where_there_are_replicas() -> None:
     within = planner(blocks(4, weights=100 * MIB), rows=4, optim="adamw_torch")
-    config = replace(FREE, num_processes=2, num_micro_batches=4, zero=1)
-    assert best_plan(within, replace(config, replicas=2)).settings.zero == 1
-    assert best_plan(within, replace(config, replicas=1)).settings.zero == 0
+    config = FREE.replace(num_processes=2, num_micro_batches=4, zero=1)
+    assert best_plan(within, config.replace(replicas=2)).settings.zero == 1
+    assert best_plan(within, config.replace(replicas=1)).settings.zero == 0
 
 
 def test_stages_stay_inside_of_machines_that_are_far_apart() -> None:
@@ -216,7 +214,7 @@ def _of_rows(memory_bytes: int, num_rows: int = 64, num_blocks: int = 8) -> Plan
 
 
 def test_smaller_micro_batches_are_tried_where_nothing_fits() -> None:
-    free = replace(FREE, num_micro_batches="auto", schedule="auto", recompute="auto", num_processes=2)
+    free = FREE.replace(num_micro_batches="auto", schedule="auto", recompute="auto", num_processes=2)
     # With recomputation a stage of four blocks holds 256 MiB a row for the micro-batch that runs backward.
     best = best_plan(_of_rows(1024 * MIB), free)
     assert best.fits
@@ -225,12 +223,12 @@ def test_smaller_micro_batches_are_tried_where_nothing_fits() -> None:
     with pytest.raises(PartitionError) as found:
         best_plan(small, free)
     with pytest.raises(PartitionError) as smallest:
-        best_plan(small, replace(free, num_stages=2, replicas=1, num_micro_batches=64))
+        best_plan(small, free.replace(num_stages=2, replicas=1, num_micro_batches=64))
     assert found.value.fullness <= smallest.value.fullness, "the message is that of the one that lacks the least"
 
 
 def test_more_processes_than_layers_get_smaller_micro_batches_too() -> None:
-    free = replace(FREE, num_micro_batches="auto", schedule="auto", recompute="auto", num_processes=3)
+    free = FREE.replace(num_micro_batches="auto", schedule="auto", recompute="auto", num_processes=3)
     best = best_plan(_of_rows(140 * MIB, num_rows=32, num_blocks=2), free)
     assert best.fits
     assert best.settings.num_micro_batches == 32, "three processes begin with at most 16, of two rows"

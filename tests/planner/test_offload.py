@@ -12,7 +12,7 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.report import overrides, report
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.search.cut import _partly_on_host
-from hf_gpipe.recipe import DecidedConfig, RecomputeChoice
+from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule.kinds import OFFLOAD, PREFETCH
 from tests.planner.models import DEVICE, MIB, blocks, planner, settings
 
@@ -29,7 +29,7 @@ def made(seconds: float, limit: int | None = None, ways: int = 2, on_host: int |
     return one
 
 
-def way(recompute: RecomputeChoice) -> DecidedConfig:
+def way(recompute: str | tuple[str | int, ...]) -> DecidedConfig:
     return settings((1,) * 8, num_micro_batches=16, schedule="1f1b", recompute=recompute)
 
 
@@ -57,7 +57,7 @@ def test_the_price() -> None:
 
 def test_they_are_chosen_where_memory_is_short_and_links_are_fast() -> None:
     lean = made(1).plan(way("host")).peak_bytes
-    config = way("none").replaced(recompute="auto")
+    config = way("none").reopened(recompute="auto")
     roomy, tight, slow, tighter = (
         best_plan(made(seconds, limit), config)
         for seconds, limit in ((1, 1 << 40), (1, lean), (4, lean), (1, lean - GRAPH))
@@ -83,7 +83,7 @@ def test_single_stages_have_them() -> None:
     lean = made(1).plan(way("host")).peak_bytes
     one = made(1)
     one.memory_bytes = (lean, *[1 << 40] * 7)
-    assert best_plan(one, way("none").replaced(recompute="auto")).settings.recompute == ("host", *["none"] * 7)
+    assert best_plan(one, way("none").reopened(recompute="auto")).settings.recompute == ("host", *["none"] * 7)
     one.memory_bytes = (lean, lean - GRAPH, *[1 << 40] * 6)
     tried = [*_partly_on_host(one.plan(way((3, 2, *["none"] * 6))))]
     assert [plan.settings.recompute[:2] for plan in tried] == [("host", "host"), ("host", 2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 from operator import attrgetter
 
@@ -26,7 +25,7 @@ def meshes(num_processes: int, speeds: list[float] | None = None, **options: obj
     """Those of a model of 12 blocks."""
     within = planner(blocks(12), rows=num_processes)
     within.speeds = speeds
-    return Meshes(within, replace(FREE, num_processes=num_processes, **options))  # type: ignore[arg-type]  # fields
+    return Meshes(within, FREE.replace(num_processes=num_processes, **options))  # type: ignore[arg-type]  # fields
 
 
 def looks(placement: Placement, speeds: list[float]) -> tuple[tuple[float, ...], ...]:
@@ -71,7 +70,7 @@ def test_unlike_processes_change_places_and_the_others_stay() -> None:
 def test_a_cut_moves_in_all_machines_at_once() -> None:
     within = planner(blocks(12), rows=8)
     within.cluster = parse_cluster("2x4@1GB/s,10GB/s")
-    beside = Meshes(within, replace(FREE, num_processes=8)).beside(Placement([(0, 4, 1, 5), (2, 6, 3, 7)]))
+    beside = Meshes(within, FREE.replace(num_processes=8)).beside(Placement([(0, 4, 1, 5), (2, 6, 3, 7)]))
     assert Placement([(0, 4, 1, 5, 2, 6), (3, 7)]) in beside
 
 
@@ -101,7 +100,7 @@ def test_the_chosen_order_is_the_best_of_all(data: st.DataObject) -> None:
     each = st.lists(st.sampled_from([0.5, 1.0]), min_size=num_processes, max_size=num_processes)
     within = planner(model(*layers), rows=4)
     within.speeds = data.draw(st.none() | each)
-    config = replace(FREE, num_processes=num_processes)
+    config = FREE.replace(num_processes=num_processes)
     peak = best_plan(within, config).peak_bytes
     within = within.within(tuple(int(peak * one * 1.5) for one in data.draw(each)))
     expected = brute_force(within, config)
@@ -124,7 +123,7 @@ def test_the_large_device_gets_the_large_stage(num_processes: int) -> None:
     config = PipelineConfig(num_processes, 8, "1f1b", "none", "auto", num_processes=num_processes)
     with pytest.raises(PartitionError):
         best_plan(within, config)
-    plan = best_plan(within, replace(config, replicas="auto"))
+    plan = best_plan(within, config.replace(replicas="auto"))
     assert plan.fits
     first, *others = plan.timeline.schedule.placement.workers
     assert first == (num_processes - 1,)
@@ -139,7 +138,7 @@ def test_two_processes_are_exchanged_as_long_as_it_helps() -> None:
     within = planner(costs, rows=8, memory_bytes=90 * MIB)
     within.speeds = [4.0, 1.0, 1.1, 1.2, 1.3]
     config = PipelineConfig(5, 8, "1f1b", "none", "auto", num_processes=5)
-    plan = best_plan(within, replace(config, replicas="auto"))
+    plan = best_plan(within, config.replace(replicas="auto"))
     assert plan.timeline.schedule.placement.workers[3] == (0,)
     assert plan.step_seconds < 0.6 * best_plan(within, config).step_seconds
     assert within.within(None).classes(5) == list(range(5))

@@ -64,9 +64,9 @@ def test_auto_considers_a_split_backward_but_not_with_compiled_blocks() -> None:
     costs = model(
         *(replace(one, weight_flops=1, deferred_bytes=one.graph("none").saved_bytes) for one in blocks(3).layers)
     )
-    asked = PipelineConfig(3, 6, "auto", "none")
+    asked = PipelineConfig(3, 6, "auto", "none", "auto")
     assert best_plan(planner(costs, rows=6), asked).settings.schedule == "zb_h1"
-    compiled = best_plan(planner(costs, rows=6), replace(asked, torch_compile=True))
+    compiled = best_plan(planner(costs, rows=6), asked.replace(torch_compile=True))
     assert compiled.settings.schedule == "1f1b"
 
 
@@ -156,19 +156,19 @@ def test_a_stage_that_recomputes_nothing_gets_more_layers() -> None:
 def test_a_stage_with_more_replicas_gets_more_layers(strategy: str) -> None:
     asked = settings((4, 4), 12, num_processes=4, replicas=(1, 3))
     assert choose_partition(planner(blocks(8), rows=12), asked, strategy) == (2, 6)
-    assert choose_partition(planner(blocks(8), rows=12), replace(asked, replicas=(2, 2)), strategy) == (4, 4)
+    assert choose_partition(planner(blocks(8), rows=12), asked.replace(replicas=(2, 2)), strategy) == (4, 4)
 
 
 def test_a_split_keeps_to_the_limit() -> None:
     """By time stage 0, whose graphs are many, would get half of the layers."""
     costs = blocks(8, weights=MIB, saved=10 * MIB)
     asked = settings((4, 4), 4, schedule="1f1b")
-    free = planner(costs).plan(replace(asked, partition=choose_partition(planner(costs), asked, "auto")))
+    free = planner(costs).plan(asked.replace(partition=choose_partition(planner(costs), asked, "auto")))
     limit = int(0.9 * free.peak_bytes)
     tight = planner(costs, memory_bytes=limit)
     counts = choose_partition(tight, asked, "auto")
     assert counts[0] < counts[1]
-    assert tight.plan(replace(asked, partition=counts)).peak_bytes <= limit
+    assert tight.plan(asked.replace(partition=counts)).peak_bytes <= limit
 
 
 def test_a_limit_that_no_split_meets_is_named_with_the_least_that_would_do() -> None:
@@ -196,19 +196,19 @@ def test_chosen_recomputation_fits_and_one_graph_more_would_not(schedule: str) -
     costs = blocks(4, saved=40 * MIB)
     asked = settings((2, 2), 8, schedule=schedule)
     whole = planner(costs, rows=8).plan(asked)
-    least = planner(costs, rows=8).plan(replace(asked, recompute=(1, 1)))
+    least = planner(costs, rows=8).plan(asked.replace(recompute=(1, 1)))
     seen = set()
     for share in (0.0, 0.3, 0.6, 1.1):
         limit = int(least.peak_bytes + share * (whole.peak_bytes - least.peak_bytes)) + 30 * MIB
         within = planner(costs, rows=8, memory_bytes=limit)
         chosen = choose_recompute(within, asked)
         Recompute.parse(chosen, 2)
-        plan = within.plan(replace(asked, recompute=chosen))
+        plan = within.plan(asked.replace(recompute=chosen))
         assert plan.fits
         seen.add(chosen)
         if not isinstance(chosen, str):
             more = tuple(entry + 2 if isinstance(entry, int) else entry for entry in chosen)
-            assert not within.plan(replace(asked, recompute=more)).fits
+            assert not within.plan(asked.replace(recompute=more)).fits
     assert "none" in seen
     assert len(seen) > 1
 
@@ -218,7 +218,7 @@ def test_blocks_are_recomputed_where_no_whole_graph_fits() -> None:
     asked = settings((4, 4), 2, schedule="1f1b")
     within = planner(costs, memory_bytes=250 * MIB)
     assert choose_recompute(within, asked) == ("block", "block")
-    assert within.plan(replace(asked, recompute="block")).fits
+    assert within.plan(asked.replace(recompute="block")).fits
     # With a partition by cost it was an error, which advised what the recipe had: recompute=auto.
     plan = best_plan(within, PipelineConfig(2, 2, "1f1b", "auto", "auto"))
     assert (plan.fits, plan.settings.recompute) == (True, ("block", "block"))
@@ -243,7 +243,7 @@ def test_auto_values_are_the_fastest_that_fits() -> None:
     assert plan.fits
     for schedule in ("gpipe", "1f1b"):
         for num_micro_batches in (1, 2, 4, 8):
-            rival = best_plan(within, PipelineConfig(2, num_micro_batches, schedule, "stage"))
+            rival = best_plan(within, PipelineConfig(2, num_micro_batches, schedule, "stage", "auto"))
             assert not rival.fits or plan.step_seconds <= rival.step_seconds * 1.01
 
 
@@ -337,7 +337,7 @@ def test_a_plan_that_should_have_fitted_is_mended_by_less() -> None:
 
 def test_a_search_is_no_slower_than_what_was_asked_for_and_knows_the_leanest() -> None:
     costs = blocks(8, weights=MIB, saved=10 * MIB)
-    asked = PipelineConfig(2, 2, "gpipe", "stage")
+    asked = PipelineConfig(2, 2, "gpipe", "stage", "auto")
     within = planner(costs, rows=8, memory_bytes=150 * MIB)
     found = search(within, asked)
     given = best_plan(within, asked)

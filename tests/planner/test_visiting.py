@@ -116,7 +116,7 @@ def test_a_machine_without_the_memory_does_not_fit() -> None:
 def test_a_heavy_head_has_a_slot_of_its_own() -> None:
     """Where something is open, slots are made of the plan's seconds; under a limit of memory they are smaller."""
     costs = model(*(layer(f"h.{number}", seconds=1.0) for number in range(12)), layer("head", kind="head", seconds=4.0))
-    config = dealt((1,) * 13, 4).replaced(recompute="auto", num_micro_batches=8)
+    config = dealt((1,) * 13, 4).reopened(recompute="auto", num_micro_batches=8)
     made = planner(costs, rows=8)
     equal = made.plan(dealt((1,) * 13, 4, num_micro_batches=8))
     best = best_plan(made, config)
@@ -126,7 +126,7 @@ def test_a_heavy_head_has_a_slot_of_its_own() -> None:
     assert "pipeline.offload_weights=all" in overrides(best, config)
     # A recipe that has another value must be given the default.
     assert "pipeline.replicas=1" not in overrides(best, config)
-    assert "pipeline.replicas=1" in overrides(best, replace(config, replicas=2))
+    assert "pipeline.replicas=1" in overrides(best, config.replace(replicas=2))
     tight = best_plan(made.within(best.peak_bytes - MIB), config)
     assert tight.fits
     assert tight.step_seconds >= best.step_seconds
@@ -153,14 +153,16 @@ def test_which_weights_may_visit() -> None:
     """Of dealt stages they do on a CPU too. Of a model with a BatchNorm, one row would be too few to ask for them."""
     made = planner(blocks(8))
     made.device = replace(DEVICE, is_asynchronous=False)
-    config = PipelineConfig(num_stages="auto", schedule="round_robin", offload_weights="auto", num_processes=2)
+    config = PipelineConfig("auto", "auto", "round_robin", "auto", "auto", offload_weights="auto", num_processes=2)
     assert best_plan(made, config).settings.offload_weights == "all"
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     rows = Workload(4, 1, 1, has_padding=False, entries=(("x", (8,), "float32"), ("labels", (), "int64")))
     assert open_visitors(planner_of(Chain(module, rows.shapes), PlanInputs(rows), DEVICE, as_on_gpu=True)) == ("all",)
     # Each of two replicas has two processes.
     config = PipelineConfig(num_stages="auto", schedule="auto", replicas=2, num_processes=4, offload_weights="frozen")
-    assert {way.num_stages for way in visiting_ways(planner(blocks(9)), config.settled(can_plan=True), [4])} == {8}
+    assert {way.num_stages for way in visiting_ways(planner(blocks(9)), config.with_defaults(can_plan=True), [4])} == {
+        8
+    }
     # What a run refuses: a teacher beside them, and the sums of replicas whose gradients are on the host.
     costs = blocks(12, weights=100 * MIB)
     taught = Planner(lambda *_: [costs], PlanInputs(rows), DEVICE, teacher=lambda _: costs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -120,7 +119,7 @@ def test_a_recipe_that_is_accepted_is_the_same_after_writing_and_reading(data: s
             recipe = parse_recipe(
                 write(with_value(key, value)), TRUST if key[1] == "trust_remote_code" and value else ()
             )
-            found = asdict(recipe)[key[0]][key[1]]
+            found = getattr(getattr(recipe, key[0]), key[1])
             assert (list(found) if isinstance(found, tuple) else found) == value
     if recipe is not None:
         assert parse_recipe(recipe.to_yaml(), TRUST if recipe.model.trust_remote_code else ()) == recipe

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe import (
@@ -89,6 +90,8 @@ def test_a_whole_number_fits_a_float_and_becomes_one() -> None:
 def test_a_recipe_cannot_be_changed_in_place() -> None:
     recipe = parse_recipe(MINIMAL)
     with pytest.raises(FrozenInstanceError):
+        recipe.training.seed = 3  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
         recipe.pipeline.num_stages = 3  # type: ignore[misc]
 
 
@@ -331,7 +334,7 @@ def test_decided_is_a_type_that_holds_no_auto() -> None:
     assert (decided.num_processes, decided.partition) == (2, (1, 2))
     with pytest.raises(UserError, match="num_micro_batches"):
         config.decided()
-    opened = decided.replaced(num_micro_batches="auto", num_processes=None, schedule=None, recompute=None)
+    opened = decided.reopened(num_micro_batches="auto", num_processes=None, schedule=None, recompute=None)
     assert opened == config
 
 
@@ -343,10 +346,10 @@ def test_stages_and_replicas_that_are_left_open() -> None:
     assert (config.processes, config.memory_bytes) == (3, (2 << 30,) * 3)
     decided = config.decided(num_stages=2, replicas=(2, 1), partition=(1, 2))
     assert decided.is_decided
-    assert decided.replaced(num_stages="auto", replicas="auto", partition="auto") == config
+    assert decided.reopened(num_stages="auto", replicas="auto", partition="auto") == config
     config.check_micro_batches(1, rows=1)
     with pytest.raises(UserError, match=r"num_stages is auto, and the number of processes .* give num_processes"):
-        replace(config, num_processes=None).processes  # noqa: B018  # what is tested
+        config.replace(num_processes=None).processes  # noqa: B018  # what is tested
     for changes, message in (
         ({"replicas": (2, 1)}, "num_stages is auto and replicas is a list"),
         ({"partition": (2, 1)}, "num_stages is auto and partition is a list"),
@@ -360,13 +363,13 @@ def test_stages_and_replicas_that_are_left_open() -> None:
         ({"memory": ("2GiB", "2", "2GiB")}, "memory is '2', without a unit"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
-            replace(config, **changes)
+            config.replace(**changes)
 
 
 def test_a_placement_names_the_processes_of_each_stage() -> None:
     config = PipelineConfig(2, 4, replicas=2, num_processes=4, placement="0,1 2,3")
     assert config.placed("1f1b").workers == ((0, 1), (2, 3))
-    assert replace(config, placement=None).placed("1f1b").workers == ((0, 2), (1, 3))
+    assert config.replace(placement=None).placed("1f1b").workers == ((0, 2), (1, 3))
     for changes, message in (
         ({"placement": "0,1 2"}, "has 2 stages with [2, 1] replicas on 3 processes, and num_stages is 2, replicas 2"),
         ({"placement": "0,a 1"}, "placement is '0,a 1'; write the processes of each stage"),
@@ -374,7 +377,7 @@ def test_a_placement_names_the_processes_of_each_stage() -> None:
         ({"schedule": "mine.txt"}, "placement is '0,1 2,3' and mine.txt has a placement; leave it out"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
-            replace(config, **changes)
+            config.replace(**changes)
 
 
 def test_check_serves_a_recipe_made_in_python_too() -> None:

@@ -19,10 +19,11 @@ MOST_CHUNKS, SHORTEST_CHUNK = 64, 256
 def ways_to_cut(config: PipelineConfig, tokens: int) -> list[Chunks]:
     """The ways to cut rows of so many tokens that a configuration allows; "auto" allows powers of two. An open taper
     is 0 in them."""
-    if (count := config.num_chunks(tokens)) is not None:
-        return [config.with_chunks(count)]
+    number, longest, taper = config.chunks.sequence_chunks, config.chunks.most_tokens, config.chunks.chunk_taper
+    counts = [number] if isinstance(number, int) else [-(-tokens // longest)] if longest is not None else []
     limit = min(MOST_CHUNKS, max(tokens // SHORTEST_CHUNK, 1))
-    return [config.with_chunks(2**power) for power in range(limit.bit_length())]
+    counts = counts or [2**power for power in range(limit.bit_length())]
+    return [Chunks(count, taper if count > 1 and not isinstance(taper, str) else 0.0) for count in counts]
 
 
 def each_chunk(

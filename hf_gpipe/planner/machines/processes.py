@@ -120,4 +120,4 @@ class Processes:
 
     def num_copying(self, num_workers: int) -> int:
         """The number of devices that copy to and from the memory of one machine, all ranks of `num_workers` counted."""
-        return self.division.ranks_of(self.host_size(num_workers))
+        return self.division.num_ranks * self.host_size(num_workers)

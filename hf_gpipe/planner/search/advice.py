@@ -81,7 +81,7 @@ def _adapters_that_fit(plan: Plan) -> Iterator[str]:
 def _visits_that_fit(planner: Planner, plan: Plan) -> Iterator[str]:
     """Yield the change that lets weights visit the same GPUs, with stages as small as possible, if that fits."""
     settings = plan.settings
-    if settings.replicas != 1 or settings.visitors is not None:
+    if settings.replicas != 1 or settings.visits.offload_weights is not None:
         return
     num_stages = planner.num_layers // settings.num_processes * settings.num_processes
     if num_stages < 3 * settings.num_processes:
@@ -90,7 +90,7 @@ def _visits_that_fit(planner: Planner, plan: Plan) -> Iterator[str]:
         change = {SETTING: visitors, "num_stages": num_stages, "schedule": "breadth_first"}
         change |= {"recompute": "stage", "partition": "count"}
         with suppress(UserError):
-            visiting = best_plan(planner, settings.replaced(placement=None, **change))
+            visiting = best_plan(planner, settings.reopened(placement=None, **change))
             if visiting.fits:
                 hosted = size_text(sum(visiting.hosted_bytes))
                 yield f"{_arguments(change)} {_fits(visiting)}, with {hosted} of CPU memory"
@@ -100,7 +100,7 @@ def _changed_plans(planner: Planner, plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Yield each change in words and as a plan, the smallest first."""
     for change in _changes(planner, plan.settings):
         with suppress(UserError):
-            yield _arguments(change), best_plan(planner, plan.settings.replaced(**change))
+            yield _arguments(change), best_plan(planner, plan.settings.reopened(**change))
 
 
 def _changes(planner: Planner, settings: DecidedConfig) -> Iterator[Mapping[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from operator import attrgetter
 
 from hf_gpipe.errors import UserError
@@ -34,7 +33,7 @@ def smaller_bubble(plan: Plan) -> str:
         return f"{_changes(plan, best)} fits: {_with(best)}"
     for times in (2, _MOST_TIMES):
         count = times * min(settings.num_micro_batches, plan.planner.rows)
-        more = plan.planner.with_rows(times * plan.planner.rows).plan(replace(settings, num_micro_batches=count))
+        more = plan.planner.with_rows(times * plan.planner.rows).plan(settings.replace(num_micro_batches=count))
         if more.fits and more.bubble < best.bubble and can_run(more):
             best = more
     if best is plan:
@@ -52,7 +51,7 @@ def _of_the_same_mini_batch(plan: Plan) -> list[Plan]:
     least, room = plan.settings.num_micro_batches, _MOST_WORK
     counts = micro_batch_counts(plan.planner.rows, AUTO)
     for count in (least, *(larger for larger in counts if least < larger <= _MOST_TIMES * least)):
-        config = plan.settings.replaced(schedule=AUTO, num_micro_batches=count)
+        config = plan.settings.reopened(schedule=AUTO, num_micro_batches=count)
         if room <= 0:
             break
         try:

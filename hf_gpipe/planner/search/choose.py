@@ -11,7 +11,6 @@ import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
@@ -23,8 +22,7 @@ from hf_gpipe.planner.search.listed import with_table
 from hf_gpipe.planner.search.meshes import Meshes, with_mesh
 from hf_gpipe.planner.search.visiting import visiting_ways, with_dealt_table, with_visitors
 from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.recipe.pipeline.stages import HEAD_IN_PARTS
-from hf_gpipe.recipe.section import given_not_with
+from hf_gpipe.recipe.pipeline import mode
 from hf_gpipe.schedule import (
     DIVIDED_HEAD,
     SPLIT_SCHEDULES,
@@ -74,7 +72,7 @@ def best_plan(planner: Planner, config: PipelineConfig) -> Plan:
     if best is None:
         check_once(plans[0].timeline.schedule)  # raises
         best = plans[0]
-    return with_table(best, config.settled(can_plan=True))
+    return with_table(best, config)
 
 
 def can_run(plan: Plan) -> bool:
@@ -101,11 +99,10 @@ def _collecting_rarely() -> Iterator[None]:
 def allowed_plans(planner: Planner, config: PipelineConfig) -> list[Plan]:
     """The plans with named schedules that a configuration allows and that are worth a try, at least one. Raises the
     errors of `best_plan`."""
-    config = config.settled(can_plan=True)
     outcomes: list[Outcome] = []
     for cut in ways_to_cut(config, planner.inputs.mini_batch().target_tokens):
-        for way in planner.tapered(cut, is_open=config.is_taper_open):
-            outcomes += _Search(planner.with_chunks(way), config.cut_into(way)).outcomes()
+        for way in planner.tapered(cut, is_open=config.chunks.chunk_taper == AUTO):
+            outcomes += _Search(planner.with_chunks(way), config.replace(**way.keys)).outcomes()
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     if not plans:
         raise min((outcome for outcome in outcomes if not isinstance(outcome, Plan)), key=_sort_key)
@@ -125,15 +122,15 @@ class _Search:
         self._counts = micro_batch_counts(planner.rows, asked.num_micro_batches)
         self._schedules: Sequence[str] = (asked.schedule,)
         if asked.schedule == AUTO:
-            is_whole = any(given_not_with(asked, HEAD_IN_PARTS))
+            is_whole = bool(asked.excluding(mode.DIVIDED_HEAD))
             self._schedules = [name for name in AUTO_SCHEDULES if not (is_whole and name in DIVIDED_HEAD)]
 
     def outcomes(self) -> list[Outcome]:
         """The outcomes that are worth a try. Raises UserError where there is none."""
         planner, asked = self._planner, self._asked
-        if asked.leaves_visits_open:
+        if asked.visits.offload_weights == AUTO:
             return self._with_or_without_visits()
-        if asked.visitors and not asked.is_decided:
+        if asked.visits.offload_weights and not asked.is_decided:
             outcomes = map(self._outcome, visiting_ways(planner, asked, self._counts))
             return [with_dealt_table(outcome, asked) if isinstance(outcome, Plan) else outcome for outcome in outcomes]
         return self._of_meshes() if asked.is_mesh_open else [self._outcome(each) for each in self._allowed()]
@@ -171,7 +168,7 @@ class _Search:
         if self._asked.num_micro_batches == AUTO:
             self._check_rows(max(replicas_of(*self._asked.mesh)))
         ways = [
-            replace(self._asked, schedule=schedule, num_micro_batches=count)
+            self._asked.replace(schedule=schedule, num_micro_batches=count)
             for schedule in self._schedules
             for count in self._counts
         ]
@@ -207,8 +204,8 @@ class _Search:
         counts, first = first_micro_batches(planner, asked), []
         for placement in placements:
             for count in counts if len(set(placement.replicas)) == 1 else counts[:1]:
-                mesh = replace(with_mesh(asked, placement), num_micro_batches=count)
-                ways = (replace(mesh, schedule=schedule) for schedule in schedules)
+                mesh = with_mesh(asked, placement).replace(num_micro_batches=count)
+                ways = (mesh.replace(schedule=schedule) for schedule in schedules)
                 first += [*filter(self._is_worth_a_try, ways)][:1]
         return sorted(first, key=partial(work, planner))
 
@@ -225,26 +222,26 @@ class _Search:
             # More micro-batches, and the first schedule, need less memory.
             larger = [count for count in counts if count > int(configs[0].num_micro_batches)]
             if larger:
-                yield replace(configs[0], num_micro_batches=larger[0])
-                yield replace(configs[0], schedule=schedules[0])
+                yield configs[0].replace(num_micro_batches=larger[0])
+                yield configs[0].replace(schedule=schedules[0])
                 return
             # Every mesh is tried: a mesh that lacks more memory under its first schedule may fit under this schedule.
-            yield from (replace(config, schedule=schedules[0]) for config in configs)
+            yield from (config.replace(schedule=schedules[0]) for config in configs)
             configs = configs[:1]
         alone = [config for config in configs if config.places == config.processes]
         several = [config for config in configs if config.places != config.processes]
         best = [*alone[:_NUM_IMPROVED], *several[:1]]
         for config in best:
             place = counts.index(int(config.num_micro_batches))
-            yield from (replace(config, num_micro_batches=count) for count in counts[max(place - 1, 0) : place + 2])
+            yield from (config.replace(num_micro_batches=count) for count in counts[max(place - 1, 0) : place + 2])
         for config in best:
-            yield from (replace(config, schedule=schedule) for schedule in schedules)
-            rest = replace(self._asked, schedule=config.schedule, num_micro_batches=config.num_micro_batches)
+            yield from (config.replace(schedule=schedule) for schedule in schedules)
+            rest = self._asked.replace(schedule=config.schedule, num_micro_batches=config.num_micro_batches)
             outcome = outcomes[config]
             near = outcome.slowest_stage.number if isinstance(outcome, Plan) else 0
             yield from (with_mesh(rest, placement) for placement in meshes.beside(config.placed("gpipe"), near))
         for config in configs[:_NUM_RESCHEDULED]:
-            yield from (replace(config, schedule=schedule) for schedule in schedules)
+            yield from (config.replace(schedule=schedule) for schedule in schedules)
 
     def _affordable(
         self, configs: Sequence[PipelineConfig], done: Iterable[PipelineConfig]
@@ -284,7 +281,7 @@ class _Search:
         if schedule not in SPLIT_SCHEDULES:
             return True
         # A compiled block has one backward, and in one process no other waits for I.
-        if config.compile_backend is not None or config.places == num_stages * config.processes:
+        if config.compiled.backend is not None or config.places == num_stages * config.processes:
             return False
         if schedule in V_SHAPED:
             return len(set(counts)) == 1 and config.places == 2 * config.processes and config.placement is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from operator import attrgetter
 
 from hf_gpipe.errors import PartitionError
@@ -32,26 +31,26 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
     even = tuple(map(len, cut(planner.num_layers, num_stages, divides_head=config.divides_head)))
     settings = config.decided(partition=even, recompute="none" if is_auto else config.recompute)
     if not is_auto:
-        return planner.plan(replace(settings, partition=choose_partition(planner, settings, config.partition)))
+        return planner.plan(settings.replace(partition=choose_partition(planner, settings, config.partition)))
     try:
-        plan = planner.plan(replace(settings, partition=choose_partition(planner, settings, config.partition)))
+        plan = planner.plan(settings.replace(partition=choose_partition(planner, settings, config.partition)))
         if plan.fits:
-            lean = choose_partition(planner, replace(settings, recompute="stage"), config.partition)
+            lean = choose_partition(planner, settings.replace(recompute="stage"), config.partition)
             if lean == plan.settings.partition:
                 return plan
-            other = planner.plan(replace(settings, partition=lean))
+            other = planner.plan(settings.replace(partition=lean))
             return best_of(other, plan, *([] if other.fits else _on_host(planner, settings, config.partition)))
     except PartitionError:
         pass
     plans = []
     settings = _leanest(planner, settings, config.partition)
     for _ in range(2):
-        settings = replace(settings, recompute=choose_recompute(planner, settings))
+        settings = settings.replace(recompute=choose_recompute(planner, settings))
         plans.append(planner.plan(settings))
         plans += _partly_on_host(plans[-1])
         if config.is_cut_by_cost:
             try:
-                settings = replace(settings, partition=choose_partition(planner, settings, config.partition))
+                settings = settings.replace(partition=choose_partition(planner, settings, config.partition))
             except PartitionError:
                 break
     return best_of(*plans, *_on_host(planner, settings, config.partition))
@@ -60,9 +59,9 @@ def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:
 def _leanest(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> DecidedConfig:
     """The settings with recomputed stages and a split for them, or with recomputed blocks where no whole graph fits."""
     errors = []
-    for way in (replace(settings, recompute="stage"), replace(settings, recompute="block")):
+    for way in (settings.replace(recompute="stage"), settings.replace(recompute="block")):
         try:
-            return replace(way, partition=choose_partition(planner, way, strategy))
+            return way.replace(partition=choose_partition(planner, way, strategy))
         except PartitionError as error:
             errors.append(error)
     raise min(errors, key=attrgetter("fullness"))
@@ -70,10 +69,10 @@ def _leanest(planner: Planner, settings: DecidedConfig, strategy: str | Sequence
 
 def _on_host(planner: Planner, settings: DecidedConfig, strategy: str | Sequence[int]) -> Iterator[Plan]:
     """Yield the plan whose graphs all wait on the host, where the link is fast enough and a split fits."""
-    settings = replace(settings, recompute="host")
+    settings = settings.replace(recompute="host")
     if _carries(planner, settings, 0, planner.num_layers - settings.divides_head):
         with suppress(PartitionError):
-            yield planner.plan(replace(settings, partition=choose_partition(planner, settings, strategy)))
+            yield planner.plan(settings.replace(partition=choose_partition(planner, settings, strategy)))
 
 
 def _partly_on_host(plan: Plan) -> Iterator[Plan]:
@@ -88,7 +87,7 @@ def _partly_on_host(plan: Plan) -> Iterator[Plan]:
     }
     while hosts:
         chosen = tuple("host" if number in hosts else entry for number, entry in enumerate(entries))
-        candidate = planner.plan(replace(settings, recompute=chosen))
+        candidate = planner.plan(settings.replace(recompute=chosen))
         yield candidate
         limits = [planner.limit_of(process.number) for process in candidate.processes]
         full = [own for own, most in zip(candidate.processes, limits, strict=True) if most and own.memory.total > most]
@@ -100,7 +99,7 @@ def _partly_on_host(plan: Plan) -> Iterator[Plan]:
 def _carries(planner: Planner, settings: DecidedConfig, start: int, stop: int) -> bool:
     """Whether a graph of these layers travels to the host, or back, while a micro-batch computes. False on a CPU, and
     beside weights that visit."""
-    if not planner.device.is_asynchronous or settings.visitors:
+    if not planner.device.is_asynchronous or settings.visits.offload_weights:
         return False
     sums = planner.sums(settings)
     seconds, num_bytes = sums.seconds(start, stop, "none"), sums.graphs["none"].kept_bytes(start, stop)
@@ -153,7 +152,7 @@ def choose_partition(planner: Planner, settings: DecidedConfig, strategy: str | 
         return sums.held(start, stop).num_bytes
 
     # Weights that visit have a buffer for some stages; whether that fits, the plan says.
-    caps = [] if settings.visitors else _caps(planner, placement)
+    caps = [] if settings.visits.offload_weights else _caps(planner, placement)
     largest = max(caps, default=0.0)
 
     def memory_bytes(stage: int, start: int, stop: int) -> float:

@@ -8,7 +8,6 @@ single micro-batches and fills the time that is really free can be shorter (arXi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import cast
 
 from hf_gpipe.errors import ScheduleError
@@ -43,16 +42,16 @@ def with_table(plan: Plan, asked: PipelineConfig) -> Plan:
     """
     settings, table = plan.settings, plan.timeline.schedule
     # A compiled block has one backward. In one process no table is shorter than another.
-    is_open = asked.schedule == AUTO and asked.recompute in (AUTO, "none", "block") and asked.compile_backend is None
+    is_open = asked.schedule == AUTO and asked.recompute in (AUTO, "none", "block") and asked.compiled.backend is None
     is_whole = table.num_micro_batches == plan.planner.inputs.accumulation * settings.num_micro_batches
     placement = table.placement
     is_given = settings.placement is not None
     is_plain = placement.num_processes > 1 and placement.chunks == 1 and not (placement.has_replicas or is_given)
-    is_plain = is_plain and not table.divides_head and settings.visitors is None
+    is_plain = is_plain and not table.divides_head and settings.visits.offload_weights is None
     if not (is_open and is_whole and is_plain and plan.fits):
         return plan
     if asked.recompute == AUTO:
-        settings = replace(settings, recompute="none")  # by the table alone
+        settings = settings.replace(recompute="none")  # by the table alone
     layout = plan.planner.layout(settings, table)
     costs = costs_of_table(layout)
     if plan.step_seconds <= _ENOUGH * _bound(costs, table):

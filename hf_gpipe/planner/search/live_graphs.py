@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hf_gpipe.planner.costs.model_costs import InnerRecompute
 from hf_gpipe.planner.layout import StageLayers
 from hf_gpipe.planner.memory import MemoryBound
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.recipe import DecidedConfig, RecomputeChoice
+from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule.kinds import Held
 
 
-def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoice:
+def choose_recompute(planner: Planner, settings: DecidedConfig) -> str | tuple[str | int, ...]:
     """Choose the largest number of stored graphs that fits the planner's limit, for each stage.
 
     Each graph above the first spares the recomputation of a micro-batch. Where not even one whole graph fits, the stage
@@ -26,7 +25,7 @@ def choose_recompute(planner: Planner, settings: DecidedConfig) -> RecomputeChoi
     Returns:
         "none" where nothing need be recomputed, else an entry for each stage. Where it does not fit, nothing does.
     """
-    layout = planner.layout(replace(settings, recompute="none"))
+    layout = planner.layout(settings.replace(recompute="none"))
     bound, placement = MemoryBound(layout), layout.table.placement
     limits = planner.limits_of(placement)
     entries: list[str | int] = ["none"] * settings.num_stages

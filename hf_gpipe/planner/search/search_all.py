@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import dropwhile
 from operator import attrgetter
 
@@ -50,8 +50,8 @@ def search_all(asked: Iterable[tuple[Planner, PipelineConfig]]) -> SearchResult:
     if not results:
         raise errors[0]
     fastest = sorted((plan for result in results for plan in result.fastest), key=_speed)
-    stay = [[plan for plan in result.fastest if plan.settings.visitors is None] for result in results]
-    least = min((plan.planner.division for own in stay for plan in own), default=None)
+    stay = [[plan for plan in result.fastest if plan.settings.visits.offload_weights is None] for result in results]
+    least = min((plan.planner.division for own in stay for plan in own), default=None, key=attrgetter("num_ranks"))
     is_first = not errors and bool(stay[0])
     leanest = min((result.leanest for result in results), key=_leanness)
     ways = tuple(_first_of_each(way_of, (plan for result in results for plan in result.ways)))
@@ -71,7 +71,7 @@ def search(planner: Planner, config: PipelineConfig) -> SearchResult:
     free = config.with_auto(config.processes)
     plans = allowed_plans(planner, free)
     asked = [] if config.is_mesh_open else [config]
-    stay = [plan for plan in _first_of_each(_mesh_of, plans) if plan.settings.visitors is None]
+    stay = [plan for plan in _first_of_each(_mesh_of, plans) if plan.settings.visits.offload_weights is None]
     for each in (*asked, *_lean(planner, stay)):
         try:
             plans += allowed_plans(planner, each)
@@ -107,7 +107,7 @@ def _leanness(plan: Plan) -> tuple[float, float]:
 
 
 def _mesh_of(plan: Plan) -> object:
-    return plan.timeline.schedule.placement, plan.settings.visitors
+    return plan.timeline.schedule.placement, plan.settings.visits.offload_weights
 
 
 def _lean(planner: Planner, plans: list[Plan]) -> Iterator[PipelineConfig]:
@@ -117,7 +117,7 @@ def _lean(planner: Planner, plans: list[Plan]) -> Iterator[PipelineConfig]:
     most = max(plans, key=lambda plan: plan.settings.num_stages)
     for plan in (most,) if most is plans[0] else (most, plans[0]):
         for recompute in (AUTO, "block", "stage"):
-            config = plan.settings.replaced(
+            config = plan.settings.reopened(
                 schedule="1f1b", recompute=recompute, partition=AUTO, num_micro_batches=AUTO
             )
-            yield replace(config, num_micro_batches=first_micro_batches(planner, config)[-1])
+            yield config.replace(num_micro_batches=first_micro_batches(planner, config)[-1])

@@ -25,4 +25,4 @@ def with_table_file(plan: Plan, settings: DecidedConfig, table: Schedule) -> Pla
     planner = copy.copy(plan.planner)
     planner.inputs = replace(planner.inputs, tables={TABLE_FILE: table})
     recompute = recompute_under(table, "block" if settings.recompute == "block" else "stage")
-    return planner.plan(replace(settings, schedule=TABLE_FILE, recompute=recompute))
+    return planner.plan(settings.replace(schedule=TABLE_FILE, recompute=recompute))

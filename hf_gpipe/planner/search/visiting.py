@@ -10,6 +10,7 @@ from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_tabl
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import with_updates_of_run
 from hf_gpipe.recipe import AUTO, PipelineConfig
+from hf_gpipe.recipe.pipeline.mode import DEALT_STAGES
 from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
 from hf_gpipe.schedule.round_robin import deal_of, dealt_table
@@ -42,7 +43,7 @@ def possible_visitors(planner: Planner) -> Sequence[Visitors]:
 
 def way_of(plan: Plan) -> str:
     """Words that say where the weights of a plan are, with the recipe's key and value where they visit."""
-    if (visitors := plan.settings.visitors) is None:
+    if (visitors := plan.settings.visits.offload_weights) is None:
         return "weights stay on their devices"
     order = _ROUND_ROBIN if plan.timeline.schedule.placement.is_dealt else _BREADTH_FIRST
     return f"{SETTING}={visitors}, {order}"
@@ -52,7 +53,7 @@ def with_visitors(planner: Planner, config: PipelineConfig) -> Sequence[Pipeline
     """The configuration with `offload_weights`, which it leaves open, decided in every way that is worth a try."""
     # All weights of dealt stages visit.
     ways = ("all",) if config.schedule in DEALT else (None, *open_visitors(planner))
-    return [config.visited_by(visitors) for visitors in ways]
+    return [config.replace(offload_weights=visitors) for visitors in ways]
 
 
 def untried(*plans: Plan) -> str:
@@ -83,7 +84,7 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
         schedules: tuple[str, ...] = (config.schedule,)
     else:
         # The workers to which stages are dealt share memory.
-        can_deal = config.visitors == "all" and planner.can_deal and not config.cuts_rows
+        can_deal = config.visits.offload_weights == "all" and planner.can_deal and not config.excluding(DEALT_STAGES)
         schedules = (_BREADTH_FIRST, *(DEALT if can_deal and planner.host_size(size) % own_size == 0 else ()))
     if config.num_micro_batches == AUTO:
         wanted = [times * size for times in _MICRO_BATCHES]
@@ -104,7 +105,7 @@ def visiting_ways(planner: Planner, config: PipelineConfig, counts: Sequence[int
                 )
     if not is_possible:
         raise UserError(
-            f"{SETTING} is {config.visitors} and num_stages auto: a model of {planner.num_layers} layers "
+            f"{SETTING} is {config.visits.offload_weights} and num_stages auto: a model of {planner.num_layers} layers "
             f"has not the three stages for each of {own_size} processes that {_BREADTH_FIRST} takes; use fewer "
             f"processes, or {SETTING} all with schedule {_ROUND_ROBIN}"
         )

@@ -1,2 +1,2 @@
-"""The section `pipeline`. Its keys are in files by subject, each with their meaning and rules: how the model is cut
-(stages.py) and its layers divided (division.py), the mesh, chunks of rows, weights that visit, and processes."""
+"""The section `pipeline`. `PipelineConfig` (config.py) has a field for each key, and for each mode, whose class has
+the mode's keys and says what it does not go with (mode.py)."""

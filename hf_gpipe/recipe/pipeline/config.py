@@ -2,79 +2,207 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from functools import cache
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.pipeline.chunks import ChunkKeys
-from hf_gpipe.recipe.pipeline.processes import EACH_PROCESS, RUN, ProcessKeys
-from hf_gpipe.recipe.pipeline.stages import (
-    ASYNCHRONOUS,
-    AUTO,
-    HEAD_IN_PARTS,
-    MODES,
-    PLANNED,
+from hf_gpipe.recipe.pipeline.chunks import DecidedRowChunks, RowChunks
+from hf_gpipe.recipe.pipeline.mesh import (
     SYNCHRONOUS_SCHEDULES,
-    TRAINING_SCHEDULES,
-    Entries,
-    Listed,
+    MeshConfig,
+    Recomputation,
+    Recomputations,
+    ScheduleName,
+    TableFile,
 )
-from hf_gpipe.recipe.section import Count, OneOf, keys_of, section
+from hf_gpipe.recipe.pipeline.mode import AUTO, EACH_PROCESS, RUN, TEACHER, Listed, Mode
+from hf_gpipe.recipe.pipeline.schedules import (
+    Asynchronous,
+    CompiledBlocks,
+    DividedHead,
+    HostGraphs,
+    LigerKernels,
+    NarrowBoundary,
+)
+from hf_gpipe.recipe.pipeline.visits import DealtStages, DecidedVisits, Visits
+from hf_gpipe.recipe.section import Count, Positive, Text, keys_of
+from hf_gpipe.recipe.sizes import read_bytes
 from hf_gpipe.recipe.words import choices
-from hf_gpipe.schedule import (
-    ASYNCHRONOUS_SCHEDULES,
-    TABLE_SUFFIX,
-    Schedule,
-    is_table_file,
-    read_table,
-    recompute_under,
-)
+from hf_gpipe.schedule import Schedule, is_table_file, read_table, recompute_under, replicas_of
+
+#: About thirty years: longer times are none to a clock.
+MOST_SECONDS = 10**9
+#: More than the cores of any machine. With a hundred thousand torch ends the process by a segmentation fault.
+MOST_THREADS = 4096
+
+#: What the planner chooses where it is not given, and what it is where nothing can be planned.
+PLANNED = {"num_micro_batches": 1, "schedule": "gpipe", "recompute": "stage", "partition": "count"}
 
 
-@section(kw_only=False)
-class PipelineConfig(ProcessKeys):
+class PipelineConfig(MeshConfig):
     """How the model is split into stages, and how micro-batches go through them.
 
     The planner chooses the values that are "auto", and micro-batches, schedule, recomputation and
     partition where they are not given. All values can be written to a file.
     """
 
-    def __post_init__(self) -> None:
-        if vars(self)["num_stages"] is None:
-            object.__setattr__(self, "num_stages", self.stages_of_processes())
-        self.check()
-        if self.divides_head:
-            self.check_beside(HEAD_IN_PARTS)
-        if self.schedule in ASYNCHRONOUS_SCHEDULES:
-            self.check_beside(ASYNCHRONOUS)
-            if self.is_mesh_open:
-                name = "num_stages" if self.num_stages == AUTO else "replicas"
-                raise UserError(
-                    f"schedule is {self.schedule} and {name} is auto; give {name}, for with it the numbers of an "
-                    "asynchronous schedule change."
-                )
+    chunks: RowChunks = RowChunks()
+    visits: Visits = Visits()
+    dealt_stages: DealtStages = DealtStages()
+    host_graphs: HostGraphs = HostGraphs()
+    boundary: NarrowBoundary = NarrowBoundary()
+
+    memory: Annotated[Text | tuple[Text, ...] | None, Listed, EACH_PROCESS] = None
+    """The memory limit of each process that the planner plans for, with a unit, such as 80GiB; or a list with one limit
+    per process, such as [24GiB, 12GiB]; null: the memory of its device."""
+
+    speeds: Annotated[tuple[Positive, ...] | Literal["profile"] | None, Listed, RUN] = None
+    """The relative speed of each process, for the planner, such as [1, 0.5] if the second process is half as fast.
+    profile: measured before training, by a block of the model. null: measured where the processes have GPUs of
+    different models and something is left to the planner; otherwise all are equally fast."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda"], EACH_PROCESS] = "auto"
+    """The type of device that stages run on; auto: GPUs if there are any."""
+
+    devices: Annotated[tuple[Text, ...] | None, Listed, EACH_PROCESS] = None
+    """Devices of this machine, divided evenly among the processes, such as [cuda:0, cuda:1]; a process spreads its
+    stages over its devices. null: one device per process, of the type of `device`."""
+
+    compiled: CompiledBlocks = CompiledBlocks()
+    liger: LigerKernels = LigerKernels()
+
+    timeout_seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS), RUN] = 1800.0
+    """Seconds that a process waits for another process before the run fails; six times as long for a process that
+    writes a checkpoint and reports that it is still working."""
+
+    measure_links: Annotated[bool, RUN] = False
+    """Whether the links between processes of one machine are measured before the model is made. Links between machines
+    are always measured."""
+
+    threads_per_process: Annotated[Annotated[int, Field(ge=1, le=MOST_THREADS)] | None, EACH_PROCESS] = None
+    """CPU threads per process; null: OMP_NUM_THREADS, or the machine's cores divided evenly."""
+
+    divided_head: DividedHead = DividedHead()
+    asynchronous: Asynchronous = Asynchronous()
 
     @classmethod
     def of(cls, config: PipelineConfig | None, **given: Any) -> PipelineConfig:
-        """Make the configuration from the arguments of `Pipeline`: a configuration, or its fields.
+        """Make the configuration from the arguments of `Pipeline`: a configuration, or its keys.
 
-        A field that is None is not given. A string as `torch_compile` is the backend, a number as `memory` is bytes.
+        A key that is None is not given. A string as `torch_compile` is the backend, a number as `memory` is bytes.
 
         Raises:
-            UserError: both are given, or a field does not fit.
+            UserError: both are given, or a key does not fit.
         """
-        given = {name: value for name, value in cls.compiling(given).items() if value is not None}
+        if isinstance(backend := given.get("torch_compile"), str):
+            given |= {"torch_compile": True, "torch_compile_backend": backend}
         if isinstance(memory := given.get("memory"), int):
             given["memory"] = f"{memory}B"
+        given = {name: value for name, value in given.items() if value is not None}
         if config is None:
             return cls(**given)
         if given:
             raise UserError(f"config and {', '.join(given)} are given; put {next(iter(given))} into the config")
         return config
 
-    def settled(self, *, can_plan: bool) -> PipelineConfig:
+    @model_validator(mode="before")
+    @classmethod
+    def _in_modes(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Read the keys, which recipes and arguments have side by side, into their modes."""
+        values = dict(given)
+        for name, key in keys_of(cls).items():
+            field, is_within, _ = key.path.partition(".")
+            if is_within and name in given:
+                mode = values.get(field, {})
+                own = mode if isinstance(mode, dict) else mode.model_dump(by_alias=True)
+                values[field] = {**own, name: values.pop(name)}
+        return values
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        if vars(self)["num_stages"] is None:
+            vars(self)["num_stages"] = self.stages_of_processes()
+        self.check_mesh()
+        for name, of_processes in (("memory", self.memory), ("speeds", self.speeds)):
+            if isinstance(of_processes, tuple) and self.num_processes not in (None, len(of_processes)):
+                raise UserError(
+                    f"{name} {list(of_processes)} has {len(of_processes)} entries and num_processes is "
+                    f"{self.num_processes}; give one entry for each process."
+                )
+        self.memory_bytes  # noqa: B018  # raises for a text that is no size
+        if self.devices == ():
+            raise UserError("devices [] is empty; name at least one device, or leave it out.")
+        keys = self.values()
+        for field, mode in self.modes.items():
+            mode.check(keys)
+            if mode.is_on(keys):
+                self.check_beside(field)
+        return self
+
+    if TYPE_CHECKING:
+
+        def __init__(self, num_stages: int | str | None = None, /, *args: Any, **keys: Any) -> None: ...
+
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            """The value of a mode's key."""
+            key = keys_of(type(self)).get(name)
+            return super().__getattr__(name) if key is None else key.value_in(self)
+
+    def values(self) -> dict[str, Any]:
+        """The value of every key, those of modes among them."""
+        return {name: key.value_in(self) for name, key in keys_of(type(self)).items()}
+
+    def replace(self, **values: Any) -> Self:
+        """A copy with other values of keys."""
+        return type(self)(**{**vars(self), **values})
+
+    # ------------------------------------------------------------------ modes
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether rows are cut into chunks, or may be."""
+        return self.chunks.is_on(self.values())
+
+    @property
+    def divides_head(self) -> bool:
+        """Whether the schedule divides the head over the stages."""
+        return self.divided_head.is_on(self.values())
+
+    @property
+    def modes(self) -> dict[str, Mode]:
+        """The modes by their fields, also those that are not used."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Mode)}
+
+    def excluding(self, other: str) -> list[Mode]:
+        """The modes in use that do not go with another mode, a teacher or a loss."""
+        return [mode for mode in self.modes.values() if other in mode.excludes and mode.is_on(self.values())]
+
+    def check_beside(self, other: str, modes: Iterable[Mode] = (), **words: Any) -> None:
+        """Raise UserError where a mode does not go with another mode, a teacher or a loss.
+
+        Args:
+            other: what a mode excludes.
+            modes: that are in use; by default those that the keys turn on.
+            words: what a message says beside keys.
+        """
+        for mode in modes or self.excluding(other):
+            why, key = mode.excludes[other], next(iter(keys_of(type(mode))), "")
+            if "{" in why:
+                raise UserError(why.format(**self.values(), **words))
+            beside, way = f"schedule is {self.schedule}", ", or use another schedule, such as 1f1b"
+            if other == TEACHER:
+                beside, way = "there is a teacher", ""
+            shown = str(self.values()[key]).lower()
+            raise UserError(f"{beside} and {key} is {shown}, which do not go together{why}; leave {key} out{way}.")
+
+    # ------------------------------------------------------------------ what the planner chooses
+
+    def with_defaults(self, *, can_plan: bool) -> Self:
         """A copy in which all that is not given is "auto", or where nothing can be planned the plain value of PLANNED.
 
         The planner chooses among synchronous schedules. With another one, or the file of a table, a plain value is
@@ -84,11 +212,11 @@ class PipelineConfig(ProcessKeys):
             can_plan: whether the shape of a mini-batch and the memory of the optimizer are known.
         """
         # Of weights that visit it chooses what is "auto".
-        visit = not self.leaves_visits_open and self.visitors is not None
+        visit = self.visits.offload_weights not in (None, AUTO)
         is_auto = can_plan and not visit and self.schedule in (None, AUTO, *SYNCHRONOUS_SCHEDULES)
         plain = {**PLANNED, "schedule": "breadth_first"} if visit else PLANNED
         values: dict[str, Any] = {name: AUTO if is_auto else plain[name] for name in self.not_given}
-        return replace(self, **values) if values else self
+        return self.replace(**values) if values else self
 
     @property
     def not_given(self) -> list[str]:
@@ -96,19 +224,48 @@ class PipelineConfig(ProcessKeys):
         return [name for name in PLANNED if getattr(self, name) is None]
 
     @property
-    def of_plan(self) -> dict[str, Any]:
-        """The values of the keys that a plan has."""
-        return {name: getattr(self, name) for name in keys_of(PipelineConfig) if name not in OF_THE_RUN}
-
-    @property
     def left_open(self) -> list[str]:
         """The names of the keys whose value the planner chooses, by "auto" or by the length of a chunk."""
-        return [name for name in _may_be_auto() if self.is_open(name)]
+        values = self.values()
+        by_length = {"sequence_chunks"} if self.chunks.most_tokens is not None else ()
+        return [name for name in _may_be_auto() if values[name] == AUTO or name in by_length]
 
     @property
     def is_decided(self) -> bool:
         """Whether nothing is left to the planner."""
         return not (self.left_open or self.not_given or self.is_cut_by_cost)
+
+    def with_auto(self, num_processes: int) -> PipelineConfig:
+        """A copy that leaves all to the planner but how rows are cut, and what processes have and share."""
+        names = [name for name in _may_be_auto() if name not in keys_of(RowChunks)]
+        values = dict.fromkeys(names, AUTO) | {"placement": None, "num_processes": num_processes}
+        return PipelineConfig(**{**self.values(), **values})
+
+    def on_mesh(self, num_stages: int, replicas: int | tuple[int, ...], **values: Any) -> Self:
+        """A copy with a mesh and other values. Without replicas nothing shares an update, so `zero` is 0."""
+        zero = self.shared_updates.zero if max(replicas_of(num_stages, replicas)) > 1 else 0
+        return self.replace(num_stages=num_stages, replicas=replicas, zero=zero, **values)
+
+    def decided(self, **values: Any) -> DecidedConfig:
+        """A copy with `values`, which replace everything that is left to the planner."""
+        return DecidedConfig(**{**self.values(), "num_processes": self.processes, **values})
+
+    @property
+    def of_plan(self) -> dict[str, Any]:
+        """The values of the keys that a plan has."""
+        return {name: value for name, value in self.values().items() if name not in OF_THE_RUN}
+
+    @property
+    def memory_bytes(self) -> int | tuple[int, ...] | None:
+        """`memory` as a number, or one for each process."""
+        if isinstance(self.memory, tuple):
+            return tuple(read_bytes(limit, "memory") for limit in self.memory)
+        return None if self.memory is None else read_bytes(self.memory, "memory")
+
+    @property
+    def given_speeds(self) -> tuple[float, ...] | None:
+        """`speeds`, where it has numbers."""
+        return self.speeds if isinstance(self.speeds, tuple) else None
 
     def check_micro_batches(self, accumulation: int, rows: int | None = None) -> None:
         """Raise UserError where a replica would never get a micro-batch.
@@ -147,25 +304,39 @@ class PipelineConfig(ProcessKeys):
         """
         if not is_table_file(self.schedule):
             return None
-        self = self.settled(can_plan=False)
+        self = self.with_defaults(can_plan=False)
         num_stages, replicas = self.mesh
-        step, chunks = self.num_micro_batches, self.chunks.most
+        step, chunks = self.num_micro_batches, int(self.chunks.sequence_chunks)
         if isinstance(step, int):
             step *= accumulation * chunks
         table = read_table(self.schedule, num_stages, step, num_processes, replicas, chunks)
         recompute_under(table, self.recompute)
-        self.check_table(table)
+        self.visits.check_table(table)
         return table
 
-    def with_auto(self, num_processes: int) -> PipelineConfig:
-        """A copy that leaves all to the planner but how rows are cut, and what processes have and share."""
-        names = [name for name in _may_be_auto() if name not in ChunkKeys.__annotations__]
-        values = dict.fromkeys(names, AUTO) | {"placement": None, "num_processes": num_processes}
-        return PipelineConfig(**{**vars(self), **values})
 
-    def decided(self, **values: Any) -> DecidedConfig:
-        """A copy with `values`, which replace everything that is left to the planner."""
-        return DecidedConfig(**{**vars(self), "num_processes": self.processes, **values})
+class DecidedConfig(PipelineConfig):
+    """A `PipelineConfig` that leaves nothing to the planner: what is run, and what a plan describes."""
+
+    num_stages: Count
+    num_micro_batches: Count
+    schedule: ScheduleName | TableFile
+    recompute: Annotated[Recomputation | Recomputations, Listed]
+    partition: Annotated[tuple[Count, ...], Listed]
+    replicas: Annotated[Count | tuple[Count, ...], Listed] = 1
+    num_processes: Count
+    chunks: DecidedRowChunks = DecidedRowChunks()
+    visits: DecidedVisits = DecidedVisits()
+
+    @property
+    def in_short(self) -> dict[str, Any]:
+        """The values of the keys that say how the pipeline is cut and run."""
+        names = ("num_stages", "num_micro_batches", "schedule", "recompute")
+        return {name: getattr(self, name) for name in names}
+
+    def reopened(self, **values: Any) -> PipelineConfig:
+        """A copy with `values`, which may leave something to the planner again."""
+        return PipelineConfig(**{**self.values(), **values})
 
 
 #: Keys that may have another value in each process, and keys of a run that a plan does not have, these among them.
@@ -178,41 +349,3 @@ def _may_be_auto() -> list[str]:
     """The names of the keys whose value the planner may choose."""
     keys = keys_of(PipelineConfig)
     return [name for name, key in keys.items() if name not in OF_THE_RUN and AUTO in choices(key.schema)]
-
-
-@section()
-class DecidedConfig(PipelineConfig):
-    """A `PipelineConfig` that leaves nothing to the planner: what is run, and what a plan describes."""
-
-    num_stages: Count
-    num_micro_batches: Count
-    schedule: Annotated[str, OneOf(TRAINING_SCHEDULES, TABLE_SUFFIX)]
-    replicas: Annotated[Count | tuple[Count, ...], Listed] = 1
-    recompute: Annotated[Annotated[str, OneOf(MODES)] | Entries, Listed]
-    partition: Annotated[tuple[Count, ...], Listed]
-    num_processes: Count
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in self.left_open:
-            raise UserError(f"{name} is {getattr(self, name)}, and here it must be decided.")
-
-    @property
-    def in_short(self) -> dict[str, Any]:
-        """The values of the keys that say how the pipeline is cut and run."""
-        names = ("num_stages", "num_micro_batches", "schedule", "recompute")
-        return {name: getattr(self, name) for name in names}
-
-    def to_give(self, values: Mapping[str, Any], recipe: PipelineConfig) -> dict[str, Any]:
-        """The values of `of_plan` that a recipe must be given, because they are not the recipe's or not the default."""
-        always = (*self.in_short, "partition", "num_processes", "zero")
-        keys = keys_of(PipelineConfig)
-        return {
-            name: value
-            for name, value in values.items()
-            if name in always or not value == keys[name].default == getattr(recipe, name)
-        }
-
-    def replaced(self, **values: Any) -> PipelineConfig:
-        """A copy with `values`, which may leave something to the planner again."""
-        return PipelineConfig(**{**vars(self), **values})

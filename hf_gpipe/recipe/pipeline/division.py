@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from pydantic import Field
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Cluster
-from hf_gpipe.recipe.pipeline.stages import ASYNCHRONOUS, DEALT_STAGES, HEAD_IN_PARTS, StageKeys
-from hf_gpipe.recipe.section import Count, NotWith, refuse_given, section
+from hf_gpipe.recipe.pipeline.mode import ASYNCHRONOUS, DEALT_STAGES, DIVIDED_HEAD, Keys, Mode
+from hf_gpipe.recipe.section import Count, refuse_given
 from hf_gpipe.schedule import Placement
 
 T = TypeVar("T")
-Number = TypeVar("Number", int, float)
 
 
-class Division(NamedTuple):
-    """How layers are divided among the ranks of a worker.
+class Division(Mode):
+    """How layers are divided among the ranks of a worker."""
 
-    Attributes:
-        num_ranks: T, among which they are divided.
-        divides_rows: whether each rank has a part of the positions between divided layers.
-    """
+    excludes: ClassVar[dict[str, str]] = dict.fromkeys((ASYNCHRONOUS, DIVIDED_HEAD, DEALT_STAGES), "")
 
-    num_ranks: int = 1
-    divides_rows: bool = False
+    num_ranks: Count = Field(1, alias="tensor_parallel")
+    """T: number of processes that divide the layers of each stage among them (tensor parallelism), each with a device
+    of its own. Each process in `num_processes` and `placement` then stands for T processes with consecutive ranks."""
+
+    divides_rows: bool = Field(False, alias="sequence_parallel")
+    """With `tensor_parallel`: whether each of the T processes has only 1/T of the positions between the divided layers,
+    so that norms, dropout and residuals take 1/T of the memory. About half as many bytes more are sent."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, num_ranks: int = 1, divides_rows: bool = False) -> None: ...
+
+    def check(self, keys: Keys) -> None:
+        if self.is_whole:
+            why = "tensor_parallel is 1, so nothing has parts of the positions; give tensor_parallel"
+            refuse_given(self, ("sequence_parallel",), why)
 
     @property
     def is_whole(self) -> bool:
@@ -36,24 +48,6 @@ class Division(NamedTuple):
     def text(self) -> str:
         """The setting, for errors."""
         return f"tensor_parallel is {self.num_ranks}"
-
-    @property
-    def override(self) -> str:
-        """The setting as an argument of a command."""
-        return f"pipeline.tensor_parallel={self.num_ranks}"
-
-    @property
-    def of_layers_alone(self) -> Division:
-        """The same, where each rank has all positions between divided layers."""
-        return Division(self.num_ranks)
-
-    def ranks_of(self, num_workers: int) -> int:
-        """How many ranks form so many workers."""
-        return num_workers * self.num_ranks
-
-    def total(self, of_rank: Number) -> Number:
-        """So much for all ranks of a worker, where each has a part of its own, or its own copy."""
-        return self.num_ranks * of_rank
 
     def by_worker(self, of_ranks: Sequence[T]) -> list[Sequence[T]]:
         """A list with an entry for every rank, cut into the entries of each worker."""
@@ -95,27 +89,3 @@ class Division(NamedTuple):
     def placed(self, placement: Placement) -> Placement:
         """A placement whose workers are divided so."""
         return replace(placement, ranks_per_worker=self.num_ranks)
-
-
-@section(kw_only=False)
-class DivisionKeys(StageKeys):
-    """How the layers of each stage are divided."""
-
-    tensor_parallel: Annotated[Count, NotWith((ASYNCHRONOUS, HEAD_IN_PARTS, DEALT_STAGES))] = 1
-    """T: number of processes that divide the layers of each stage among them (tensor parallelism), each with a device
-    of its own. Each process in `num_processes` and `placement` then stands for T processes with consecutive ranks."""
-
-    sequence_parallel: bool = False
-    """With `tensor_parallel`: whether each of the T processes has only 1/T of the positions between the divided layers,
-    so that norms, dropout and residuals take 1/T of the memory. About half as many bytes more are sent."""
-
-    def check(self) -> None:
-        super().check()
-        if self.division.is_whole:
-            why = "tensor_parallel is 1, so nothing has parts of the positions; give tensor_parallel"
-            refuse_given(self, ("sequence_parallel",), why)
-
-    @property
-    def division(self) -> Division:
-        """How layers are divided."""
-        return Division(self.tensor_parallel, self.sequence_parallel)

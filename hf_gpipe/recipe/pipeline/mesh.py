@@ -1,27 +1,88 @@
-"""The mesh of `pipeline`: the replicas of each stage, their processes and placement, and what replicas share."""
+"""The stages and their mesh: how the model and its mini-batches are cut, in which order, and on which processes."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated
+
+from pydantic import Field
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.pipeline.division import DivisionKeys
-from hf_gpipe.recipe.pipeline.stages import ASYNCHRONOUS, AUTO, Listed
-from hf_gpipe.recipe.section import Count, NotWith, OneOf, Text, section
-from hf_gpipe.schedule import DEALT, Placement, Schedule, is_table_file, placement_for, replicas_of
+from hf_gpipe.partition import COST_STRATEGIES, COUNT
+from hf_gpipe.recipe.pipeline.division import Division
+from hf_gpipe.recipe.pipeline.mode import AUTO, NOT_GIVEN, Auto, Listed, NotGiven, Settings
+from hf_gpipe.recipe.pipeline.schedules import SharedUpdates
+from hf_gpipe.recipe.section import Count, Text, one_of
+from hf_gpipe.schedule import (
+    ASYNCHRONOUS_SCHEDULES,
+    DEALT,
+    SCHEDULES,
+    TABLE_SUFFIX,
+    Placement,
+    Schedule,
+    is_table_file,
+    placement_for,
+    replicas_of,
+)
 from hf_gpipe.schedule.actions import parse_number
 
-#: Beside a mesh that the planner has chosen, where `zero` 1 is asked.
+#: What `zero` 1 becomes on a mesh that the planner has chosen without replicas.
 UNSHARED = "zero 0 (no stage has replicas)"
 
+SYNCHRONOUS_SCHEDULES = tuple(name for name in SCHEDULES if not name.endswith("forward_only"))
+MODES = ("none", "block", "stage", "host")
 
-@section(kw_only=False)
-class MeshKeys(DivisionKeys):
-    """The replicas of each stage, and the processes that hold them."""
+ScheduleName = Annotated[str, one_of(*SYNCHRONOUS_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)]
+Strategy = Annotated[str, one_of(COUNT, *COST_STRATEGIES)]
+Recomputation = Annotated[str, one_of(*MODES)]
+TableFile = Annotated[str, Field(pattern=rf"\{TABLE_SUFFIX}$")]
+Recomputations = tuple[Recomputation | Count, ...]
 
-    replicas: Annotated[Count | Annotated[str, OneOf((AUTO,))] | tuple[Count, ...], Listed] = 1
+
+class MeshConfig(Settings):
+    """How the model is cut into stages, in which order they run, and which processes hold them."""
+
+    num_stages: Count | Auto = NOT_GIVEN
+    """K: number of consecutive stages that the model's layers are split into; auto: the planner chooses for the number
+    of processes; not given: the number of processes that torchrun or accelerate launch started, divided by the
+    replicas."""
+
+    num_micro_batches: NotGiven[Count | Auto] = NOT_GIVEN
+    """M: number of micro-batches that a mini-batch is split into; a mini-batch with fewer rows is split into single
+    rows; auto: the planner chooses; null: auto, or 1 where nothing can be planned."""
+
+    schedule: NotGiven[ScheduleName | Auto | TableFile] = NOT_GIVEN
+    """Order of work. gpipe: as in the paper; gpipe_fused: the last stage runs each backward right after its forward;
+    1f1b: least memory; interleaved_1f1b: several stages per process, assigned in turn; breadth_first: the same, each
+    stage running all micro-batches before the next; zb_h1: 1f1b with a split
+    backward, a third of its bubble in its memory; zb_h2: twice the memory, no bubble between steps that do not wait
+    for each other; zb_v: two stages per process in a V, a sixth of 1f1b's bubble in its memory;
+    v_half: the same in half of it, with half of 1f1b's bubble; vocab_1f1b and vocab_gpipe: 1f1b and gpipe with the head
+    divided by the vocabulary over all stages; naive: no pipelining; auto: the planner chooses one of
+    these, but not naive, or makes a table for the memory there is; or the file of a table of your own, such as
+    tables/mine.txt, whose R actions are the recomputations (python -m hf_gpipe plan RECIPE --table writes one).
+    Asynchronous, with other numbers than the
+    plain model: pipedream: each stage updates after each step and nothing waits for the pipeline to empty, the
+    backward of a micro-batch uses the weights of its forward; pipedream_vertical: all stages use the version of the
+    weights that the first one used; pipedream_2bw: the version before the last one; pipedream_naive: no version is
+    kept, so that backwards use other weights than their forwards. null: auto, or gpipe where nothing can be planned."""
+
+    recompute: Annotated[NotGiven[Recomputation | Auto | Recomputations], Listed] = NOT_GIVEN
+    """The activations that are recomputed in the backward instead of being kept. none: nothing; block: the inside of
+    each block; stage: everything but the stage's input; host: nothing, and activations wait in CPU memory between
+    forward and backward; auto: for each stage as little as `memory` allows. Or a list with one entry per stage, in
+    which a number is the most micro-batches whose activations the stage keeps. null: auto, or stage where nothing can
+    be planned."""
+
+    partition: Annotated[NotGiven[Strategy | Auto | tuple[Count, ...]], Listed] = NOT_GIVEN
+    """How layers are divided among stages. count: equal numbers, give or take one; parameters, flops, profile: the
+    largest stage is as small as possible by parameters, by operations, or by the time measured before training; auto:
+    by the planner's estimate of time; or the number of layers of each stage, such as [3, 4, 2]; null: auto, or count
+    where nothing can be planned."""
+
+    division: Division = Division()
+
+    replicas: Annotated[Count | Auto | tuple[Count, ...], Listed] = 1
     """Number of replicas of each stage, which take the micro-batches in turn and add up their gradients: 2 is two
     pipelines side by side. Or a list with one number per stage, such as [2, 1]; auto: the planner chooses for the
     number of processes."""
@@ -31,30 +92,23 @@ class MeshKeys(DivisionKeys):
     replicas. null: the processes of a pipeline follow each other; if `replicas` is a list of different numbers, those
     of a stage do."""
 
-    zero: Annotated[
-        Literal[0, 1],
-        NotWith(
-            (ASYNCHRONOUS,),
-            ": replicas share the whole step of an optimizer, and here each stage updates by itself",
-        ),
-    ] = 0
-    """1: each replica of a stage keeps only a part of the optimizer's state and of float32 master weights, updates this
-    part of the weights, and gets the rest from the other replicas (ZeRO-1); 0: each replica keeps and updates
-    everything. With `replicas: auto`, 1 has an effect if the planner chooses replicas."""
+    shared_updates: SharedUpdates = SharedUpdates()
 
     num_processes: Count | None = None
     """Number of processes that share the stages; null: one per replica of a stage, but at most one per GPU, or one for
     each of `devices`; with `replicas` or `num_stages` auto one per GPU."""
 
-    def check(self) -> None:
-        super().check()
+    def check_mesh(self) -> None:
+        """Raise UserError where stages, replicas, placement and processes do not fit each other."""
+        for name, value in (("partition", self.partition), ("recompute", self.recompute)):
+            if isinstance(value, tuple) and self.num_stages not in (AUTO, len(value)):
+                raise UserError(
+                    f"{name} {list(value)} has {len(value)} entries and num_stages is {self.num_stages}; give one "
+                    "entry for each stage."
+                )
         if self.is_mesh_open:
             self._check_open_mesh()
-        else:
-            self._check_mesh()
-
-    def _check_mesh(self) -> None:
-        """Raise UserError where stages, replicas, placement and processes do not fit each other."""
+            return
         num_stages, replicas = self.mesh
         replicas_of(num_stages, replicas)
         if self.num_processes is not None and self.num_processes > self.places:
@@ -62,9 +116,9 @@ class MeshKeys(DivisionKeys):
                 f"num_processes is {self.num_processes} and num_stages is {num_stages}; a process without a stage "
                 "has nothing to do: use at most as many processes as stages, or more replicas."
             )
-        if self.zero and self.places == num_stages:
+        if self.shared_updates.zero and self.places == num_stages:
             raise UserError(
-                f"zero is {self.zero} and replicas is {replicas}: no stage has replicas that could share its "
+                f"zero is 1 and replicas is {replicas}: no stage has replicas that could share its "
                 "optimizer's state; use zero 0, or at least 2 replicas of a stage."
             )
         if self.placement is not None and is_table_file(self.schedule):
@@ -101,23 +155,14 @@ class MeshKeys(DivisionKeys):
         return self.num_stages, self.replicas
 
     @property
+    def is_cut_by_cost(self) -> bool:
+        """Whether the planner cuts the model, or may do so."""
+        return self.partition in (None, AUTO, *COST_STRATEGIES)
+
+    @property
     def is_mesh_open(self) -> bool:
         """Whether the planner chooses the number of stages or of their replicas."""
         return AUTO in (self.num_stages, self.replicas)
-
-    @property
-    def shares_updates(self) -> bool:
-        """Whether the replicas of a stage share its updates (ZeRO-1)."""
-        return bool(self.zero)
-
-    def update_shares(self, count: int) -> int:
-        """Among how many replicas the updates of a stage that has `count` of them are divided."""
-        return count if self.zero else 1
-
-    def on_mesh(self, num_stages: int, replicas: int | tuple[int, ...], **values: Any) -> Self:
-        """A copy with a mesh and other values. Without replicas nothing shares an update, so `zero` is 0."""
-        shares = max(replicas_of(num_stages, replicas)) > 1
-        return replace(self, num_stages=num_stages, replicas=replicas, zero=self.zero if shares else 0, **values)
 
     @property
     def processes(self) -> int:
@@ -131,7 +176,7 @@ class MeshKeys(DivisionKeys):
                 return len(of_stages)
         if self.replicas == AUTO:
             return 1
-        num_processes = self.num_processes or int(os.environ.get("WORLD_SIZE", "1")) // self.division.ranks_of(1)
+        num_processes = self.num_processes or int(os.environ.get("WORLD_SIZE", "1")) // self.division.num_ranks
         return max(1, num_processes // self.replicas) if isinstance(self.replicas, int) else 1
 
     @property

@@ -1,14 +1,11 @@
-"""Weights of `pipeline` that stay in CPU memory and visit their devices."""
+"""Weights that stay in CPU memory and visit their devices, and stages that are dealt to all processes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated, Literal, Self, cast
+from typing import ClassVar, Literal
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.pipeline.chunks import ChunkKeys
-from hf_gpipe.recipe.pipeline.stages import AUTO, DEALT_STAGES, HEAD_IN_PARTS, TEACHER
-from hf_gpipe.recipe.section import NotWith, OneOf, section
+from hf_gpipe.recipe.pipeline.mode import AUTO, COMPARED_ROWS, DIVIDED_HEAD, TEACHER, Auto, Keys, Mode
 from hf_gpipe.schedule import DEALT, Schedule, is_table_file
 from hf_gpipe.schedule.kinds import LOAD
 
@@ -16,13 +13,12 @@ Visitors = Literal["frozen", "all"]
 """The weights that visit their device: those that are not trained, or all but trained ones that stages may share."""
 
 
-@section(kw_only=False)
-class VisitKeys(ChunkKeys):
+class Visits(Mode):
     """The weights that visit their devices."""
 
-    offload_weights: Annotated[Visitors | Annotated[str, OneOf((AUTO,))] | None, NotWith((HEAD_IN_PARTS, TEACHER))] = (
-        None
-    )
+    excludes: ClassVar[dict[str, str]] = dict.fromkeys((DIVIDED_HEAD, TEACHER), "")
+
+    offload_weights: Visitors | Auto | None = None
     """The weights that stay in CPU memory and visit the device when their stage runs, so that a device holds at most
     two stages: for models larger than all devices together. frozen: weights that are not trained, such as those under
     LoRA adapters; all: also trained weights, whose gradients go to CPU memory, where the optimizer updates the weights.
@@ -31,22 +27,12 @@ class VisitKeys(ChunkKeys):
     the CPU frozen weights stay in the checkpoint's files. auto: the planner chooses, also whether any weights visit.
     null: all weights stay on their devices."""
 
-    def check(self) -> None:
-        super().check()
-        visitors = self.offload_weights
-        if visitors == AUTO and is_table_file(self.schedule):
+    def check(self, keys: Keys) -> None:
+        if self.offload_weights == AUTO and is_table_file(keys["schedule"]):
             raise UserError(
-                f"offload_weights is auto and schedule is {self.schedule}, a table; give the weights that visit under "
-                "it, or leave offload_weights out."
+                f"offload_weights is auto and schedule is {keys['schedule']}, a table; give the weights that visit "
+                "under it, or leave offload_weights out."
             )
-        if "host" in (self.recompute or ()) and visitors not in (None, AUTO):
-            raise UserError(
-                f"recompute is {self.recompute if isinstance(self.recompute, str) else list(self.recompute)} and "
-                f"offload_weights {visitors}: graphs on the host keep weights on the device; let recompute be stage, "
-                "or leave offload_weights out."
-            )
-        if self.schedule in DEALT:
-            self.check_dealt()
 
     def check_table(self, table: Schedule) -> None:
         """Raise UserError where weights visit in a table alone."""
@@ -56,29 +42,33 @@ class VisitKeys(ChunkKeys):
                 "to frozen or all, or leave L and D out of the table"
             )
 
-    def check_dealt(self) -> None:
-        """Raise UserError for keys that stages do not go with which are dealt to all processes."""
-        if self.offload_weights not in ("all", AUTO):
+
+class DecidedVisits(Visits):
+    """Weights that visit, and are known."""
+
+    offload_weights: Visitors | None = None
+
+
+class DealtStages(Mode):
+    """Stages that are dealt to all processes."""
+
+    excludes: ClassVar[dict[str, str]] = {
+        COMPARED_ROWS: "schedule {schedule!r} and a {loss}, which compares rows: the last stage must be in one place; "
+        "use breadth_first",
+    }
+
+    schedules = DEALT
+
+    def check(self, keys: Keys) -> None:
+        if self.is_on(keys):
+            self.check_visits(keys)
+
+    @staticmethod
+    def check_visits(keys: Keys) -> None:
+        """Raise UserError unless all weights visit."""
+        if (given := keys["offload_weights"]) not in ("all", AUTO):
             raise UserError(
-                f"schedule is {self.schedule} and offload_weights {self.offload_weights or 'null'}: its stages are "
+                f"schedule is {keys['schedule']} and offload_weights {given or 'null'}: its stages are "
                 "dealt to all processes, so all weights visit, adapters too; set offload_weights to all, or use "
                 "another schedule."
             )
-        self.check_beside(DEALT_STAGES)
-
-    @property
-    def visitors(self) -> Visitors | None:
-        """The weights that visit the device of their stage; None: none does. Raises UserError where a plan is to choose
-        them."""
-        if self.leaves_visits_open:
-            raise UserError("offload_weights is auto, which a plan chooses; give frozen or all, or leave it out.")
-        return cast("Visitors | None", self.offload_weights)
-
-    def visited_by(self, visitors: Visitors | None) -> Self:
-        """A copy in which these weights visit."""
-        return replace(self, offload_weights=visitors)
-
-    @property
-    def leaves_visits_open(self) -> bool:
-        """Whether the planner chooses the weights that visit."""
-        return self.offload_weights == AUTO
