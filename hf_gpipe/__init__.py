@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # `as` tells type checkers that a name is public
-    from hf_gpipe.adapters.transformer_size import transformer_config as transformer_config
+    from hf_gpipe.from_recipe.transformer_size import transformer_config as transformer_config
     from hf_gpipe.losses.custom import LogitsLoss as LogitsLoss
     from hf_gpipe.losses.custom import RowLoss as RowLoss
     from hf_gpipe.losses.distillation import DistillationLoss as DistillationLoss
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that a name is public
 __version__ = "0.1.0"
 
 _NAMES_OF = {
-    "adapters.transformer_size": ("transformer_config",),
+    "from_recipe.transformer_size": ("transformer_config",),
     "pipeline": ("Pipeline",),
     "recipe": ("PipelineConfig",),
     "losses.custom": ("LogitsLoss", "RowLoss"),

@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig
 
 import hf_gpipe
-from hf_gpipe.adapters.transformer_size import transformer_config
 from hf_gpipe.errors import RecipeError
+from hf_gpipe.from_recipe.transformer_size import transformer_config
 from scripts.translation_scaling.sizes import body_parameters, total_parameters
 from tests.oracle import tiny_config
 
