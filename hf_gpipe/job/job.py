@@ -42,9 +42,6 @@ NCCL_LIMIT = "NCCL's time limit in seconds: "
 
 #: What a process notes that waits for the others at the end.
 ENDING = "waiting for all processes to end"
-#: Seconds that the processes of a job may start apart, as on machines that read their programs over a network, and end
-#: apart, as when the main process draws and plans. It is more where the time limit of messages is longer.
-APART_SECONDS = 300.0
 #: How many times the limit of a message a process may come to its end after the others, as long as it says that it is
 #: there: one that does not is noticed after little more than one.
 _END_LIMITS = 4
@@ -75,6 +72,10 @@ class Job:
         store: that of the start; None: the processes have not met by their launcher's word.
         parent: the launcher's number; None: this process does not end with it.
     """
+
+    apart: ClassVar[timedelta] = timedelta(minutes=5)
+    """How far apart processes may start, as on machines that read their programs over a network, and end, as when the
+    main process draws and plans. It is more where the time limit of messages is longer."""
 
     _current: ClassVar[Job | None] = None
 
@@ -125,7 +126,7 @@ class Job:
         """
         self._follow_default_group()
         if settings is not None or not self._ranks:
-            store, limit = signed(default_store(), "group"), max(timedelta(seconds=APART_SECONDS), self.limit)
+            store, limit = signed(default_store(), "group"), max(self.apart, self.limit)
             place = store, dist.get_rank(), dist.get_world_size(), limit, f"hf_gpipe/started/{self._num_exchanges}"
             self._num_exchanges += 1
             self._ranks = facts.exchange(*place) if settings is None else facts.check(*place, settings)
@@ -145,8 +146,8 @@ class Job:
             return
         self.note(ENDING)
         if dist.get_world_size() > 1:
-            longest = max(APART_SECONDS, _END_LIMITS * self.limit.total_seconds())
-            self.wait_for_all("all processes to come to their end", longest)
+            longest = max(self.apart, _END_LIMITS * self.limit)
+            self.wait_for_all("all processes to come to their end", longest.total_seconds())
         self._world = None
         self._follow_default_group()
         dist.destroy_process_group()

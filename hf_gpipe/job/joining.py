@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hf_gpipe.errors import EXIT_FAILURE, UserError
 from hf_gpipe.job import facts, failures, network
-from hf_gpipe.job.job import APART_SECONDS, LAUNCHER_PID, STACK_SIGNAL, STACK_VARIABLE, Job, available_cores, in_job
+from hf_gpipe.job.job import LAUNCHER_PID, STACK_SIGNAL, STACK_VARIABLE, Job, available_cores, in_job
 from hf_gpipe.job.liveness import WATCH_SECONDS, Liveness, innermost
 from hf_gpipe.job.meeting import meet
 from hf_gpipe.job.started import note_launcher
@@ -81,19 +81,18 @@ def _meet(job: Job, timeout: timedelta, settings: Mapping[str, str]) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     network.check_open_files(int(os.environ["WORLD_SIZE"]))
     network.check_main_address(int(os.environ["RANK"]))
-    apart = timedelta(seconds=APART_SECONDS)
     try:
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=apart)))
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=job.apart)))
     except dist.DistError as error:
         raise UserError(_no_store(error)) from None
     # Until all have met, they may be further apart.
-    job.liveness = Liveness(store, rank, size, max(apart, timeout))
+    job.liveness = Liveness(store, rank, size, max(job.apart, timeout))
     # The store may have what processes wrote that the launcher has started before.
-    job.start = meet(signed(store, "meeting"), rank, size, apart)
+    job.start = meet(signed(store, "meeting"), rank, size, job.apart)
     of_start = dist.PrefixStore(job.start, store)
     own = job.store = signed(of_start, job.start)
     # The time limit is that of messages. Processes may start further apart, so they meet here first.
-    ranks = facts.check(own, rank, size, max(apart, timeout), "hf_gpipe/started", settings)
+    ranks = facts.check(own, rank, size, max(job.apart, timeout), "hf_gpipe/started", settings)
     if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
         network.stay_on_loopback()
     # NCCL asks the store from threads of its own for as long as the process lives, which must not need Python.

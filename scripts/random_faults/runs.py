@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -25,8 +26,7 @@ from hf_gpipe.checkpoint import lock
 from hf_gpipe.data import PairCollator
 from hf_gpipe.data.tokenizer import read_tokenizer
 from hf_gpipe.from_recipe.model import model_config
-from hf_gpipe.job import job
-from hf_gpipe.job.job import Job
+from hf_gpipe.job.job import Job, read_note
 from hf_gpipe.job.store import SECRET_VARIABLE, new_secret
 from hf_gpipe.recipe import load_recipe
 from hf_gpipe.train import main as train
@@ -105,7 +105,7 @@ class Run:
 
     def _launch(self) -> int:
         """In the launcher's process: start the others and wait for them."""
-        job.APART_SECONDS, lock.ENDING_SECONDS = APART_SECONDS, ENDING_SECONDS
+        Job.apart, lock.ENDING_SECONDS = timedelta(seconds=APART_SECONDS), ENDING_SECONDS
         os.environ.update({SECRET_VARIABLE: new_secret(), **self.environment})
         # torchrun waits for so long before it kills what does not end.
         os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "10"
@@ -164,7 +164,7 @@ class Run:
 
     def note(self, rank: int) -> str:
         """The work of a process."""
-        return job.read_note(self.folder / f"note-{rank}")
+        return read_note(self.folder / f"note-{rank}")
 
     def running(self) -> list[int]:
         """The processes that have not ended, the launcher among them."""
