@@ -136,7 +136,7 @@ def test_a_replica_without_a_micro_batch_holds_the_weights() -> None:
     """More replicas than micro-batches are of no use, and can be planned."""
     within = planner(blocks(4), rows=2)
     mesh = PipelineConfig(num_stages=1, replicas=3, num_micro_batches=2, num_processes=3)
-    plan = within.plan(mesh.replace(schedule="gpipe", recompute="none", partition=(4,)))
+    plan = within.plan(mesh.decided(schedule="gpipe", recompute="none", partition=(4,)))
     used, _, idle = [process.memory for process in plan.processes]
     assert idle.parameters == used.parameters > 0
     assert idle.activations == 0 < used.activations
