@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
+from itertools import groupby
 from types import NoneType
 from typing import Any
 
@@ -81,3 +82,9 @@ def show(value: Any) -> str:
 def shorten(text: str, most: int = 60) -> str:
     """The start of a text that is longer than `most` characters, for a message."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def runs_text(entries: Sequence[Any]) -> str:
+    """A list with its repetitions counted: [3, 3, 2] is "2 x 3, 2"."""
+    runs = [(entry, len(list(group))) for entry, group in groupby(entries)]
+    return "[" + ", ".join(f"{count} x {entry}" if count > 1 else str(entry) for entry, count in runs) + "]"

@@ -20,9 +20,8 @@ from bench.report import table
 
 from hf_gpipe.commands.base import Parser, run_command
 from hf_gpipe.errors import UserError
-from hf_gpipe.planner.report import runs_text
 from hf_gpipe.recipe import load_recipe
-from hf_gpipe.text import bytes_text
+from hf_gpipe.text import bytes_text, runs_text
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "translation"
 MODELS = ("paper-400m", "paper-1.3b-deep", "paper-1.3b-wide", "paper-3b", "paper-6b")

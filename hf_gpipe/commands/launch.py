@@ -119,7 +119,7 @@ def _planned(options: argparse.Namespace, per_node: int) -> tuple[list[str], lis
         changed = [f"pipeline.{key}={value}" for key, value in values.items()]
     if not plan.fits:
         print("the plan does not fit; see the comments of the file", file=sys.stderr)
-    lines = ["The planner's estimate:", *(f"  {line}" for line in report(plan).splitlines())]
+    lines = ["The planner's estimate:", *(f"  {line}" for line in report(plan, verbose=False, width=95).splitlines())]
     return changed, [*lines, "", _ranks(plan, per_node)]
 
 

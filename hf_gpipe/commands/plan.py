@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 #: Longer texts are not tried.
 _MOST_TOKENS = 1 << 20
+#: The most columns of a line, and the least; between them a terminal's own number decides.
+_WIDEST, _NARROWEST = 100, 60
+_GREEN, _RED, _YELLOW = "32", "31", "33"
 #: Tokens of a chunk, where --longest looks for the longest rows in chunks.
 _CHUNK_TOKENS = 2048
 
@@ -52,7 +58,7 @@ def _plan(options: argparse.Namespace) -> int:
     request = PlanRequest.of(options)
 
     from hf_gpipe.planner.picture import draw_plan
-    from hf_gpipe.planner.report import as_dict, overrides, report, search_report
+    from hf_gpipe.planner.report import as_dict, lines_text, overrides, report, search_report
     from hf_gpipe.planner.search.search_all import search_all
     from hf_gpipe.planner.search.table_file import TABLE_FILE
     from hf_gpipe.planner.search.visiting import untried
@@ -61,6 +67,11 @@ def _plan(options: argparse.Namespace) -> int:
         raise UserError("--longest: no limit of memory is known; give --memory or --device.")
     # JSON and a table are data, and are alone on the standard output.
     words = sys.stderr if options.json or options.table else sys.stdout
+    width = max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns))
+
+    def say(name: str, text: str, end: str = "") -> None:
+        print(lines_text([(name, text)], width, end), file=words)
+
     if options.search:
         outcome = search_all((asked.planner, asked.config) for asked in (request, *request.divided(options)))
         best = outcome.fastest[0] if outcome.fastest else outcome.leanest
@@ -68,35 +79,46 @@ def _plan(options: argparse.Namespace) -> int:
             plans = {"fastest": [as_dict(plan) for plan in outcome.fastest], "leanest": as_dict(outcome.leanest)}
             print(json.dumps({"num_tried": outcome.num_tried, **plans}, indent=2))
         else:
-            print(search_report(outcome, request.given), file=words)
+            print(search_report(outcome, request.given, width), file=words)
     else:
         best = request.best()
         if options.json:
             print(json.dumps(as_dict(best), indent=2))
         elif not options.table:
-            print(report(best))
+            text = report(best, verbose=options.verbose, width=width)
+            print(_coloured(text) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text)
+            print()
         if not options.json and not request.config.is_decided:
-            print(f"{'chosen':11} {overrides(best, request.given)}", file=words)
+            say("chosen", overrides(best, request.given), " \\")
         if "offload_weights" in request.config.left_open and (text := untried(best)):
-            print(f"{'visits':11} {text}", file=words)
+            say("visits", text)
     if best.settings.schedule == TABLE_FILE:
-        print(f"{'table':11} made for this plan by pipeline.schedule=auto; --table > mine.txt writes it", file=words)
+        say("table", "made for this plan by pipeline.schedule=auto; --table > mine.txt writes it")
     if options.longest:
         key = request.recipe.data.length_key
-        longest = _longest(f"data.{key}", lambda tokens: request.fits_with(best, {key: tokens}))
-        print(f"{'longest':11} {longest}", file=words)
+        say("longest", _longest(f"data.{key}", lambda tokens: request.fits_with(best, {key: tokens})))
         if not best.settings.cuts_rows and request.can_cut_rows:
             longest = _longest(f"data.{key}", lambda tokens: request.fits_with(best, {key: tokens}, _CHUNK_TOKENS))
             keys = f"pipeline.sequence_chunks='{_CHUNK_TOKENS} tokens' pipeline.schedule=1f1b pipeline.recompute=stage"
-            print(f"{'in chunks':11} {longest}; {keys}", file=words)
+            say("in chunks", f"{longest}; {keys}")
     if options.table:
         # The drawing goes elsewhere, so that `--table > mine.txt` is a table and is seen all the same.
         print(best.timeline.schedule.text(), end="")
         print(draw_text(best.timeline), file=sys.stderr)
     if options.picture is not None:
         draw_plan(options.picture, best)
-        print(f"{'picture':11} {options.picture}", file=words)
+        say("picture", str(options.picture))
+    if words is sys.stdout and not options.search and not options.verbose:
+        say("more", "--verbose explains the plan, --picture plan.html draws it, --search looks for a faster one")
     return 0 if best.fits else 1
+
+
+def _coloured(text: str) -> str:
+    """A report with its verdict in green or red, and a large bubble in yellow."""
+    verdict = _RED if re.match(r"verdict +does not", text) else _GREEN
+    for begin, colour in (("verdict ", verdict), ("bubble +LARGE", _YELLOW)):
+        text = re.sub(rf"(?m)^{begin}.*(?:\n {{12}}.*)*", rf"\033[1;{colour}m\g<0>\033[0m", text)
+    return text
 
 
 def _longest(key: str, fits: Callable[[int], bool]) -> str:
@@ -134,6 +156,9 @@ def _parser() -> Parser:
         "a100-80, without a limit of memory): "
         f"{', '.join(DEVICES)}",
     )
+    parser.add_argument(
+        "--screen", action="store_true", help="the first device also drives a screen, which takes 1 GiB of its memory"
+    )
     parser.add_argument("--flops", help="for another device: operations per second, such as 312TFLOPS")
     parser.add_argument("--bandwidth", help="for another device: memory bandwidth, such as 2TB/s")
     parser.add_argument("--link", help=f"the link between devices: {', '.join(LINKS)}, or a rate, such as 25GB/s")
@@ -157,6 +182,9 @@ def _parser() -> Parser:
         help="find the largest data.max_length (or data.max_target_tokens) that fits, with rows whole and in chunks",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--verbose", action="store_true", help="also explain the prediction, and list stages and ranks in full"
+    )
     parser.add_argument(
         "--table",
         action="store_true",

@@ -105,6 +105,8 @@ class PlanRequest:
                 "pipeline.num_stages or pipeline.replicas is auto: they are chosen for a number of processes; give "
                 "--devices, or pipeline.num_processes."
             )
+        if options.screen:
+            config = config.replace(memory=_beside_a_screen(config, device))
         table = recipe.table(config.processes)
         if table is not None:
             config = config.replace(recompute=recompute_under(table, config.recompute))
@@ -292,6 +294,18 @@ def _on_devices(config: PipelineConfig, devices: int, *, keeps_stages: bool) -> 
             )
         num_stages = devices
     return config.replace(num_stages=num_stages, num_processes=devices)
+
+
+def _beside_a_screen(config: PipelineConfig, device: Device) -> tuple[str, ...]:
+    """The limits of all processes, the first without what a screen takes. Raises UserError: no limit is known."""
+    from hf_gpipe.planner.machines.devices import SCREEN_BYTES
+
+    limit = config.memory_bytes or device.memory_bytes
+    if limit is None:
+        raise UserError("--screen: no limit of memory is known; give --memory or --device.")
+    count = config.num_processes or config.processes
+    first, *others = limit if isinstance(limit, tuple) else (limit,) * count
+    return tuple(f"{size} B" for size in (first - SCREEN_BYTES, *others))
 
 
 def _is_given(key: str, overrides: Sequence[str]) -> bool:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Sequence
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
+from functools import partial
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.bound import limit_of_step
+from hf_gpipe.planner.machines.devices import SCREEN_BYTES
 from hf_gpipe.planner.plan import Plan, StagePlan
 from hf_gpipe.planner.saving import (
     copy_bytes,
@@ -30,68 +35,138 @@ from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
 from hf_gpipe.recipe import AUTO, PipelineConfig, keys_of
 from hf_gpipe.schedule import DEALT, is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
-from hf_gpipe.text import bytes_text, count_text, seconds_text, size_text, table_text
+from hf_gpipe.text import bytes_text, count_text, runs_text, seconds_text, size_text, table_text
 
-#: The number of stages from which consecutive stages that are alike share a line of the table.
+#: The number of stages from which consecutive stages of as many layers and parameters share a line of the table.
 _MANY_STAGES = 17
-_SEARCH_HEADER = (
-    *("step", "bubble", "memory", "sent a row", "K", "M", "T"),
-    *("replicas", "schedule", "recompute", "layers"),
-)
+#: The columns that the table needs for all of its own.
+_WIDE = 100
+#: The bubble, as a share of a step, above which a report warns of it.
+LARGE_BUBBLE = 0.4
+_SEARCH_HEADER = ("step", "bubble", "memory", "sent a row", "K", "M", "T", "replicas", "schedule", "recompute")
 #: The number of first columns of these, which have numbers.
 _NUMBERS = 7
 
 
-def report(plan: Plan) -> str:
-    """Everything about a plan, in at most a screen of text for 16 stages or fewer."""
+def report(plan: Plan, *, verbose: bool = True, width: int | None = None) -> str:
+    """A plan as text: whether it fits, its step and its memory, and a table of its stages.
+
+    Args:
+        plan: what is reported.
+        verbose: also what explains the prediction, and lists of stages and ranks in full.
+        width: the columns that a line of words may have; None: any number.
+    """
     settings, planner, costs = plan.settings, plan.planner, plan.costs
-    workload, total = costs.workload, costs.total
-    is_encoder_decoder = any(layer.stack == "encoder" for layer in costs.layers)
-    columns = f"{workload.source_tokens} + {workload.target_tokens}" if is_encoder_decoder else workload.target_tokens
-    rows = f"{columns} tokens"
-    if workload.entries:
-        rows = ", ".join(f"{name} {tuple(shape)}" for name, shape, _ in workload.entries if shape)
-    table = plan.timeline.schedule
-    num_micro_batches = table.num_micro_batches // (table.num_steps * table.chunks)
-    of_rank, times = "", ""
+    total, table = costs.total, plan.timeline.schedule
+    short: Callable[[str], str] = (lambda text: text) if verbose else folded
+    ranks, times = "", ""
     if not planner.division.is_whole:
-        of_rank, times = " on each rank", f" times {planner.division.num_ranks}"
-    cut = f", cut into {table.chunks} chunks of at most {-(-workload.target_tokens // table.chunks)} tokens"
-    lines = [
-        ("model", f"{count_text(total.count)} parameters{of_rank} in {len(costs.layers)} layers, {_types(plan)}"),
-        (
-            "mini-batch",
-            f"{planner.rows} rows of {rows}, as {num_micro_batches} micro-batches of at most {workload.rows}"
-            f"{', packed' if workload.is_packed else ''}{cut if table.chunks > 1 else ''}",
-        ),
-        ("devices", f"{settings.num_processes}{times} x {planner.device.name}, {planner.text}"),
+        ranks, times = " on each rank", f" times {planner.division.num_ranks}"
+    held = [round(stage.beside.held_bytes) for stage in plan.layout.stages]
+    teacher = (
+        f"{size_text(sum(held))} of weights in the same stages, at most {size_text(max(held))} in one; it runs in F"
+    )
+    first = [
+        ("verdict", verdict(plan)),
+        ("step", f"{seconds_text(plan.step_seconds)}, bubble {plan.bubble:.1%}, for a mini-batch of {rows_text(plan)}"),
+        ("bubble", bubble_text(plan)),
+        ("screen", screen_text(plan)),
+        ("memory", memory_why(plan)),
+        ("model", f"{count_text(total.count)} parameters{ranks} in {len(costs.layers)} layers, {_types(plan)}"),
+        ("mini-batch", _mini_batch(plan)),
+        ("devices", f"{settings.num_processes}{times} x {planner.device.name}, {short(planner.text)}"),
         (
             "pipeline",
-            f"{settings.num_stages} stages, schedule {settings.schedule}, recompute {_recompute(plan)}, layers a stage "
-            f"{runs_text(settings.partition)}",
+            f"{settings.num_stages} stages, schedule {settings.schedule}, recompute {short(_recompute(plan))}, layers "
+            f"a stage {short(runs_text(settings.partition))}",
         ),
-    ]
-    if costs.whole_logits:
-        lines.append(("logits", f"made whole: {costs.whole_logits}"))
-    held = [round(stage.beside.held_bytes) for stage in plan.layout.stages]
-    if any(held):
-        text = f"{size_text(sum(held))} of weights in the same stages, at most {size_text(max(held))} in one"
-        lines.append(("teacher", f"{text}; it runs in F"))
-    lines += mesh_lines(plan)
-    lines_after = [
-        ("step", _step(plan)),
+        ("logits", f"made whole: {costs.whole_logits}" if costs.whole_logits else ""),
+        ("teacher", teacher if any(held) else ""),
+        *((name, short(text) if name == "processes" else text) for name, text in mesh_lines(plan)),
         ("before", _before(plan)),
-        ("memory", memory_why(plan)),
         ("host", visits_text(plan)),
         ("optimizer", offload_text(plan)),
-        ("saving", saving_text(plan)),
+        *asynchronous_lines(plan),
+    ]
+    why = [
+        ("parts", _parts(plan)),
         ("time", time_why(plan)),
         ("limit", "" if table.is_asynchronous else limit_of_step(plan)),
-        ("bubble", smaller_bubble(plan)),
-        *asynchronous_lines(plan),
-        ("verdict", verdict(plan)),
+        ("saving", saving_text(plan)),
+        (
+            "layers",
+            "; ".join(f"stage {stage.number}: {stage.first_layer} .. {stage.last_layer}" for stage in plan.stages),
+        ),
     ]
-    return "\n".join([*map(_line, lines), "", _table(plan), "", *map(_line, filter(itemgetter(1), lines_after))])
+    parts = [lines_text(first, width), _table(plan, verbose, width), lines_text(why if verbose else (), width)]
+    return "\n\n".join(filter(None, parts))
+
+
+def lines_text(lines: Iterable[tuple[str, str]], width: int | None, end: str = "") -> str:
+    """Names with their texts, which are wrapped; those without a text are left out.
+
+    Args:
+        lines: names and texts.
+        width: the columns of a line; None: any number.
+        end: what a line ends with if its text goes on, such as a shell's backslash.
+    """
+    room = sys.maxsize if width is None else width - 12 - len(end)
+    wrap = partial(textwrap.wrap, width=room, break_on_hyphens=False, break_long_words=False)
+    text = "\n".join(f"{name:11} " + f"{end}\n{' ' * 12}".join(wrap(text)) for name, text in lines if text)
+    # A shell joins the parts of a long list, which therefore go on at the margin.
+    return (
+        re.sub(rf"(?m)^(?=.{{{room + 13 + len(end)}}})(.{{1,{room + 10}}},)", r"\1\\\n", text)
+        if end and width
+        else text
+    )
+
+
+def folded(text: str, most: int = 48) -> str:
+    """A list as text, of which a long one has only its first entries and its last."""
+    if len(text) <= most:
+        return text
+    head, (*_, last) = text[:most].rsplit(" ", 1)[0], text.split(" ")
+    return f"{head} ... {last}"
+
+
+def rows_text(plan: Plan) -> str:
+    """The mini-batch in words: "16 rows of 2048 tokens"."""
+    workload = plan.costs.workload
+    is_encoder_decoder = any(layer.stack == "encoder" for layer in plan.costs.layers)
+    columns = f"{workload.source_tokens} + {workload.target_tokens}" if is_encoder_decoder else workload.target_tokens
+    shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape, _ in workload.entries or () if shape)
+    return f"{plan.planner.rows} rows of {shapes if workload.entries else f'{columns} tokens'}"
+
+
+def _mini_batch(plan: Plan) -> str:
+    workload, table = plan.costs.workload, plan.timeline.schedule
+    count = table.num_micro_batches // (table.num_steps * table.chunks)
+    cut = f", cut into {table.chunks} chunks of at most {-(-workload.target_tokens // table.chunks)} tokens"
+    return (
+        f"{rows_text(plan)}, as {count} micro-batches of at most {workload.rows}"
+        f"{', packed' if workload.is_packed else ''}{cut if table.chunks > 1 else ''}"
+    )
+
+
+def bubble_text(plan: Plan) -> str:
+    """What a large bubble costs and what makes it smaller; a warning where it is above `LARGE_BUBBLE`."""
+    change = smaller_bubble(plan)
+    if plan.bubble <= LARGE_BUBBLE:
+        return change
+    causes = "more micro-batches, fewer stages or stages of equal work make it smaller"
+    return f"LARGE: devices wait for {plan.bubble:.0%} of the step; {change or causes}"
+
+
+def screen_text(plan: Plan) -> str:
+    """Advice for a plan whose first device has no room for what a screen takes; empty where it has, or has no screen."""
+    limit, process = plan.planner.limit_of(0), plan.processes[0]
+    has_screen = plan.planner.device.name.startswith("rtx") and isinstance(plan.planner.memory_bytes, int)
+    if limit is None or not has_screen or not plan.fits or process.memory.total + SCREEN_BYTES <= limit:
+        return ""
+    return (
+        f"process 0 has {size_text(limit - process.memory.total)} to spare, and a desktop takes about "
+        f"{size_text(SCREEN_BYTES)}; if its card drives a screen, plan with --screen"
+    )
 
 
 def asynchronous_lines(plan: Plan) -> list[tuple[str, str]]:
@@ -164,48 +239,43 @@ def time_why(plan: Plan) -> str:
     )
 
 
-def search_report(result: SearchResult, recipe: PipelineConfig) -> str:
+def search_report(result: SearchResult, recipe: PipelineConfig, width: int | None = None) -> str:
     """The best plans of a search, by time under the limit, and the one with the least memory.
 
-    The order of the processes is given where it is not the usual one.
+    Args:
+        result: of the search.
+        recipe: what the overrides of the fastest plan are for.
+        width: the columns that a line of words may have; None: any number.
     """
     shown = result.fastest[:8]
     rows = [_SEARCH_HEADER, *map(_search_row, (*shown, result.leanest))]
     header, *lines, leanest = table_text(rows, left=range(_NUMBERS, len(_SEARCH_HEADER))).split("\n")
     parts = [f"tried {result.num_tried} ways", ""]
     if shown:
-        parts += ["fastest that fit, the best of each T, K, replicas and order:", header, *lines]
-        parts += ["", "as overrides: " + overrides(shown[0], recipe)]
-        parts += [f"{name:12}  {text}" for name, text in mesh_lines(shown[0])]
-        if result.least is not None:
-            size = result.least.num_ranks
-            parts.append(
-                f"where weights stay on their devices, it takes pipeline.tensor_parallel={size} or more to fit them"
-            )
+        least = result.least
+        size = least and f"pipeline.tensor_parallel={least.num_ranks}"
+        stays = least and f"where weights stay on their devices, it takes {size} or more to fit them"
+        parts += ["fastest that fit, the best of each T, K, replicas and order:", header, *lines, ""]
+        parts += [lines_text([("overrides", overrides(shown[0], recipe))], width, " \\")]
+        parts += [lines_text([*mesh_lines(shown[0]), ("divided", stays or "")], width)]
     else:
         parts.append("none of them fits")
-    parts += ["", "each way, and what limits it:", *_ways(result)]
-    if text := untried(*result.fastest, *result.ways, result.leanest):
-        parts.append(text)
+    left_out = ("visits", untried(*result.fastest, *result.ways, result.leanest))
+    parts += ["", "each way, and what limits it:", lines_text([*_ways(result), left_out], width)]
     return "\n".join([*parts, "", "least memory:", header, leanest])
 
 
-#: The row of the table where all weights stay on their devices, and no plan was made.
-_NO_SPLIT = ("-", "does not fit", "weights stay on their devices", "their memory: no split of the model fits it")
-
-
-def _ways(result: SearchResult) -> list[str]:
-    """Lines with the best plan and its limit for each way in which weights stay or visit, and for adapters."""
+def _ways(result: SearchResult) -> Iterator[tuple[str, str]]:
+    """Yield the step of the best plan and its limit, for each way in which weights stay or visit, and for adapters."""
     every = [(way_of(plan), plan) for plan in result.ways]
-    stays = [] if any(plan.settings.visits.offload_weights is None for plan in result.ways) else [_NO_SPLIT]
     for keys, make in result.leanest.planner.lighter.items():
         with suppress(UserError):
             every.append((f"{keys} (adapters alone are trained)", make()))
-    rows = [
-        (seconds_text(plan.step_seconds), "fits" if plan.fits else "does not fit", way, limit_of_step(plan))
-        for way, plan in every
-    ]
-    return table_text([*rows, *stays], left=(1, 2, 3)).split("\n")
+    for way, plan in every:
+        fits = "fits" if plan.fits else "does not fit"
+        yield seconds_text(plan.step_seconds), f"{fits}, {way}: {limit_of_step(plan)}"
+    if not any(plan.settings.visits.offload_weights is None for plan in result.ways):
+        yield "-", "does not fit, weights stay on their devices: no split of the model fits their memory"
 
 
 def overrides(plan: Plan, recipe: PipelineConfig) -> str:
@@ -213,9 +283,11 @@ def overrides(plan: Plan, recipe: PipelineConfig) -> str:
     for the plan: the planner makes it again."""
     settings = plan.settings
     is_made, recompute = settings.schedule == TABLE_FILE, settings.recompute
-    if not isinstance(recompute, str) or (is_made and recompute == "stage"):
-        # What differs from stage to stage is what a table in a file has, or the planner chooses again under its limit.
-        recompute = "stage" if is_table_file(settings.schedule) and not is_made else AUTO
+    if is_made and (not isinstance(recompute, str) or recompute == "stage"):
+        recompute = AUTO
+    elif not isinstance(recompute, str) and is_table_file(settings.schedule):
+        # What differs from stage to stage is what the table has.
+        recompute = "stage"
     values = settings.of_plan | {"recompute": recompute}
     if is_made:
         # The planner makes the table again with these values.
@@ -290,38 +362,41 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _table(plan: Plan) -> str:
-    header = ("stage", "process", "layers", "parameters", "weights", "grads", "optimizer", "kept", "working", "total")
-    rows: list[tuple[str, ...]] = [(*header, "busy", "first layer .. last layer")]
+def _table(plan: Plan, verbose: bool, width: int | None) -> str:
+    """What each stage has, holds and does. Without `verbose` many stages that are alike share the line of the one that
+    holds the most, and gradients and the optimizer's state are one column, as they are where there is little room."""
+    are_apart = verbose and (width is None or width >= _WIDE)
+    trained = ("grads", "optimizer") if are_apart else ("training",)
+    header = ("stage", "process", "layers", "params", "weights", *trained, "kept", "working", "total", "busy")
+    rows: list[tuple[str, ...]] = []
     groups: list[list[StagePlan]] = [[stage] for stage in plan.stages]
-    if len(plan.stages) >= _MANY_STAGES:
-        groups = [list(group) for _, group in groupby(plan.stages, key=_looks)]
+    if len(plan.stages) >= _MANY_STAGES and not verbose:
+        looks = attrgetter("num_parameters", "recompute")
+        groups = [list(group) for _, group in groupby(plan.stages, key=lambda stage: (len(stage.layers), looks(stage)))]
     for group in groups:
-        stage, memory = group[0], group[0].memory
+        stage = max(group, key=lambda stage: stage.memory.total)
+        memory = stage.memory
         kept = memory.boundaries + memory.activations + memory.logits + memory.early_gradients
-        weights = memory.parameters + memory.stashes
-        sizes = (weights, memory.gradients, memory.optimizer, kept, memory.working + memory.reserve + memory.libraries)
+        states = (memory.gradients, memory.optimizer)
+        trained_sizes = states if are_apart else (sum(states),)
+        working = memory.working + memory.reserve + memory.libraries
+        sizes = (memory.parameters + memory.stashes, *trained_sizes, kept, working, memory.total)
         rows.append(
             (
                 _span([member.number for member in group]),
                 _span([member.process for member in group]),
                 str(len(stage.layers)),
-                count_text(stage.num_parameters),
-                *(size_text(size) for size in (*sizes, memory.total)),
+                count_text(stage.num_parameters, ".3g"),
+                *map(size_text, sizes),
                 seconds_text(stage.busy_seconds),
-                f"{stage.first_layer} .. {group[-1].last_layer}",
             )
         )
-    return table_text(rows, left=(len(rows[0]) - 1,))
+    if all(row[0] == row[1] for row in rows):
+        header, rows = (header[0], *header[2:]), [(row[0], *row[2:]) for row in rows]
+    return table_text([header, *rows], left=())
 
 
-def _looks(stage: StagePlan) -> tuple[Any, ...]:
-    """The part that stages on one line share: all but the number of live micro-batches, which decreases."""
-    memory = stage.memory
-    return len(stage.layers), stage.num_parameters, f"{memory.total:.2e}", f"{stage.busy_seconds:.2e}"
-
-
-def _step(plan: Plan) -> str:
+def _parts(plan: Plan) -> str:
     times = [process.time for process in plan.processes]
     parts = {
         name: sum(getattr(time, name) for time in times) / len(times)
@@ -329,12 +404,11 @@ def _step(plan: Plan) -> str:
     }
     words = ", ".join(f"{name} {seconds_text(value)}" for name, value in parts.items())
     how = "measured layers" if plan.costs.is_measured else "rates of the device"
-    return f"{seconds_text(plan.step_seconds)} (a process on average: {words}, bubble {plan.bubble:.1%}); from {how}"
+    return f"a process on average: {words}; from {how}"
 
 
 def _search_row(plan: Plan) -> tuple[str, ...]:
     settings, sent = plan.settings, traffic(plan)
-    order = "" if settings.placement is None else f"  processes {settings.placement}"
     return (
         seconds_text(plan.step_seconds),
         f"{plan.bubble:.1%}",
@@ -343,10 +417,9 @@ def _search_row(plan: Plan) -> tuple[str, ...]:
         str(settings.num_stages),
         str(settings.num_micro_batches),
         str(plan.planner.division.num_ranks),
-        runs_text(plan.timeline.schedule.placement.replicas),
+        folded(runs_text(plan.timeline.schedule.placement.replicas), 16),
         settings.schedule,
-        _recompute(plan),
-        f"{runs_text(settings.partition)}{order}",
+        folded(_recompute(plan), 16),
     )
 
 
@@ -360,15 +433,5 @@ def _recompute(plan: Plan) -> str:
     return recompute if isinstance(recompute, str) else runs_text(recompute)
 
 
-def runs_text(entries: Sequence[Any]) -> str:
-    """A list with its repetitions counted: [3, 3, 2] is "2 x 3, 2"."""
-    runs = [(entry, len(list(group))) for entry, group in groupby(entries)]
-    return "[" + ", ".join(f"{count} x {entry}" if count > 1 else str(entry) for entry, count in runs) + "]"
-
-
 def _span(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]}-{numbers[-1]}"
-
-
-def _line(item: tuple[str, str]) -> str:
-    return f"{item[0]:11} {item[1]}"

@@ -8,7 +8,7 @@ from typing import Any
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import sent_share
 from hf_gpipe.schedule import Schedule
-from hf_gpipe.text import bytes_text
+from hf_gpipe.text import bytes_text, runs_text
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def mesh_lines(plan: Plan) -> list[tuple[str, str]]:
     placement, sent, division = plan.timeline.schedule.placement, traffic(plan), plan.planner.division
     in_layers = "" if division.is_whole else f", {bytes_text(sent.sums)} inside of layers"
     lines = [
-        ("replicas", f"{'-'.join(map(str, placement.replicas))}, processes of each stage {placement}"),
+        ("replicas", f"{runs_text(placement.replicas)} of the stages"),
+        ("processes", f"{placement}, of each stage"),
         (
             "traffic",
             f"{bytes_text(sent.total)} a row ({bytes_text(sent.gradients)} gradients, {bytes_text(sent.boundaries)} "

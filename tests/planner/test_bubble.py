@@ -34,7 +34,7 @@ def test_more_micro_batches_or_another_schedule() -> None:
     assert found.groups()[2:] == (seconds_text(changed.step_seconds), f"{changed.bubble:.1%}")
     assert changed.bubble < plan.bubble
     assert changed.step_seconds < plan.step_seconds
-    assert f"\nbubble      {found[0]}\n" in report(plan)
+    assert f"\nbubble      LARGE: devices wait for 43% of the step; {found[0]}\n" in report(plan)
 
 
 def test_a_change_that_does_not_fit_is_not_named() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from hf_gpipe.commands.plan import _longest, main
+from hf_gpipe.commands.plan import _coloured, _longest, main
 from hf_gpipe.planner import plan
 from hf_gpipe.schedule import build
 
@@ -35,14 +36,62 @@ def recipe(tmp_path: Path) -> str:
     return str(path)
 
 
+def joined(text: str) -> str:
+    """A text with its lines joined, as before they were wrapped."""
+    return re.sub(r"\s+", " ", text)
+
+
+def chosen_of(text: str) -> list[str]:
+    """The overrides after "chosen", which a shell reads."""
+    words = text.split("\nchosen ")[1].split("\ntable ")[0].split("\nmore ")[0]
+    return shlex.split(words.replace("\\\n", ""))
+
+
 def test_a_recipe_that_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([recipe, "--memory", "1GiB", "--device", "t4"]) == 0
+    assert main([recipe, "--memory", "1GiB", "--device", "t4", "--verbose"]) == 0
     out, err = capsys.readouterr()
     assert "vocabulary of 5000 tokens, from tokenizer.vocab_size" in err
     for words in ("2 x t4, 1 GiB each", "4 rows of 64 tokens, as 2 micro-batches of at most 2", "the slowest is stage"):
         assert words in out
     assert "verdict     fits: process " in out
     assert not Path("never").exists()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_plan_of_many_stages_can_be_read_in_a_terminal(
+    columns: int, recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines had over 300 columns, the verdict came last, and a bubble of 90 % was a number among others."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    asked = [recipe, "model.config.num_hidden_layers=22", "--devices", "4x6", "--memory", "1GiB"]
+    asked += ["pipeline.schedule=1f1b", "pipeline.num_micro_batches=4", "pipeline.partition=auto"]
+    assert main(asked) == 0
+    short = capsys.readouterr().out
+    assert short.startswith("verdict     fits: process ")
+    assert re.search(r"(?m)^bubble      LARGE: devices wait for \d\d% of the step; ", short)
+    assert "for a mini-batch of 4 rows of 64 tokens" in joined(short)
+    assert len(short.splitlines()) < 40
+    assert main([*asked, "--verbose"]) == 0
+    whole = capsys.readouterr().out
+    assert "stage 23: model.norm .. lm_head" in joined(whole)
+    for text in (short, whole):
+        assert max(map(len, text.splitlines())) <= min(columns, 100)
+    for name, colour in (("verdict", "32"), ("bubble", "33")):
+        assert re.search(rf"(?m)^\033\[1;{colour}m{name} ", _coloured(short))
+    assert _coloured("verdict     does not fit: x").startswith("\033[1;31m")
+
+
+def test_a_card_that_drives_a_screen(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan within 0.4 GiB of the whole memory of a card was no plan for the card that also draws a desktop."""
+    assert main([recipe, "--device", "rtx3090", "--json", "--screen"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["memory_limit_bytes"]
+    assert second - first == 1 << 30
+    assert main([recipe, "--device", "rtx3090"]) == 0
+    assert "screen" not in capsys.readouterr().out
+    assert main([recipe, "--device", "rtx3090", "--memory", "512MiB"]) == 0
+    assert "if its card drives a screen, plan with --screen" in joined(capsys.readouterr().out)
+    assert main([recipe, "--screen"]) == 2
+    assert "--screen: no limit of memory is known; give --memory or --device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("most", [2, 200, 256, 1000, 5000])
@@ -85,7 +134,7 @@ def test_a_pretrained_model_that_does_not_fit_is_told_what_adapters_need(
     assert main([str(path), "--memory", "15MiB"]) == 1
     found = re.search(
         r"no number of stages .*, lora.r=16 fits: ([\d.]+) MiB .*; lora.r=16 model.quantization=nf4 fits: ([\d.]+) MiB",
-        capsys.readouterr().out,
+        joined(capsys.readouterr().out),
     )
     assert found is not None
     adapters, quantised = map(float, found.groups())
@@ -108,9 +157,10 @@ def test_json_and_a_picture(recipe: str, tmp_path: Path, capsys: pytest.CaptureF
 def test_auto_values_are_chosen(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     auto = [f"pipeline.{key}=auto" for key in ("num_micro_batches", "schedule", "recompute", "partition")]
     assert main([recipe, "--memory", "1GiB", *auto]) == 0
-    chosen = capsys.readouterr().out.splitlines()[-1].split()
-    assert chosen[0] == "chosen"
-    assert main([recipe, "--memory", "1GiB", *chosen[1:]]) == 0
+    chosen = chosen_of(capsys.readouterr().out)
+    assert main([recipe, "--memory", "1GiB", *chosen]) == 0
+    assert "auto" not in " ".join(chosen)
+    assert "chosen" not in capsys.readouterr().out
 
 
 def test_more_devices_make_more_stages(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +177,7 @@ def test_a_cluster_says_where_the_replicas_are_and_what_they_send(
     assert main([*replicas, "--devices", "2x2"]) == 0
     out = capsys.readouterr().out
     assert "cluster     2x2: 2 at 12.5 GB/s, each of 2 at 12.5 GB/s" in out
-    assert "replicas    2-2, processes of each stage 0,2 1,3" in out
+    assert "replicas    [2 x 2] of the stages\nprocesses   0,2 1,3, of each stage" in out
     plans = []
     for devices in ("4", "2x2@1MB/s,12.5GB/s+10us", "2x2@12.5GB/s+10us,12.5GB/s+10us"):
         assert main([*replicas, "--devices", devices, "--json"]) == 0
@@ -148,7 +198,7 @@ def test_a_search(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([recipe, "--memory", "1GiB", "--search"]) == 0
     out = capsys.readouterr().out
     assert "fastest that fit" in out
-    assert "as overrides: pipeline.num_stages=" in out
+    assert "overrides   pipeline.num_stages=" in out
     assert "least memory:" in out
 
 
@@ -159,7 +209,7 @@ def test_a_search_says_where_layers_must_be_divided(
     """A table of 400,000 tokens, its state and logits do not fit a device, and half of them do."""
     asked = [recipe, "tokenizer.vocab_size=400000", "training.batch_size=2", *devices, "--search"]
     assert main([*asked, "--memory", "520MiB"]) == 0
-    out = capsys.readouterr().out
+    out = joined(capsys.readouterr().out)
     assert "where weights stay on their devices, it takes pipeline.tensor_parallel=2 or more to fit them" in out
     assert "pipeline.tensor_parallel=2" in out
 
@@ -201,7 +251,7 @@ def test_a_table_made_for_a_plan(recipe: str, tmp_path: Path, capsys: pytest.Cap
     assert seconds.pop("auto") < 0.995 * min(seconds.values())
     assert main([*is_open, "pipeline.schedule=auto"]) == 0
     out = capsys.readouterr().out
-    assert "pipeline.schedule=auto pipeline.recompute=auto pipeline.partition=[3,2,2]" in out
+    assert "pipeline.schedule=auto pipeline.recompute=auto pipeline.partition=[3,2,2]" in " ".join(chosen_of(out))
     assert "table       made for this plan" in out
     assert main([*is_open, "pipeline.schedule=auto", "--table"]) == 0
     mine = tmp_path / "mine.txt"
@@ -214,10 +264,10 @@ def test_a_split_and_a_fix_for_a_table(recipe: str, tmp_path: Path, capsys: pyte
     mine = tmp_path / "mine.txt"
     mine.write_text(build("gpipe_fused", 2, 2).text())
     assert main([recipe, "--memory", "1GiB", f"pipeline.schedule={mine}", "pipeline.partition=auto"]) == 0
-    chosen = capsys.readouterr().out.splitlines()[-1].split()
+    chosen = chosen_of(capsys.readouterr().out)
     assert f"pipeline.schedule={mine}" in chosen
-    assert main([recipe, "--memory", "1GiB", *chosen[1:]]) == 0
-    assert f"schedule {mine}, recompute [stage, none]" in capsys.readouterr().out
+    assert main([recipe, "--memory", "1GiB", *chosen]) == 0
+    assert f"schedule {mine}, recompute [stage, none]" in joined(capsys.readouterr().out)
     assert main([recipe, "--memory", "17MiB", f"pipeline.schedule={mine}", "training.batch_size=16"]) == 1
     verdict = capsys.readouterr().out
     assert "does not fit" in verdict
@@ -226,7 +276,7 @@ def test_a_split_and_a_fix_for_a_table(recipe: str, tmp_path: Path, capsys: pyte
 
 def test_layers_measured_here(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["model.config.num_hidden_layers=2", "tokenizer.vocab_size=500"]
-    assert main([recipe, *small, "--profile", "pipeline.partition=profile", "--memory", "8GiB"]) == 0
+    assert main([recipe, *small, "--profile", "pipeline.partition=profile", "--memory", "8GiB", "--verbose"]) == 0
     assert "from measured layers" in capsys.readouterr().out
 
 

@@ -144,7 +144,7 @@ def test_visits_are_chosen_where_weights_do_not_fit_and_only_there() -> None:
     assert tight.settings.offload_weights == "all"
     assert "pipeline.offload_weights=null" in overrides(roomy, tight.settings)
     found = search_report(search(with_host(planner(costs, rows=8, memory_bytes=900 * MIB), host), free), free)
-    assert "does not fit  weights stay on their devices" in found
+    assert "does not fit, weights stay on their devices" in found
     assert "offload_weights=all, round_robin" in found
     assert "offload_weights=all, breadth_first" in found
 

@@ -32,6 +32,8 @@ _CONTEXT_GIB = 0.5
 #: The workspaces of cuBLAS and of cuBLASLt, in MiB: 8.125 and at most 4, and on Hopper 32 each
 #: (getChosenWorkspaceSize in ATen/cuda/CublasHandlePool.cpp, and pull request 120925 of pytorch/pytorch).
 _WORKSPACE_MIB = 12.125
+#: What a desktop takes of the card that drives its screen: its windows, a browser and the frames of one or two screens.
+SCREEN_BYTES = 1 << 30
 _HOPPER = {"workspace_mib": 64.0, "context_gib": 0.85}
 
 

@@ -13,6 +13,8 @@ from hf_gpipe.text import seconds_text
 
 #: The bubble, as a share of the time, from which a change is worth it.
 _LARGE_BUBBLE = 0.2
+#: The most that a change leaves of the bubble, to be worth it.
+_SMALLER = 0.9
 #: The most times of their size with which M and mini-batches are tried: each size of micro-batch is traced anew.
 _MOST_TIMES = 4
 #: The most work of the search, in simulated actions: a few seconds.
@@ -29,7 +31,7 @@ def smaller_bubble(plan: Plan) -> str:
         return ""
     plans = sorted((plan, *_of_the_same_mini_batch(plan)), key=attrgetter("sort_key"))
     best = next(filter(can_run, plans), plan)
-    if best.bubble < plan.bubble:
+    if best.bubble <= _SMALLER * plan.bubble:
         return f"{_changes(plan, best)} fits: {_with(best)}"
     for times in (2, _MOST_TIMES):
         count = times * min(settings.num_micro_batches, plan.planner.rows)
