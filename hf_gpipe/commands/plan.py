@@ -109,7 +109,7 @@ def _plan(options: argparse.Namespace) -> int:
         draw_plan(options.picture, best)
         say("picture", str(options.picture))
     if words is sys.stdout and not options.search and not options.verbose:
-        say("more", "--verbose explains the plan, --picture plan.html draws it, --search looks for a faster one")
+        say("more", "--verbose explains it, --picture plan.html draws it, --search looks for a faster one")
     return 0 if best.fits else 1
 
 

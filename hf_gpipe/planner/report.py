@@ -149,7 +149,7 @@ def _mini_batch(plan: Plan) -> str:
 
 
 def bubble_text(plan: Plan) -> str:
-    """What a large bubble costs and what makes it smaller; a warning where it is above `LARGE_BUBBLE`."""
+    """The change that makes a large bubble smaller; with a warning where it is above `LARGE_BUBBLE`."""
     change = smaller_bubble(plan)
     if plan.bubble <= LARGE_BUBBLE:
         return change
@@ -158,7 +158,7 @@ def bubble_text(plan: Plan) -> str:
 
 
 def screen_text(plan: Plan) -> str:
-    """Advice for a plan whose first device has no room for what a screen takes; empty where it has, or has no screen."""
+    """Advice for a plan that leaves no room for a screen on its first device; empty where it does, or has no screen."""
     limit, process = plan.planner.limit_of(0), plan.processes[0]
     has_screen = plan.planner.device.name.startswith("rtx") and isinstance(plan.planner.memory_bytes, int)
     if limit is None or not has_screen or not plan.fits or process.memory.total + SCREEN_BYTES <= limit:
@@ -288,6 +288,8 @@ def overrides(plan: Plan, recipe: PipelineConfig) -> str:
     elif not isinstance(recompute, str) and is_table_file(settings.schedule):
         # What differs from stage to stage is what the table has.
         recompute = "stage"
+    elif not isinstance(recompute, str) and isinstance(recompute[0], str) and len({*recompute}) == 1:
+        recompute = recompute[0]
     values = settings.of_plan | {"recompute": recompute}
     if is_made:
         # The planner makes the table again with these values.
@@ -363,7 +365,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _table(plan: Plan, verbose: bool, width: int | None) -> str:
-    """What each stage has, holds and does. Without `verbose` many stages that are alike share the line of the one that
+    """The layers, memory and work of each stage. Without `verbose` many stages that are alike share the line of the one that
     holds the most, and gradients and the optimizer's state are one column, as they are where there is little room."""
     are_apart = verbose and (width is None or width >= _WIDE)
     trained = ("grads", "optimizer") if are_apart else ("training",)
