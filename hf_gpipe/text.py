@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from html import escape
 from itertools import groupby
 from types import NoneType
 from typing import Any
@@ -88,3 +89,42 @@ def runs_text(entries: Sequence[Any]) -> str:
     """A list with its repetitions counted: [3, 3, 2] is "2 x 3, 2"."""
     runs = [(entry, len(list(group))) for entry, group in groupby(entries)]
     return "[" + ", ".join(f"{count} x {entry}" if count > 1 else str(entry) for entry, count in runs) + "]"
+
+
+_STYLE = """body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem; color: #222 }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+.good, .bad { padding: .6rem 1rem; border-left: .4rem solid #2a7f62; background: #eef7f3 }
+.bad { border-color: #b0413e; background: #fbeeee }
+svg { width: 100%; height: auto } .wide { overflow-x: auto } .wide svg { min-width: 34rem }
+pre { font-size: .8rem; overflow-x: auto } td, th { padding: .2rem 1rem .2rem 0; text-align: left }"""
+
+
+def html_page(title: str, summary: str, parts: Iterable[tuple[str, str]], *, is_good: bool = True) -> str:
+    """A page that needs no other file and no server.
+
+    Args:
+        title: of the page.
+        summary: a sentence, in green or red.
+        parts: headings, each with the HTML below it.
+        is_good: whether the summary is green.
+    """
+    body = "".join(f'<h2>{escape(heading)}</h2>\n<div class="wide">{html}</div>\n' for heading, html in parts)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>\n{_STYLE}\n</style></head>\n'
+        f'<body><h1>{escape(title)}</h1>\n<p class="{"good" if is_good else "bad"}">{escape(summary)}</p>\n{body}'
+        "</body></html>\n"
+    )
+
+
+def preformatted(text: str) -> str:
+    """A text as HTML that keeps its columns."""
+    return f"<pre>{escape(text)}</pre>"
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as a table of HTML; the first is the header."""
+    header, *others = rows
+    cells = [*("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in others)]
+    first = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    return "<table>" + "".join(f"<tr>{row}</tr>" for row in (first, *cells)) + "</table>"

@@ -6,17 +6,14 @@ model: the layers of a model, its stages, and what is sent between them, as `Pip
 step: one step of three schedules, as the simulator times it.
 plan: the memory of each process and a step, as `hf-gpipe plan --picture` draws them.
 memory: what each process of that plan holds over a step, under 1f1b and under gpipe.
-timeline: one measured step of the quickstart beside the predicted step; it trains for a minute.
+gpipe: one step of GPipe with four stages, as the simulator times it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -34,7 +31,7 @@ from hf_gpipe.planner.memory import MemoryEstimate, stage_amounts
 from hf_gpipe.planner.picture import draw_plan
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.schedule import Costs, build, simulate
-from hf_gpipe.schedule.draw import draw_png
+from hf_gpipe.schedule.draw import draw_png, figure
 from hf_gpipe.schedule.occupancy import occupancy
 from scripts.your_model import command, device, memory_gib
 
@@ -101,7 +98,7 @@ def step(path: Path) -> None:
 
 
 def plan(path: Path) -> None:
-    draw_plan(path, planned("1f1b", "auto"))
+    draw_plan(path, planned("gpipe", "stage"))
 
 
 def memory(path: Path) -> None:
@@ -136,17 +133,12 @@ def memory(path: Path) -> None:
     picture.savefig(path)
 
 
-def timeline(path: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        few = ["training.max_steps=30", "training.eval_steps=null", "evaluation.max_examples=8"]
-        recipe = ["recipes/quickstart.yaml", f"training.output_dir={folder}/out", *few]
-        words = [sys.executable, "-m", "hf_gpipe.train", *recipe]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        subprocess.run(words, cwd=REPOSITORY, env=environment, check=True)
-        shutil.copy(f"{folder}/out/timeline.png", path)
+def gpipe(path: Path) -> None:
+    timeline = simulate(build("gpipe", 4, 16, recompute="none"), Costs(forward_seconds=1, backward_seconds=2))
+    figure([timeline], ["gpipe, 4 stages, 16 micro-batches"], width=9.0).savefig(path)
 
 
-PICTURES = {"model": model, "step": step, "plan": plan, "memory": memory, "timeline": timeline}
+PICTURES = {"model": model, "step": step, "plan": plan, "memory": memory, "gpipe": gpipe}
 
 
 def main() -> None:

@@ -125,6 +125,11 @@ def test_a_run_leaves_everything_behind(finished: tuple[Path, subprocess.Complet
     )
     assert all(sample in translations for sample in metrics["samples"])
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "run.html").read_text()
+    assert page.count("<svg") == 2, "losses and one step"
+    for words in ("<h2>Memory</h2>", "<h2>Bill</h2>", f"{STEPS} steps in "):
+        assert words in page
+    assert not re.search(r'(?:src|href)="(?!#)', page), "it needs another file"
     trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {"0F0", "1B0", "0U", "send"} <= {event["name"] for event in trace}
     parts = json.loads((folder / "breakdown.json").read_text())

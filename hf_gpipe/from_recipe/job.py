@@ -23,6 +23,7 @@ from hf_gpipe.from_recipe import summary
 from hf_gpipe.from_recipe.checks import check_model, loss_of, workload_of
 from hf_gpipe.from_recipe.cost import CostMeter
 from hf_gpipe.from_recipe.model import model_config, spec_of, teacher_of
+from hf_gpipe.from_recipe.page import run_page
 from hf_gpipe.from_recipe.tasks import Task, task_of
 from hf_gpipe.from_recipe.timeline import measure_step
 from hf_gpipe.from_recipe.trainer import Prepared, trainer_of
@@ -41,7 +42,7 @@ from hf_gpipe.training.trainer import PipelineTrainer
 from hf_gpipe.training.updates import are_beside
 from hf_gpipe.training.windows import StageUpdates
 
-RECIPE_FILE, METRICS_FILE, TIMELINE_FILE = "recipe.yaml", "metrics.json", "timeline.png"
+RECIPE_FILE, METRICS_FILE, TIMELINE_FILE, PAGE_FILE = "recipe.yaml", "metrics.json", "timeline.png", "run.html"
 #: One JSON object a line: language, source, target and translation of a pair that was evaluated.
 TRANSLATIONS_FILE = "translations.jsonl"
 TRACE_FILE, BREAKDOWN_FILE = "trace.json", "breakdown.json"
@@ -115,11 +116,14 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
                 (output_dir / TRANSLATIONS_FILE).write_text("\n".join([*lines, ""]), encoding="utf-8")
             (output_dir / METRICS_FILE).write_text(f"{metrics}\n")
             _write_timelines(output_dir, measured, predicted)
+            page = run_page(output_dir.name, cost, trainer.state.log_history, measured, predicted)
+            (output_dir / PAGE_FILE).write_text(page, encoding="utf-8")
     if world.is_reporter:
         parts, trace = breakdown(measured), output_dir / TRACE_FILE
         where = f"Where one step of {float(parts.total_seconds):.4g} s goes (in detail: {trace}, for ui.perfetto.dev)"
         summary.say(f"\n{where}\n\n{parts.text()}\n\n{report.text(recipe.evaluation.split)}")
-        files = {"model and tokenizer": "", "one step's timeline": TIMELINE_FILE, "metrics": METRICS_FILE}
+        files = {"model and tokenizer": "", "the run as a page": PAGE_FILE, "metrics": METRICS_FILE}
+        files["one step's timeline"] = TIMELINE_FILE
         if report.translations:
             files["all translations"] = TRANSLATIONS_FILE
         summary.say("\n".join(f"{word:<19}  {output_dir / name}" for word, name in files.items()))
@@ -203,7 +207,7 @@ def _begin(recipe: Recipe, output_dir: Path, table: Schedule | None) -> list[str
             remove(path)
             deleted.append(path)
     # Metrics that are there once a run has ended are that run's own, and the recipe beside them is what they are of.
-    for name in (METRICS_FILE, TRANSLATIONS_FILE):
+    for name in (METRICS_FILE, TRANSLATIONS_FILE, PAGE_FILE):
         (output_dir / name).unlink(missing_ok=True)
     if table is not None:
         (output_dir / TABLE_FILE).write_text(table.text(), encoding="utf-8")

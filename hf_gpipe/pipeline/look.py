@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
-from html import escape
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.pipeline.decision import Decision
 from hf_gpipe.schedule import Costs, Schedule, simulate
-from hf_gpipe.schedule.draw import figure
-from hf_gpipe.text import size_text
+from hf_gpipe.schedule.draw import figure, svg_of
+from hf_gpipe.text import preformatted, size_text
 
 
 def text_of(decision: Decision, models: Mapping[int, StageModel]) -> str:
@@ -34,7 +32,6 @@ def text_of(decision: Decision, models: Mapping[int, StageModel]) -> str:
 
 def html_of(text: str, table: Schedule) -> str:
     """The text, and the table's picture, in which a backward takes as long as two forwards."""
-    picture = io.StringIO()
     timeline = simulate(table, Costs(forward_seconds=1, backward_seconds=2))
-    figure([timeline], ["the table, with a backward as long as two forwards"]).savefig(picture, format="svg")
-    return f"<pre>{escape(text)}</pre>{picture.getvalue()}"
+    title = "the table, with a backward as long as two forwards"
+    return preformatted(text) + svg_of(figure([timeline], [title]))

@@ -49,9 +49,9 @@ class MemoryEstimate:
     """Tensors that the stored graphs keep of the head and the loss."""
     early_gradients: int = _item("gradients that wait", "#8e5ea2")
     """Gradients that have come before their backward could begin."""
-    working: int = _item("what the running action works with", "#a0a0a0")
+    working: int = _item("what the running action works with", "#9d755d")
     """Working memory of the action that runs at that moment."""
-    reserve: int = _item("what the allocator holds besides", "#dcdcdc")
+    reserve: int = _item("what the allocator holds besides", "#d8b5a5")
     """Memory that the allocator holds beyond the items above."""
     libraries: int = _item("what cuBLAS and NCCL hold", "#54a24b")
     """Memory of a GPU that cuBLAS and NCCL hold, and the allocator in segments that are not full."""

@@ -1,82 +1,88 @@
-"""A plan as a picture: the memory of each process, item by item, above the timeline of the predicted step."""
+"""A plan as a picture or a page: the memory of each process above the timeline of the predicted step."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.memory import MemoryEstimate
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.schedule.draw import figure as timeline_figure
+from hf_gpipe.planner.report import report, verdict
+from hf_gpipe.schedule.draw import BAR_HEIGHT, figure, row_name, svg_of, titled
+from hf_gpipe.text import html_page, preformatted, size_text
 
 if TYPE_CHECKING:
-    import numpy as np
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _GIB = 1 << 30
+#: The share of the longest bar below which an item is drawn as part of "other".
+_SMALL = 0.01
 
 
 def draw_plan(path: str | Path, plan: Plan) -> None:
-    """Write the picture of a plan.
+    """Write a plan as a picture (.png), or as a page with its text and the picture (.html).
 
     Raises:
-        UserError: the path is no .png, or cannot be written.
+        UserError: another suffix, or a file that cannot be written.
     """
-    # The import is here since whoever draws nothing should not wait for matplotlib.
-    import numpy as np
-    from matplotlib.image import imsave
-
-    if Path(path).suffix.lower() != ".png":
-        raise UserError(f"cannot draw {path}: the picture of a plan is a PNG; give it a name that ends in .png")
-    timeline = timeline_figure([plan.timeline], ["predicted step"])
-    parts = [_pixels(memory_figure(plan, timeline.get_figwidth())), _pixels(timeline)]
-    # A figure rounds its width to whole pixels.
-    width = max(part.shape[1] for part in parts)
-    padded = [np.pad(part, ((0, 0), (0, width - part.shape[1]), (0, 0)), constant_values=255) for part in parts]
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".png", ".html"):
+        raise UserError(
+            f"cannot draw {path}: the picture of a plan is a PNG or a page; give it a name that ends in .png or .html"
+        )
     try:
-        imsave(path, np.concatenate(padded))
+        if suffix == ".png":
+            plan_figure(plan).savefig(path)
+        else:
+            Path(path).write_text(plan_page(plan), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the picture {path}: {error.strerror or error}") from error
 
 
-def memory_figure(plan: Plan, width_inches: float) -> Figure:
-    """Draw a bar for each process, with its items side by side, and a line at the limit."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def plan_page(plan: Plan) -> str:
+    """A plan as a page that needs no other file: the verdict, the picture, and everything that the report says."""
+    lines = report(plan, width=100)
+    parts = [("Memory and time", svg_of(plan_figure(plan))), ("The plan in full", preformatted(lines))]
+    return html_page("A plan of hf_gpipe", verdict(plan), parts, is_good=plan.fits)
 
-    processes = plan.processes
-    picture = Figure(figsize=(width_inches, 1.6 + 0.32 * len(processes)), dpi=150, layout="constrained")
-    FigureCanvasAgg(picture)
-    panel = picture.subplots()
-    left = [0.0] * len(processes)
-    rows = range(len(processes))
+
+def plan_figure(plan: Plan) -> Figure:
+    """Draw a bar for each process, with its items side by side and a line at the limit, above the predicted step."""
+    title = f"One step of {plan.settings.schedule}"
+    above = 1.6 + 0.34 * len(plan.processes), partial(_draw_memory, plan)
+    return figure([plan.timeline], [title], above=above, width=8.0)
+
+
+def _draw_memory(plan: Plan, panel: Axes) -> None:
+    processes, placement = plan.processes, plan.timeline.schedule.placement
+    rows, left, other = range(len(processes)), [0.0] * len(processes), [0.0] * len(processes)
+    least = _SMALL * plan.peak_bytes / _GIB
+    drawn: list[tuple[list[float], str, str]] = []
     for item in fields(MemoryEstimate):
         widths = [getattr(process.memory, item.name) / _GIB for process in processes]
-        look = {"color": item.metadata["colour"], "label": item.name.replace("_", " ")}
-        panel.barh(rows, widths, left=left, height=0.84, **look)
+        if max(widths) < least:
+            other = [sum(pair) for pair in zip(other, widths, strict=True)]
+        else:
+            drawn.append((widths, item.metadata["words"], item.metadata["colour"]))
+    if max(other) >= least:
+        drawn.append((other, "other", "#444444"))
+    for widths, words, colour in drawn:
+        panel.barh(rows, widths, left=left, height=BAR_HEIGHT, color=colour, label=words)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    if (limit := plan.planner.memory_bytes) is not None:
-        limits = limit if isinstance(limit, tuple) else (limit,) * len(processes)
-        at = [size / _GIB for size in limits]
-        starts, ends = [row - 0.5 for row in rows], [row + 0.5 for row in rows]
-        panel.vlines(at, starts, ends, color="black", linestyle="--", linewidth=1, label="limit")
+    limits = [plan.planner.limit_of(process.number) for process in processes]
+    for row, limit in enumerate(limits):
+        if limit is not None:
+            label = {"label": f"limit, {size_text(limit)}"} if row == 0 else {}
+            panel.vlines(limit / _GIB, row - 0.5, row + 0.5, color="black", linestyle="--", linewidth=1.2, **label)
+    stages = [process.stages[0] if len(process.stages) == 1 else None for process in processes]
+    # The rows of both panels have the same names where a process has one stage.
+    names = [row_name(placement, stage, process.number) for stage, process in zip(stages, processes, strict=True)]
     panel.set_ylim(len(processes) - 0.5, -0.5)
-    panel.set_yticks(rows, labels=[f"process {process.number}" for process in processes])
-    panel.tick_params(labelsize=9)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.set_xlabel("GiB at the peak of a step")
-    picture.legend(loc="outside upper center", ncols=5, frameon=False, fontsize=8)
-    return picture
-
-
-def _pixels(picture: Figure) -> np.ndarray:
-    """The pixels of a figure, (height, width, 4)."""
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = picture.canvas
-    assert isinstance(canvas, FigureCanvasAgg), "the figures here are drawn by Agg"
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())
+    panel.set_yticks(rows, labels=names)
+    panel.set_xlabel("GiB")
+    handles, _ = panel.get_legend_handles_labels()
+    titled(panel, f"Memory of each process at its peak: {size_text(plan.peak_bytes)} at most", handles, columns=2)

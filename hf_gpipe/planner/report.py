@@ -365,8 +365,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _table(plan: Plan, verbose: bool, width: int | None) -> str:
-    """The layers, memory and work of each stage. Without `verbose` many stages that are alike share the line of the one that
-    holds the most, and gradients and the optimizer's state are one column, as they are where there is little room."""
+    """The layers, memory and work of each stage. Without `verbose` many stages that are alike share the line of the
+    one that holds the most, and gradients and the optimizer's state are one column, as where there is little room."""
     are_apart = verbose and (width is None or width >= _WIDE)
     trained = ("grads", "optimizer") if are_apart else ("training",)
     header = ("stage", "process", "layers", "params", "weights", *trained, "kept", "working", "total", "busy")

@@ -7,8 +7,9 @@ other on one scale, for example the predicted and the measured one.
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -19,13 +20,16 @@ from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _IDLE_COLOUR = "#dcdcdc"
 _ELSEWHERE_COLOUR = "#f6f6f6"
-_BAR_HEIGHT = 0.84
+BAR_HEIGHT = 0.84
 _LABEL_POINTS = 7.0
+#: The share of a timeline from which a bar can be seen.
+_VISIBLE = 5e-4
 _SUFFIXES = (".png", ".svg")
 
 
@@ -125,35 +129,54 @@ def draw_png(path: str | Path, *timelines: Timeline, titles: Sequence[str] | Non
     figure(timelines, checked_titles(path, timelines, titles)).savefig(path)
 
 
-def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
-    """The picture of `draw_png` as a matplotlib figure, which belongs to the caller alone (pyplot never sees it)."""
+def figure(
+    timelines: Sequence[Timeline],
+    titles: Sequence[str],
+    *,
+    above: tuple[float, Callable[[Axes], None]] | None = None,
+    width: float | None = None,
+) -> Figure:
+    """The picture of `draw_png` as a matplotlib figure, which belongs to the caller alone (pyplot never sees it).
+
+    Args:
+        timelines: drawn below each other.
+        titles: what each timeline is; its seconds and its bubble come after it.
+        above: the height in inches of another panel above them, and what draws it.
+        width: in inches; None: enough for the numbers of the micro-batches.
+    """
     # Imported here, because loading matplotlib takes time and few callers draw.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    num_rows = [len(timeline.schedule.placement.rows) for timeline in timelines]
     num_slots = max(3 * (t.schedule.num_micro_batches + t.schedule.num_stages) for t in timelines)
-    picture = Figure(
-        figsize=(min(20.0, max(9.0, 0.21 * num_slots)), 1.0 + sum(0.75 + 0.32 * rows for rows in num_rows)),
-        dpi=150,
-        layout="constrained",
-    )
+    heights = [0.9 + 0.34 * len(timeline.schedule.placement.rows) for timeline in timelines]
+    heights = [*(above[:1] if above else ()), heights[0] + 0.2, *heights[1:]]
+    size = width or min(20.0, max(8.0, 0.21 * num_slots)), 0.4 + sum(heights)
+    picture = Figure(figsize=size, dpi=150, layout="constrained")
     FigureCanvasAgg(picture)
-    panels = picture.subplots(
-        len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": [rows + 1.5 for rows in num_rows]}
-    )[:, 0]
-    longest = max(float(timeline.total_seconds) for timeline in timelines)
-    panels[-1].set_xlim(0, longest or 1)
-    panels[-1].set_xlabel("seconds")
-    for panel, timeline, title in zip(panels, timelines, titles, strict=True):
-        _draw_panel(panel, timeline, title)
-    kinds = {span.action.kind for timeline in timelines for span in timeline.spans if span.busy > 0}
+    panels = list(picture.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0])
+    if above:
+        above[1](panels.pop(0))
+    # What is too short to be seen has no entry in the legend.
+    kinds = {
+        span.action.kind
+        for timeline in timelines
+        for span in timeline.spans
+        if span.busy > _VISIBLE * timeline.total_seconds
+    }
     entries = [Patch(facecolor=kind.colour, label=kind.word) for kind in KINDS.values() if kind in kinds]
     entries.append(Patch(facecolor=_IDLE_COLOUR, label="idle"))
-    if any(t.schedule.placement.num_processes < rows for t, rows in zip(timelines, num_rows, strict=True)):
+    if any(t.schedule.placement.num_processes < len(t.schedule.placement.rows) for t in timelines):
         entries.append(Patch(facecolor=_ELSEWHERE_COLOUR, edgecolor=_IDLE_COLOUR, label="process at another stage"))
-    picture.legend(handles=entries, loc="outside upper right", ncols=len(entries), frameon=False, fontsize=9)
+    longest = max(float(timeline.total_seconds) for timeline in timelines)
+    for number, (panel, timeline, title) in enumerate(zip(panels, timelines, titles, strict=True)):
+        panel.set_xlim(0, longest or 1)
+        panel.tick_params(labelbottom=panel is panels[-1])
+        _draw_panel(panel, timeline)
+        words = f"{title}: total {_seconds(timeline)}, bubble {float(timeline.bubble):.1%}"
+        titled(panel, words, entries if number == 0 else [], columns=5)
+    panels[-1].set_xlabel("seconds")
     # The layout is computed before the labels, because whether a label fits depends on the width of its bar on paper.
     picture.draw_without_rendering()
     picture.set_layout_engine("none")  # it is computed already, and takes a third of the time
@@ -162,19 +185,38 @@ def figure(timelines: Sequence[Timeline], titles: Sequence[str]) -> Figure:
     return picture
 
 
-def _draw_panel(panel: Axes, timeline: Timeline, title: str) -> None:
+def titled(panel: Axes, title: str, entries: Sequence[Artist], columns: int) -> None:
+    """Give a panel its title, and below the title a legend in so many columns."""
+    rows = math.ceil(len(entries) / columns)
+    panel.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=6 + 17 * rows)
+    if entries:
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "borderpad": 0.2, "borderaxespad": 0.1}
+        panel.legend(handles=entries, ncols=columns, frameon=False, fontsize=10, handlelength=1.4, **place)
+    panel.tick_params(axis="y", length=0)
+    panel.tick_params(labelsize=10)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+
+
+def svg_of(picture: Figure) -> str:
+    """A figure as an element of a page."""
+    text = io.StringIO()
+    picture.savefig(text, format="svg")
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _draw_panel(panel: Axes, timeline: Timeline) -> None:
     placement, total = timeline.schedule.placement, float(timeline.total_seconds)
     for row, (stage, process) in enumerate(placement.rows):
-        bottom = row - _BAR_HEIGHT / 2
+        bottom = row - BAR_HEIGHT / 2
         # The row is idle until something covers it: pale for the other stages of its process, then its own bars.
-        panel.broken_barh([(0, total)], (bottom, _BAR_HEIGHT), facecolor=_IDLE_COLOUR)
+        panel.broken_barh([(0, total)], (bottom, BAR_HEIGHT), facecolor=_IDLE_COLOUR)
         others = [
             span
             for span in timeline.spans
             if span.process == process and span.action.kind.resource is Resource.COMPUTE
             if stage not in (None, span.action.stage)
         ]
-        panel.broken_barh([_bar(span) for span in others], (bottom, _BAR_HEIGHT), facecolor=_ELSEWHERE_COLOUR)
+        panel.broken_barh([_bar(span) for span in others], (bottom, BAR_HEIGHT), facecolor=_ELSEWHERE_COLOUR)
         # What runs beside the device's work is drawn below it.
         for kind in sorted(KINDS.values(), key=lambda kind: kind.resource is Resource.COMPUTE):
             own = [
@@ -185,9 +227,9 @@ def _draw_panel(panel: Axes, timeline: Timeline, title: str) -> None:
             panel.broken_barh(
                 [_bar(span) for span in own],
                 # Below the actions beside which it runs.
-                (bottom + 0.75 * _BAR_HEIGHT, 0.25 * _BAR_HEIGHT)
+                (bottom + 0.75 * BAR_HEIGHT, 0.25 * BAR_HEIGHT)
                 if kind.resource is Resource.HOST
-                else (bottom, _BAR_HEIGHT),
+                else (bottom, BAR_HEIGHT),
                 facecolor=kind.colour,
                 edgecolor="white",
                 linewidth=0.4,
@@ -195,12 +237,6 @@ def _draw_panel(panel: Axes, timeline: Timeline, title: str) -> None:
     names = [row_name(placement, *row) for row in placement.rows]
     panel.set_ylim(len(names) - 0.5, -0.5)
     panel.set_yticks(range(len(names)), labels=names)
-    panel.tick_params(axis="y", length=0)
-    panel.tick_params(labelsize=9)
-    panel.spines[["top", "right", "left"]].set_visible(False)
-    panel.set_title(
-        f"{title}: total {_seconds(timeline)}, bubble {float(timeline.bubble):.1%}", loc="left", fontsize=11
-    )
 
 
 def _bar(span: Span) -> tuple[float, float]:

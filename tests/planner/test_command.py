@@ -152,6 +152,12 @@ def test_json_and_a_picture(recipe: str, tmp_path: Path, capsys: pytest.CaptureF
     assert sum(plan["processes"][0]["seconds"].values()) == pytest.approx(plan["step_seconds"])
     assert [process["communicators"] for process in plan["processes"]] == [2, 2], "down and up"
     assert picture.read_bytes().startswith(b"\x89PNG")
+    page = tmp_path / "plan.html"
+    assert main([recipe, "--picture", str(page), "--memory", "1GiB"]) == 0
+    text = page.read_text()
+    assert '<p class="good">fits: process ' in text
+    assert text.count("<svg") == 1
+    assert not re.search(r'(?:src|href)="(?!#)', text), "it needs another file"
 
 
 def test_auto_values_are_chosen(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
