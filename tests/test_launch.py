@@ -47,6 +47,11 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
     return out
 
 
+def joined(script: str) -> str:
+    """A script with the lines joined that end in a backslash."""
+    return re.sub(r" \\\n *", " ", script)
+
+
 def check_bash(script: str) -> None:
     result = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
@@ -70,7 +75,7 @@ def test_each_file_parses_and_leaves_time_to_save(
         "c",
     ]
     arguments = shlex.join([*map(str, words), options[0]])
-    files = {engine: printed(capsys, engine, *words, *options) for engine in ENGINES}
+    files = {engine: joined(printed(capsys, engine, *words, *options)) for engine in ENGINES}
 
     check_bash(files["torchrun"])
     check_bash(files["slurm"])
@@ -84,7 +89,15 @@ def test_each_file_parses_and_leaves_time_to_save(
     slurm = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", files["slurm"], re.MULTILINE))
     assert (slurm["nodes"], slurm["ntasks-per-node"], slurm["gpus-per-node"]) == ("2", "2", "2")
     assert slurm["signal"] == f"TERM@{shutdown + 20}"
-    assert f"srun --kill-on-bad-exit=1 python -m hf_gpipe.train {arguments}\n" in files["slurm"]
+    assert f"srun --kill-on-bad-exit=1 ${{container:-}} python -m hf_gpipe.train {arguments}\n" in files["slurm"]
+    for word in (
+        "##SBATCH --cpus-per-task=",
+        "# source ",
+        "# export HF_HOME=",
+        "# export NCCL_SOCKET_IFNAME=",
+        "# container=",
+    ):
+        assert f"\n{word}" in files["slurm"], "a line for the site's own"
 
     runtime, job = yaml.safe_load_all(files["kubernetes"])
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
@@ -120,15 +133,17 @@ def test_the_plan_is_in_the_file_and_its_ranks_in_the_command(recipe: Path, caps
     """Two replicas of two stages on two machines: over a slow link the replicas of a stage are on one machine."""
     words = [recipe, "pipeline.num_stages=2", "pipeline.replicas=2", "pipeline.device=cpu", "--nodes", "2"]
     slow = printed(capsys, "slurm", *words, "--links", "1Mbit/s+1ms,25GB/s")
+    assert not [line for line in slow.splitlines() if len(line) > 100 and str(recipe) not in line]
+    slow = joined(slow)
     assert "pipeline.placement=0,1 2,3' pipeline.num_processes=4" in slow
-    assert "Machines of stage 0: 0; stage 1: 1" in slow
+    assert "Machines of stage 0: 0; stage 1: 1" in re.sub(r"\n# +", " ", slow)
     assert re.search(r"^# +step +\S+ m?s", slow, re.MULTILINE), slow
     assert "gpus" not in slow
     check_bash(slow)
     # The planner chooses the mesh for the cluster, which a run does not know.
     words = [recipe, "pipeline.num_stages=auto", "pipeline.replicas=auto", "pipeline.device=cpu"]
     chosen = printed(capsys, "torchrun", *words, "--nodes", "2", "--nproc-per-node", "1")
-    command = next(line for line in chosen.splitlines() if "-m hf_gpipe.train" in line)
+    command = next(line for line in joined(chosen).splitlines() if "-m hf_gpipe.train" in line)
     assert "auto" not in command.replace("recompute=auto", "")
     assert "pipeline.num_processes=2" in command
 

@@ -101,7 +101,7 @@ def _per_node(recipe: Recipe, nodes: int, asked: int | None) -> int:
 def _planned(options: argparse.Namespace, per_node: int) -> tuple[list[str], list[str]]:
     """The key=value arguments that the plan adds to the recipe's, and the plan in words."""
     from hf_gpipe.commands.plan import read_request
-    from hf_gpipe.planner.report import overrides, report
+    from hf_gpipe.planner.report import LARGE_BUBBLE, overrides, report
 
     links = f"@{options.links}" if options.links else ""
     words = [options.recipe, *options.overrides, "--devices", f"{options.nodes}x{per_node}{links}"]
@@ -117,6 +117,8 @@ def _planned(options: argparse.Namespace, per_node: int) -> tuple[list[str], lis
     elif plan.settings.placement != given.placement:
         values = {"placement": plan.settings.placement, "num_processes": plan.settings.num_processes}
         changed = [f"pipeline.{key}={value}" for key, value in values.items()]
+    if plan.bubble > LARGE_BUBBLE:
+        print(f"the plan has a bubble of {plan.bubble:.0%}; see the comments of the file", file=sys.stderr)
     if not plan.fits:
         print("the plan does not fit; see the comments of the file", file=sys.stderr)
     lines = ["The planner's estimate:", *(f"  {line}" for line in report(plan, verbose=False, width=95).splitlines())]

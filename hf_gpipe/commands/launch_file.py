@@ -7,7 +7,8 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from string import Template
 
@@ -34,6 +35,8 @@ _ACCELERATORS = {
     **{"a100-80": "A100-80GB", "l4": "L4", "h100": "H100", "h200": "H200", "rtx3090": "RTX3090", "rtx4090": "RTX4090"},
 }
 _PORT = 29500
+#: The columns of a line, and of arguments that stay beside their command.
+_WIDTH, _SHORT = 100, 36
 
 
 class _File(Template):
@@ -76,10 +79,10 @@ def job_file(
         "nodes": nodes,
         "per_node": per_node,
         "num_processes": nodes * per_node,
-        "comments": "\n".join(f"# {line}".rstrip() for line in comments),
+        "comments": _commented(comments),
         # A signal has stopped the training, and all is saved.
         "marker": shlex.quote(str(Path(recipe.training.output_dir) / STOPPED_FILE)),
-        "arguments": shlex.join(arguments),
+        "arguments": _on_lines(arguments),
         "argument_list": repr(list(arguments)),
         "folder": repr(os.getcwd()),
         "shutdown_seconds": shutdown_seconds,
@@ -117,6 +120,25 @@ def job_file(
     run = _filled("run.sh.in", {**values, "rendezvous": rendezvous})
     values["run"] = textwrap.indent(run, " " * {"kubernetes": 10, "skypilot": 2}.get(engine, 0))
     return _filled("torchrun_one.sh.in" if engine == "torchrun" and is_alone else ENGINES[engine], values)
+
+
+def _commented(lines: Iterable[str]) -> str:
+    """Comments of a shell; a line that is too wide goes on below its own words."""
+    wrap = partial(textwrap.wrap, width=_WIDTH - 2, subsequent_indent=" " * 14, break_on_hyphens=False)
+    return "\n".join(f"# {line}".rstrip() for text in lines for line in wrap(text) or [""])
+
+
+def _on_lines(arguments: Iterable[str]) -> str:
+    """Arguments for a shell, on lines of their own where they are long."""
+    first, *others = map(shlex.quote, arguments)
+    lines = [first]
+    for word in others:
+        if len(lines[-1]) + len(word) < _WIDTH - 20:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    is_short = len(lines) == 1 and len(lines[0]) < _SHORT
+    return lines[0] if is_short else "\\\n    " + " \\\n    ".join(lines)
 
 
 def _filled(name: str, values: dict[str, object]) -> str:
