@@ -118,7 +118,8 @@ def memory(path: Path) -> None:
             fixed = {"parameters": process.memory.parameters, "optimizer": process.memory.optimizer}
             shown = [level | fixed for _, level in [*levels, levels[-1]]]
             items = {item: [level.get(item, 0) / GIB for level in shown] for item in colours}
-            items = {item: values for item, values in items.items() if any(values)}
+            # What is too small to be seen has no entry in the legend.
+            items = {item: values for item, values in items.items() if max(values) > of.peak_bytes / GIB / 100}
             look = {"colors": [colours[item] for item in items], "labels": [item.replace("_", " ") for item in items]}
             panel.stackplot(times, *items.values(), **look, step="post")
             panel.axhline(of.planner.memory_bytes / GIB, color="black", linestyle="--", linewidth=1)
@@ -128,8 +129,10 @@ def memory(path: Path) -> None:
         title = f"{schedule}, recompute {recompute}: a step of {of.step_seconds:.1f} s"
         panels[0, column].set_title(title, loc="left", fontsize=11)
         panels[-1, column].set_xlabel("seconds")
-    shown = dict(zip(*reversed(panels[0, 0].get_legend_handles_labels()), strict=True))
-    picture.legend(shown.values(), shown, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
+    shown = {}
+    for panel in panels.flat:
+        shown |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+    picture.legend(shown.values(), shown, loc="outside upper center", ncols=6, frameon=False, fontsize=10)
     picture.savefig(path)
 
 

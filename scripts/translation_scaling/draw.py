@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import commonprefix
 from pathlib import Path
 
 import numpy as np
@@ -93,15 +94,23 @@ def draw_buckets(path: Path, results: Results, differences: Sequence[Difference]
     figure.savefig(path)
 
 
+def _different_parts(names: Sequence[str]) -> list[str]:
+    """The words in which names with seeds differ: of "l10n-deep, seed 1" and "l10n-wide, seed 1" deep and wide."""
+    first = commonprefix(names).rfind("-") + 1  # noqa: RUF071  # they are names, and no paths
+    seeds = {name.rpartition(", ")[2] for name in names}
+    return [(name.rpartition(", ")[0] if len(seeds) == 1 else name)[first:].replace("-", " ") for name in names]
+
+
 def draw_curves(path: Path, runs: Sequence[Learning]) -> None:
     """Validation loss per character against updates and against operations."""
     figure = _figure((10.5, 4.6))
     panels = figure.subplots(1, 2, sharey=True)
-    for number, run in enumerate(runs):
+    names = _different_parts([run.name for run in runs])
+    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         points, colour = run.curve.points, _COLOURS[number % len(_COLOURS)]
         operations = [run.operations_per_token * run.curve.tokens(point.step) for point in points]
         losses = [point.loss for point in points]
-        panels[0].plot([point.step for point in points], losses, color=colour, label=run.name)
+        panels[0].plot([point.step for point in points], losses, color=colour, label=name)
         panels[1].plot(operations, losses, color=colour)
         best = min(range(len(points)), key=losses.__getitem__)
         panels[0].plot(points[best].step, losses[best], "o", color=colour, markersize=4)
