@@ -67,13 +67,21 @@ def test_anchors_are_githubs() -> None:
     assert anchor_of("`T(L, H, A)` in [a](b.md)") == "tl-h-a-in-a"
 
 
-def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
+def test_every_page_is_in_the_navigation() -> None:
     """Reports of the scaling study are reached from their page alone."""
     text = (REPOSITORY / "mkdocs.yml").read_text()
     nav = yaml.safe_load(text[text.index("\nnav:") :])
     named = set(re.findall(r"[\w/]+\.md", str(nav)))
     pages = {page.name.removeprefix("docs/") for page in PAGES if page.name.startswith("docs/")}
     assert named == {name for name in pages if not name.startswith("scaling/")}
-    index = (REPOSITORY / "docs/index.md").read_text()
-    missing = [name for name in named - {"index.md", "contributing.md", "troubleshooting.md"} if name not in index]
-    assert missing == []
+
+
+def test_no_sentence_of_the_site_begins_a_line_with_a_comment() -> None:
+    """Markdown takes such a line for a block of HTML, and the sentence was broken into two paragraphs."""
+    broken = [
+        f"{page.name}:{number}"
+        for page in PAGES
+        for number, line in page.prose
+        if re.match(r"<!-- .*? -->\S", line)
+    ]
+    assert broken == []
