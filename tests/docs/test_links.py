@@ -79,9 +79,6 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_no_sentence_of_the_site_begins_a_line_with_a_comment() -> None:
     """Markdown takes such a line for a block of HTML, and the sentence was broken into two paragraphs."""
     broken = [
-        f"{page.name}:{number}"
-        for page in PAGES
-        for number, line in page.prose
-        if re.match(r"<!-- .*? -->\S", line)
+        f"{page.name}:{number}" for page in PAGES for number, line in page.prose if re.match(r"<!-- .*? -->\S", line)
     ]
     assert broken == []

@@ -1,4 +1,4 @@
-"""The pictures of the documentation are drawn; that of a measured step is not, for it takes a training."""
+"""The pictures of the documentation are drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from scripts import pictures
 
 
-@pytest.mark.parametrize("name", ["model", "step", "memory"])
+@pytest.mark.parametrize("name", ["model", "step", "memory", "gpipe"])
 def test_a_picture_is_drawn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(pictures.REPOSITORY)
     # A plan of seven billion parameters takes seconds.
