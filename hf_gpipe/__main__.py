@@ -12,6 +12,7 @@ from hf_gpipe.errors import EXIT_USER_ERROR, nearest
 COMMANDS = {
     "train": "train the model of a recipe, evaluate it, and save it",
     "plan": "predict memory and time of a recipe, and whether it fits",
+    "simulate": "time and draw a schedule's table, also torch's CSV, without a recipe",
     "generate": "generate with a checkpoint, for a text, a chat turn or lines of stdin",
     "merge": "merge peft adapters into the weights of their model",
     "check": "check on a tiny clone whether a model is exact in stages",

@@ -18,7 +18,7 @@ from pages import block, write
 from trainer_tables import ATTRIBUTES, IRRELEVANT, LIMITS, METHODS, SUPPORTED
 from transformers import TrainingArguments
 
-from hf_gpipe.commands import check, generate, launch, merge, plan
+from hf_gpipe.commands import check, generate, launch, merge, plan, simulate
 from hf_gpipe.commands.train import USAGE
 from hf_gpipe.planner.machines.devices import DEVICES, LINKS
 from hf_gpipe.recipe.fields import SECTIONS
@@ -137,7 +137,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "train": lambda: command_help(USAGE.format(recipe=recipe_help())),
         **{
             module.__name__.rpartition(".")[2]: lambda module=module: command_help(module._parser().format_help())
-            for module in (plan, generate, merge, launch, check)
+            for module in (plan, simulate, generate, merge, launch, check)
         },
     },
 }

@@ -29,8 +29,8 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("  plan      predict") == 2
     assert main(["trian", "r.yaml"]) == 2
     assert (
-        "'trian' is not a command; it must be one of train, plan, generate, merge, check, launch; did you mean 'train'?"
-        in capsys.readouterr().err
+        "'trian' is not a command; it must be one of train, plan, simulate, generate, merge, check, launch; did you "
+        "mean 'train'?" in capsys.readouterr().err
     )
     finished = subprocess.run([sys.executable, "-m", "hf_gpipe"], capture_output=True, text=True, cwd=ROOT)
     assert (finished.returncode, finished.stderr) == (2, "")

@@ -40,6 +40,8 @@ def await_quiet(options: argparse.Namespace) -> None:
 def take_turns(cases: Mapping[Key, Callable[[], Found]], options: argparse.Namespace) -> dict[Key, list[Found]]:
     """Measure each case `options.reps` times, in turn, every other time in reverse; with `options.quick` once."""
     results: dict[Key, list[Found]] = {case: [] for case in cases}
+    if options.quick:
+        print("QUICK: tiny models, measured once; these speeds mean nothing", flush=True)
     reps = 1 if options.quick else options.reps
     for rep in range(reps):
         for case in list(cases)[:: -1 if rep % 2 else 1]:
