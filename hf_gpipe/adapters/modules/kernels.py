@@ -8,12 +8,13 @@ on its own modules what was noted. Models without kernels, such as the clones of
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def kernels_of(reference: PreTrainedModel) -> Kernels:
         attributes = {key: value for key, value in vars(module).items() if key not in vars(plain)}
         shared = functions.get(type(plain).__module__, {})
         forward: Any = type(plain).forward
-        if "forward" not in attributes and shared.keys() & set(getattr(forward, "__code__", forward).co_names):
+        if "forward" not in attributes and shared.keys() & set(inspect.unwrap(forward).__code__.co_names):
             attributes["forward"] = MethodType(_with_globals(forward, shared), module)
         if "forward" in attributes:
             found[name] = type(plain), attributes
@@ -107,8 +108,15 @@ def _undone(model: PreTrainedModel) -> Iterator[dict[str, dict[str, Any]]]:
 
 
 def _with_globals(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
-    """A copy of a function that sees other values of global names."""
-    seen = {**function.__globals__, **values}
-    made = FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
+    """A copy of a function, or of one that decorators have wrapped, that sees other values of global names."""
+    seen, cells, inner = (
+        {**function.__globals__, **values},
+        function.__closure__,
+        getattr(function, "__wrapped__", None),
+    )
+    if inner is not None:  # transformers 5.24 wraps the forward of attention
+        own = _with_globals(inner, values)
+        cells = tuple(CellType(own) if cell.cell_contents is inner else cell for cell in cells or ())
+    made = FunctionType(function.__code__, seen, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
