@@ -179,7 +179,7 @@ def differing_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
 def flat(recipe: Recipe) -> dict[str, Any]:
     """A recipe's values by their dotted keys; those of the model's configuration too."""
     values: dict[str, Any] = {}
-    for section, keys in asdict(recipe).items():
+    for section, keys in (asdict(recipe) | {"pipeline": recipe.pipeline.values()}).items():
         for key, value in keys.items():
             if (section, key) == ("model", "config"):
                 values |= {f"model.config.{name}": entry for name, entry in value.items()}

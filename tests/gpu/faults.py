@@ -102,7 +102,7 @@ def end_together(job: dict[str, Any]) -> dict[str, Any]:
 
 def train(fault: str, struck: Path) -> None:
     """Train until process 1 has its fault."""
-    join_job(LIMITS.get(fault, PipelineConfig.timeout_seconds))
+    join_job(LIMITS.get(fault, PipelineConfig().timeout_seconds))
     pipe = Pipeline(plain_model(config_of("llama")), num_micro_batches=2, num_stages=_size(), device="cuda")
     forward, calls = Stage.forward, 0
 

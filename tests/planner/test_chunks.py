@@ -177,4 +177,4 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert plan.main([*given, *picked, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["sequence_chunks"] in (1, 2)
     assert plan.main([*given, *picked[:1], "pipeline.sequence_chunks=4", "--memory", "2GiB", "--longest"]) in (0, 1)
-    assert "cut into 4 chunks of at most 128 tokens" in capsys.readouterr().out
+    assert "cut into 4 chunks of at most 128 tokens" in " ".join(capsys.readouterr().out.split())
