@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_gpipe.commands.base import Parser, run_with_options
-from hf_gpipe.errors import UserError
+from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.schedule import (
     SCHEDULES,
     V_SHAPED,
@@ -23,7 +23,7 @@ from hf_gpipe.schedule import (
     placement_for,
     simulate,
 )
-from hf_gpipe.schedule.file import is_table_file
+from hf_gpipe.schedule.file import file_text, is_table_file, parse_table
 from hf_gpipe.schedule.torch_csv import is_torch_file, read_torch, write_torch
 
 DESCRIPTION = """\
@@ -69,12 +69,12 @@ def _table(options: argparse.Namespace) -> Schedule:
     name = options.table
     if is_table_file(name) or is_torch_file(name):
         try:
-            text = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the table {name}: {getattr(error, 'strerror', None) or error}") from error
+            text = file_text(name)
+        except ScheduleError as error:
+            raise UserError(f"cannot read the table {name}: {error}") from error
         if is_torch_file(name):
             return read_torch(text, os.path.basename(name))
-        table = Schedule.from_text(text)
+        table = parse_table(text, name)
         check_table(table)
         return table
     if name not in SCHEDULES:

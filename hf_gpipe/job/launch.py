@@ -1,4 +1,4 @@
-"""Start the processes of a job on this machine, and wait for their end: all end together, and the cause is told once.
+"""Start the processes of a job on this machine, and wait until all have ended. One message says why a job failed.
 
 There are no restarts: a pipeline without one of its stages cannot continue. The next start resumes from the last
 complete checkpoint. torch's own agent is not used here: it ends all processes at the first exit, without the grace in

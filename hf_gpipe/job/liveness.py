@@ -8,14 +8,13 @@ cut off, they do not return. And a dataset is foreign code, in which the main th
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,10 +39,10 @@ def count_beats(store: dist.Store, rank: int) -> int:
 
 @dataclass
 class _Wait:
-    """A wait for all processes: for what, the beginning of its keys in the store, how long at most, and since when."""
+    """A wait for all processes: for what, the number of its thread's waits, how long at most, and since when."""
 
     what: str
-    key: str
+    number: int
     longest: float
     start: float
 
@@ -62,13 +61,13 @@ class Liveness:
         self._is_over = threading.Event()
         self._asked: float | None = None
         self._waits: dict[str, _Wait] = {}
-        #: The last count of each process's beats, and when it was new; and who is missing in each wait.
+        #: The last count of each process's beats, and when it was new; and who is missing in each thread's wait.
         self._heard: dict[int, tuple[int, float]] = {}
         self._missing: dict[str, list[int]] = {}
         clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]  # torch's types do not know it
         # A store's client serves one thread at a time.
         self._store, self._lock = clone(), threading.Lock()
-        self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._num_waits = Counter[str]()
         threading.Thread(target=self._beat, args=(clone(),), name="hf_gpipe-beats", daemon=True).start()
 
     def stop(self) -> None:
@@ -85,9 +84,10 @@ class Liveness:
             longest: the seconds after which this process ends, whoever says that it is there.
             thread: whose wait it is: threads wait for those of the same name.
         """
-        wait = _Wait(what, f"hf_gpipe/waits/{thread}/{next(self._numbers[thread])}", longest, time.monotonic())
+        self._num_waits[thread] += 1
+        wait = _Wait(what, self._num_waits[thread], longest, time.monotonic())
         with self._lock, suppress(RuntimeError):  # without a store, messages still tell who has ended
-            self._store.set(f"{wait.key}/{self._rank}", "")
+            self._store.add(f"hf_gpipe/waits/{thread}/{self._rank}", 1)
         self._waits[thread] = wait
         try:
             meet()
@@ -103,8 +103,8 @@ class Liveness:
                 f"the process that has the store of this job has said nothing for {now - asked:.0f} seconds"
                 f"{_stopped_parent()}"
             ), True
-        for wait in list(self._waits.values()):
-            missing = self._missing.get(wait.key, [])
+        for thread, wait in list(self._waits.items()):
+            missing = self._missing.get(thread, [])
             for rank in missing:
                 _, since = self._heard.get(rank, (0, now))
                 if now - max(since, wait.start) > self.limit:
@@ -121,7 +121,8 @@ class Liveness:
             while not self._is_over.wait(min(self.limit / _BEATS_PER_LIMIT, _LONGEST_INTERVAL_SECONDS)):
                 self._asked = time.monotonic()
                 store.add(f"hf_gpipe/beats/{self._rank}", 1)
-                self._missing = {wait.key: self._late(store, wait.key) for wait in list(self._waits.values())}
+                waits = list(self._waits.items())
+                self._missing = {thread: self._late(store, thread, wait.number) for thread, wait in waits}
                 for rank in {rank for late in self._missing.values() for rank in late}:
                     count = count_beats(store, rank)
                     if self._heard.get(rank, (-1, 0.0))[0] != count:
@@ -129,10 +130,9 @@ class Liveness:
                 self._asked = None
         self._asked = None
 
-    def _late(self, store: dist.Store, key: str) -> list[int]:
-        if store.check([f"{key}/{rank}" for rank in range(self._size)]):
-            return []
-        return [rank for rank in range(self._size) if not store.check([f"{key}/{rank}"])]
+    def _late(self, store: dist.Store, thread: str, number: int) -> list[int]:
+        """The processes that have not yet begun the wait of this number. Adding nothing reads a counter."""
+        return [rank for rank in range(self._size) if store.add(f"hf_gpipe/waits/{thread}/{rank}", 0) < number]
 
 
 def _stopped_parent() -> str:

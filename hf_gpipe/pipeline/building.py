@@ -66,7 +66,8 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
             if visitors:
                 # One stage after another, for together they may not fit.
                 leave_on_host(own[stage], visitors, is_shared=homes is not None)
-            own[stage].use_kernels(kernels)
+            if kernels:
+                own[stage].use_kernels(kernels)
             if stage in decision.recompute.block_stages:
                 own[stage].checkpoint_blocks()
             if config.compiled.backend is not None:

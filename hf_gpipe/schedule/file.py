@@ -47,11 +47,8 @@ def read_table(
     Raises:
         ScheduleError: the file and the line that is wrong, what was found, what is allowed and the next step.
     """
-    text = _text(path)
-    try:
-        table = Schedule.from_text(text)
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}, {error}") from None
+    text = file_text(path)
+    table = parse_table(text, path)
     try:
         check_table(table)
         if not table.is_training:
@@ -130,7 +127,16 @@ def recompute_under(table: Schedule, recompute: str | Sequence[str | int]) -> st
     )
 
 
-def _text(path: str) -> str:
+def parse_table(text: str, path: str) -> Schedule:
+    """The table of a file's text, which is not checked. Raises ScheduleError with the file and the line."""
+    try:
+        return Schedule.from_text(text)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}, {error}") from None
+
+
+def file_text(path: str) -> str:
+    """The text of a table's file. Raises ScheduleError where it cannot be read, or is too large."""
     file = Path(path).expanduser()
     try:
         with file.open("rb") as opened:

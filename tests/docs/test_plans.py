@@ -27,7 +27,7 @@ def shown(page: Page) -> list[tuple[str, Block]]:
 
 @cache
 def printed(command: str) -> str:
-    """What the command prints, without the Hub."""
+    """Return what the command prints."""
     (line,) = command.replace("\\\n", "").strip().splitlines()
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         assert main(shlex.split(line, comments=True)[2:]) in (0, 1)

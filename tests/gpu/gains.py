@@ -1,4 +1,4 @@
-"""What would be won by CUDA graphs, and what an action costs on the host."""
+"""Measure how much time CUDA graphs would save, and how long an action takes on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU that is at hand for half an hour is used for: the order of the checks, and what is left of the time.
+"""The order of the checks for half an hour of a GPU, and the time that is left for each.
 
 Each call of the command goes on where the call before stopped: results of the same machine and versions are kept.
 """

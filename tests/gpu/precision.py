@@ -47,11 +47,16 @@ def compiled(job: dict[str, Any]) -> dict[str, Any]:
     return comparison.report()
 
 
+def lacking(job: dict[str, Any], *packages: str) -> str:
+    """Return why packages with kernels for CUDA, the last of them, cannot be used here; empty if they can."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        return f"{' and '.join(missing)} must be installed"
+    return f"{packages[-1]} has no emulated device" if job["emulated"] else ""
+
+
 def kernels(job: dict[str, Any]) -> dict[str, Any]:
     """Kernels of liger-kernel, for each mode of recomputation; and in float32 those of a tiny clone."""
-    missing = [name for name in ("liger_kernel", "triton") if find_spec(name) is None]
-    if missing or job["emulated"]:
-        reason = f"{' and '.join(missing)} must be installed" if missing else "triton has no emulated device"
+    if reason := lacking(job, "liger_kernel", "triton"):
         return {"skipped": reason}
     comparison = Comparison("bfloat16")
     for recompute in RECOMPUTE[: 1 if job["quick"] else None]:
@@ -62,9 +67,7 @@ def kernels(job: dict[str, Any]) -> dict[str, Any]:
 
 def quantised(job: dict[str, Any]) -> dict[str, Any]:
     """LoRA on weights of 4 and 8 bits."""
-    missing = [name for name in ("peft", "bitsandbytes") if find_spec(name) is None]
-    if missing or job["emulated"]:
-        reason = f"{' and '.join(missing)} must be installed" if missing else "bitsandbytes has no emulated device"
+    if reason := lacking(job, "peft", "bitsandbytes"):
         return {"skipped": reason}
     from tests import qlora
 
