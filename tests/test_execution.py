@@ -76,7 +76,7 @@ def results_of_four_stages() -> list[Result]:
     for schedule, recompute in TABLES:
         pipe = Pipeline(plain, 4, 4, schedule, recompute)
         assert pipe.world.placement == placement_for(schedule, 4, 2)
-        results.append(run_pipeline(pipe, padded_batch(config) if pipe.world.is_reader else None))
+        results.append(run_pipeline(pipe, padded_batch(config) if pipe.world.is_main else None))
     return results
 
 
@@ -238,7 +238,7 @@ def measured() -> tuple[list[ActionTime], list[object]]:
     config = tiny_config("llama")
     pipe = Pipeline(plain_model(config), 2, 3)
     times: list[ActionTime] = []
-    pipe.train_step(padded_batch(config) if pipe.world.is_reader else None, times)
+    pipe.train_step(padded_batch(config) if pipe.world.is_main else None, times)
     return times, list(pipe.schedule(3).actions[pipe.world.rank])
 
 
@@ -252,7 +252,7 @@ def test_the_update_runs_in_the_last_u_of_a_process() -> None:
 def updated() -> tuple[dict[str, float], dict[str, float], float, float, bool]:
     config = tiny_config("m2m_100")  # its embedding is tied over both processes
     pipe = Pipeline(plain_model(config), 4, 2, "interleaved_1f1b")
-    batch = padded_batch(config) if pipe.world.is_reader else None
+    batch = padded_batch(config) if pipe.world.is_main else None
     times: list[ActionTime] = []
     seen: list[tuple[float, float, dict[str, float]]] = []
     returned = float(

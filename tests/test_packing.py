@@ -151,7 +151,7 @@ def test_an_auxiliary_loss_is_that_of_the_packed_micro_batches() -> None:
 def _in_a_process(family: str, batch: dict[str, Any] | None) -> tuple[Step, float]:
     model = exact_clone(default_config(family), torch.float64)
     pipe = Pipeline(model, 2, 3, packing=model.config.is_encoder_decoder)
-    mine = batch if pipe.world.is_reader else None
+    mine = batch if pipe.world.is_main else None
     with InFloat64():
         return step(pipe, mine), pipe.eval_step(mine).loss
 

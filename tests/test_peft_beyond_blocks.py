@@ -124,7 +124,7 @@ def test_a_trained_head_is_made_in_parts() -> None:
 def _gradients_of(case: str) -> Result:
     model = adapted(case, tied=True)
     pipe = Pipeline(model, 2, 2)
-    return run_pipeline(pipe, padded_batch(model.config) if pipe.world.is_reader else None)
+    return run_pipeline(pipe, padded_batch(model.config) if pipe.world.is_main else None)
 
 
 def _tokens_and_copies() -> list[Result]:

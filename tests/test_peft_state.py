@@ -129,7 +129,7 @@ def test_saved_adapters_are_trained_on(num_stages: int, saved: Path, tmp_path: P
 
 def gradients_of(folder: Path) -> Result:
     pipe = Pipeline(folder / "adapters", 2, 2, dtype="float64", attn_implementation="eager")
-    return run_pipeline(pipe, padded_batch(tiny_config("llama")) if pipe.world.is_reader else None)
+    return run_pipeline(pipe, padded_batch(tiny_config("llama")) if pipe.world.is_main else None)
 
 
 def test_saved_adapters_in_two_processes(saved: Path) -> None:

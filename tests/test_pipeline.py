@@ -342,10 +342,10 @@ def _on_two_processes(family: str, tied: bool) -> list[tuple[int, int, object]]:
     for num_stages, num_micro_batches, schedule in [(2, 1, "gpipe"), (2, 4, "gpipe_fused"), (4, 7, "1f1b")]:
         pipe = Pipeline(copy.deepcopy(plain), num_stages, num_micro_batches, schedule=schedule)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
-        first = run_pipeline(pipe, batch if pipe.world.is_reader else None)
+        first = run_pipeline(pipe, batch if pipe.world.is_main else None)
         norm = float(pipe.clip_grad_norm_(1e9))
         optimizer.step()
-        second = run_pipeline(pipe, batch if pipe.world.is_reader else None)
+        second = run_pipeline(pipe, batch if pipe.world.is_main else None)
         results.append((num_micro_batches, first, norm, second))
     return results
 

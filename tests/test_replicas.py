@@ -193,11 +193,11 @@ def step(pipe: Pipeline, model: str) -> Step:
     norms: list[float] = []
     losses = []
     for batch in batches_of(model):
-        given = batch if pipe.world.is_reader else None
+        given = batch if pipe.world.is_main else None
         losses.append(float(pipe.train_step(given, update=lambda _, norm: norms.append(float(norm)))))
     gradients = gathered_gradients(pipe)
     assert float(pipe.grad_norm()) == norms[1], "U's norm is that of all gradients"
-    evaluation = pipe.eval_step(batches_of(model)[0] if pipe.world.is_reader else None)
+    evaluation = pipe.eval_step(batches_of(model)[0] if pipe.world.is_main else None)
     norm = float(pipe.clip_grad_norm_(norms[1] / 2))
     for name, parameter in pipe.named_parameters():
         if parameter.grad is not None:
@@ -267,7 +267,7 @@ def run_without_norm(num_replicas: int) -> Result:
         Pipeline(tiny_config("llama"), 1, 1, replicas=num_replicas)
     pipe = Pipeline(copy.deepcopy(plain_of("llama")), 1, 4, replicas=num_replicas)
     without_norm(pipe.models[0].model)
-    batch = batches_of("llama")[0] if pipe.world.is_reader else None
+    batch = batches_of("llama")[0] if pipe.world.is_main else None
     loss = float(pipe.train_step(batch))
     return Result(loss, gathered_gradients(pipe))
 
@@ -300,7 +300,7 @@ def buckets_before_reduction() -> tuple[int, int]:
         start(stage)
 
     pipe.weights.replicas.start = counted  # type: ignore[method-assign]
-    pipe.train_step(batches_of("llama")[0] if pipe.world.is_reader else None)
+    pipe.train_step(batches_of("llama")[0] if pipe.world.is_main else None)
     return left[0], len(pipe.weights.replicas._buckets[0])
 
 

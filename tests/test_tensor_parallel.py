@@ -323,7 +323,7 @@ def planned() -> list[tuple[str | None, list[int], list[int], float, Any]]:
         pipe = Pipeline(plain_model(config), 2, 2, "1f1b", "none", tensor_parallel=2, example=batch, **options)
         own = [sum(p.numel() for p in model.parameters.values()) for model in pipe.models.values()]
         loss = step(pipe, batch)[0].loss
-        stages = pipe.world.from_reader(lambda pipe=pipe: [stage.num_parameters for stage in pipe.plan().stages])
+        stages = pipe.world.from_main(lambda pipe=pipe: [stage.num_parameters for stage in pipe.plan().stages])
         found.append((pipe.planned, stages, own, loss, pipe.config.speeds))
     return found
 

@@ -143,7 +143,7 @@ def in_three_processes(path: str) -> tuple[list[Any], tuple[int, int]]:
     replicas.BUCKET_BYTES = 3000
     config = tiny_config("llama", tied=True)
     pipe = Pipeline(plain_model(config), 2, 4, path, replicas=[2, 1], zero=1)
-    batch = padded_batch(config) if pipe.world.is_reader else None
+    batch = padded_batch(config) if pipe.world.is_main else None
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     pipe.shard_optimizer(optimizer)
     started: list[tuple[int, int]] = []
@@ -309,7 +309,7 @@ def in_two_processes() -> list[Result]:
     found = []
     for schedule in ("zb_h2", "zb_v"):
         pipe = Pipeline(plain_model(config), 4, 4, schedule, "none")
-        batch = padded_batch(config) if pipe.world.is_reader else None
+        batch = padded_batch(config) if pipe.world.is_main else None
         found.append(run_pipeline(pipe, batch))
         assert pipe.eval_step(batch).loss == pytest.approx(found[-1].loss, rel=1e-10)
     return found

@@ -212,7 +212,7 @@ def _count_state() -> tuple[int, int, int]:
     optimizer.step()
     tensors = [value for slots in optimizer.state.values() for value in slots.values()]
     own = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    planned = pipe.world.from_reader(lambda: pipe.plan(batch).processes[0].memory.optimizer)
+    planned = pipe.world.from_main(lambda: pipe.plan(batch).processes[0].memory.optimizer)
     return own, sum(p.numel() * p.element_size() for p in pipe.parameters()), planned
 
 

@@ -66,14 +66,14 @@ def last_checkpoint(output_dir: Path, world: World) -> Path | None:
         CheckpointError: on every process, if there are checkpoints and all of them are damaged.
     """
     problems: list[str] = []
-    for path in map(Path, world.from_writer(lambda: [str(found) for found in reversed(checkpoints(output_dir))])):
-        if world.from_writer(partial(_is_model_alone, path)):
+    for path in map(Path, world.from_main(lambda: [str(found) for found in reversed(checkpoints(output_dir))])):
+        if world.from_main(partial(_is_model_alone, path)):
             continue
         problem = _find_damage(path, world)
         if problem:
             problems.append(problem)
             continue
-        for problem in problems if world.is_reporter else []:
+        for problem in problems if world.is_main else []:
             logger.warning("%s; the older %s is used", problem, path.name)
         return path
     if problems:
@@ -112,7 +112,7 @@ def _find_damage(checkpoint: Path, world: World) -> str:
     except CheckpointError as error:
         problem = str(error)
     damage = next((problem for problem in world.gather_objects(problem) if problem), "")
-    if not damage and not is_checked and world.is_reporter:
+    if not damage and not is_checked and world.is_main:
         logger.warning("%s was written by an older version, without digests: its content is not checked", checkpoint)
     return damage
 
@@ -163,13 +163,13 @@ def written_whole(final: Path, world: World) -> Iterator[Path]:
         replace_directory(temporary, final)
         _sync(final.parent)
 
-    world.from_writer(prepare, takes_long=True)
+    world.from_main(prepare, takes_long=True)
     try:
         yield temporary
         write_once(final, world, publish)
     except BaseException:
         # Frees the space on a full disk.
-        if world.is_writer:
+        if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -228,7 +228,7 @@ def check_shared(output_dir: Path, world: World) -> None:
     Raises:
         CheckpointError: on every process, if one of them cannot write, or does not see a file of another one.
     """
-    token = world.broadcast_value(uuid4().hex, world.writer)
+    token = world.broadcast_value(uuid4().hex, world.main)
     files = [output_dir / f".seen-by-all-{token}-{rank}" for rank in range(world.num_processes)]
 
     def write() -> None:

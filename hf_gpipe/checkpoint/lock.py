@@ -74,8 +74,8 @@ def owned(output_dir: Path, world: World) -> Iterator[None]:
                 why = getattr(error, "strerror", error)
                 raise CheckpointError(f"cannot write into the directory {str(output_dir)!r}: {why}") from error
 
-        # It takes long where the writer waits for an owner that is about to end.
-        world.from_writer(take, takes_long=True)
+        # It takes long where the main process waits for an owner that is about to end.
+        world.from_main(take, takes_long=True)
         yield
 
 

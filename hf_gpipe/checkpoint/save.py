@@ -66,8 +66,8 @@ def pending_model(
         is_complete: as of `delete_earlier`.
     """
     num_stages = world.placement.num_stages
-    taken = world.is_writer and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
-    tag = world.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[world.writer]
+    taken = world.is_main and any(_SHARD.fullmatch(path.name) for path in directory.iterdir())
+    tag = world.gather_objects(f"-{uuid4().hex[:8]}" if taken else "")[world.main]
     files: Files = {}
     for stage, model in models.items():
         if world.is_in_first_replica(stage):  # each file is written once
@@ -98,12 +98,12 @@ def pending_model(
 
 
 def prepare(directory: Path, world: Mesh, *writes: Callable[[Path], Any] | None) -> None:
-    """`prepare_files` by the writer, in a directory that is made if needed. Every process must call it.
+    """`prepare_files` by the main process, in a directory that is made if needed. Every process must call it.
 
     Raises:
         UserError: on every process, if a file cannot be written, or something has no form in a file.
     """
-    world.from_writer(lambda: make_directory(directory))
+    world.from_main(lambda: make_directory(directory))
     write_once(directory, world, lambda: prepare_files(directory, *writes))
 
 

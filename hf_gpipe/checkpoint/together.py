@@ -24,7 +24,7 @@ def write_together(directory: Path, world: World, write: Callable[[], Value], ki
         directory: where `write` writes to, for the error message.
         world: the processes.
         write: returns a small value.
-        kind: the type of the value, as of `World.from_reader`.
+        kind: the type of the value, as of `World.from_main`.
 
     Raises:
         CheckpointError: on every process, if one of them cannot write. A UserError of one is raised on every process.
@@ -43,9 +43,9 @@ def write_together(directory: Path, world: World, write: Callable[[], Value], ki
 
 
 def write_once(directory: Path, world: World, write: Callable[[], None]) -> None:
-    """Call `write` in the writer only, once every process has called this function.
+    """Call `write` in the main process only, once every process has called this function.
 
-    Raises CheckpointError, on every process, if the writer cannot write into `directory`.
+    Raises CheckpointError, on every process, if the main process cannot write into `directory`.
     """
     world.barrier()
-    write_together(directory, world, lambda: write() if world.is_writer else None)
+    write_together(directory, world, lambda: write() if world.is_main else None)

@@ -83,11 +83,11 @@ def _generate(args: argparse.Namespace) -> int:
     is_decoder_only = not pipe.adapter.config.is_encoder_decoder
     options |= _in_languages(tokenizer, args)
     lines = _lines(args)
-    while texts := pipe.world.from_reader(lambda: next(lines, []), takes_long=True):
+    while texts := pipe.world.from_main(lambda: next(lines, []), takes_long=True):
         inputs = _encoded(tokenizer, texts, args, is_decoder_only=is_decoder_only)
         ids = pipe.generate(**inputs, **options)
         added = ids[:, token_ids(inputs).shape[1] :] if is_decoder_only else ids
-        if pipe.world.is_reporter:
+        if pipe.world.is_main:
             for text in tokenizer.batch_decode(added, skip_special_tokens=True):
                 print(text, flush=True)
     job.leave()

@@ -243,16 +243,16 @@ def evaluate_translation(
         return PairCollator.for_tokenizer(tokenizer)(rows)
 
     _, batches = HeldOut(make, evaluation.batch_size).mini_batches(pipe, collate)
-    pad_token_id = pipe.world.from_reader(lambda: None if tokenizer is None else tokenizer.pad_token_id)
+    pad_token_id = pipe.world.from_main(lambda: None if tokenizer is None else tokenizer.pad_token_id)
     options = {name: getattr(evaluation, name) for name in ("max_new_tokens", "num_beams")}
     options |= {"do_sample": False, "num_return_sequences": 1}
     #: The translation of each pair, with the number of the reference's tokens.
     outcomes: dict[int, tuple[Translated, int]] = {}
     codes = encoded[0].codes if encoded else None
-    start_argument = pipe.world.from_reader(lambda: None if codes is None else codes.start_argument)
+    start_argument = pipe.world.from_main(lambda: None if codes is None else codes.start_argument)
     generation = Generation(pipe, options, pad_token_id, start_argument)
     for predicted in predict(pipe, batches, generation=generation):
-        if tokenizer is None or not pipe.world.is_reader:
+        if tokenizer is None or not pipe.world.is_main:
             continue
         assert predicted.tokens is not None, "there is a generation"
         texts = encoded[0].decoded(predicted.tokens)
@@ -264,7 +264,7 @@ def evaluate_translation(
                 Translated(pair.language, pair.source, pair.target, text.strip(), nll, count),
                 num_tokens,
             )
-    return pipe.world.from_reader(
+    return pipe.world.from_main(
         lambda: _report([outcomes[i] for i in range(len(outcomes))], evaluation.samples, training_pairs or {}),
         TranslationReport,
     )

@@ -83,7 +83,7 @@ class HeldOut:
             self.rows = self.make()
             return min(len(self.rows), self.max_rows or len(self.rows))
 
-        num_rows = pipe.world.from_reader(prepare, takes_long=True)
+        num_rows = pipe.world.from_main(prepare, takes_long=True)
         starts = range(0, num_rows, self.batch_size)
         # Read in the main process alone.
         return num_rows, (
@@ -289,18 +289,18 @@ def evaluate_completions(
 ) -> HeldOutReport:
     """The mean of a checkable reward over the most likely completions of held-out prompts, and how many have 1."""
     world = pipe.world
-    end = world.from_reader(lambda: None if tokenizer is None else tokenizer.eos_token_id)
+    end = world.from_main(lambda: None if tokenizer is None else tokenizer.eos_token_id)
     number, batches = held_out.mini_batches(pipe, PromptCollator(end or 0))
     rewards: list[float] = []
     for batch in shared_batches(batches, world):
         tokens = completions_of(pipe, batch, end, max_completion_length, do_sample=False)
 
         def of_batch(batch: Batch = batch, completions: torch.Tensor = tokens) -> list[float]:
-            assert tokenizer is not None, "the reader has the tokenizer"
+            assert tokenizer is not None, "the main process has the tokenizer"
             answers = [held_out.rows.rows[row]["answer"] for row in batch["row"].tolist()]
             return checked_by(reward)(tokenizer.batch_decode(completions, skip_special_tokens=True), answers)
 
-        rewards += world.from_reader(of_batch)
+        rewards += world.from_main(of_batch)
     mean, share = sum(rewards) / number, sum(value == 1 for value in rewards) / number
     values = {"num_prompts": number, "reward": mean, "share_right": share}
     return HeldOutReport("prompts", values, ("prompts", f"{number} prompts"), f"reward {mean:.3f}, right {share:.1%}")

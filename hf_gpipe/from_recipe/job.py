@@ -60,7 +60,7 @@ def run(recipe: Recipe, job: Job) -> None:
     task = task_of(recipe)
     world = world_for(recipe.pipeline)
     job.note("checking the recipe")
-    world.from_reader(lambda: check_recipe(recipe))
+    world.from_main(lambda: check_recipe(recipe))
     job.note("taking the output directory")
     with owned(Path(recipe.training.output_dir), world):
         _run(recipe, job, world, task, cost_meter)
@@ -69,7 +69,7 @@ def run(recipe: Recipe, job: Job) -> None:
 def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMeter) -> None:
     """Run the job of a recipe whose output directory no other run uses."""
     output_dir = Path(recipe.training.output_dir)
-    say: Callable[[str], None] = summary.say if world.is_reporter else lambda text: None
+    say: Callable[[str], None] = summary.say if world.is_main else lambda text: None
     checkpoint = _checkpoint_of(recipe, output_dir, world, job)
     first_step = 0 if checkpoint is None else step_of(checkpoint)
     num_processes = recipe.pipeline.division.workers_among(world.num_processes)
@@ -77,7 +77,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     job.note("preparing the corpus and the tokenizer")
     say("preparing the corpus and the tokenizer")
     config, prepared = _prepared(recipe, task, output_dir, checkpoint, world)
-    for path in world.from_writer(lambda: writing(output_dir)(_begin)(recipe, output_dir, table)):
+    for path in world.from_main(lambda: writing(output_dir)(_begin)(recipe, output_dir, table)):
         say(f"deleted {path}, because training.resume is never")
 
     job.note("creating the model")
@@ -85,7 +85,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     if not pipe.adapter.labels_rows:
         pipe.adapter.reference.generation_config.max_new_tokens = recipe.evaluation.max_new_tokens
     trainer = trainer_of(recipe, task, pipe, prepared)
-    corpus_text = world.from_reader(lambda: "" if prepared is None else task.size(recipe.data, prepared.corpus))
+    corpus_text = world.from_main(lambda: "" if prepared is None else task.size(recipe.data, prepared.corpus))
     say(summary.start_text(recipe, pipe, corpus_text, checkpoint))
     again = " with training.resume=auto" if recipe.training.resume == "never" else ""
     output = trainer.train_from(checkpoint, resume_hint=f"start again{again}")
@@ -107,7 +107,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
     batches = trainer.train_batches()
     batch = trainer.prepared(share([next(batches.epoch(0))] if batches is not None else None, world))
     measured, predicted = _measured(trainer, batch)
-    if world.is_writer:
+    if world.is_main:
         cost = cost_meter.cost(pipe, trainer.state.log_history, measured, batch, first_step)
         metrics = json.dumps(_finite(report.to_dict() | {"cost": cost}), indent=2, ensure_ascii=False)
         with writing(output_dir):
@@ -118,7 +118,7 @@ def _run(recipe: Recipe, job: Job, world: World, task: Task, cost_meter: CostMet
             _write_timelines(output_dir, measured, predicted)
             page = run_page(output_dir.name, cost, trainer.state.log_history, measured, predicted)
             (output_dir / PAGE_FILE).write_text(page, encoding="utf-8")
-    if world.is_reporter:
+    if world.is_main:
         parts, trace = breakdown(measured), output_dir / TRACE_FILE
         where = f"Where one step of {float(parts.total_seconds):.4g} s goes (in detail: {trace}, for ui.perfetto.dev)"
         summary.say(f"\n{where}\n\n{parts.text()}\n\n{report.text(recipe.evaluation.split)}")
@@ -174,17 +174,17 @@ def _write_timelines(output_dir: Path, measured: Timeline, predicted: Timeline) 
 def _prepared(
     recipe: Recipe, task: Task, output_dir: Path, checkpoint: Path | None, world: World
 ) -> tuple[PreTrainedConfig, Prepared | None]:
-    """The model's configuration, and in the reader everything that it has prepared."""
+    """The model's configuration, and in the main process everything that it has prepared."""
     mine: list[Prepared] = []
 
     def prepare() -> str:
         mine.append(_prepare(recipe, task, output_dir, checkpoint))
         return mine[0].config.to_json_string(use_diff=False)
 
-    values = json.loads(world.from_reader(prepare, takes_long=True))
+    values = json.loads(world.from_main(prepare, takes_long=True))
     if mine:
         return mine[0].config, mine[0]
-    # Its class is of the recipe, its values are the reader's: they have the tokenizer's ids.
+    # Its class is of the recipe, its values are the main process's: they have the tokenizer's ids.
     return type(model_config(recipe, None)).from_dict(values), None
 
 
@@ -231,7 +231,7 @@ def _checkpoint_of(recipe: Recipe, output_dir: Path, world: World, job: Job) -> 
         tidy(output_dir)
 
     job.note("checking the checkpoint")
-    world.from_writer(prepare)
+    world.from_main(prepare)
     if world.has_several_machines:
         check_shared(output_dir, world)
         _check_same_data(recipe, world)
@@ -252,7 +252,7 @@ def _check_same_data(recipe: Recipe, world: World) -> None:
         copies = ", ".join(f"{digest} on {host}" for host, digest in digest_of.items())
         raise DataError(
             f"data.path {recipe.data.path}: the files differ between the machines (hashes: {copies}); copy them from "
-            f"{world.hosts[world.reader]}, or put them where all machines see them"
+            f"{world.hosts[world.main]}, or put them where all machines see them"
         )
 
 

@@ -62,8 +62,8 @@ def trainer_of(recipe: Recipe, task: Task, pipe: Pipeline, prepared: Prepared | 
     given: dict[str, Any] = {"args": arguments_of(recipe), **task.given(recipe)}
 
     def tokenize() -> int | None:
-        """Make the datasets in the reader; the number of characters of the validation's references, if any."""
-        assert prepared is not None, "the reader has prepared the data"
+        """Make the datasets in the main process; the number of characters of the validation's references, if any."""
+        assert prepared is not None, "the main process has prepared the data"
         corpus, file = prepared.corpus, teacher_file(recipe, pipe)
         splits = {"train_dataset": corpus.train}
         if recipe.training.eval_steps:
@@ -74,7 +74,7 @@ def trainer_of(recipe: Recipe, task: Task, pipe: Pipeline, prepared: Prepared | 
         return None if counts is None else sum(counts)
 
     # The process of the last stage computes the metric.
-    characters = pipe.world.from_reader(tokenize, takes_long=True)
+    characters = pipe.world.from_main(tokenize, takes_long=True)
     if characters is not None:
         given |= {"compute_metrics": PerCharacter(characters), "preprocess_logits_for_metrics": without_logits}
     if prepared is not None:

@@ -47,15 +47,12 @@ class MeasuredLink:
 class World:
     """The processes of a job, as seen by this process; they are numbered by their rank.
 
-    Three roles belong to one process each. Today all three are rank 0's, the main process.
+    The main process reads the data, its arguments and decisions count for all, and it writes each file that is not of
+    one stage alone, shows progress and prints messages.
     """
 
-    reader: ClassVar[int] = 0
-    """The rank that reads the data, and whose arguments and decisions count for all."""
-    writer: ClassVar[int] = 0
-    """The rank that makes directories, and writes each file that is not of one stage alone."""
-    reporter: ClassVar[int] = 0
-    """The rank that shows progress and prints messages."""
+    main: ClassVar[int] = 0
+    """The rank of the main process."""
 
     rank: int
     ranks: tuple[RankFacts, ...]
@@ -125,37 +122,25 @@ class World:
         """A world for a thread of this name, which sends messages while the main thread sends others."""
         return replace(self, thread=name)
 
-    # ------------------------------------------------------------------ roles
+    # ------------------------------------------------------------------ the main process
 
     @property
-    def is_reader(self) -> bool:
-        return self.rank == self.reader
+    def is_main(self) -> bool:
+        return self.rank == self.main
 
-    @property
-    def is_writer(self) -> bool:
-        return self.rank == self.writer
-
-    @property
-    def is_reporter(self) -> bool:
-        return self.rank == self.reporter
-
-    def from_reader(self, function: Callable[[], Value], kind: Any = None, *, takes_long: bool = False) -> Value:
-        """Call `function` in the reader only and return its value on every process.
+    def from_main(self, function: Callable[[], Value], kind: Any = None, *, takes_long: bool = False) -> Value:
+        """Call `function` in the main process only and return its value on every process.
 
         Args:
             function: returns a small value.
             kind: the type of the value, such as a dataclass; None: it is one that travels as it is (wire.py).
             takes_long: whether it may take longer than a message may, such as reading a corpus: the others wait as long
-                as the reader is there.
+                as the main process is there.
 
         Raises:
-            UserError: on every process, if `function` raises it in the reader.
+            UserError: on every process, if `function` raises it in the main process.
         """
-        return self._from(self.reader, function, kind, takes_long)
-
-    def from_writer(self, function: Callable[[], Value], kind: Any = None, *, takes_long: bool = False) -> Value:
-        """`from_reader` for the writer."""
-        return self._from(self.writer, function, kind, takes_long)
+        return self._from(self.main, function, kind, takes_long)
 
     def _from(self, rank: int, function: Callable[[], Value], kind: Any = None, takes_long: bool = False) -> Value:
         kind = None if kind is None else kind | None
@@ -165,7 +150,7 @@ class World:
     def from_each(
         self, function: Callable[[], Value], kind: Any = None, *, takes_long: bool = False, limits: float = math.inf
     ) -> list[Value]:
-        """Call `function` in every process; its values, in order of rank, on every process. Raises as `from_reader`.
+        """Call `function` in every process; its values, in order of rank, on every process. Raises as `from_main`.
 
         Of functions that take long, `limits` are how many time limits of a message a process waits for the others.
         """

@@ -241,7 +241,7 @@ class StageParameters:
         Args:
             directory, world: as for `pending_write`.
             write_more: writes other small files that belong to the model, such as the tokenizer's, into the directory
-                that it gets; called in the writer.
+                that it gets; called in the main process.
 
         Raises:
             UserError: on every process, if the model or a file cannot be saved.

@@ -43,7 +43,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     seed = TrainingSection.seed if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
     others = hub.unexpected_tensors(adapter, weights) if isinstance(weights, str | os.PathLike) else []
-    if others and world.is_reporter:
+    if others and world.is_main:
         logger.warning(
             f"{len(others)} tensors of the checkpoint {str(weights)!r} are not read, because the model has no "
             f"such parameters: {listed(others, 3)}; the head of another task is left out so, and any other tensor is a "

@@ -118,7 +118,7 @@ class Decision:
         given = request.config
         if inputs.earlier_num_micro_batches is not None and given.num_micro_batches in (None, AUTO):
             given = given.replace(num_micro_batches=inputs.earlier_num_micro_batches)
-        given = given.with_defaults(can_plan=world.from_reader(lambda: inputs.example is not None))
+        given = given.with_defaults(can_plan=world.from_main(lambda: inputs.example is not None))
         # Read before the model: a table that cannot be run costs no time.
         table, num_workers = None, given.division.workers_among(world.num_processes)
         if is_table_file(given.schedule):
@@ -127,7 +127,7 @@ class Decision:
         chain = chain_of(request.model)
         if chain is not None:
             # Every process finds the layers by it.
-            example = world.from_reader(inputs.of_entries, Workload)
+            example = world.from_main(inputs.of_entries, Workload)
             inputs, shapes = replace(inputs, example=example), () if example is None else example.shapes
         if table is not None:
             given = given.replace(recompute=recompute_under(table, given.recompute))
@@ -156,10 +156,10 @@ class Decision:
             _compare_commit(request.teacher, of_teacher)
         # One process compares the tiny clones: it takes a second of a core, and the result is the same in all.
         is_compiled = given.compiled.torch_compile
-        world.from_reader(lambda: check_division(adapter, given.division, is_compiled=is_compiled, loss=loss))
+        world.from_main(lambda: check_division(adapter, given.division, is_compiled=is_compiled, loss=loss))
 
         if given.liger.use_liger_kernel:
-            world.from_reader(lambda: verify_kernels(adapter, world.device))
+            world.from_main(lambda: verify_kernels(adapter, world.device))
 
         # What the planner decides, and whether the machines can do it.
         planning = Planning(inputs, adapter, loss.planned, world, of_teacher)

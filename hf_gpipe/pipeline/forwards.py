@@ -203,7 +203,7 @@ class Forwards:
         check_generates(self.adapter)
         adapter, num_stages = self.adapter, self.decision.config.num_stages
         if isinstance(adapter, TextAdapter) and not is_known_exact(adapter):
-            self.world.from_reader(lambda: verify_generation(adapter, num_stages))
+            self.world.from_main(lambda: verify_generation(adapter, num_stages))
         models, partition = self.parameters.models, self.decision.partition
         heads = {number: stage.head for number, stage in self.stages.items() if stage.head is not None}
         return Generator(self.adapter, partition, models, self.edges, self.world, self.visits, heads)

@@ -62,7 +62,7 @@ class Steps:
         self.adapter, self.world = self.decision.adapter, self.decision.world
         self._is_packing_verified = self.cutting.packing
         has_one = self.decision.config.num_stages > 1 and self.decision.given.num_micro_batches == 1
-        self._may_lack_overlap = self.world.is_reporter and has_one and not self.decision.is_asynchronous
+        self._may_lack_overlap = self.world.is_main and has_one and not self.decision.is_asynchronous
 
     def train_step(
         self,

@@ -78,9 +78,9 @@ class Planning:
             table = plan.planner.inputs.tables.get(plan.settings.schedule)
             return plan.settings, _why(plan, config), None if table is None else table.text()
 
-        settings, why, text = self.world.from_reader(best, tuple[DecidedConfig, str, str | None], takes_long=True)
+        settings, why, text = self.world.from_main(best, tuple[DecidedConfig, str, str | None], takes_long=True)
         table = None if text is None else Schedule.from_text(text)
-        if self.world.is_reporter:
+        if self.world.is_main:
             logger.warning(why)  # a level that is shown unless somebody asks for silence
         return settings, why, table
 
@@ -143,12 +143,12 @@ class Planning:
         is_open = config.speeds is None and not config.is_decided
         if config.speeds != "profile" and not (is_open and len(models) > 1):
             return config.given_speeds
-        mini_batch = self.world.from_reader(lambda: self.inputs.mini_batch(self.adapter), Workload)
+        mini_batch = self.world.from_main(lambda: self.inputs.mini_batch(self.adapter), Workload)
         count = config.num_micro_batches if isinstance(config.num_micro_batches, int) else 4 * config.processes
         workload = mini_batch.of_rows(largest_micro_batch(mini_batch.rows, count))
         ranks = ranks_of_workers(self.world, config.division)
         speeds = measure_speeds(self.adapter, workload, self.world, self.loss, ranks)
-        if self.world.is_reporter:
+        if self.world.is_main:
             logger.warning(
                 "planner: all processes are equally fast"
                 if speeds is None
@@ -160,12 +160,12 @@ class Planning:
     def _measure(self, config: PipelineConfig) -> Mapping[tuple[int, Chunks], Sequence[ModelCosts]]:
         """The costs of each size of micro-batch that may be chosen, measured by all processes at once, as in a run."""
         world = self.world
-        mini_batch = world.from_reader(lambda: self.inputs.mini_batch(self.adapter), Workload)
+        mini_batch = world.from_main(lambda: self.inputs.mini_batch(self.adapter), Workload)
         ranks = ranks_of_workers(world, config.division)
 
         def measured(workload: Workload) -> ModelCosts:
             # Only the seconds differ between processes.
-            costs = world.from_reader(
+            costs = world.from_main(
                 lambda: tracer_of(self.adapter, self.loss, world.device, ranks).costs(workload), ModelCosts
             )
             own = profile_layers(

@@ -33,7 +33,7 @@ def compare_with_machines(planning: Planning, config: DecidedConfig, world: Mesh
     """
     if not world.has_several_machines and not config.measure_links:
         return []
-    peaks, assumed = world.from_reader(lambda: _planned(planning, config), tuple[list[int], Level], takes_long=True)
+    peaks, assumed = world.from_main(lambda: _planned(planning, config), tuple[list[int], Level], takes_long=True)
     if peaks and config.memory is None and (lacking := memory_problems(world.ranks, peaks)):
         raise UserError("; ".join(lacking))
     return [_line(link, assumed) for link in measure(world, pairs_to_measure(world.placement, world.hosts))]

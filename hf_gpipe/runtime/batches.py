@@ -117,7 +117,7 @@ class _Messages:
         self._message = torch.zeros(_HEADER_BYTES + self._room, dtype=torch.uint8)
         self._data: torch.Tensor | None = None
         self._error: Exception | None = None
-        if self._world.is_reader:
+        if self._world.is_main:
             size = _FAILED
             try:
                 batches = read()
@@ -130,7 +130,7 @@ class _Messages:
             if self._data is not None:
                 beginning = self._data[: self._room]
                 self._message[_HEADER_BYTES : _HEADER_BYTES + len(beginning)] = beginning
-        self._work = self._world.broadcast(self._message, self._world.reader, async_op=True)
+        self._work = self._world.broadcast(self._message, self._world.main, async_op=True)
 
     def end(self) -> list[dict[str, torch.Tensor]] | None:
         """Wait for the mini-batches; None after the last."""
@@ -147,7 +147,7 @@ class _Messages:
         body = self._message[_HEADER_BYTES:]
         if wire.checked_size(size) > self._room:
             rest = torch.empty(size - self._room, dtype=torch.uint8) if self._data is None else self._data[self._room :]
-            self._world.broadcast(rest, self._world.reader)
+            self._world.broadcast(rest, self._world.main)
             body = torch.cat([body, rest])
             self._room = size
         return unpack(body[:size])

@@ -96,7 +96,7 @@ class GenerateArguments:
             data = {name: _as_data(value) for name, value in own.items() if _travels(value)}
             return data, {name: _class_of(value) for name, value in own.items() if name not in data}, num_parts
 
-        data, objects, num_parts = self.world.from_reader(read)
+        data, objects, num_parts = self.world.from_main(read)
         # The other processes may leave options out, and their tensors are not read.
         options = {name: value for name, value in data.items() if not isinstance(value, torch.Tensor)}
         compare(lambda: options | {n: _as_data(own[n]) for n in options if n in own}, "arguments of generate")

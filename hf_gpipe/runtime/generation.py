@@ -106,7 +106,7 @@ class Generator:
             UserError: on every process, if an argument is unknown or not supported, or a process has no such object.
             StageError: the forward of a stage failed.
         """
-        streamer = inputs.get("streamer") if self._world.is_reader else None
+        streamer = inputs.get("streamer") if self._world.is_main else None
         shared, num_parts = self._arguments.shared(inputs)
         self._share_random_state()
         if num_parts == 1:
@@ -286,7 +286,7 @@ class Generator:
         if self._world.num_processes > 1:
             generator = default_generator(self.device)
             state = generator.get_state()
-            self._world.broadcast(state, self._world.reader)
+            self._world.broadcast(state, self._world.main)
             generator.set_state(state)
 
 

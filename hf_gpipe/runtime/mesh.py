@@ -188,11 +188,11 @@ def _dealt(world: World, placement: Placement) -> Placement:
 
 
 def table_of_reader(world: World, make: Callable[[], Schedule | None]) -> Schedule | None:
-    """Make a table in the reader, for every process. Every process calls it; it travels as its text."""
+    """Make a table in the main process, for every process. Every process calls it; it travels as its text."""
 
     def text() -> str | None:
         table = make()
         return None if table is None else table.text()
 
-    told = world.from_reader(text)
+    told = world.from_main(text)
     return None if told is None else Schedule.from_text(told)

@@ -53,7 +53,7 @@ class ExamplesTrainer(PipelineTrainer, ABC):
             if self.data_collator is None and self._tokenizer is None:
                 raise UserError("processing_class is None; give the tokenizer, whose padding token fills shorter rows")
 
-        self.world.from_reader(prepare, takes_long=True)
+        self.world.from_main(prepare, takes_long=True)
         self.train_dataset, self.eval_dataset = datasets.get("train"), datasets.get("eval")
 
     def _take_pipeline(self) -> None:
@@ -68,7 +68,7 @@ class ExamplesTrainer(PipelineTrainer, ABC):
 
     def _evaluated(self, dataset: Any, generation: Mapping[str, Any], required: str) -> Iterable[Batch] | None:
         examples: list[Any] = []
-        self.world.from_reader(lambda: examples.append(self._examples(dataset)), takes_long=True)
+        self.world.from_main(lambda: examples.append(self._examples(dataset)), takes_long=True)
         return super()._evaluated(self._completed(examples[0] if examples else None), generation, required)
 
     def _eval_batches(self, dataset: Any) -> MiniBatches:

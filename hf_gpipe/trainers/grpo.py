@@ -93,13 +93,13 @@ class PipelineGRPOTrainer(OwnLossTrainer):
         if self._server is not None and rollout_func is not None:
             raise UserError("rollout_func: rollout_server is given too; leave one of them out")
         if self._server is not None:
-            self.world.from_writer(self._check_served_folder)
+            self.world.from_main(self._check_served_folder)
         weights = args.reward_weights or [1.0] * len(self._rewards)
         if len(weights) != len(self._rewards):
             raise UserError(f"reward_weights={weights!r}: expected one for each of {len(self._rewards)} functions")
         self._reward_weights = torch.tensor(weights)
-        self.world.from_reader(lambda: self._rewards.load(self.world.device), takes_long=True)
-        self.world.from_reader(self._check_data)
+        self.world.from_main(lambda: self._rewards.load(self.world.device), takes_long=True)
+        self.world.from_main(self._check_data)
 
     def _check_data(self) -> None:
         """Raise UserError for prompts that are too long, or whose columns have names of other arguments."""
@@ -154,7 +154,7 @@ class PipelineGRPOTrainer(OwnLossTrainer):
 
     def _completed(self, dataset: Any) -> Any:
         self._served_step = None
-        self.world.from_reader(lambda: None if dataset is None else self._check_examples(dataset))
+        self.world.from_main(lambda: None if dataset is None else self._check_examples(dataset))
         self._evaluated_examples, self._num_evaluated = dataset, 0
         return dataset
 
@@ -198,14 +198,14 @@ class PipelineGRPOTrainer(OwnLossTrainer):
         """A mini-batch of rows from one of prompts of some examples; every process calls it and gets the same."""
         args, loss = self.args, self.pipe.loss
         assert isinstance(loss, GRPOLoss)
-        end = self.world.from_reader(lambda: None if self._tokenizer is None else self._tokenizer.eos_token_id)
+        end = self.world.from_main(lambda: None if self._tokenizer is None else self._tokenizer.eos_token_id)
         # As everything else, they depend on the seed and the step alone.
         seed = mix(args.seed, self.pipe.step, *place)
         with self.job.during("generating completions"):
             rollouts = self._rollouts(batch, examples, count, end, seed, is_training=is_training)
         completions = rollouts.completions
         rewards = torch.tensor(
-            self.world.from_reader(
+            self.world.from_main(
                 lambda: self._rewards(self._columns(batch, examples, count, rollouts)).tolist(), takes_long=True
             )
         )
@@ -263,7 +263,7 @@ class PipelineGRPOTrainer(OwnLossTrainer):
             return made[0].completions, made[0].log_probs
 
         # The columns stay where the reward functions are.
-        shared = self.world.from_reader(completions, takes_long=True)
+        shared = self.world.from_main(completions, takes_long=True)
         return Rollouts(*shared, made[0].columns if made else None)
 
     def _serve_weights(self, *, is_training: bool) -> None:
@@ -278,12 +278,12 @@ class PipelineGRPOTrainer(OwnLossTrainer):
             self._own_model_to_save(temporary, self.pipe.world).write()
         server, are_adapters = self._server, self.pipe.adapter.peft is not None
         assert server is not None
-        self.world.from_reader(lambda: server.load(folder, are_adapters=are_adapters), takes_long=True)
+        self.world.from_main(lambda: server.load(folder, are_adapters=are_adapters), takes_long=True)
         self._served_step = step
 
     def _columns(self, batch: Batch, examples: Any, count: int, rollouts: Rollouts) -> dict[str, Any]:
-        """The arguments of reward functions for the completions of a mini-batch; the reader calls it."""
-        assert self._tokenizer is not None, "the reader has the tokenizer"
+        """The arguments of reward functions for the completions of a mini-batch; the main process calls it."""
+        assert self._tokenizer is not None, "the main process has the tokenizer"
         given = [examples.rows[row] for row in batch["row"].tolist() for _ in range(count)]
         texts: list[Any] = self._tokenizer.batch_decode(rollouts.completions, skip_special_tokens=True)
         prompts = [row["prompt"] for row in given]

@@ -112,13 +112,13 @@ class ReferenceTrainer(OwnLossTrainer, ABC):
 
     def _with_reference(self, reference: Pipeline, dataset: Any, batch_size: int) -> Any:
         """A dataset whose rows have the reference's log-probabilities; None in processes that do not read data."""
-        is_missing = self.world.from_reader(
+        is_missing = self.world.from_main(
             lambda: bool(dataset is not None and len(dataset) and not self._has_columns(dataset))
         )
         if not is_missing:
             return dataset
         batches = None
-        if self.world.is_reader:
+        if self.world.is_main:
             batches = MiniBatches(dataset, self.data_collator, BatchSize(self._batch_size_of_reference(batch_size)))
         of_batches, has_new_adapters = [], reference is self.pipe and reference.has_new_adapters
 
@@ -131,12 +131,12 @@ class ReferenceTrainer(OwnLossTrainer, ABC):
                 stream = progress(stream, "reference log-probabilities", "mini-batches", len(batches))
             for batch in stream:
                 of_batches.append(self._log_probs_of(log_probs, batch))
-        return _WithReference(dataset, torch.cat(of_batches), self._of_reference) if self.world.is_reader else None
+        return _WithReference(dataset, torch.cat(of_batches), self._of_reference) if self.world.is_main else None
 
     def _completed(self, dataset: Any) -> Any:
         if not self._precomputes:
             return dataset
-        has_reference = self.world.from_reader(
+        has_reference = self.world.from_main(
             lambda: bool(dataset is None or not len(dataset) or self._has_columns(dataset))
         )
         is_gone = self._has_other_reference or (self.state.global_step and not self.pipe.has_new_adapters)

@@ -113,7 +113,7 @@ def align_special_tokens(pipe: Pipeline, processing_class: Any) -> None:
     """
     is_known = isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    tokens = pipe.world.from_reader(lambda: {n: getattr(tokenizer, n) for n in _TOKENS} if is_known else None)
+    tokens = pipe.world.from_main(lambda: {n: getattr(tokenizer, n) for n in _TOKENS} if is_known else None)
     if tokens is None or not isinstance(reference := pipe.adapter.reference, PreTrainedModel):
         return
     trainer_utils.align_special_tokens(reference, SimpleNamespace(**tokens))
@@ -167,7 +167,7 @@ def restore_callbacks(callbacks: list[TrainerCallback], saved: Mapping[str, Any]
                     "from another checkpoint, or with restore_callback_states_from_checkpoint=False"
                 ) from error
     missing = [name for name, states in states_of.items() if states and name != TrainerControl.__name__]
-    if missing and world.is_reporter:
+    if missing and world.is_main:
         logger.warning(
             f"the checkpoint has the state of {', '.join(missing)}, and this training has no such callback: the state "
             "is ignored; give the callback to go on with it"
@@ -195,10 +195,10 @@ def make_pipeline(
     # The example is what the layers of a chain are found with.
     if chain_of(spec) is not None or not config.with_defaults(can_plan=True).is_decided:
         examples: list[Any] = []
-        world.from_reader(lambda: examples.append(example()), takes_long=True)
+        world.from_main(lambda: examples.append(example()), takes_long=True)
         inputs = replace(inputs, example=examples[0] if examples else None)
     if config.num_micro_batches in (None, AUTO):
-        before = world.from_writer(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
+        before = world.from_main(lambda: _num_micro_batches_before(Path(str(args.output_dir))))
         inputs = replace(inputs, earlier_num_micro_batches=before)
     loss = asked_loss(loss, args.of_tokens)
     return Pipeline.of(PipelineRequest(spec, config, inputs, args.seed, loss, args.sorts_rows), world)

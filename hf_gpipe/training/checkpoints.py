@@ -104,11 +104,11 @@ class Checkpoints:
         """Make the output directory ready. Raises CheckpointError where checkpoints cannot be written there."""
         if self._saves:
             check_shared(self._output_dir, self._world)
-        self._world.from_writer(lambda: tidy(self._output_dir))
+        self._world.from_main(lambda: tidy(self._output_dir))
 
     def find(self, wanted: str | os.PathLike[str] | bool | None) -> Path | None:
         """Find the checkpoint that the main process asks for, and check that it is complete. True: the newest."""
-        asked = self._world.from_reader(lambda: os.fspath(wanted) if isinstance(wanted, os.PathLike) else wanted)
+        asked = self._world.from_main(lambda: os.fspath(wanted) if isinstance(wanted, os.PathLike) else wanted)
         if asked is None or asked is False:
             return None
         if asked is not True and (not isinstance(asked, str) or "\0" in asked):
@@ -140,7 +140,7 @@ class Checkpoints:
         if not self._args.ignore_data_skip:
             _check_data(checkpoint, saved.data, new.data)
         before, now = saved.num_micro_batches, new.num_micro_batches
-        if self._args.num_micro_batches in (None, AUTO) and before not in (None, now) and self._world.is_reporter:
+        if self._args.num_micro_batches in (None, AUTO) and before not in (None, now) and self._world.is_main:
             logger.warning(
                 f"num_micro_batches is {now} here, and {checkpoint} was trained with {before}: dropout will be "
                 f"another; give num_micro_batches={before} for the same run"
@@ -181,7 +181,7 @@ class Checkpoints:
                 return path
             problems.append(problem)
         state.best_model_checkpoint = None
-        if self._world.is_reporter:
+        if self._world.is_main:
             logger.warning(
                 f"the best model so far, of step {state.best_global_step}, cannot be loaded: {problems[0]}; what "
                 "is trained is not lost, and a later model takes its place if it is better"
@@ -201,10 +201,10 @@ class Checkpoints:
             except UserError as error:
                 if self._saves:
                     raise
-                if self._world.is_reporter:
+                if self._world.is_main:
                     logger.warning(f"the trained model could not be saved: {error}")
             finally:
-                if self._world.is_writer:
+                if self._world.is_main:
                     remove(directory)
 
     def check_state(self, run: RunState) -> None:
@@ -235,7 +235,7 @@ class Checkpoints:
             for part in pending if is_in_background else []:
                 part.copy()
             # The state changes, and other checkpoints become the best one, while this one is written.
-            snapshot = copy.deepcopy(state) if self._world.is_writer else state
+            snapshot = copy.deepcopy(state) if self._world.is_main else state
             # A checkpoint with a higher number may be there from an earlier run, and be damaged.
             keep = final, Path(state.best_model_checkpoint or final)
             write = partial(self._write, stack.pop_all(), directory, pending, snapshot, keep)
@@ -304,7 +304,7 @@ class Checkpoints:
         for host, (size, _) in zip(hosts, everyone, strict=True):
             copied[host] += size
         may = all(copied[host] <= _COPIES_SHARE * there for host, (_, there) in zip(hosts, everyone, strict=True))
-        if not may and not self._has_warned and self._world.is_reporter:
+        if not may and not self._has_warned and self._world.is_main:
             self._has_warned = True
             logger.warning(
                 f"the training waits while a checkpoint is written: for copies of {size_text(num_bytes)} in this "

@@ -69,7 +69,7 @@ class EvaluatingTrainer(SavingTrainer):
 
     def _by_name(self, given: Any) -> Any:
         """The dataset to evaluate; a dict by name where the main process has several, with None in other processes."""
-        names = self.world.from_reader(lambda: list(given) if isinstance(given, Mapping) else None)
+        names = self.world.from_main(lambda: list(given) if isinstance(given, Mapping) else None)
         if names is None:
             return given
         return {name: given[name] if isinstance(given, Mapping) else None for name in names}
@@ -80,13 +80,13 @@ class EvaluatingTrainer(SavingTrainer):
         if args.metric_for_best_model is None and (args.save_strategy == "best" or args.load_best_model_at_end):
             asked = "load_best_model_at_end=True" if args.load_best_model_at_end else "save_strategy='best'"
             raise UserError(f"{asked} needs metric_for_best_model, the metric that decides, such as 'loss'; give it")
-        if args.save_strategy == "best" and args.eval_strategy == "no" and self.world.is_reporter:
+        if args.save_strategy == "best" and args.eval_strategy == "no" and self.world.is_main:
             logger.warning(
                 "save_strategy='best' saves after evaluations, and eval_strategy='no' asks for none; give eval_strategy"
             )
         if self.args.eval_strategy == "no" or type(self).evaluate is not EvaluatingTrainer.evaluate:
             return
-        if not self.world.from_reader(lambda: self.eval_dataset is not None):
+        if not self.world.from_main(lambda: self.eval_dataset is not None):
             strategy = str(getattr(self.args.eval_strategy, "value", self.args.eval_strategy))
             raise UserError(
                 f"eval_strategy={strategy!r} requires an eval_dataset; give one, or leave eval_strategy out"
@@ -135,7 +135,7 @@ class EvaluatingTrainer(SavingTrainer):
 
         Raises UserError where no process has a dataset, or where options of generation are not used.
         """
-        if not self.world.from_reader(lambda: dataset is not None):
+        if not self.world.from_main(lambda: dataset is not None):
             raise UserError(required)
         if generation and not self.args.predict_with_generate:
             raise UserError(f"{next(iter(generation))}: generation needs predict_with_generate=True")
@@ -175,9 +175,9 @@ class EvaluatingTrainer(SavingTrainer):
 
     def train_batches(self) -> MiniBatches | None:
         """The mini-batches of the training dataset; None in processes that do not read data."""
-        if not self.world.from_reader(lambda: self.train_dataset is not None):
+        if not self.world.from_main(lambda: self.train_dataset is not None):
             raise UserError("training requires a train_dataset")
-        return self.get_train_dataloader() if self.world.is_reader else None
+        return self.get_train_dataloader() if self.world.is_main else None
 
     def _example(self, spec: ModelSpec) -> Batch | Workload | None:
         """A mini-batch, or its shape; from the first training row for a model that reads no tokens."""

@@ -57,7 +57,7 @@ class Evaluator:
         """
         trainer, args, pipe, prefix = self._trainer, self._args, self._pipe, self._prefix
         trainer.metrics_of_loss(is_training=False)  # metrics of other calls do not belong to this evaluation
-        pad_token_id = pipe.world.from_reader(lambda: getattr(trainer.processing_class, "pad_token_id", None))
+        pad_token_id = pipe.world.from_main(lambda: getattr(trainer.processing_class, "pad_token_id", None))
         start_time = time.time()
         generation = None
         if predicts and args.predict_with_generate:
@@ -105,7 +105,7 @@ class Evaluator:
         steps = math.ceil(sum(num_rows) / args.per_device_eval_batch_size)
         metrics |= speed_metrics(prefix, start_time, num_samples=sum(num_rows), num_steps=steps)
         # Every process measured the speed for itself.
-        return columns, pipe.world.broadcast_value(metrics, pipe.world.reporter)
+        return columns, pipe.world.broadcast_value(metrics, pipe.world.main)
 
     def _computed(self, columns: _Columns, **options: bool) -> dict[str, Any]:
         """The metrics of `compute_metrics`, in the process that has the predictions."""

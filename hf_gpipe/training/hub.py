@@ -48,7 +48,7 @@ class HubUploads:
             made = HfApi().create_repo(name, token=token or self._args.hub_token, private=private, exist_ok=True)
             return str(made.repo_id)
 
-        self.repo_id = self._world.from_writer(lambda: _asking(create, name))
+        self.repo_id = self._world.from_main(lambda: _asking(create, name))
 
     def push(
         self,
@@ -68,7 +68,7 @@ class HubUploads:
             options = {"run_as_future": not blocking, "ignore_patterns": list(_CHECKPOINTS)}
             outcome.append(self._upload(directory, message, token, revision, **options))
 
-        self._world.from_writer(lambda: _asking(upload, str(self.repo_id)))
+        self._world.from_main(lambda: _asking(upload, str(self.repo_id)))
         return outcome[0] if outcome else None
 
     def push_checkpoint(self, checkpoint: Path, message: str) -> None:

@@ -276,7 +276,7 @@ class TrainingLoop:
             saved = self._checkpoints.end()
             if saved is not None and self._args.push_to_hub:
                 trainer.fire("on_push_begin")
-                if self._world.is_writer:
+                if self._world.is_main:
                     trainer.uploads.push_checkpoint(saved.path, f"Training in progress, step {saved.step}")
         if saved is None:
             return
@@ -302,7 +302,7 @@ class TrainingLoop:
         self._trainer.fire("on_train_end")
         self._stop_request.peers = []  # all is saved, so they may end now
         self._world.barrier()
-        if self._world.is_reporter:
+        if self._world.is_main:
             print(
                 f"stopped by {signal.Signals(stop_signal).name} after step {step} of {steps}; all of it is saved in "
                 f"{checkpoint}: {self._resume_hint} to go on from there",
@@ -316,12 +316,12 @@ class TrainingLoop:
         if self._checkpoints.find_best() is not None:
             self._pipe.load_pretrained(Path(state.best_model_checkpoint or ""))
         saved = None if state.best_model_checkpoint is None else step_of(Path(state.best_model_checkpoint))
-        if state.best_global_step is None and self._world.is_reporter:
+        if state.best_global_step is None and self._world.is_main:
             logger.warning(
                 f"no evaluation gave a number as {self._args.metric_for_best_model!r}, so none is the best; the model "
                 f"is that of step {state.global_step}"
             )
-        elif saved != state.best_global_step and self._world.is_reporter:
+        elif saved != state.best_global_step and self._world.is_main:
             logger.warning(
                 f"the best evaluation was that of step {state.best_global_step}, of which there is no checkpoint; the "
                 f"model is that of step {state.global_step if saved is None else saved}. Save as often as you evaluate "
@@ -330,7 +330,7 @@ class TrainingLoop:
 
     def _finish(self) -> TrainOutput:
         mine = self._logs.summary()
-        metrics = self._world.broadcast_value(mine, self._world.reporter)
+        metrics = self._world.broadcast_value(mine, self._world.main)
         if self._logs.has_more_steps:
             metrics |= self._trainer.metrics_of_loss(is_training=True)
         self._trainer.log(metrics)

@@ -175,7 +175,7 @@ def warn_of_lost_updates(trainer: TrainerInterface) -> None:
                 is_lost = elements * (torch.finfo(parameter.dtype).eps / 4) > rate
                 counts[1] += num_elements * float(is_lost.double().mean())
     of_all, of_lost = trainer.world.all_reduce(counts).tolist()
-    if of_lost > of_all / 2 and trainer.world.is_reporter:
+    if of_lost > of_all / 2 and trainer.world.is_main:
         logger.warning(
             f"learning_rate={trainer.args.learning_rate:g}: {of_lost / of_all:.0%} of the elements of the trained "
             "weights are in half precision and so large that rounding loses updates of this size; set "

@@ -101,7 +101,7 @@ def predict(
 
 def shared_batches(batches: Iterable[Batch] | None, world: World) -> Iterator[Batch]:
     """The mini-batches of the main process, one after the other, on every process; the others may pass None."""
-    source = ([batch] for batch in batches) if batches is not None and world.is_reader else None
+    source = ([batch] for batch in batches) if batches is not None and world.is_main else None
     for (batch,) in shared_stream(source, world):
         yield batch
 

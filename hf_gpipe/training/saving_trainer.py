@@ -53,8 +53,8 @@ class SavingTrainer(TrainerInterface):
         self._own_model_to_save(directory, self.pipe.world).write()
         if _internal_call:
             return
-        self.world.from_writer(lambda: self._add_card(directory))
-        if self.world.is_reporter:
+        self.world.from_main(lambda: self._add_card(directory))
+        if self.world.is_main:
             print(f"the model is saved in {directory}", file=sys.stderr, flush=True)
         if self.args.push_to_hub:
             self._push(directory, "Model save", {})
@@ -223,5 +223,5 @@ class SavingTrainer(TrainerInterface):
         self.fire("on_push_begin")
         if directory == self._output_dir:
             name = (self.args.hub_model_id or directory.absolute().name).rpartition("/")[2]
-            self.world.from_writer(lambda: self.create_model_card(**{"model_name": name, **card}))
+            self.world.from_main(lambda: self.create_model_card(**{"model_name": name, **card}))
         return self.uploads.push(directory, message, **options)

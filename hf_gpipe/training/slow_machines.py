@@ -58,7 +58,7 @@ class SlowMachines:
         self._num_steps += num_steps
         if is_due:
             everyone, self._fastest = self._world.gather_objects(self._fastest), None
-            if self._world.is_reporter:
+            if self._world.is_main:
                 self._compare(everyone)
 
     def _passes(self, interval: int, num_steps: int) -> bool:

@@ -291,7 +291,7 @@ class PipelineTrainer(EvaluatingTrainer):
         align_special_tokens(self.pipe, self.processing_class)
         batches = self.train_batches()
         length = TrainingLength.make(
-            self.args, self.world.from_reader(lambda: None if batches is None else batches.count())
+            self.args, self.world.from_main(lambda: None if batches is None else batches.count())
         )
         checkpoints = Checkpoints(self)
         # This comes first, since it gives back a checkpoint that was being replaced.

@@ -99,7 +99,7 @@ class TrainerInterface:
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the main process."""
-        return self.world.is_reporter
+        return self.world.is_main
 
     def get_total_train_batch_size(self, args: PipelineTrainingArguments) -> int:
         """The number of rows of an update. Raises UserError where it varies."""
@@ -158,7 +158,7 @@ class TrainerInterface:
         callbacks = [*self.callback_handler.callbacks, self.control]
         return TrainerState(
             is_local_process_zero=self.args.local_process_index == 0,
-            is_world_process_zero=self.world.is_reporter,
+            is_world_process_zero=self.world.is_main,
             stateful_callbacks=[callback for callback in callbacks if isinstance(callback, ExportableState)],
             train_batch_size=self.args.per_device_train_batch_size,
         )

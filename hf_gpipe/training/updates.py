@@ -183,7 +183,7 @@ class Updates:
     def _note(self, step: int, loss: float, norm: float) -> bool:
         """Note the loss and the norm of a step. Returns whether its gradients are applied."""
         is_applied = self._is_applied(step, loss, norm)
-        if loss == norm == 0 and not self._has_warned and self._world.is_reporter:
+        if loss == norm == 0 and not self._has_warned and self._world.is_main:
             self._has_warned = True
             logger.warning(
                 f"step {step}: the loss and its gradient are 0, so nothing was learnt; probably its mini-batches have "
@@ -207,6 +207,6 @@ class Updates:
                 f"step {step}: the loss is {loss} and the gradient's norm {norm}; lower learning_rate or "
                 "max_grad_norm, look at the data, or set on_nonfinite_loss to skip"
             )
-        if reaction == "skip" and self._world.is_reporter:
+        if reaction == "skip" and self._world.is_main:
             logger.warning(f"step {step} is skipped: its loss is {loss}, its gradient's norm {norm}")
         return reaction == "ignore" and not has_overflowed

@@ -131,7 +131,7 @@ def test_in_two_processes() -> None:
 
 def result_of_the_changed_model() -> Result:
     pipe = Pipeline(changed("mlp"), 2, 2, "zb_h1")
-    return run_pipeline(pipe, padded_batch(tiny_config("llama")) if pipe.world.is_reader else None)
+    return run_pipeline(pipe, padded_batch(tiny_config("llama")) if pipe.world.is_main else None)
 
 
 def across_layers(model: PreTrainedModel) -> None:

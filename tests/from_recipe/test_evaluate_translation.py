@@ -130,12 +130,12 @@ def test_translations_and_likelihood_of_the_plain_model(
 
 
 class _OneProcess:
-    is_reader = True
+    is_main = True
     num_processes = 1
     device = torch.device("cpu")
 
     @staticmethod
-    def from_reader(function: Any, *_: Any, **__: Any) -> Any:
+    def from_main(function: Any, *_: Any, **__: Any) -> Any:
         return function()
 
 
@@ -289,8 +289,8 @@ def test_no_pairs_are_an_error(tokenizer: PreTrainedTokenizerBase) -> None:
 def _on_two_processes(folder: Path) -> tuple[TranslationReport, str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     pipe = Pipeline(random_model("marian"), 3)
-    pairs = some_pairs() if pipe.world.is_reader else None
-    counts = {"de": 3, "fr": 2} if pipe.world.is_reader else None
+    pairs = some_pairs() if pipe.world.is_main else None
+    counts = {"de": 3, "fr": 2} if pipe.world.is_main else None
     report = translate(pipe, tokenizer, pairs, 4, 6, counts)
     try:
         translate(pipe, tokenizer, [], 4, 6)

@@ -29,7 +29,7 @@ def _whole_pipeline(folder: str) -> tuple[Any, Any, float]:
     config = tiny_config("llama", tied=True)
     batch = padded_batch(config)
     pipe = Pipeline(plain_model(config), 3, 2, "1f1b")
-    result = run_pipeline(pipe, batch if pipe.world.is_reader else None)
+    result = run_pipeline(pipe, batch if pipe.world.is_main else None)
     ids = pipe.generate(input_ids=batch["input_ids"][:, :4], max_new_tokens=3, do_sample=True)
     pipe.save_pretrained(folder)
     pipe.load_pretrained(folder)
@@ -62,8 +62,8 @@ def _messages() -> tuple[Any, ...]:
         work = dist.broadcast(theirs, src=0, async_op=True)
     assert work is not None
     work.wait()
-    with pytest.raises(UserError, match="of the reader"):
-        world.from_reader(lambda: _fail("of the reader"))
+    with pytest.raises(UserError, match="of the main process"):
+        world.from_main(lambda: _fail("of the main process"))
     group = world.group_on(tensor.device)
     limit = group._get_backend(tensor.device).options._timeout
     assert world.group_on(tensor.device) is group
@@ -118,7 +118,7 @@ def test_one_process_needs_no_group() -> None:
     assert world.all_reduce(value) is value
     assert world.gather_objects("a") == ["a"]
     assert world.broadcast_value("a", 0) == "a"
-    assert (world.is_reader, world.is_writer, world.is_reporter) == (True, True, True)
+    assert world.is_main
     assert Job.current()._common_groups == {}
 
 

@@ -186,7 +186,7 @@ def _exchange() -> dict[str, Any]:
         "unsendable": lambda: world.gather_objects(_Runs() if rank == 1 else 0),
         "unsendable from 1": lambda: world.broadcast_value(_Runs(), 1),
         "unsendable at first": lambda: world.gather_at_first(_Runs(), [0, 1]),
-        "of the reader": lambda: world.from_reader(lambda: _fail()),
+        "of the main process": lambda: world.from_main(lambda: _fail()),
     }.items():
         with pytest.raises(UserError) as caught:
             act()
@@ -206,7 +206,7 @@ def _exchange() -> dict[str, Any]:
 
 
 def _fail() -> None:
-    raise PartitionError("of the reader")
+    raise PartitionError("of the main process")
 
 
 def test_messages_between_processes() -> None:
@@ -217,7 +217,7 @@ def test_messages_between_processes() -> None:
         assert "test_wire._Runs cannot be sent" in found["unsendable"]
         assert "test_wire._Runs cannot be sent" in found["unsendable from 1"]
         assert "test_wire._Runs cannot be sent" in found["unsendable at first"]
-        assert found["of the reader"] == "of the reader"
+        assert found["of the main process"] == "of the reader"
     assert first["at first"] is None
     assert [one.tolist() for (one,) in second["at first"]] == [[0], []]
     assert "is not one of hf_gpipe's" in first["garbage"]

@@ -129,7 +129,7 @@ def _mini_batches(sizes: list[int], fails: bool) -> tuple[list[int], str | None]
 
     got = []
     try:
-        for (batch,) in shared_stream(read() if world.is_reader else None, world):
+        for (batch,) in shared_stream(read() if world.is_main else None, world):
             assert torch.equal(batch["input_ids"], torch.arange(batch["input_ids"].numel())[None])
             got.append(batch["input_ids"].numel())
     except (DataError, PeerError) as error:

@@ -25,7 +25,7 @@ EVERY = 20
 class Others:
     """Stands for the world of the first of some processes: the others take so many times as long as it."""
 
-    is_reporter = True
+    is_main = True
 
     def __init__(self, hosts: list[str]) -> None:
         self.hosts, self.placement = hosts, Placement(range(len(hosts)))

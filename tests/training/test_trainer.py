@@ -142,11 +142,11 @@ def _train(folder: str) -> tuple[Any, ...]:
         eval_dataset=Rows(5, seed=3),
         gradient_accumulation_steps=2,
     )
-    if not made.world.is_reader:
+    if not made.world.is_main:
         made.train_dataset = made.eval_dataset = None
     output = made.train()
     evaluation = made.evaluate()
-    prediction = made.predict(Rows(5, seed=3) if made.world.is_reader else None)
+    prediction = made.predict(Rows(5, seed=3) if made.world.is_main else None)
     made.save_model()
     saved = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
     return recorder.events, recorder.logs, tuple(output), evaluation, prediction, weights(made), saved

@@ -104,7 +104,7 @@ def _train_and_check(folder: str) -> tuple[dict[str, torch.Tensor], list[dict[st
     recorder = _Windows()
     made = make(Path(folder), callbacks=[recorder])
     recorder.pipe = made.pipe
-    if not made.world.is_reader:
+    if not made.world.is_main:
         made.train_dataset = None
     made.train()
     for case in (CASES[1], CASES[7]):
