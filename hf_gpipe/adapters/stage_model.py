@@ -28,7 +28,7 @@ from hf_gpipe.adapters.modules.kernels import Kernels, put_kernels
 from hf_gpipe.adapters.modules.linear import hand_over
 from hf_gpipe.adapters.modules.weight_gradients import WeightGradients
 from hf_gpipe.adapters.routers import ChunkRouters, RouterPort, complete
-from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, admit, resemble
+from hf_gpipe.adapters.stubs import EmbeddingStub, HeadStub, PassThrough, Port, WholeSlices, admit, resemble
 from hf_gpipe.adapters.tensor_parallel.adapted import plan_of
 from hf_gpipe.adapters.tensor_parallel.head_part import HeadDivision, replace_tensor
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
@@ -179,6 +179,8 @@ class StageModel:
         for module in self.model.modules():
             if isinstance(module, EmbeddingStub):
                 module.blank = torch.zeros_like(module.blank, device=device)  # of fake tensors, where weights are
+            elif isinstance(module, nn.ModuleList):
+                extend_class(module, WholeSlices)
         for stack in self.adapter.stacks:
             # A table without weights, as M2M100's sines, belongs to no layer, and is in every stage.
             for name, module in self.model.get_submodule(stack.path).named_children():
