@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that a name is public
     from hf_gpipe.losses.loss import LossInputs as LossInputs
     from hf_gpipe.losses.loss import Reads as Reads
     from hf_gpipe.pipeline import Pipeline as Pipeline
-    from hf_gpipe.recipe import PipelineConfig as PipelineConfig
+    from hf_gpipe.settings.pipeline import PipelineConfig as PipelineConfig
     from hf_gpipe.trainers.dpo import PipelineDPOConfig as PipelineDPOConfig
     from hf_gpipe.trainers.dpo import PipelineDPOTrainer as PipelineDPOTrainer
     from hf_gpipe.trainers.embeddings import PipelineEmbeddingConfig as PipelineEmbeddingConfig
@@ -41,7 +41,7 @@ __version__ = "0.1.0"
 _NAMES_OF = {
     "from_recipe.transformer_size": ("transformer_config",),
     "pipeline": ("Pipeline",),
-    "recipe": ("PipelineConfig",),
+    "settings.pipeline": ("PipelineConfig",),
     "losses.custom": ("LogitsLoss", "RowLoss"),
     "losses.distillation": ("DistillationLoss",),
     "losses.loss": ("Loss", "LossInputs", "Reads"),

@@ -36,8 +36,8 @@ from hf_gpipe.planner.machines.devices import device
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.schedule import Costs, build
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

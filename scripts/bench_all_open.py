@@ -35,9 +35,10 @@ from hf_gpipe.planner.search.choose import AUTO_SCHEDULES, allowed_plans, best_p
 from hf_gpipe.planner.search.meshes import with_mesh
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.schedule import Costs, Placement
 from hf_gpipe.schedule.kinds import LOGITS, LOGITS_GRADIENT
+from hf_gpipe.settings.mode import AUTO
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 NUM_DEVICES = 4
 STEP_SECONDS = 0.5

@@ -35,7 +35,7 @@ from hf_gpipe.planner.memory import graph_bytes
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import allowed_plans, best_plan, can_run
 from hf_gpipe.planner.search.listed import with_table
-from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 #: Graphs that a process has room for.
 GRAPHS = (1.5, 2.0, 3.0)

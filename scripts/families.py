@@ -42,8 +42,8 @@ from hf_gpipe.model.clone import turn_randomness_off
 from hf_gpipe.model.exactness import CloneError, compare
 from hf_gpipe.model.tensor_parallel import verify_division
 from hf_gpipe.planner.costs.layers import ModelLayers
-from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.chunks import check_chunks
+from hf_gpipe.settings.division import Division
 
 REPORT = Path(__file__).parents[1] / "docs" / "families.md"
 

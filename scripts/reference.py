@@ -23,9 +23,9 @@ from hf_gpipe.commands.train import USAGE
 from hf_gpipe.planner.machines.devices import DEVICES, LINKS
 from hf_gpipe.recipe.fields import SECTIONS
 from hf_gpipe.recipe.help import default_text, kinds_text, recipe_help
-from hf_gpipe.recipe.optimizers import OPTIMIZERS
-from hf_gpipe.recipe.section import keys_of
-from hf_gpipe.recipe.words import describe
+from hf_gpipe.settings.optimizers import OPTIMIZERS
+from hf_gpipe.settings.section import keys_of
+from hf_gpipe.settings.words import describe
 from hf_gpipe.trainers.sft_config import PipelineSFTConfig
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.supported import HARMLESS_ARGUMENTS, REFUSED

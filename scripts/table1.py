@@ -40,7 +40,7 @@ from hf_gpipe.planner.machines.devices import device
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 WIDTH, VOCABULARY, LENGTH, ROWS, GIB = 2048, 32000, 1024, 32, 1 << 30
 #: Name, K, and the paper's L, parameters as printed, GiB of parameters and of activations (those of Naive-1 unswapped).

@@ -22,8 +22,9 @@ from hf_gpipe.from_recipe.model import named_teacher
 from hf_gpipe.from_recipe.tasks import task_of
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import Pipeline, PipelineRequest
-from hf_gpipe.recipe import PipelineConfig, load_recipe
+from hf_gpipe.recipe import load_recipe
 from hf_gpipe.runtime.device_choice import world_for
+from hf_gpipe.settings.pipeline import PipelineConfig
 from hf_gpipe.training.predicting import predict
 
 

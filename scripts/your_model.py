@@ -23,7 +23,7 @@ from hf_gpipe.commands.plan import read_request
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import best_plan
-from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
 CELLS, LONGEST, PAGE = DOCS / "your_model" / "cells.csv", DOCS / "your_model" / "longest.csv", DOCS / "your_model.md"

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError, UserError
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.versions import Versions
 from hf_gpipe.schedule import Action, num_stashes
 from hf_gpipe.schedule.kinds import UPDATE
+from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.gloo import run_gloo
 from tests.oracle import Batch, padded_batch, plain_model, tiny_config
 

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("job",),
     ("schedule",),
     ("partition",),
-    ("recipe",),
+    ("settings",),
     ("adapters",),
     ("losses",),
     ("runtime",),
@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("planner",),
     ("pipeline",),
+    ("recipe",),
     ("data",),
     ("training",),
     ("trainers",),
@@ -45,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ("errors", "text", "schedule", "partition", "recipe", "strict_json")
+WITHOUT_TORCH = ("errors", "text", "schedule", "partition", "settings", "recipe", "strict_json")
 HEAVY = {"torch", "transformers"}
 #: The first has what modules of divided layers need, and what divides them; modules beside the second read its fields.
 NOT_FOLDED = ("adapters.tensor_parallel", "data.translation")

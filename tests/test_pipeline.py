@@ -18,7 +18,7 @@ from hf_gpipe.errors import (
     UnsupportedModelError,
     UserError,
 )
-from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 

@@ -17,10 +17,10 @@ from transformers import MixtralConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import replicas
 from hf_gpipe.runtime.wiring import last_backwards
 from hf_gpipe.schedule.actions import Action
+from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.gloo import run_gloo
 from tests.oracle import (
     VOCABULARY,

@@ -17,7 +17,7 @@ from hf_gpipe import DistillationLoss, Pipeline
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.custom import LogitsLoss, RowLoss
 from hf_gpipe.planner import decide
-from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.settings.pipeline import PipelineConfig
 from scripts.bench.models import quantisation
 from tests.gloo import run_gloo
 from tests.oracle import Batch, Result, assert_same, padded_batch, plain_model, run_plain, tiny_config

@@ -23,11 +23,11 @@ from hf_gpipe.planner.machines.devices import device
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import divided_head
 from hf_gpipe.schedule import DIVIDED_HEAD, Costs, Schedule, build, check_table, simulate
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
+from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.gloo import run_gloo
 from tests.oracle import VOCABULARY, assert_same, padded_batch, plain_model, run_pipeline, run_plain, tiny_config
 from tests.training import toy

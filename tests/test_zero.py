@@ -18,8 +18,8 @@ from hf_gpipe.checkpoint.state import FOLDER
 from hf_gpipe.errors import UserError
 from hf_gpipe.planner.layout import StageLayers
 from hf_gpipe.planner.memory import MemoryBound
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.shards import _wholes, treats_elements_alone
+from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, plain_model, tiny_config
 from tests.planner.models import MIB, blocks, planner, settings

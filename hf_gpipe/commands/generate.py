@@ -62,7 +62,7 @@ def _generate(args: argparse.Namespace) -> int:
         from hf_gpipe.job.agreement import compare
         from hf_gpipe.job.joining import join_job
         from hf_gpipe.pipeline import Pipeline
-        from hf_gpipe.recipe import PipelineConfig
+        from hf_gpipe.settings.pipeline import PipelineConfig
 
     job = join_job(PipelineConfig.model_fields["timeout_seconds"].default)
     # The main process alone reads the texts, and each process may have a device of its own.

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from hf_gpipe.commands.base import loading
 from hf_gpipe.errors import DataError, HfGpipeError, PartitionError, RecipeError, UserError
-from hf_gpipe.recipe import Chunks, Recipe, load_recipe
-from hf_gpipe.recipe.sizes import read_bytes
+from hf_gpipe.from_recipe.workload import plan_inputs
+from hf_gpipe.recipe import Recipe, load_recipe
 from hf_gpipe.schedule import Schedule, recompute_under
 from hf_gpipe.schedule.placement import MOST_PLACES
+from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.settings.sizes import read_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from hf_gpipe.partition.cluster import Cluster
     from hf_gpipe.planner.machines.devices import Device
     from hf_gpipe.planner.plan import Plan, Planner
-    from hf_gpipe.recipe import PipelineConfig
+    from hf_gpipe.settings.pipeline import PipelineConfig
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,6 @@ class PlanRequest:
         from hf_gpipe.planner.costs.speeds import rated_speeds
         from hf_gpipe.planner.of_model import planner_of
         from hf_gpipe.planner.search.choose import micro_batch_counts
-        from hf_gpipe.planner.workload import PlanInputs
 
         recipe, config, adapter = self.recipe, self.config, _adapter(self.recipe)
         verify_options(recipe, config, adapter)
@@ -158,7 +159,7 @@ class PlanRequest:
             from hf_gpipe.model.teacher import open_teacher
 
             teacher = open_teacher(spec, adapter, _here())
-        inputs = PlanInputs.of_recipe(recipe, workload_of(recipe, adapter.config))
+        inputs = plan_inputs(recipe, workload_of(recipe, adapter.config))
         if self.table is not None:
             inputs = replace(inputs, tables={recipe.pipeline.schedule: self.table})
         try:

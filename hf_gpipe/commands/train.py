@@ -15,7 +15,7 @@ from hf_gpipe.commands.base import fail, flushed, loading
 from hf_gpipe.errors import EXIT_STOPPED, RecipeError, UserError
 from hf_gpipe.job.started import has_group, note_launcher
 from hf_gpipe.recipe import Recipe, load_recipe, recipe_help, section_help
-from hf_gpipe.recipe.pipeline.config import OF_EACH_PROCESS
+from hf_gpipe.settings.pipeline import OF_EACH_PROCESS
 
 #: In the output directory of a run that a signal has stopped: start it again to go on. torchrun hides exit codes.
 STOPPED_FILE = "stopped"

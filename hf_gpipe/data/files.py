@@ -11,7 +11,8 @@ from pathlib import Path
 
 from hf_gpipe.data.translation.fields import PLACEHOLDER
 from hf_gpipe.errors import DataError
-from hf_gpipe.recipe import ROW_LENGTH_KINDS, SEQUENCE_KINDS, DataSection
+from hf_gpipe.recipe import DataSection
+from hf_gpipe.settings.kinds import ROW_LENGTH_KINDS, SEQUENCE_KINDS
 
 #: So much of a file's beginning and end is compared between machines.
 _END_BYTES = 1 << 16

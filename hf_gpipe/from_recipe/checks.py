@@ -16,6 +16,7 @@ from hf_gpipe.data.examples.images import shape_read
 from hf_gpipe.errors import RecipeError, UnsupportedModelError, UserError, nearest
 from hf_gpipe.from_recipe.model import model_config, spec_of
 from hf_gpipe.from_recipe.processors import image_processor_of, image_text_processor_of
+from hf_gpipe.from_recipe.workload import longest_mini_batch
 from hf_gpipe.losses.distillation import DistillationLoss
 from hf_gpipe.losses.embedding import EmbeddingLoss
 from hf_gpipe.losses.grpo import GRPOLoss
@@ -30,8 +31,11 @@ from hf_gpipe.model.packing import verify_packing
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import AUTO, SEQUENCE_KINDS, PipelineConfig, Recipe
+from hf_gpipe.recipe import Recipe
 from hf_gpipe.runtime.chunks import check_chunks
+from hf_gpipe.settings.kinds import SEQUENCE_KINDS
+from hf_gpipe.settings.mode import AUTO
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 
 def check_model(recipe: Recipe) -> None:
@@ -138,7 +142,7 @@ def _workload_with_images(recipe: Recipe, config: PreTrainedConfig) -> Workload:
             f"data.max_length is {data.max_length}, and data.images_per_row {data.images_per_row} take {most} tokens; "
             "raise max_length"
         )
-    return replace(Workload.of_recipe(recipe, is_encoder_decoder=False), row_images=images)
+    return replace(longest_mini_batch(recipe, is_encoder_decoder=False), row_images=images)
 
 
 def workload_of(recipe: Recipe, config: PreTrainedConfig) -> Workload:
@@ -146,7 +150,7 @@ def workload_of(recipe: Recipe, config: PreTrainedConfig) -> Workload:
     if recipe.data.kind == "image_text":
         return _workload_with_images(recipe, config)
     if recipe.data.kind != "images":
-        return Workload.of_recipe(recipe, is_encoder_decoder=bool(config.is_encoder_decoder))
+        return longest_mini_batch(recipe, is_encoder_decoder=bool(config.is_encoder_decoder))
     pixels = shape_read(image_processor_of(recipe))
     entries = {"pixel_values": pixels[None], "labels": torch.zeros(1, dtype=torch.long)}
     return Workload.of_entries(entries).of_rows(recipe.training.batch_size)

@@ -27,10 +27,10 @@ from hf_gpipe.from_recipe.page import run_page
 from hf_gpipe.from_recipe.tasks import Task, task_of
 from hf_gpipe.from_recipe.timeline import measure_step
 from hf_gpipe.from_recipe.trainer import Prepared, trainer_of
+from hf_gpipe.from_recipe.workload import plan_inputs
 from hf_gpipe.job.job import Job
 from hf_gpipe.job.world import World
 from hf_gpipe.pipeline import Pipeline, PipelineRequest
-from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.recipe import Recipe, load_saved, may_change
 from hf_gpipe.runtime.batches import share
 from hf_gpipe.runtime.device_choice import world_for
@@ -270,7 +270,7 @@ def _check_same_run(recipe: Recipe, earlier: Recipe, checkpoint: Path) -> None:
 
 def _pipeline(recipe: Recipe, config: PreTrainedConfig, checkpoint: Path | None, world: World) -> Pipeline:
     spec, training = spec_of(recipe, config), recipe.training
-    inputs = PlanInputs.of_recipe(recipe, workload_of(recipe, config))
+    inputs = plan_inputs(recipe, workload_of(recipe, config))
     if checkpoint is not None:
         inputs = replace(inputs, earlier_num_micro_batches=read_state(checkpoint).run.num_micro_batches)
     loss, by_length = loss_of(recipe), training.sorts_rows(recipe.data.kind)

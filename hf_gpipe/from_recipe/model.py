@@ -26,8 +26,8 @@ from hf_gpipe.data.collate import PairCollator
 from hf_gpipe.errors import CheckpointError, RecipeError, UnsupportedModelError, nearest
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.recipe import Recipe
-from hf_gpipe.recipe.data import CLASSIFIER_KINDS
 from hf_gpipe.recipe.transformer import with_transformer
+from hf_gpipe.settings.kinds import CLASSIFIER_KINDS
 
 #: Families whose decoder starts with the padding token; the others' start with the end-of-sequence token.
 _STARTS_WITH_PADDING = ("marian", "pegasus", "t5", "mt5", "umt5")

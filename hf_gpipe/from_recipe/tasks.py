@@ -53,7 +53,7 @@ from hf_gpipe.from_recipe.model import model_config
 from hf_gpipe.from_recipe.processors import image_processor_of, image_text_processor_of, tokenizer_of
 from hf_gpipe.pipeline import Pipeline
 from hf_gpipe.recipe import DataSection, Recipe
-from hf_gpipe.recipe.data import PAIRS
+from hf_gpipe.settings.kinds import PAIRS
 from hf_gpipe.trainers.dpo import PipelineDPOConfig, PipelineDPOTrainer
 from hf_gpipe.trainers.embeddings import PipelineEmbeddingConfig, PipelineEmbeddingTrainer, lower_case
 from hf_gpipe.trainers.grpo import PipelineGRPOConfig, PipelineGRPOTrainer

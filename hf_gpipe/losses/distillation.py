@@ -19,8 +19,8 @@ from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses import vocabulary as vocabulary_loss
 from hf_gpipe.losses.cached_teacher import TEACHER_LOG_PROBS, TEACHER_TOKENS, TopK
 from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads, TokenLoss
-from hf_gpipe.recipe import keys_of
-from hf_gpipe.recipe.losses import DistillationSection
+from hf_gpipe.settings.losses import DistillationSection
+from hf_gpipe.settings.section import keys_of
 
 #: The logarithm of the probability of a class that has none.
 _LEAST = -100.0

@@ -17,8 +17,8 @@ from hf_gpipe.adapters.embedders import is_causal
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import LossInputs, Reads
 from hf_gpipe.losses.noting import NotingLoss
-from hf_gpipe.recipe.losses import EmbeddingsSection
-from hf_gpipe.recipe.section import check_by
+from hf_gpipe.settings.losses import EmbeddingsSection
+from hf_gpipe.settings.section import check_by
 
 _DISTANCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     # Of equal rows the derivative is 0.

@@ -13,7 +13,7 @@ from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.errors import DataError, check_choice, check_number
 from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads, TokenLoss
 from hf_gpipe.losses.noting import NotingLoss
-from hf_gpipe.recipe.losses import GRPOSection
+from hf_gpipe.settings.losses import GRPOSection
 
 LEVELS = ("token", "sequence")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")

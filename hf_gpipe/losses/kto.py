@@ -10,7 +10,7 @@ import torch
 from hf_gpipe.errors import DataError
 from hf_gpipe.losses.loss import LogProbs, LossInputs, Reads
 from hf_gpipe.losses.noting import NotingLoss
-from hf_gpipe.recipe.losses import KTOSection
+from hf_gpipe.settings.losses import KTOSection
 
 _MISMATCHED = "KL_"
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from hf_gpipe.losses.loss import Loss
-from hf_gpipe.recipe.section import check_by
+from hf_gpipe.settings.section import check_by
 
 
 @dataclass(frozen=True)

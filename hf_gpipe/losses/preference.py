@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.losses.loss import LossInputs, Reads, TokenLoss
 from hf_gpipe.losses.noting import NotingLoss
-from hf_gpipe.recipe.losses import WITHOUT_REFERENCE, PreferencesSection
+from hf_gpipe.settings.losses import WITHOUT_REFERENCE, PreferencesSection
 
 METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),

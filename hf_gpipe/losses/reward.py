@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from hf_gpipe.losses.loss import LossInputs, Reads
 from hf_gpipe.losses.noting import NotingLoss
-from hf_gpipe.recipe.losses import RewardsSection
+from hf_gpipe.settings.losses import RewardsSection
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from hf_gpipe.adapters import IGNORED_LABEL
 from hf_gpipe.adapters.tensor_parallel.cuts import VocabularyPart
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.token_metrics import TokenMetrics
-from hf_gpipe.recipe import TrainingSection, keys_of
+from hf_gpipe.settings.section import Fraction, Positive, check_value
 
 #: The options of a training -> those of its cross-entropy.
 SETTINGS = {"label_smoothing_factor": "label_smoothing", "logit_clipping": "logit_clipping"}
@@ -42,14 +42,14 @@ class TokenOptions:
             finite number above 0.
     """
 
-    label_smoothing: float = TrainingSection.label_smoothing_factor
-    logit_clipping: float | None = TrainingSection.logit_clipping
+    label_smoothing: float = 0.0
+    logit_clipping: float | None = None
     is_dynamic: bool = False
     metrics: TokenMetrics | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, own in SETTINGS.items():
-            keys_of(TrainingSection)[name].check(own, getattr(self, own))
+        check_value("label_smoothing", self.label_smoothing, Fraction)
+        check_value("logit_clipping", self.logit_clipping, Positive | None)
         if self.is_dynamic and self.label_smoothing:
             raise UserError(
                 f"label_smoothing={self.label_smoothing!r} has no meaning in the loss of Dynamic Fine-Tuning; leave "

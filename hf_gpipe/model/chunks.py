@@ -11,8 +11,8 @@ from hf_gpipe.errors import UnsupportedModelError, one_line
 from hf_gpipe.model.clone import Batch, attention_of, clone_of, narrowed, padded_batch
 from hf_gpipe.model.exactness import compared_once
 from hf_gpipe.model.steps import plain_step, split_step
-from hf_gpipe.recipe import Chunks
 from hf_gpipe.runtime.chunks import SETTING
+from hf_gpipe.settings.chunks import Chunks
 
 _CHUNKS, _STAGES = Chunks(3), 2
 #: The largest difference of a clone. Parts that the library computes in float32, such as the softmax of eager

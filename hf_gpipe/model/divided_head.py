@@ -15,13 +15,13 @@ from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import Loss, Reads, whole_logits
-from hf_gpipe.recipe import Division
-from hf_gpipe.recipe.pipeline.mode import DIVIDED_HEAD
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.schedule.placement import Placement
+from hf_gpipe.settings.division import Division
+from hf_gpipe.settings.mode import DIVIDED_HEAD
 
 if TYPE_CHECKING:
-    from hf_gpipe.recipe import DecidedConfig
+    from hf_gpipe.settings.pipeline import DecidedConfig
 
 
 def why_not_divided(adapter: Adapter, loss: Loss) -> str:

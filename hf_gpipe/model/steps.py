@@ -20,7 +20,6 @@ from hf_gpipe.losses.loss import PLAIN, Loss, LossInputs, Reads
 from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.clone import Batch
 from hf_gpipe.partition import partition
-from hf_gpipe.recipe import Chunks
 from hf_gpipe.runtime.channel import LocalChannel
 from hf_gpipe.runtime.cutting import Cutting, make_micro_batches, split_rows
 from hf_gpipe.runtime.edges import Edge
@@ -33,6 +32,7 @@ from hf_gpipe.schedule.builders import build as build_schedule
 from hf_gpipe.schedule.kinds import BACKWARD, INPUT, UPDATE, WEIGHT
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.settings.chunks import Chunks
 
 #: Largest difference between stages and plain model: of the global gradient norm, for the loss relative.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}

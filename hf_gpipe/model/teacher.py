@@ -19,9 +19,10 @@ from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.recipe import DecidedConfig, Division
-from hf_gpipe.recipe.pipeline.mode import TEACHER
 from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
+from hf_gpipe.settings.division import Division
+from hf_gpipe.settings.mode import TEACHER
+from hf_gpipe.settings.pipeline import DecidedConfig
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from hf_gpipe.losses.loss import PLAIN, Loss, Reads
 from hf_gpipe.model.clone import attention_of, exact_clone, padded_batch
 from hf_gpipe.model.exactness import compared_once
 from hf_gpipe.model.steps import Step, split_step
-from hf_gpipe.recipe import Division
+from hf_gpipe.settings.division import Division
 
 _STAGES = 3
 #: The largest difference of a clone, of the gradient norm. Parts that the library computes in float32 round in another

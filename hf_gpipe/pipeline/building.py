@@ -21,7 +21,6 @@ from hf_gpipe.model.stage_parameters import StageParameters
 from hf_gpipe.pipeline.decision import Decision, PipelineRequest
 from hf_gpipe.pipeline.forwards import Forwards
 from hf_gpipe.pipeline.steps import Steps
-from hf_gpipe.recipe import TrainingSection
 from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
 from hf_gpipe.runtime.executor import Executor
@@ -40,7 +39,7 @@ def build(request: PipelineRequest, decision: Decision) -> Steps:
     """
     adapter, config, world = decision.adapter, decision.config, decision.world
     sent = _boundary_dtype(config.boundary.boundary_dtype, adapter)
-    seed = TrainingSection.seed if request.seed is None else request.seed
+    seed = 0 if request.seed is None else request.seed
     weights = None if isinstance(request.model.model, PreTrainedConfig) else request.model.model
     others = hub.unexpected_tensors(adapter, weights) if isinstance(weights, str | os.PathLike) else []
     if others and world.is_main:

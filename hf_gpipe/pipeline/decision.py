@@ -30,9 +30,6 @@ from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.preflight import compare_with_machines
 from hf_gpipe.planner.workload import OF_THE_READER, PlanInputs, Workload
-from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
-from hf_gpipe.recipe.pipeline.config import OF_EACH_PROCESS
-from hf_gpipe.recipe.pipeline.mode import COMPARED_ROWS, DEALT_STAGES
 from hf_gpipe.runtime.chunks import check_chunks
 from hf_gpipe.runtime.cutting import Cutting
 from hf_gpipe.runtime.mesh import Mesh, table_of_reader
@@ -44,6 +41,8 @@ from hf_gpipe.schedule.offload import with_offloads
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
 from hf_gpipe.schedule.visits import check_visits, with_visits
+from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS, DEALT_STAGES
+from hf_gpipe.settings.pipeline import OF_EACH_PROCESS, DecidedConfig, PipelineConfig
 
 
 @dataclass(frozen=True)

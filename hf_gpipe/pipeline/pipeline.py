@@ -27,9 +27,9 @@ from hf_gpipe.pipeline.look import html_of, text_of
 from hf_gpipe.pipeline.steps import Steps
 from hf_gpipe.pipeline.whole import refresh, whole_model
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import ModelSection, PipelineConfig
 from hf_gpipe.runtime.device_choice import DeviceChoice, world_for
 from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -148,14 +148,14 @@ class Pipeline:
         config: PipelineConfig | None = None,
         plan_inputs: PlanInputs | None = None,
         dtype: torch.dtype | str | None = None,
-        attn_implementation: str | None = ModelSection.attn_implementation,
-        trust_remote_code: bool = ModelSection.trust_remote_code,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
         config_overrides: Mapping[str, Any] | None = None,
         label_smoothing: float = TokenLoss.label_smoothing,
         logit_clipping: float | None = TokenLoss.logit_clipping,
         loss: Loss | None = None,
         teacher: ModelSource | ModelSpec | None = None,
-        depth_scaled_feed_forward: bool = ModelSection.depth_scaled_feed_forward,
+        depth_scaled_feed_forward: bool = False,
         device: DeviceChoice = None,
         peft_config: Any = None,
         quantization_config: Any = None,

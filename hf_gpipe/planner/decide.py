@@ -25,10 +25,13 @@ from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried
 from hf_gpipe.planner.workload import PlanInputs, Workload, largest_micro_batch
-from hf_gpipe.recipe import AUTO, Chunks, DecidedConfig, Division, PipelineConfig
-from hf_gpipe.recipe.pipeline.mesh import UNSHARED
 from hf_gpipe.runtime.mesh import ranks_of_workers
 from hf_gpipe.schedule import Schedule
+from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.settings.division import Division
+from hf_gpipe.settings.mesh import UNSHARED
+from hf_gpipe.settings.mode import AUTO
+from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
 from hf_gpipe.text import seconds_text, size_text
 
 logger = logging.getLogger(__name__)

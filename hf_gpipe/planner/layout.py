@@ -13,8 +13,8 @@ from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.processes import Processes
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule import Schedule
+from hf_gpipe.settings.pipeline import DecidedConfig
 
 
 class StageLayers(NamedTuple):

@@ -18,7 +18,9 @@ from hf_gpipe.planner.costs.model_costs import ModelCosts
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import Chunks, Division, PipelineConfig
+from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.settings.division import Division
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 
 def planner_of(

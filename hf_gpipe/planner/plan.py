@@ -28,9 +28,11 @@ from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import table_of
 from hf_gpipe.planner.times import TimeEstimate, time_of
 from hf_gpipe.planner.workload import PlanInputs, largest_micro_batch
-from hf_gpipe.recipe import Chunks, DecidedConfig, Division
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import Placement, Schedule, Timeline, simulate
+from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.settings.division import Division
+from hf_gpipe.settings.pipeline import DecidedConfig
 from hf_gpipe.text import seconds_text, size_text
 
 

@@ -11,8 +11,8 @@ from hf_gpipe.partition.cluster import Level
 from hf_gpipe.planner.decide import Planning
 from hf_gpipe.planner.machines.links import cluster_of, measure, pairs_to_measure
 from hf_gpipe.planner.machines.network import one_level
-from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.mesh import Mesh
+from hf_gpipe.settings.pipeline import DecidedConfig
 from hf_gpipe.text import bytes_text, seconds_text, size_text
 
 #: The factor by which a link must be slower than the planner assumed to make the planner's times worthless.

@@ -32,9 +32,11 @@ from hf_gpipe.planner.search.search_all import SearchResult
 from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.search.visiting import untried, way_of
 from hf_gpipe.planner.traffic import is_mesh, mesh_dict, mesh_lines, traffic
-from hf_gpipe.recipe import AUTO, PipelineConfig, keys_of
 from hf_gpipe.schedule import DEALT, is_table_file, staleness
 from hf_gpipe.schedule.messages import num_communicators
+from hf_gpipe.settings.mode import AUTO
+from hf_gpipe.settings.pipeline import PipelineConfig
+from hf_gpipe.settings.section import keys_of
 from hf_gpipe.text import bytes_text, count_text, runs_text, seconds_text, size_text, table_text
 
 #: The number of stages from which consecutive stages of as many layers and parameters share a line of the table.

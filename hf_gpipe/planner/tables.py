@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
@@ -18,6 +17,7 @@ from hf_gpipe.schedule import (
 )
 from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside, with_updates_last
 from hf_gpipe.schedule.visits import check_visits, with_visits
+from hf_gpipe.settings.pipeline import DecidedConfig
 
 
 def table_of(

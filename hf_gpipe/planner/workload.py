@@ -18,14 +18,14 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.adapters.text_entries import text_entries, token_ids
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.planner.parameters import Parameters
-from hf_gpipe.recipe import SEQUENCE_KINDS, Chunks, PipelineConfig, Recipe, TrainingSection
-from hf_gpipe.recipe.data import PAIRED_KINDS
-from hf_gpipe.recipe.optimizers import OPTIMIZERS
-from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.runtime.batches import tensors_of
 from hf_gpipe.runtime.cutting import in_chunks
 from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.schedule import Schedule
+from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.settings.optimizers import OPTIMIZERS
+from hf_gpipe.settings.pipeline import PipelineConfig
+from hf_gpipe.settings.visits import Visitors
 
 #: A token id that no family gives a meaning: past the special tokens, inside of the smallest vocabulary.
 _TOKEN = 5
@@ -82,36 +82,6 @@ class Workload:
         for name in ("rows", "source_tokens", "target_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"workload: {name}={getattr(self, name)}; expected at least 1")
-
-    @classmethod
-    def of_recipe(cls, recipe: Recipe, *, is_encoder_decoder: bool) -> Workload:
-        """The workload of a recipe's whole mini-batch, with the longest source and target in every row.
-
-        All targets of a mini-batch of `batch_tokens` have the greatest length here. With shorter targets there are more
-        rows, which need more only if their sources are long all the same, or if they are padded to a long row, as
-        without `length_bucketing`.
-
-        A decoder-only model reads source and target in one sequence, or a block of text, or a conversation. An
-        example of preferences is two rows, and an example of embeddings is a row for each of its texts.
-
-        Args:
-            recipe: the recipe, whose batch size, in rows or target tokens, and longest texts are read.
-            is_encoder_decoder: whether the model has an encoder and a decoder.
-        """
-        data = recipe.data
-        source, target = data.max_source_tokens, getattr(data, data.length_key)
-        rows = recipe.training.size.rows_of(target)
-        if not is_encoder_decoder:
-            # Text comes in blocks of the longest target, and conversations are targets as a whole.
-            source = target = target if data.kind in SEQUENCE_KINDS else source + target
-        if recipe.training.packing:
-            return cls.packed(rows, (source, source), (target, target))
-        several = {"embeddings": recipe.embeddings.num_texts, "prompts": recipe.grpo.num_generations}
-        rows *= {**dict.fromkeys(PAIRED_KINDS, 2), **several}.get(data.kind, 1)
-        if data.kind == "prompts":
-            source = target = target + recipe.grpo.max_completion_length
-        # Blocks of text are all equally long.
-        return cls(rows, source, target, data.kind != "text")
 
     @classmethod
     def packed(cls, rows: int, source: tuple[int, int], target: tuple[int, int]) -> Workload:
@@ -249,9 +219,9 @@ class PlanInputs:
     """
 
     example: Mapping[str, torch.Tensor] | Workload | None = None
-    optim: str = TrainingSection.optim
-    fp32_master_weights: bool = TrainingSection.fp32_master_weights
-    offload_optimizer: bool = TrainingSection.offload_optimizer
+    optim: str = "adamw_torch_fused"
+    fp32_master_weights: bool = False
+    offload_optimizer: bool = False
     accumulation: int = 1
     packing: bool = False
     saved: Literal["model", "adapters"] = "model"
@@ -263,16 +233,6 @@ class PlanInputs:
     forwards: int = 0
     updates: int = 1
     needs_norm: bool = True
-
-    @classmethod
-    def of_recipe(cls, recipe: Recipe, mini_batch: Workload) -> PlanInputs:
-        """The inputs of a recipe, with the shape of its longest mini-batch."""
-        saved: Literal["model", "adapters"] = "adapters" if recipe.lora.is_on else "model"
-        training = recipe.training
-        inputs = cls.of_training(training, example=mini_batch, packing=training.packing, saved=saved)
-        if recipe.data.kind != "prompts":
-            return inputs
-        return inputs.of_rollouts(recipe.grpo.max_completion_length, recipe.grpo.num_iterations)
 
     @classmethod
     def of_training(cls, given: Any, **others: Any) -> PlanInputs:

@@ -9,8 +9,6 @@ from typing import Any
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe.build import apply_overrides, build, drop_unused, kind_of
 from hf_gpipe.recipe.check import check
-from hf_gpipe.recipe.data import ROW_LENGTH_KINDS as ROW_LENGTH_KINDS
-from hf_gpipe.recipe.data import SEQUENCE_KINDS as SEQUENCE_KINDS
 from hf_gpipe.recipe.data import DataSection as DataSection
 from hf_gpipe.recipe.extends import read_with_bases, refuse_extends
 from hf_gpipe.recipe.fields import ModelSection as ModelSection
@@ -19,13 +17,6 @@ from hf_gpipe.recipe.fields import TokenizerSection as TokenizerSection
 from hf_gpipe.recipe.fields import may_change as may_change
 from hf_gpipe.recipe.help import recipe_help as recipe_help
 from hf_gpipe.recipe.help import section_help as section_help
-from hf_gpipe.recipe.losses import PreferencesSection as PreferencesSection
-from hf_gpipe.recipe.pipeline.chunks import Chunks as Chunks
-from hf_gpipe.recipe.pipeline.config import DecidedConfig as DecidedConfig
-from hf_gpipe.recipe.pipeline.config import PipelineConfig as PipelineConfig
-from hf_gpipe.recipe.pipeline.division import Division as Division
-from hf_gpipe.recipe.pipeline.mode import AUTO as AUTO
-from hf_gpipe.recipe.section import keys_of as keys_of
 from hf_gpipe.recipe.strict_yaml import Locations, read_mapping
 from hf_gpipe.recipe.training import TrainingSection as TrainingSection
 

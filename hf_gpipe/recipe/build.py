@@ -8,8 +8,8 @@ from typing import Any
 
 from hf_gpipe.errors import RecipeError, UserError, nearest
 from hf_gpipe.recipe.fields import SECTIONS, Recipe, all_keys
-from hf_gpipe.recipe.section import MisfitError, dotted, keys_of
 from hf_gpipe.recipe.strict_yaml import KeyPath, Locations, read
+from hf_gpipe.settings.section import MisfitError, dotted, keys_of
 from hf_gpipe.text import shorten, show
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from hf_gpipe.errors import RecipeError, UserError
-from hf_gpipe.recipe.data import LABELLED
 from hf_gpipe.recipe.fields import Recipe, all_keys
-from hf_gpipe.recipe.section import NotWith
 from hf_gpipe.recipe.strict_yaml import Locations
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
+from hf_gpipe.settings.kinds import LABELLED
+from hf_gpipe.settings.section import NotWith
 from hf_gpipe.text import show
 
 

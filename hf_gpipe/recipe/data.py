@@ -8,56 +8,34 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hf_gpipe.errors import DataError
-from hf_gpipe.recipe.section import (
+from hf_gpipe.settings.kinds import (
+    BY_TARGETS,
+    CHAT,
+    CLDR,
+    FIELDS,
+    IMAGE_TEXT,
+    IMAGES,
+    LABELLED,
+    MESSAGE_KINDS,
+    OF_THE_HUB,
+    PAIRS,
+    READ,
+    ROW_KINDS,
+    ROW_LENGTH_KINDS,
+    SEQUENCE_KINDS,
+    STEPS,
+)
+from hf_gpipe.settings.section import (
     MAY_CHANGE,
     Count,
     Fraction,
     NotNegative,
-    NotWith,
     Text,
     one_of,
     refuse_given,
     section,
 )
 from hf_gpipe.text import show
-
-#: The kinds of data that use a key, in its annotation; with another kind the key is an error.
-ROW_KINDS = ("jsonl", "csv", "parquet", "parallel", "hub")
-
-#: Kinds whose rows are messages, or text in their place.
-MESSAGE_KINDS = ("chat", "preferences", "kto", "rewards", "prompts")
-
-#: Kinds whose examples are pairs of rows, and kinds that a model with a head for classes or a score learns.
-PAIRED_KINDS = ("preferences", "rewards")
-CLASSIFIER_KINDS = ("classification", "rewards", "images")
-
-#: Kinds whose rows are cut to `max_length` tokens.
-ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "process_rewards", "classification", "embeddings", "image_text")
-
-#: Kinds whose rows are one sequence, which decoder-only models learn.
-SEQUENCE_KINDS = ("text", *ROW_LENGTH_KINDS)
-
-CLDR = ("cldr",)
-FIELDS = ("jsonl", "csv", "parquet", "hub")
-CHAT = ("chat",)
-STEPS = ("process_rewards",)
-IMAGES = ("images",)
-IMAGE_TEXT = ("image_text",)
-LABELLED = ("classification", *IMAGES)
-PAIRS = (*CLDR, *ROW_KINDS)
-OF_TEXT = (*PAIRS, *SEQUENCE_KINDS)
-TOKENIZED = tuple(kind for kind in OF_TEXT if kind not in IMAGE_TEXT)
-BY_TARGETS = (*PAIRS, "text")
-READ = (*ROW_KINDS, *SEQUENCE_KINDS, *IMAGES)
-
-#: What keys of other sections are marked with.
-OF_ROWS_ALONE = NotWith(
-    (*PAIRED_KINDS, "kto", "embeddings", "prompts"), "whose mini-batches and loss are of several rows together"
-)
-OF_MANY_LABELS = NotWith(LABELLED, "whose rows have one label each and are padded")
-WITHOUT_IMAGES = NotWith(IMAGE_TEXT, "whose rows have images")
-OF_THE_HUB = ("hub", *SEQUENCE_KINDS, *IMAGES)
-
 
 #: The files of kinds that read files of these names, or a data set of the Hub.
 _FILES = {

@@ -1,4 +1,4 @@
-"""The recipe, and those of its sections that are small. `hf_gpipe.recipe.section` explains how a field is written."""
+"""The recipe, and those of its sections that are small. `hf_gpipe.settings.section` explains how a field is written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import Field
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.data import PAIRS, TOKENIZED, DataSection
-from hf_gpipe.recipe.losses import (
+from hf_gpipe.recipe.data import DataSection
+from hf_gpipe.recipe.strict_yaml import write
+from hf_gpipe.recipe.training import TrainingSection
+from hf_gpipe.recipe.transformer import with_transformer
+from hf_gpipe.schedule import Schedule
+from hf_gpipe.settings.kinds import PAIRS, TOKENIZED
+from hf_gpipe.settings.losses import (
     DistillationSection,
     EmbeddingsSection,
     GRPOSection,
@@ -17,8 +22,8 @@ from hf_gpipe.recipe.losses import (
     PreferencesSection,
     RewardsSection,
 )
-from hf_gpipe.recipe.pipeline.config import PipelineConfig
-from hf_gpipe.recipe.section import (
+from hf_gpipe.settings.pipeline import PipelineConfig
+from hf_gpipe.settings.section import (
     MAY_CHANGE,
     Count,
     CountOrZero,
@@ -29,10 +34,6 @@ from hf_gpipe.recipe.section import (
     refuse_given,
     section,
 )
-from hf_gpipe.recipe.strict_yaml import write
-from hf_gpipe.recipe.training import TrainingSection
-from hf_gpipe.recipe.transformer import with_transformer
-from hf_gpipe.schedule import Schedule
 
 
 @section()

@@ -10,9 +10,9 @@ import textwrap
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.recipe.data import DataSection
 from hf_gpipe.recipe.fields import SECTIONS, all_keys
-from hf_gpipe.recipe.section import Key, keys_of
 from hf_gpipe.recipe.strict_yaml import write
-from hf_gpipe.recipe.words import describe
+from hf_gpipe.settings.section import Key, keys_of
+from hf_gpipe.settings.words import describe
 
 _WIDTH = 100
 _INDENT = " " * 6

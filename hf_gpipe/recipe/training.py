@@ -9,9 +9,9 @@ from pydantic import Field
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.recipe.batch_size import BatchSize
-from hf_gpipe.recipe.data import OF_MANY_LABELS, OF_ROWS_ALONE, OF_TEXT, WITHOUT_IMAGES
-from hf_gpipe.recipe.optimizers import OPTIMIZERS
-from hf_gpipe.recipe.section import (
+from hf_gpipe.settings.kinds import OF_MANY_LABELS, OF_ROWS_ALONE, OF_TEXT, WITHOUT_IMAGES
+from hf_gpipe.settings.optimizers import OPTIMIZERS
+from hf_gpipe.settings.section import (
     MAY_CHANGE,
     Count,
     CountOrZero,

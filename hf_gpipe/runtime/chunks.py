@@ -21,7 +21,7 @@ from hf_gpipe.adapters.text import TextAdapter
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.libraries.transformers import attention_implementation
 from hf_gpipe.losses.loss import NOT_PACKED, Loss
-from hf_gpipe.recipe import Chunks
+from hf_gpipe.settings.chunks import Chunks
 
 Inputs = Mapping[str, torch.Tensor]
 

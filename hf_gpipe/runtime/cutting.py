@@ -13,9 +13,9 @@ from hf_gpipe.adapters.modules.dropout import NoisyRows, key, mix
 from hf_gpipe.adapters.packing import packed_parts
 from hf_gpipe.errors import DataError, UserError
 from hf_gpipe.losses.loss import PLAIN, Loss
-from hf_gpipe.recipe import Chunks
 from hf_gpipe.runtime.chunks import Chunk, check_batch, cut
 from hf_gpipe.runtime.micro_batch import Batch, MicroBatch
+from hf_gpipe.settings.chunks import Chunks
 
 #: The `lengths` of a mini-batch in which the first dimension of every tensor is the row.
 NO_LENGTHS: Batch = {}

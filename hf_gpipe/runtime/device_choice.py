@@ -11,7 +11,7 @@ import torch
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World
-from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 DeviceChoice: TypeAlias = torch.device | str | Sequence[str] | None
 """Where a process computes: a device, a list of devices for its stages, or None to choose one."""

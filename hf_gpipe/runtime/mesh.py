@@ -12,9 +12,9 @@ import torch.distributed as dist
 from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World, backend_of
-from hf_gpipe.recipe import Division
 from hf_gpipe.schedule.placement import Placement
 from hf_gpipe.schedule.table import Schedule
+from hf_gpipe.settings.division import Division
 
 
 @dataclass(frozen=True)

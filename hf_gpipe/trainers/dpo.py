@@ -8,7 +8,7 @@ from typing import Any
 from hf_gpipe.data.examples.preferences import PreferenceCollator, PreferenceExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.preference import PreferenceLoss
-from hf_gpipe.recipe import PreferencesSection
+from hf_gpipe.settings.losses import PreferencesSection
 from hf_gpipe.trainers.reference import ReferenceArguments, ReferenceTrainer
 from hf_gpipe.training.arguments import argument, key_of
 

@@ -19,8 +19,8 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.libraries.transformers import source_of
 from hf_gpipe.losses.embedding import EmbeddingLoss
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.recipe import AUTO
-from hf_gpipe.recipe.losses import EmbeddingsSection
+from hf_gpipe.settings.losses import EmbeddingsSection
+from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.trainers.own_loss import OwnLossArguments, OwnLossTrainer, as_class
 from hf_gpipe.training.arguments import argument, key_of
 

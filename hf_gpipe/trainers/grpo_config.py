@@ -9,7 +9,7 @@ from typing import Any
 from hf_gpipe.errors import UserError, check_choice, check_count, check_number
 from hf_gpipe.losses.grpo import AGGREGATIONS, GRPOLoss
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe.losses import GRPOSection
+from hf_gpipe.settings.losses import GRPOSection
 from hf_gpipe.trainers.model_arguments import ModelArguments
 from hf_gpipe.trainers.own_loss import OwnLossArguments
 from hf_gpipe.trainers.rollout_server import RolloutServer

@@ -11,7 +11,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.losses.kto import KTOLoss, mismatched_of, rows_of
 from hf_gpipe.losses.loss import LogProbs
 from hf_gpipe.pipeline import Pipeline
-from hf_gpipe.recipe.losses import KTOSection
+from hf_gpipe.settings.losses import KTOSection
 from hf_gpipe.trainers.reference import ReferenceArguments, ReferenceTrainer
 from hf_gpipe.training.arguments import argument, key_of
 from hf_gpipe.training.loader import Batch

@@ -28,9 +28,10 @@ from hf_gpipe.losses.noting import NotingLoss
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import ModelSource, Pipeline
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import PreferencesSection, TrainingSection, keys_of
-from hf_gpipe.recipe.data import OF_ROWS_ALONE
-from hf_gpipe.recipe.section import check_by
+from hf_gpipe.recipe import TrainingSection
+from hf_gpipe.settings.kinds import OF_ROWS_ALONE
+from hf_gpipe.settings.losses import PreferencesSection
+from hf_gpipe.settings.section import check_by, keys_of
 from hf_gpipe.trainers.examples import ExamplesTrainer
 from hf_gpipe.trainers.model_arguments import ModelArguments
 from hf_gpipe.training.arguments import PipelineTrainingArguments, argument, key_of

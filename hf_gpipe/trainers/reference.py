@@ -19,9 +19,9 @@ from hf_gpipe.data.progress import progress
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.loss import LogProbs
 from hf_gpipe.pipeline import ModelSource, Pipeline
-from hf_gpipe.recipe import PreferencesSection
 from hf_gpipe.recipe.batch_size import BatchSize
 from hf_gpipe.schedule import is_table_file
+from hf_gpipe.settings.losses import PreferencesSection
 from hf_gpipe.trainers.examples import each
 from hf_gpipe.trainers.model_arguments import ModelArguments
 from hf_gpipe.trainers.own_loss import OwnLossArguments, OwnLossTrainer

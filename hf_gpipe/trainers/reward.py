@@ -12,7 +12,7 @@ from hf_gpipe.adapters.classifiers import as_classifier
 from hf_gpipe.data.examples.rewards import RewardCollator, RewardExamples
 from hf_gpipe.errors import UserError
 from hf_gpipe.losses.reward import RewardLoss
-from hf_gpipe.recipe.losses import RewardsSection
+from hf_gpipe.settings.losses import RewardsSection
 from hf_gpipe.trainers.model_arguments import ModelArguments
 from hf_gpipe.trainers.own_loss import OwnLossArguments, OwnLossTrainer, as_class
 from hf_gpipe.training.arguments import argument, key_of

@@ -20,11 +20,12 @@ from hf_gpipe.libraries.transformers import is_bitsandbytes_available
 from hf_gpipe.libraries.transformers_trainer import ParallelMode
 from hf_gpipe.losses.loss import Loss, TokenLoss
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import DataSection, PipelineConfig, TrainingSection, keys_of
+from hf_gpipe.recipe import DataSection, TrainingSection
 from hf_gpipe.recipe.batch_size import BatchSize
-from hf_gpipe.recipe.optimizers import OPTIMIZERS
-from hf_gpipe.recipe.pipeline.config import PLANNED
 from hf_gpipe.recipe.training import TrainingMeaning
+from hf_gpipe.settings.optimizers import OPTIMIZERS
+from hf_gpipe.settings.pipeline import PLANNED, PipelineConfig
+from hf_gpipe.settings.section import keys_of
 from hf_gpipe.training.supported import (
     HARMLESS_ARGUMENTS,
     HARMLESS_VALUES,

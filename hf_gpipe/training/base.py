@@ -45,8 +45,8 @@ from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.pipeline import Pipeline, PipelineRequest
 from hf_gpipe.pipeline.decision import check_draws_alike
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.recipe import AUTO
 from hf_gpipe.runtime.generation import check_generates
+from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.training.arguments import PipelineTrainingArguments
 from hf_gpipe.training.generating import generation_config_of
 from hf_gpipe.training.loader import Collate

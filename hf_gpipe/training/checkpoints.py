@@ -47,7 +47,7 @@ from hf_gpipe.job import failures
 from hf_gpipe.job.facts import available_memory
 from hf_gpipe.job.job import Job
 from hf_gpipe.libraries.transformers import CONFIG_NAME
-from hf_gpipe.recipe import AUTO
+from hf_gpipe.settings.mode import AUTO
 from hf_gpipe.text import size_text
 from hf_gpipe.training.optim import set_rates, updated_parameters
 from hf_gpipe.training.saving_trainer import SavingTrainer

@@ -29,9 +29,11 @@ from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.recipe import Chunks, DecidedConfig, Division
 from hf_gpipe.runtime.mesh import ranks_of_workers
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES, DIVIDED_HEAD, LONGEST_WINDOW
+from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.settings.division import Division
+from hf_gpipe.settings.pipeline import DecidedConfig
 
 CPU = torch.device("cpu")
 #: Of a pipeline.

@@ -201,8 +201,8 @@ def _watch_pipelines() -> None:
     """Note arguments and configurations."""
     import hf_gpipe
     from hf_gpipe.pipeline import Pipeline
-    from hf_gpipe.recipe import keys_of
-    from hf_gpipe.recipe.pipeline.config import PipelineConfig
+    from hf_gpipe.settings.pipeline import PipelineConfig
+    from hf_gpipe.settings.section import keys_of
 
     for name in hf_gpipe.__all__:
         own = getattr(hf_gpipe, name)

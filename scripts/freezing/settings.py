@@ -21,7 +21,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.from_recipe.checks import loss_of, workload_of
 from hf_gpipe.from_recipe.model import model_config, spec_of, teacher_of
 from hf_gpipe.from_recipe.trainer import arguments_of
-from hf_gpipe.planner.workload import PlanInputs
+from hf_gpipe.from_recipe.workload import plan_inputs
 from hf_gpipe.recipe import Recipe, load_recipe, parse_recipe, recipe_help, section_help
 from hf_gpipe.recipe.fields import SECTIONS
 from scripts.freezing.plans import ABSENT, model_of
@@ -116,7 +116,7 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
     yield f"loss: {loss_of(recipe)!r}"
     workload = workload_of(recipe, config)
     yield f"mini-batch: {workload!r}"
-    yield f"of the planner: {PlanInputs.of_recipe(recipe, workload)!r}"
+    yield f"of the planner: {plan_inputs(recipe, workload)!r}"
     teacher = teacher_of(recipe)
     yield f"teacher: {None if teacher is None else _shown(teacher.model)}"
 

@@ -17,8 +17,6 @@ from zlib import crc32
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.planner.tables import table_of
 from hf_gpipe.planner.workload import PlanInputs
-from hf_gpipe.recipe import PipelineConfig
-from hf_gpipe.recipe.pipeline.mode import TEACHER
 from hf_gpipe.schedule import (
     Action,
     Costs,
@@ -39,6 +37,8 @@ from hf_gpipe.schedule.round_robin import deal_of, dealt_table
 from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside
 from hf_gpipe.schedule.visits import check_visits, with_visits
 from hf_gpipe.schedule.zero_bubble import whole_backwards
+from hf_gpipe.settings.mode import TEACHER
+from hf_gpipe.settings.pipeline import PipelineConfig
 from scripts.freezing.results import Entries, exact
 
 FILE = "tables.txt.xz"

@@ -31,7 +31,7 @@ from hf_gpipe.model.assembly import assemble
 from hf_gpipe.model.clone import exact_clone
 from hf_gpipe.model.tensor_parallel import check_division, divided_steps, verify_division
 from hf_gpipe.planner.costs.layers import ModelLayers
-from hf_gpipe.recipe import Division
+from hf_gpipe.settings.division import Division
 from scripts.bench.models import quantisation
 
 FAMILIES = (

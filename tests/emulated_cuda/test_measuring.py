@@ -17,8 +17,8 @@ from hf_gpipe.commands import train
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.planner.costs import measure
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.memory import peak_memory_bytes
+from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.emulated_cuda.comparing import measure_little
 from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated

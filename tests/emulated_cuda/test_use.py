@@ -12,7 +12,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from hf_gpipe import Pipeline, RowLoss
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.emulated_cuda.comparing import assert_near, gathered
 from tests.emulated_cuda.models import config_of
 from tests.emulated_cuda.processes import on_emulated_cuda, run_emulated

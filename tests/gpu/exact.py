@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from hf_gpipe import Pipeline
-from hf_gpipe.recipe.pipeline.mesh import SYNCHRONOUS_SCHEDULES
 from hf_gpipe.runtime import offload
 from hf_gpipe.schedule import DEALT, DIVIDED_HEAD
+from hf_gpipe.settings.mesh import SYNCHRONOUS_SCHEDULES
 from tests.emulated_cuda.models import config_of
 from tests.gpu.checks import FAMILIES
 from tests.oracle import Result, padded_batch, plain_model, run_plain

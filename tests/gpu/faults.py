@@ -21,8 +21,8 @@ from hf_gpipe.errors import StageError
 from hf_gpipe.job import failures
 from hf_gpipe.job.joining import join_job
 from hf_gpipe.job.launch import launch
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.settings.pipeline import PipelineConfig
 from scripts.forked import fork_ahead
 from tests.emulated_cuda.models import config_of
 from tests.oracle import padded_batch, plain_model

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.device_choice import DeviceChoice, _assign, _DeviceRequest, world_for
 from hf_gpipe.runtime.mesh import Mesh
 from hf_gpipe.schedule.placement import Placement
+from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.gloo import run_gloo
 
 

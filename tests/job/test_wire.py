@@ -20,9 +20,9 @@ from hf_gpipe.job import wire
 from hf_gpipe.job.world import World
 from hf_gpipe.planner.costs.model_costs import Seconds, SharedParameter, SumsOverRanks
 from hf_gpipe.planner.parameters import Parameters
-from hf_gpipe.recipe import DecidedConfig, PipelineConfig
-from hf_gpipe.recipe.section import MisfitError
 from hf_gpipe.runtime import batches
+from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
+from hf_gpipe.settings.section import MisfitError
 from tests.gloo import run_gloo
 
 VALUES = [

@@ -16,7 +16,7 @@ from hf_gpipe.planner.costs.model_costs import (
 from hf_gpipe.planner.machines.devices import LINKS, Device
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.recipe import DecidedConfig
+from hf_gpipe.settings.pipeline import DecidedConfig
 
 DEVICE = Device("toy", None, {"float32": 1.0}, 1e30, LINKS["nvlink4"], reserved_share=0.05, reserved_working_share=0.05)
 """It does one operation a second."""

@@ -21,10 +21,11 @@ from hf_gpipe.planner.of_model import planner_of
 from hf_gpipe.planner.plan import Planner
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.recipe import Chunks, PipelineConfig
 from hf_gpipe.schedule import Costs, build, simulate
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_held
+from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.oracle import tiny_config
 from tests.planner.models import DEVICE, blocks
 from tests.versions import OF_POSITIONS

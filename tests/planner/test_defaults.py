@@ -24,8 +24,8 @@ from hf_gpipe.planner.costs.measure import rated_machine, steady_memory
 from hf_gpipe.planner.machines.devices import DEVICES, LINKS, cpu, like_gpu
 from hf_gpipe.planner.machines.links import steady
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import PipelineConfig, TrainingSection
-from hf_gpipe.recipe.pipeline.config import PLANNED
+from hf_gpipe.recipe import TrainingSection
+from hf_gpipe.settings.pipeline import PLANNED, PipelineConfig
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
 

@@ -8,8 +8,8 @@ from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.machines.devices import DEVICES, cpu
 from hf_gpipe.planner.machines.libraries import library_bytes
 from hf_gpipe.planner.machines.processes import Processes
-from hf_gpipe.recipe import Division
 from hf_gpipe.schedule import Placement
+from hf_gpipe.settings.division import Division
 
 MIB = 1 << 20
 #: Of each kind of channel: of messages, both directions at one neighbour, and of a ring.

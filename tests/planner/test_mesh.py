@@ -18,8 +18,8 @@ from hf_gpipe.planner.search.meshes import with_mesh
 from hf_gpipe.planner.search.search_all import search
 from hf_gpipe.planner.search.table_file import TABLE_FILE
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.recipe import DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Placement, placement_for
+from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
 from tests.planner.models import DEVICE, MIB, blocks, layer, model, planner
 
 FREE = PipelineConfig("auto", "auto", "auto", "none", "auto", replicas="auto")

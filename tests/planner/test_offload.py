@@ -12,8 +12,8 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.report import overrides, report
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.search.cut import _partly_on_host
-from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule.kinds import OFFLOAD, PREFETCH
+from hf_gpipe.settings.pipeline import DecidedConfig
 from tests.planner.models import DEVICE, MIB, blocks, planner, settings
 
 #: A forward takes a second and a backward two, and a graph of 40 MiB is on the way for so many.

@@ -13,7 +13,7 @@ from hf_gpipe import Pipeline, PipelineTrainingArguments
 from hf_gpipe.planner.costs.layers import ModelLayers
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.recipe.optimizers import OPTIMIZERS
+from hf_gpipe.settings.optimizers import OPTIMIZERS
 from hf_gpipe.training.optim import make_optimizer
 
 CONFIG = LlamaConfig(

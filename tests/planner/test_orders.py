@@ -14,8 +14,8 @@ from hf_gpipe.partition.cluster import parse_cluster
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.search.meshes import Meshes, with_mesh
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.schedule import Placement
+from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.planner.models import MIB, blocks, layer, model, planner
 
 FREE = PipelineConfig("auto", 4, "1f1b", "none", "auto", replicas="auto")

@@ -22,8 +22,8 @@ from hf_gpipe.planner.search.cut import choose_partition
 from hf_gpipe.planner.search.live_graphs import choose_recompute
 from hf_gpipe.planner.search.search_all import search
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.settings.pipeline import PipelineConfig
 from hf_gpipe.text import size_text
 from tests.planner.models import MIB, blocks, layer, model, planner, settings
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from hf_gpipe.commands.plan import main
-from hf_gpipe.recipe import PipelineConfig, keys_of
-from hf_gpipe.recipe.pipeline.config import OF_THE_RUN
+from hf_gpipe.settings.pipeline import OF_THE_RUN, PipelineConfig
+from hf_gpipe.settings.section import keys_of
 from tests.versions import OLD_TRANSFORMERS
 
 PLANS = json.loads((Path(__file__).parent / "plans.json").read_text())

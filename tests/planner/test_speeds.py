@@ -24,7 +24,7 @@ from hf_gpipe.planner.costs.model_costs import ModelCosts, Seconds, times
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.devices import DEVICES, cpu
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import Division
+from hf_gpipe.settings.division import Division
 from tests.gloo import run_gloo
 from tests.oracle import padded_batch, tiny_config
 

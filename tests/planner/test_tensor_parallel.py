@@ -16,7 +16,7 @@ from hf_gpipe.planner.costs.model_costs import ModelCosts, SumBeside, SumsOverRa
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.machines.devices import DEVICES
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import Division
+from hf_gpipe.settings.division import Division
 from tests.planner.models import planner, settings
 from tests.versions import OF_POSITIONS
 

@@ -21,9 +21,9 @@ from hf_gpipe.planner.search.search_all import search
 from hf_gpipe.planner.search.visiting import open_visitors, visiting_ways, way_of
 from hf_gpipe.planner.traffic import traffic
 from hf_gpipe.planner.workload import PlanInputs, Workload
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.schedule.kinds import HOST_UPDATE, LOAD, RECOMPUTE
 from hf_gpipe.schedule.messages import messages
+from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.planner.models import DEVICE, MIB, blocks, layer, model, planner, settings
 
 #: A byte in a second, by each way.

@@ -7,6 +7,7 @@ import torch
 
 from hf_gpipe.adapters import adapter_for
 from hf_gpipe.errors import UserError
+from hf_gpipe.from_recipe.workload import longest_mini_batch
 from hf_gpipe.planner.costs.measure import profile_layers
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
@@ -21,16 +22,16 @@ training: {output_dir: out, batch_size: 10}
 
 def test_of_a_recipe_rows_are_the_longest() -> None:
     recipe = parse_recipe(RECIPE)
-    assert Workload.of_recipe(recipe, is_encoder_decoder=True) == Workload(10, 30, 20)
-    assert Workload.of_recipe(recipe, is_encoder_decoder=False) == Workload(10, 50, 50)
+    assert longest_mini_batch(recipe, is_encoder_decoder=True) == Workload(10, 30, 20)
+    assert longest_mini_batch(recipe, is_encoder_decoder=False) == Workload(10, 50, 50)
 
 
 def test_of_a_recipe_by_tokens_all_rows_are_of_the_longest() -> None:
     recipe = parse_recipe(RECIPE.replace("batch_size: 10", "batch_tokens: 201"))
-    assert Workload.of_recipe(recipe, is_encoder_decoder=True) == Workload(11, 30, 20)
-    assert Workload.of_recipe(recipe, is_encoder_decoder=False) == Workload(11, 50, 50)
+    assert longest_mini_batch(recipe, is_encoder_decoder=True) == Workload(11, 30, 20)
+    assert longest_mini_batch(recipe, is_encoder_decoder=False) == Workload(11, 50, 50)
     recipe = parse_recipe(RECIPE.replace("batch_size: 10", "batch_tokens: 3"))
-    assert Workload.of_recipe(recipe, is_encoder_decoder=True) == Workload(1, 30, 20)
+    assert longest_mini_batch(recipe, is_encoder_decoder=True) == Workload(1, 30, 20)
 
 
 @pytest.mark.parametrize("family", ["llama", "marian"])
@@ -66,7 +67,7 @@ def test_packed_rows_count_by_their_tokens() -> None:
     assert found.of_rows(3) == Workload.packed(3, (4, 8), (2, 3))
     assert found.of_rows(1) == Workload.packed(1, (8, 8), (3, 3))
     recipe = parse_recipe(RECIPE.replace("batch_size: 10", "batch_size: 10, packing: true"))
-    assert Workload.of_recipe(recipe, is_encoder_decoder=False) == Workload.packed(10, (50, 50), (50, 50))
+    assert longest_mini_batch(recipe, is_encoder_decoder=False) == Workload.packed(10, (50, 50), (50, 50))
 
 
 @pytest.mark.parametrize(("attention", "shape"), [("sdpa", (3, 5)), ("eager", (1, 15))])

@@ -9,10 +9,11 @@ import pytest
 from pydantic import Field
 
 from hf_gpipe.errors import RecipeError, UserError
-from hf_gpipe.recipe import Recipe, keys_of, parse_recipe, section_help
+from hf_gpipe.recipe import Recipe, parse_recipe, section_help
 from hf_gpipe.recipe.fields import SECTIONS
-from hf_gpipe.recipe.pipeline.config import PipelineConfig
-from hf_gpipe.recipe.pipeline.mode import ASYNCHRONOUS, Keys, Mode
+from hf_gpipe.settings.mode import ASYNCHRONOUS, Keys, Mode
+from hf_gpipe.settings.pipeline import PipelineConfig
+from hf_gpipe.settings.section import keys_of
 
 RECIPE = """\
 model: {config: {model_type: llama}}

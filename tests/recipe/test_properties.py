@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hf_gpipe.errors import RecipeError
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.recipe.fields import all_keys
-from hf_gpipe.recipe.section import Key, dotted
 from hf_gpipe.recipe.strict_yaml import read, write
+from hf_gpipe.settings.section import Key, dotted
 
 BASE = {
     "model": {"config": {"model_type": "marian"}},

@@ -11,18 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 from hf_gpipe.errors import RecipeError, UserError
-from hf_gpipe.recipe import (
-    DataSection,
-    PipelineConfig,
-    check,
-    load_recipe,
-    load_saved,
-    parse_recipe,
-    recipe_help,
-    section_help,
-)
+from hf_gpipe.recipe import DataSection, check, load_recipe, load_saved, parse_recipe, recipe_help, section_help
 from hf_gpipe.recipe.fields import SECTIONS, all_keys
 from hf_gpipe.recipe.help import MAIN_KEYS
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 MINIMAL = """\
 model:

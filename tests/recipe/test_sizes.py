@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import RecipeError, UserError
 from hf_gpipe.recipe import parse_recipe
-from hf_gpipe.recipe.sizes import UNITS, read_bytes
+from hf_gpipe.settings.sizes import UNITS, read_bytes
 from hf_gpipe.text import size_text
 
 RECIPE = "model: {config: {model_type: marian}}\ndata: {kind: cldr, languages: [de]}\ntraining: {output_dir: out}\n"

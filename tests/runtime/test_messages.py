@@ -16,7 +16,6 @@ import torch.distributed as dist
 from hf_gpipe.errors import HfGpipeError, StageError, UserError
 from hf_gpipe.job.facts import DeviceFacts, RankFacts
 from hf_gpipe.job.world import World
-from hf_gpipe.recipe import PipelineConfig
 from hf_gpipe.runtime import edges as edges_module
 from hf_gpipe.runtime.channel import Channel, LocalChannel, RemoteChannel
 from hf_gpipe.runtime.device_choice import world_for
@@ -27,6 +26,7 @@ from hf_gpipe.runtime.micro_batch import MicroBatch
 from hf_gpipe.runtime.step import Row
 from hf_gpipe.schedule import Placement, Schedule, build, placement_for
 from hf_gpipe.schedule.messages import num_communicators
+from hf_gpipe.settings.pipeline import PipelineConfig
 from tests.gloo import run_gloo
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_gpipe import Pipeline, PipelineTrainer, PipelineTrainingArguments
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe import PipelineConfig
+from hf_gpipe.settings.pipeline import PipelineConfig
 from hf_gpipe.training.given import COMPARED, check_given, take_seed
 from scripts.trainer_tables import SUPPORTED
 from tests.oracle import padded_batch, plain_model, tiny_config

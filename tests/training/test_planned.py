@@ -14,7 +14,7 @@ from hf_gpipe.job.job import Job
 from hf_gpipe.planner.workload import Workload
 from hf_gpipe.recipe import parse_recipe
 from hf_gpipe.recipe.batch_size import BatchSize
-from hf_gpipe.recipe.pipeline.config import PLANNED
+from hf_gpipe.settings.pipeline import PLANNED
 from hf_gpipe.training import checkpoints
 from hf_gpipe.training.longest import longest_mini_batch
 from tests.oracle import tiny_config

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from hf_gpipe.adapters.tensor_parallel.ranks import Ranks
-from hf_gpipe.recipe import Division
+from hf_gpipe.settings.division import Division
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from hf_gpipe.recipe import Division
+from hf_gpipe.settings.division import Division
 
 Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """A tensor -> another tensor."""

@@ -9,7 +9,8 @@ from statistics import fmean
 from hf_gpipe.planner.costs.model_costs import ModelCosts, Operations, mean_seconds
 from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import Chunks, PipelineConfig
+from hf_gpipe.settings.chunks import Chunks
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 #: The most chunks and the fewest tokens of a chunk where "auto" cuts rows, into powers of two: shorter products waste
 #: a device.

@@ -34,8 +34,8 @@ from hf_gpipe.planner.costs.model_costs import GraphCost, LayerCost, ModelCosts,
 from hf_gpipe.planner.costs.tracing import StageTracer, Trace
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import Division
-from hf_gpipe.recipe.optimizers import LEAST_8_BIT_ELEMENTS
+from hf_gpipe.settings.division import Division
+from hf_gpipe.settings.optimizers import LEAST_8_BIT_ELEMENTS
 
 Inputs = Mapping[str, torch.Tensor]
 

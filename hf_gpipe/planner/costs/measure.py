@@ -36,9 +36,9 @@ from hf_gpipe.planner.costs.tracing import context_of
 from hf_gpipe.planner.costs.tracker import Tracker
 from hf_gpipe.planner.machines.devices import LINKS, Device, Host, cpu, like_gpu
 from hf_gpipe.planner.workload import Workload
-from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch, on_devices
 from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.settings.division import Division
 
 #: The most blocks of one kind that run in a row.
 _BLOCKS_IN_A_ROW = 3

@@ -27,7 +27,7 @@ from hf_gpipe.planner.costs.model_costs import (
     SharedParameter,
 )
 from hf_gpipe.planner.machines.devices import Device
-from hf_gpipe.recipe.pipeline.visits import Visitors
+from hf_gpipe.settings.visits import Visitors
 
 #: The executor's time for an action, in operations: 64 to 81 microseconds on a host that takes 7 for an operation.
 _CALLS_OF_ACTION = 10

@@ -34,9 +34,9 @@ from hf_gpipe.model.assembly import assemble
 from hf_gpipe.planner.costs.gpu_attention import AttentionOfAGpu
 from hf_gpipe.planner.costs.model_costs import NO_OPERATIONS, NO_SUMS, Operations, SumBeside, SumsOverRanks
 from hf_gpipe.planner.costs.tracker import Phase, Tracker
-from hf_gpipe.recipe import Division
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
 from hf_gpipe.runtime.stage import Stage
+from hf_gpipe.settings.division import Division
 
 CPU = torch.device("cpu")
 _Result = TypeVar("_Result")

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from hf_gpipe.errors import UserError, nearest
 from hf_gpipe.partition.cluster import Level
-from hf_gpipe.recipe.sizes import number_and_unit, read_bytes
+from hf_gpipe.settings.sizes import number_and_unit, read_bytes
 
 Entry = TypeVar("Entry")
 _GIB = 1 << 30

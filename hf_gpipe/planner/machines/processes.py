@@ -10,8 +10,8 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Cluster
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.machines.network import Network, one_level
-from hf_gpipe.recipe import Division
 from hf_gpipe.schedule import Placement
+from hf_gpipe.settings.division import Division
 from hf_gpipe.text import size_text
 
 MemoryLimit: TypeAlias = int | tuple[int, ...] | None

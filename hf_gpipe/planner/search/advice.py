@@ -14,7 +14,8 @@ from hf_gpipe.job import failures
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import best_plan, micro_batch_counts
 from hf_gpipe.planner.search.visiting import SETTING, possible_visitors
-from hf_gpipe.recipe import AUTO, DecidedConfig
+from hf_gpipe.settings.mode import AUTO
+from hf_gpipe.settings.pipeline import DecidedConfig
 from hf_gpipe.text import seconds_text, size_text
 
 #: The most memory of the advised plan, as a share of the plan that was to fit and did not.

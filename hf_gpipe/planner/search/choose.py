@@ -21,8 +21,6 @@ from hf_gpipe.planner.search.cut import cut_plan
 from hf_gpipe.planner.search.listed import with_table
 from hf_gpipe.planner.search.meshes import Meshes, with_mesh
 from hf_gpipe.planner.search.visiting import visiting_ways, with_dealt_table, with_visitors
-from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.recipe.pipeline import mode
 from hf_gpipe.schedule import (
     DIVIDED_HEAD,
     SPLIT_SCHEDULES,
@@ -31,6 +29,9 @@ from hf_gpipe.schedule import (
     check_once,
     replicas_of,
 )
+from hf_gpipe.settings import mode
+from hf_gpipe.settings.mode import AUTO
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 AUTO_SCHEDULES = ("1f1b", "gpipe_fused", "gpipe", "interleaved_1f1b", *SPLIT_SCHEDULES, *DIVIDED_HEAD)
 """The schedules that "auto" chooses from. The first of equally good schedules is chosen."""

@@ -12,9 +12,10 @@ from hf_gpipe.partition import partition as cut
 from hf_gpipe.planner.memory import MemoryBound
 from hf_gpipe.planner.plan import Plan, Planner, best_of
 from hf_gpipe.planner.search.live_graphs import choose_recompute
-from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.runtime.recompute import Recompute
 from hf_gpipe.schedule import Placement
+from hf_gpipe.settings.mode import AUTO
+from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
 
 
 def cut_plan(planner: Planner, config: PipelineConfig) -> Plan:

@@ -16,12 +16,13 @@ from hf_gpipe.planner.memory import stage_amounts
 from hf_gpipe.planner.plan import Plan, best_of
 from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.planner.table_costs import costs_of_table
-from hf_gpipe.recipe import AUTO, DecidedConfig, PipelineConfig
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table
 from hf_gpipe.schedule.kinds import UPDATE, Held
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.zero_bubble import whole_backwards
+from hf_gpipe.settings.mode import AUTO
+from hf_gpipe.settings.pipeline import DecidedConfig, PipelineConfig
 
 #: The most work of the search for a table: in actions that are tried, a few seconds, and in tables that are tried.
 _EFFORT, _TABLES = 1_000_000, 1_500

@@ -8,8 +8,8 @@ from hf_gpipe.planner.costs.model_costs import InnerRecompute
 from hf_gpipe.planner.layout import StageLayers
 from hf_gpipe.planner.memory import MemoryBound
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule.kinds import Held
+from hf_gpipe.settings.pipeline import DecidedConfig
 
 
 def choose_recompute(planner: Planner, settings: DecidedConfig) -> str | tuple[str | int, ...]:

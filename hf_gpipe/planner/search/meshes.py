@@ -13,8 +13,9 @@ from itertools import accumulate, combinations, islice, pairwise, permutations
 
 from hf_gpipe.partition.count import by_count
 from hf_gpipe.planner.plan import Planner
-from hf_gpipe.recipe import AUTO, PipelineConfig
 from hf_gpipe.schedule import Placement, placement_for
+from hf_gpipe.settings.mode import AUTO
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 #: The most processes with which the search begins with every mesh that has one stage a process.
 _FEW_PROCESSES = 7

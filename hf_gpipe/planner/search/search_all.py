@@ -12,7 +12,9 @@ from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.search.choose import allowed_plans, can_run, first_micro_batches
 from hf_gpipe.planner.search.listed import with_table
 from hf_gpipe.planner.search.visiting import way_of
-from hf_gpipe.recipe import AUTO, Division, PipelineConfig
+from hf_gpipe.settings.division import Division
+from hf_gpipe.settings.mode import AUTO
+from hf_gpipe.settings.pipeline import PipelineConfig
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import cast
 
 from hf_gpipe.planner.plan import Plan
-from hf_gpipe.recipe import DecidedConfig
 from hf_gpipe.schedule import Schedule, recompute_under
+from hf_gpipe.settings.pipeline import DecidedConfig
 
 TABLE_FILE = "auto.txt"
 """The name by which a configuration names the table that was made for its plan. There is no such file."""

@@ -9,11 +9,11 @@ from hf_gpipe.planner.plan import Plan, Planner, best_of
 from hf_gpipe.planner.search.table_file import TABLE_FILE, each_stage, with_table_file
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.planner.tables import with_updates_of_run
-from hf_gpipe.recipe import AUTO, PipelineConfig
-from hf_gpipe.recipe.pipeline.mode import DEALT_STAGES
-from hf_gpipe.recipe.pipeline.visits import Visitors
 from hf_gpipe.schedule import DEALT, Schedule, check_table, simulate
 from hf_gpipe.schedule.round_robin import deal_of, dealt_table
+from hf_gpipe.settings.mode import AUTO, DEALT_STAGES
+from hf_gpipe.settings.pipeline import PipelineConfig
+from hf_gpipe.settings.visits import Visitors
 
 #: The recipe's key for the weights that visit, for messages.
 SETTING = "offload_weights"

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.pipeline.chunks import DecidedRowChunks, RowChunks
-from hf_gpipe.recipe.pipeline.mesh import (
+from hf_gpipe.schedule import Schedule, is_table_file, read_table, recompute_under, replicas_of
+from hf_gpipe.settings.chunks import DecidedRowChunks, RowChunks
+from hf_gpipe.settings.mesh import (
     SYNCHRONOUS_SCHEDULES,
     MeshConfig,
     Recomputation,
@@ -18,8 +19,8 @@ from hf_gpipe.recipe.pipeline.mesh import (
     ScheduleName,
     TableFile,
 )
-from hf_gpipe.recipe.pipeline.mode import AUTO, EACH_PROCESS, RUN, TEACHER, Listed, Mode
-from hf_gpipe.recipe.pipeline.schedules import (
+from hf_gpipe.settings.mode import AUTO, EACH_PROCESS, RUN, TEACHER, Listed, Mode
+from hf_gpipe.settings.schedules import (
     Asynchronous,
     CompiledBlocks,
     DividedHead,
@@ -27,11 +28,10 @@ from hf_gpipe.recipe.pipeline.schedules import (
     LigerKernels,
     NarrowBoundary,
 )
-from hf_gpipe.recipe.pipeline.visits import DealtStages, DecidedVisits, Visits
-from hf_gpipe.recipe.section import Count, Positive, Text, keys_of
-from hf_gpipe.recipe.sizes import read_bytes
-from hf_gpipe.recipe.words import choices
-from hf_gpipe.schedule import Schedule, is_table_file, read_table, recompute_under, replicas_of
+from hf_gpipe.settings.section import Count, Positive, Text, keys_of
+from hf_gpipe.settings.sizes import read_bytes
+from hf_gpipe.settings.visits import DealtStages, DecidedVisits, Visits
+from hf_gpipe.settings.words import choices
 
 #: About thirty years: longer times are none to a clock.
 MOST_SECONDS = 10**9
@@ -192,7 +192,7 @@ class PipelineConfig(MeshConfig):
         """
         for mode in modes or self.excluding(other):
             why, key = mode.excludes[other], next(iter(keys_of(type(mode))), "")
-            if "{" in why:
+            if why and not why.startswith(":"):
                 raise UserError(why.format(**self.values(), **words))
             beside, way = f"schedule is {self.schedule}", ", or use another schedule, such as 1f1b"
             if other == TEACHER:

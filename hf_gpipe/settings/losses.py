@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hf_gpipe.recipe.data import PAIRS
-from hf_gpipe.recipe.section import (
+from hf_gpipe.settings.kinds import PAIRS
+from hf_gpipe.settings.section import (
     Count,
     NotNegative,
     Positive,

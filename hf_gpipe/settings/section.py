@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass as validated
 from pydantic_core import core_schema
 
 from hf_gpipe.errors import UserError, nearest
-from hf_gpipe.recipe.words import choices, describe
+from hf_gpipe.settings.words import choices, describe
 from hf_gpipe.text import show
 
 Text = Annotated[str, Field(pattern=r"\S")]
@@ -74,15 +74,7 @@ class Key:
 
     def check(self, argument: str, value: Any) -> None:
         """Raise UserError where an argument, which may have another name, has a value that the key does not allow."""
-        try:
-            self._validator.validate_python(value.item() if hasattr(value, "item") else value)
-        except ValidationError:
-            allowed = describe(self.schema).replace("null", "None")
-            raise UserError(f"{argument}={value!r}: expected {allowed}") from None
-
-    @cached_property
-    def _validator(self) -> TypeAdapter[Any]:
-        return TypeAdapter(get_type_hints(self.section, include_extras=True)[self.name], config=STRICT)
+        check_value(argument, value, get_type_hints(self.section, include_extras=True)[self.name])
 
     @cached_property
     def value_in(self) -> Callable[[Any], Any]:
@@ -102,6 +94,20 @@ class Key:
     def is_used_by(self, kind: object) -> bool:
         """Whether the kind of data uses it; an unknown kind uses every key."""
         return self.kinds is None or kind in self.kinds
+
+
+def check_value(argument: str, value: Any, allowed: Any) -> None:
+    """Raise UserError where the value of an argument is not of a type, which may have limits, such as `Fraction`."""
+    try:
+        _adapter(allowed).validate_python(value.item() if hasattr(value, "item") else value)
+    except ValidationError:
+        words = describe(_adapter(allowed).json_schema()).replace("null", "None")
+        raise UserError(f"{argument}={value!r}: expected {words}") from None
+
+
+@functools.cache
+def _adapter(allowed: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(allowed, config=STRICT)
 
 
 class MisfitError(UserError):

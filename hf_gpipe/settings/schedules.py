@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.pipeline.mode import ASYNCHRONOUS, AUTO, COMPARED_ROWS, DIVIDED_HEAD, RUN, TEACHER, Keys, Mode
-from hf_gpipe.recipe.section import Text, refuse_given
 from hf_gpipe.schedule import ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule import DIVIDED_HEAD as DIVIDED_HEAD_SCHEDULES
+from hf_gpipe.settings.mode import ASYNCHRONOUS, AUTO, COMPARED_ROWS, DIVIDED_HEAD, RUN, TEACHER, Keys, Mode
+from hf_gpipe.settings.section import Text, refuse_given
 
 
 class SharedUpdates(Mode):
@@ -105,12 +105,12 @@ class CompiledBlocks(Mode):
 class LigerKernels(Mode):
     """Norms, rotary embeddings and feed-forwards that run the kernels of a package."""
 
+    excludes: ClassVar[dict[str, str]] = {
+        "compiled": "use_liger_kernel is true and torch_compile is true, which do not go together; leave one of them "
+        "out",
+        "division": "use_liger_kernel is true and tensor_parallel is {tensor_parallel}, which do not go together; "
+        "leave one of them out",
+    }
+
     use_liger_kernel: Annotated[bool, RUN] = False
     """Whether norms, rotary embeddings and feed-forwards run the kernels of the package liger-kernel, on GPUs."""
-
-    def check(self, keys: Keys) -> None:
-        division = keys["tensor_parallel"]
-        others = {"torch_compile is true": keys["torch_compile"], f"tensor_parallel is {division}": division != 1}
-        for what, is_so in others.items() if self.use_liger_kernel else ():
-            if is_so:
-                raise UserError(f"use_liger_kernel is true and {what}, which do not go together; leave one of them out")

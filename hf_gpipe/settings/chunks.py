@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.data import WITHOUT_IMAGES
-from hf_gpipe.recipe.pipeline.mode import ASYNCHRONOUS, AUTO, DEALT_STAGES, DIVIDED_HEAD, TEACHER, Auto, Keys, Mode
-from hf_gpipe.recipe.section import Count, NotNegative, refuse_given
 from hf_gpipe.schedule import is_table_file
+from hf_gpipe.settings.kinds import WITHOUT_IMAGES
+from hf_gpipe.settings.mode import ASYNCHRONOUS, AUTO, DEALT_STAGES, DIVIDED_HEAD, TEACHER, Auto, Keys, Mode
+from hf_gpipe.settings.section import Count, NotNegative, refuse_given
 
 CHUNK_UNIT = " tokens"
 

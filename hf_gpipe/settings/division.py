@@ -10,9 +10,9 @@ from pydantic import Field
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition.cluster import Cluster
-from hf_gpipe.recipe.pipeline.mode import ASYNCHRONOUS, DEALT_STAGES, DIVIDED_HEAD, Keys, Mode
-from hf_gpipe.recipe.section import Count, refuse_given
 from hf_gpipe.schedule import Placement
+from hf_gpipe.settings.mode import ASYNCHRONOUS, DEALT_STAGES, DIVIDED_HEAD, Keys, Mode
+from hf_gpipe.settings.section import Count, refuse_given
 
 T = TypeVar("T")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from hf_gpipe.errors import UserError
-from hf_gpipe.recipe.pipeline.mode import AUTO, COMPARED_ROWS, DIVIDED_HEAD, TEACHER, Auto, Keys, Mode
 from hf_gpipe.schedule import DEALT, Schedule, is_table_file
 from hf_gpipe.schedule.kinds import LOAD
+from hf_gpipe.settings.mode import AUTO, COMPARED_ROWS, DIVIDED_HEAD, TEACHER, Auto, Keys, Mode
 
 Visitors = Literal["frozen", "all"]
 """The weights that visit their device: those that are not trained, or all but trained ones that stages may share."""

@@ -9,10 +9,6 @@ from pydantic import Field
 
 from hf_gpipe.errors import UserError
 from hf_gpipe.partition import COST_STRATEGIES, COUNT
-from hf_gpipe.recipe.pipeline.division import Division
-from hf_gpipe.recipe.pipeline.mode import AUTO, NOT_GIVEN, Auto, Listed, NotGiven, Settings
-from hf_gpipe.recipe.pipeline.schedules import SharedUpdates
-from hf_gpipe.recipe.section import Count, Text, one_of
 from hf_gpipe.schedule import (
     ASYNCHRONOUS_SCHEDULES,
     DEALT,
@@ -25,6 +21,10 @@ from hf_gpipe.schedule import (
     replicas_of,
 )
 from hf_gpipe.schedule.actions import parse_number
+from hf_gpipe.settings.division import Division
+from hf_gpipe.settings.mode import AUTO, NOT_GIVEN, Auto, Listed, NotGiven, Settings
+from hf_gpipe.settings.schedules import SharedUpdates
+from hf_gpipe.settings.section import Count, Text, one_of
 
 #: What `zero` 1 becomes on a mesh that the planner has chosen without replicas.
 UNSHARED = "zero 0 (no stage has replicas)"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Optional, T
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from hf_gpipe.recipe.section import STRICT, keys_of, misfit
+from hf_gpipe.settings.section import STRICT, keys_of, misfit
 
 T = TypeVar("T")
 Auto = Literal["auto"]
@@ -51,7 +51,8 @@ class Mode(Settings):
     The first key says whether the mode is on.
     """
 
-    #: What it does not go with -> why, as a part of the message, or the message with names of keys in braces.
+    #: What it does not go with -> why: the part of a message after a colon, or the message with names of keys in
+    #: braces.
     excludes: ClassVar[dict[str, str]] = {}
 
     #: The schedules that turn it on.

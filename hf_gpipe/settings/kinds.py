@@ -1,0 +1,42 @@
+"""The kinds of data, by which keys are allowed: `data.kind` of a recipe names one."""
+
+from __future__ import annotations
+
+from hf_gpipe.settings.section import NotWith
+
+#: The kinds of data that use a key, in its annotation; with another kind the key is an error.
+ROW_KINDS = ("jsonl", "csv", "parquet", "parallel", "hub")
+
+#: Kinds whose rows are messages, or text in their place.
+MESSAGE_KINDS = ("chat", "preferences", "kto", "rewards", "prompts")
+
+#: Kinds whose examples are pairs of rows, and kinds that a model with a head for classes or a score learns.
+PAIRED_KINDS = ("preferences", "rewards")
+CLASSIFIER_KINDS = ("classification", "rewards", "images")
+
+#: Kinds whose rows are cut to `max_length` tokens.
+ROW_LENGTH_KINDS = (*MESSAGE_KINDS, "process_rewards", "classification", "embeddings", "image_text")
+
+#: Kinds whose rows are one sequence, which decoder-only models learn.
+SEQUENCE_KINDS = ("text", *ROW_LENGTH_KINDS)
+
+CLDR = ("cldr",)
+FIELDS = ("jsonl", "csv", "parquet", "hub")
+CHAT = ("chat",)
+STEPS = ("process_rewards",)
+IMAGES = ("images",)
+IMAGE_TEXT = ("image_text",)
+LABELLED = ("classification", *IMAGES)
+PAIRS = (*CLDR, *ROW_KINDS)
+OF_TEXT = (*PAIRS, *SEQUENCE_KINDS)
+TOKENIZED = tuple(kind for kind in OF_TEXT if kind not in IMAGE_TEXT)
+BY_TARGETS = (*PAIRS, "text")
+READ = (*ROW_KINDS, *SEQUENCE_KINDS, *IMAGES)
+
+#: What keys of other sections are marked with.
+OF_ROWS_ALONE = NotWith(
+    (*PAIRED_KINDS, "kto", "embeddings", "prompts"), "whose mini-batches and loss are of several rows together"
+)
+OF_MANY_LABELS = NotWith(LABELLED, "whose rows have one label each and are padded")
+WITHOUT_IMAGES = NotWith(IMAGE_TEXT, "whose rows have images")
+OF_THE_HUB = ("hub", *SEQUENCE_KINDS, *IMAGES)
