@@ -6,8 +6,10 @@ receiver computes every shape from the mini-batch before the message arrives, so
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,8 @@ from hf_gpipe.errors import HfGpipeError
 
 Shapes = Mapping[str, tuple[int, ...]]
 Tensors = Mapping[str, torch.Tensor]
+#: Fewer small tensors of a message travel one by one: joining two of them took longer than it saved.
+FEWEST_JOINED = 4
 Key = Hashable
 """Identifies a message, for example by its micro-batch's number: no two messages under way have the same key."""
 
@@ -35,7 +39,7 @@ class Channel(ABC):
         self._send(key, tensors, shapes)
 
     @abstractmethod
-    def _send(self, key: Key, tensors: Tensors, names: Iterable[str]) -> None: ...
+    def _send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None: ...
 
     def expect(self, key: Key, shapes: Shapes) -> None:  # noqa: B027  # inside of a process there is nothing to do
         """Announce the next message, so that it can arrive while this process computes."""
@@ -75,7 +79,7 @@ class LocalChannel(Channel):
         self._target = target
         self._messages: dict[Key, dict[str, torch.Tensor]] = {}
 
-    def _send(self, key: Key, tensors: Tensors, names: Iterable[str]) -> None:
+    def _send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         self._messages[key] = {name: tensor.to(self._target) for name, tensor in tensors.items()}
 
     def _receive(self, key: Key) -> dict[str, torch.Tensor]:
@@ -97,7 +101,7 @@ class DeviceChannel(Channel):
         self._streams = torch.cuda.Stream(source), torch.cuda.Stream(target)
         self._messages: dict[Key, tuple[dict[str, torch.Tensor], torch.cuda.Event]] = {}
 
-    def _send(self, key: Key, tensors: Tensors, names: Iterable[str]) -> None:
+    def _send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         leaving, arriving = self._streams
         leaving.wait_stream(torch.cuda.current_stream(self._source))
         with torch.cuda.stream(arriving), torch.cuda.stream(leaving):
@@ -142,37 +146,43 @@ class RemoteChannel(Channel):
         self._device, self._dtype_of = device, dtype_of
         #: The tensors of each message, which are kept until the message has been sent.
         self._sent: dict[Key, list[tuple[dist.Work, torch.Tensor]]] = {}
-        self._expected: dict[Key, list[tuple[str, torch.Tensor, dist.Work]]] = {}
+        self._expected: dict[Key, tuple[list[dist.Work], dict[str, torch.Tensor]]] = {}
         self._has_failed = False
 
-    def _send(self, key: Key, tensors: Tensors, names: Iterable[str]) -> None:
+    def _send(self, key: Key, tensors: Tensors, shapes: Shapes) -> None:
         for oldest in list(self._sent):
             if not all(work.is_completed() for work, _ in self._sent[oldest]):
                 break
             del self._sent[oldest]
-        message = self._sent.setdefault(key, [])
-        for name in names:
-            tensor = tensors[name].contiguous()
+        for name, tensor in tensors.items():
             if tensor.dtype != self._dtype_of(name):
                 raise HfGpipeError(f"{name!r} is {tensor.dtype}; the other stage expects {self._dtype_of(name)}")
-            work = dist.isend(tensor, self._peer, group=self._group, tag=self._tag)
+        message = self._sent.setdefault(key, [])
+        for names in _parts(shapes, self._dtype_of):
+            first, *others = (tensors[name] for name in names)
+            joined = torch.cat([part.flatten() for part in (first, *others)]) if others else first.contiguous()
+            work = dist.isend(joined, self._peer, group=self._group, tag=self._tag)
             assert work is not None, "this process is neither sender nor receiver"
-            message.append((work, tensor))
+            message.append((work, joined))
 
     def expect(self, key: Key, shapes: Shapes) -> None:
-        message = []
-        for name, shape in shapes.items():
-            buffer = torch.empty(shape, dtype=self._dtype_of(name), device=self._device)
+        works, received = [], dict[str, torch.Tensor]()
+        for names in _parts(shapes, self._dtype_of):
+            sizes = [math.prod(shapes[name]) for name in names]
+            buffer = torch.empty(sum(sizes), dtype=self._dtype_of(names[0]), device=self._device)
             work = dist.irecv(buffer, self._peer, group=self._group, tag=self._tag)
             assert work is not None, "this process is neither sender nor receiver"
-            message.append((name, buffer, work))
-        self._expected[key] = message
+            works.append(work)
+            for name, values in zip(names, buffer.split(sizes), strict=True):
+                # Without `.data` an operation in place on one of them would count as a change of all.
+                received[name] = values.view(shapes[name]).data
+        self._expected[key] = works, received
 
     def _receive(self, key: Key) -> dict[str, torch.Tensor]:
-        message = self._expected.pop(key)
-        for _, _, work in message:
+        works, received = self._expected.pop(key)
+        for work in works:
             work.wait()
-        return {name: buffer for name, buffer, _ in message}
+        return received
 
     def arrived(self, key: Key) -> None:
         # gloo frees a message's tensors only in `wait`, and `is_completed` stays false until then. On CUDA, `wait`
@@ -198,6 +208,20 @@ class RemoteChannel(Channel):
                 "a step failed in this process, and its messages to and from other processes cannot be taken back; "
                 "correct the cause, and start all processes again, from the last checkpoint where there is one"
             )
+
+
+def _parts(shapes: Shapes, dtype_of: Callable[[str], torch.dtype]) -> list[list[str]]:
+    """The names of the tensors of a message that travel in one piece; sender and receiver find the same.
+
+    The largest travels alone, since joining it would be a copy. Small ones of one dtype are joined where they are many,
+    as the router logits of a mixture of experts are: 32 of them took 0.9 to 1.7 ms on gloo, and joined 0.2 to 0.7 ms.
+    """
+    largest = max(shapes, key=lambda name: math.prod(shapes[name]), default="")
+    parts: dict[object, list[str]] = {}
+    for name in shapes:
+        parts.setdefault(name if name == largest else dtype_of(name), []).append(name)
+    pieces = ([names] if len(names) >= FEWEST_JOINED else [[name] for name in names] for names in parts.values())
+    return [*chain.from_iterable(pieces)]
 
 
 def narrowed(dtype: torch.dtype, sent: torch.dtype | None) -> torch.dtype:

@@ -154,7 +154,7 @@ def test_between_two_processes_with_a_flush() -> None:
     ("line", "replacement", "problem"),
     [
         ("            work.wait()\n", "            pass\n", "aten.mul.Tensor is not ordered after irecv"),
-        ("message.append((work, tensor))", "message.append((work, work))", "freed while isend may still use it"),
+        ("message.append((work, joined))", "message.append((work, work))", "freed while isend may still use it"),
     ],
 )
 @on_emulated_cuda()

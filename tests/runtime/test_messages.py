@@ -275,6 +275,44 @@ def test_a_tensor_is_kept_until_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> 
     assert waited == [True, True]
 
 
+SMALL = {f"router{number}": (3, number + 1) for number in range(5)}
+SHAPES = {"router0": (3, 1), "hidden": (2, 4, 3), **SMALL, "count": (), "none": (2, 0), "half": (2,)}
+
+
+def _joined_messages() -> tuple[int, dict[str, torch.Tensor]]:
+    """How many messages one of many tensors is, and what arrives of it."""
+    world = World.of_job()
+    dtype_of = {"count": torch.int64, "half": torch.bfloat16}
+    channel = RemoteChannel(1 - world.rank, 3, world.group_on(CPU), CPU, lambda name: dtype_of.get(name, torch.float32))
+    begun: list[Any] = []
+    for name in ("isend", "irecv"):
+        call = getattr(dist, name)
+        setattr(dist, name, lambda *args, call=call, **options: (begun.append(args), call(*args, **options))[1])
+    if world.rank == 0:
+        ones = {name: torch.ones(shape, dtype=dtype_of.get(name)) for name, shape in SHAPES.items()}
+        made = {name: one * number for number, (name, one) in enumerate(ones.items())}
+        channel.send(0, made, SHAPES)
+        channel.flush()
+        return len(begun), made
+    channel.expect(0, SHAPES)
+    received = channel.receive(0)
+    version = received["router1"]._version
+    received["router2"].add_(0)
+    assert received["router1"]._version == version, "tensors of one message change together"
+    return len(begun), received
+
+
+def test_many_small_tensors_of_a_message_travel_together() -> None:
+    """A mixture of experts sent the router logits of each layer as a message of its own, up to 32 for one action."""
+    (num_sent, sent), (num_received, received) = run_gloo(_joined_messages, 2)
+    # The largest, the others of its type, and two of other types.
+    assert num_sent == num_received == 4
+    assert sent.keys() == received.keys()
+    for name, tensor in sent.items():
+        assert torch.equal(tensor, received[name])
+        assert tensor.dtype == received[name].dtype
+
+
 def test_after_a_failed_step_a_pipeline_of_several_processes_does_not_go_on() -> None:
     table = build("gpipe", 2, 2)
     stages: Any = {0: Stage(0, 2, fails=True)}
