@@ -110,7 +110,7 @@ _CHANGES: dict[str, dict[str, str]] = {
         ),
         "            [-sent.wait()-]{+pass+}\n": "memory is reused while it is sent",
         "            [-work.wait()-]{+pass+}\n": "a message is read before it has arrived",
-        "for _, _, work in message{+[:1]+}:": "a message is read before it has arrived",
+        "for work in works{+[:1]+}:": "a message is read before it has arrived",
     },
     "runtime/edges.py": {
         'if [-source != target and source.type == target.type == "cuda"-]{+False+}:': (
