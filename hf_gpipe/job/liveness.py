@@ -61,7 +61,8 @@ class Liveness:
         self._is_over = threading.Event()
         self._asked: float | None = None
         self._waits: dict[str, _Wait] = {}
-        #: The last count of each process's beats, and when it was new; and who is missing in each thread's wait.
+        #: The last count of each process's beats while this one waits, and when it was new; and who has not yet begun
+        #: each thread's wait.
         self._heard: dict[int, tuple[int, float]] = {}
         self._missing: dict[str, list[int]] = {}
         clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]  # torch's types do not know it
@@ -104,13 +105,13 @@ class Liveness:
                 f"{_stopped_parent()}"
             ), True
         for thread, wait in list(self._waits.items()):
-            missing = self._missing.get(thread, [])
-            for rank in missing:
-                _, since = self._heard.get(rank, (0, now))
+            # One that has begun the wait too is lost where it is stopped before all are there.
+            for rank, (_, since) in list(self._heard.items()):
                 if now - max(since, wait.start) > self.limit:
                     return (
                         f"waited for {wait.what}, and process {rank} has said nothing for {now - since:.0f} seconds"
                     ), False
+            missing = self._missing.get(thread, [])
             if missing and now - wait.start > wait.longest:
                 late = ", ".join(map(str, missing))
                 return f"waited {wait.longest:g} seconds in vain for {wait.what} (process {late})", False
@@ -123,12 +124,13 @@ class Liveness:
                 store.add(f"hf_gpipe/beats/{self._rank}", 1)
                 waits = list(self._waits.items())
                 self._missing = {thread: self._late(store, thread, wait.number) for thread, wait in waits}
-                for rank in {rank for late in self._missing.values() for rank in late}:
+                for rank in range(self._size if waits else 0):
                     count = count_beats(store, rank)
                     if self._heard.get(rank, (-1, 0.0))[0] != count:
                         self._heard[rank] = count, time.monotonic()
                 self._asked = None
         self._asked = None
+        self._heard.clear()  # nothing new is heard of a process that goes on
 
     def _late(self, store: dist.Store, thread: str, number: int) -> list[int]:
         """The processes that have not yet begun the wait of this number. Adding nothing reads a counter."""

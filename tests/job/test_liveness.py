@@ -67,6 +67,18 @@ def test_a_lost_process_is_named(store: dist.Store) -> None:
     waiting.end()
 
 
+def test_a_process_that_is_lost_in_the_same_wait_is_named(store: dist.Store) -> None:
+    """One that was stopped after it had begun the wait was not missing, and the others waited for ever."""
+    ours, theirs = (Liveness(store, rank, 2, LIMIT) for rank in range(2))
+    others, waiting = Waiting(theirs), Waiting(ours)
+    assert waiting.problem(2) == ""
+    theirs.stop()
+    assert waiting.problem(60).startswith("waited for the end of all, and process 1 has said nothing for ")
+    ours.stop()
+    others.end()
+    waiting.end()
+
+
 def test_a_process_that_is_stuck_is_not_waited_for_forever(store: dist.Store) -> None:
     ours, theirs = (Liveness(store, rank, 2, LIMIT) for rank in range(2))
     waiting = Waiting(ours, longest=2.0)
