@@ -101,9 +101,7 @@ _CHANGES: dict[str, dict[str, str]] = {
         "with torch.cuda.stream(arriving)[-, torch.cuda.stream(leaving)-]:": (
             "the sending device computes nothing while it copies"
         ),
-        "first[-.contiguous()-]": (
-            "NCCL sends memory as it lies, and the receiver gets the values in another order"
-        ),
+        "first[-.contiguous()-]": ("NCCL sends memory as it lies, and the receiver gets the values in another order"),
         "message.append((work, [-joined-]{+work+}))": "memory is reused while it is sent",
         "if not [-all(work.is_completed() for work, _ in self._sent[oldest])-]{+self._sent[oldest]+}:": (
             "memory is reused while it is sent"

@@ -64,6 +64,9 @@ class Scene:
         return workers[self.victim] if self.victim < len(workers) else 0
 
 
+STUCK = "a process stuck"
+
+
 @dataclass(frozen=True)
 class Fault:
     """A fault.
@@ -225,7 +228,7 @@ FAULTS = (
     Fault("the launcher stopped for a moment", partial(_pause, True), survives=True),
     Fault("an exception", partial(_to_worker, RAISE_SIGNAL)),
     Fault("out of memory", partial(_to_worker, NO_MEMORY_SIGNAL)),
-    Fault("a process stuck", _get_stuck),
+    Fault(STUCK, _get_stuck),
     Fault("files limited to 4 KiB", partial(_limit, resource.RLIMIT_FSIZE, lambda pid: 4096)),
     Fault("no more open files", partial(_limit, resource.RLIMIT_NOFILE, _open_files)),
     Fault("a full disk", _fill_disk, prepare=_small_disk),

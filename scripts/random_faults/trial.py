@@ -18,8 +18,19 @@ from hf_gpipe.checkpoint.directory import checkpoints, step_of
 from hf_gpipe.job.job import ENDING
 from scripts import tiny_run
 from scripts.emulated_hosts import is_running
-from scripts.random_faults.faults import FAULTS, Fault, Scene
-from scripts.random_faults.runs import BY_HAND, COMMAND, EVALUATED, SAVED, SCRIPT, STEPS, TORCHRUN, Lingering, Run
+from scripts.random_faults.faults import FAULTS, STUCK, Fault, Scene
+from scripts.random_faults.runs import (
+    BY_HAND,
+    COMMAND,
+    EVALUATED,
+    SAVED,
+    SCRIPT,
+    STEPS,
+    TIMEOUT_SECONDS,
+    TORCHRUN,
+    Lingering,
+    Run,
+)
 
 #: A run that has not ended so long after its fault hangs: six time limits of a message, which a save may take, and the
 #: time that torchrun gives its processes.
@@ -107,6 +118,11 @@ def try_case(seed: int, number: int, only: str, prepared: Prepared, folder: Path
         before = [step_of(path) for path in checkpoints(folder / "out")] if (folder / "out").exists() else []
         begin = time.monotonic()
         fault.strike(scene)
+        if fault.name == STUCK and phase == "preparing" and victim == 0:
+            # The others wait for as long as the main process says that it prepares: somebody ends it.
+            time.sleep(2 * TIMEOUT_SECONDS)
+            with suppress(ProcessLookupError):
+                os.kill(scene.worker, signal.SIGKILL)
         result = {"seed": seed, "case": number, "fault": fault.name, "launch": launch, "phase": phase}
         result |= {"victim": victim, "met": is_met} | _judge(fault, scene, begin, before, prepared.expected, folder)
     finally:
