@@ -108,7 +108,7 @@ def emulated(
     taken = {"forward_seconds": [forward] * num_stages, "backward_seconds": [backward] * num_stages} | costs
     late_seconds = 0.0
     if is_late:  # the tables recompute all micro-batches of a stage, or none
-        again = [forward[0] * (table.num_recomputations(stage) > 0) for stage in range(num_stages)]
+        again = [forward[0] * (table.num_actions(stage, RECOMPUTE) > 0) for stage in range(num_stages)]
         taken["backward_seconds"], late_seconds = [backward[0] + own for own in again], micro_batches * sum(again)
         actions = (tuple(action for action in own if action.kind != RECOMPUTE) for own in table.actions)
         table = replace(table, actions=tuple(actions))

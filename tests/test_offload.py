@@ -19,10 +19,10 @@ from hf_gpipe import Pipeline
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.model import clone
 from hf_gpipe.model.clone import exact_clone
-from hf_gpipe.runtime import offload
-from hf_gpipe.runtime.offload import HostCopies, SavedTensors
+from hf_gpipe.modes.host_graphs import copies as offload
+from hf_gpipe.modes.host_graphs.copies import HostCopies, SavedTensors
+from hf_gpipe.modes.host_graphs.table import OFFLOAD
 from hf_gpipe.schedule import recompute_under
-from hf_gpipe.schedule.kinds import OFFLOAD
 from scripts.families import default_config
 from tests.gloo import run_gloo
 from tests.oracle import gathered_gradients, padded_batch, plain_model, tiny_config

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import ScheduleError, UserError
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, simulate
-from hf_gpipe.schedule.kinds import UPDATE
+from hf_gpipe.schedule.kinds import RECOMPUTE, UPDATE
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from tests.gloo import run_gloo
@@ -99,7 +99,7 @@ def test_a_table_of_list_scheduling_that_recomputes_single_micro_batches(num_sta
     spans = sorted(simulate(table, Costs(1, 2)).spans, key=lambda span: (span.action.kind == UPDATE, span.start))
     alone = replace(table, placement=Placement([0] * num_stages), actions=(tuple(span.action for span in spans),))
     pipe = Pipeline(plain_model(config), num_stages, count, written(tmp_path, alone.text()))
-    assert any(0 < table.num_recomputations(stage) < count for stage in range(num_stages))
+    assert any(0 < table.num_actions(stage, RECOMPUTE) < count for stage in range(num_stages))
     assert table.split
     batch = padded_batch(config)
     assert_same(run_pipeline(pipe, batch), run_plain(plain_model(config), batch, count))

@@ -35,9 +35,9 @@ from hf_gpipe.runtime.cutting import Cutting
 from hf_gpipe.runtime.mesh import Mesh, table_of_reader
 from hf_gpipe.runtime.micro_batch import Batch
 from hf_gpipe.runtime.recompute import Recompute
+from hf_gpipe.schedule import with_modes
 from hf_gpipe.schedule.builders import build
 from hf_gpipe.schedule.file import TABLE_SUFFIX, is_table_file, recompute_under
-from hf_gpipe.schedule.offload import with_offloads
 from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.updates import with_updates_beside, with_updates_last
 from hf_gpipe.schedule.visits import check_visits, with_visits
@@ -239,7 +239,7 @@ class Decision:
             name, num_stages = name or self.config.schedule, self.config.num_stages
             limits = self.recompute.of_table
             table = build(name, num_stages, total, self.world.placement, limits, steps=steps, chunks=chunks)
-            table = with_offloads(table, self.recompute.host_stages)
+            table = with_modes(table, self.recompute.entries)
         return with_visits(table) if self.config.visits.offload_weights else table
 
     @cached_property

@@ -8,7 +8,7 @@ from typing import Any
 from hf_gpipe.planner.plan import Plan
 from hf_gpipe.planner.table_costs import costs_of_table
 from hf_gpipe.schedule import simulate
-from hf_gpipe.schedule.kinds import DROP, LOAD, OFFLOAD, PREFETCH
+from hf_gpipe.schedule.kinds import KINDS
 from hf_gpipe.text import seconds_text
 
 #: The share of a step below which something does not limit the step, if something else does.
@@ -23,8 +23,12 @@ def limit_of_step(plan: Plan) -> str:
     is_on_host = layout.inputs.is_on_host(layout.settings.visits.offload_weights)
     without = {
         "the update in CPU memory" if is_on_host else "the update": replace(costs, update_seconds=0.0),
-        "copies of weights": replace(costs, others=others | {LOAD: 0.0, DROP: 0.0}),
-        "copies of graphs": replace(costs, others=others | {OFFLOAD: 0.0, PREFETCH: 0.0}),
+        **{
+            f"copies of {things}": replace(
+                costs, others=others | {kind: 0.0 for kind in KINDS.values() if kind.copies == things}
+            )
+            for things in dict.fromkeys(kind.copies for kind in KINDS.values() if kind.copies)
+        },
         "messages and reductions": replace(costs, transfer_seconds=0.0, reduce_seconds=0.0, head_transfer_seconds=0.0),
     }
     seconds = plan.table_seconds

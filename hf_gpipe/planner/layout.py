@@ -14,6 +14,7 @@ from hf_gpipe.planner.machines.processes import Processes
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.schedule import Schedule
+from hf_gpipe.schedule.kinds import RECOMPUTE
 from hf_gpipe.settings.pipeline import DecidedConfig
 
 
@@ -61,7 +62,7 @@ class Layout:
     def recompute_shares(self) -> list[float]:
         """The share of the micro-batches whose forward the table repeats, for each stage."""
         table = self.table
-        return [table.num_recomputations(stage) / table.num_micro_batches for stage in range(table.num_stages)]
+        return [table.num_actions(stage, RECOMPUTE) / table.num_micro_batches for stage in range(table.num_stages)]
 
     def state_bytes(self, stage: int, size: Parameters) -> float:
         """The bytes of the optimizer's state that a process has of trainable weights of a stage."""

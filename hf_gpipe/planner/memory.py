@@ -7,7 +7,7 @@ the running action. The estimate is for the moment at which the sum is largest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from operator import mul
@@ -18,6 +18,7 @@ from hf_gpipe.planner.costs.prefix_sums import LayerSums
 from hf_gpipe.planner.layout import Layout, StageLayers
 from hf_gpipe.planner.machines.devices import Device
 from hf_gpipe.planner.parameters import Parameters
+from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.schedule import Timeline, num_stashes
 from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import Amounts, most_of_equal_stages, occupancy
@@ -151,7 +152,7 @@ def hosted_bytes(layout: Layout, timeline: Timeline) -> list[int]:
             sizes[worker] += round(hosted.num_bytes + hosted.trainable_bytes + state(hosted))
     for worker in range(placement.num_processes) if sums.device.is_asynchronous else ():
         own = placement.stages_run_by(worker)
-        amounts = {stage: {Held.AWAY: {"away": graph_bytes(sums, layout.stages[stage])}} for stage in own}
+        amounts = {stage: _host_amounts(sums, layout.stages[stage]) for stage in own}
         levels = occupancy(timeline, amounts, worker)
         sizes[worker] += round(max((level.get("away", 0.0) for _, level in levels), default=0.0))
     return sizes
@@ -186,8 +187,6 @@ def stage_amounts(
     return {
         Held.INPUT: {"boundaries": _received_bytes(sums, stage) + beside.kept_bytes},
         Held.GRAPH: of_graph,
-        # A CPU is its own host.
-        Held.AWAY: {} if sums.device.is_asynchronous else of_graph,
         # A gradient is working memory of its backward from the start of that backward on.
         Held.GRADIENT: {"early_gradients": _gradient_bytes(sums, stage)},
         Held.DEFERRED: {"activations": sums.deferred_bytes(*run)},
@@ -201,7 +200,20 @@ def stage_amounts(
         Held.ROW: {"activations": sums.row_bytes(*run)},
         Held.ROW_GRADIENTS: {"activations": sums.row_bytes(*run)},
         **_head_amounts(sums, stage),
+        **_amounts_of_modes(sums, stage, of_graph),
     }
+
+
+def _amounts_of_modes(sums: LayerSums, stage: StageLayers, of_graph: Mapping[str, float]) -> Amounts:
+    """The bytes that each thing held by modes adds to the items of the estimate."""
+    every = (cost.amounts(sums, stage, of_graph) for cost in parts_of_modes("cost").values())
+    return {held: items for of_mode in every for held, items in of_mode.items()}
+
+
+def _host_amounts(sums: LayerSums, stage: StageLayers) -> dict[str, dict[str, float]]:
+    """The bytes in CPU memory of each thing that a stage holds there, as one item."""
+    every = (cost.host_amounts(sums, stage) for cost in parts_of_modes("cost").values())
+    return {held: {"away": size} for of_mode in every for held, size in of_mode.items()}
 
 
 def _head_amounts(sums: LayerSums, stage: StageLayers) -> Amounts:

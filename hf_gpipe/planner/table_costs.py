@@ -8,11 +8,11 @@ from operator import attrgetter
 from hf_gpipe.planner.costs.beside import Beside
 from hf_gpipe.planner.costs.model_costs import Seconds
 from hf_gpipe.planner.layout import Layout, StageLayers
-from hf_gpipe.planner.memory import graph_bytes
 from hf_gpipe.planner.parameters import Parameters
 from hf_gpipe.planner.workload import sent_share
+from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.schedule import Costs
-from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT, OFFLOAD, PREFETCH
+from hf_gpipe.schedule.kinds import DROP, LOAD, LOGITS, LOGITS_GRADIENT
 
 
 def costs_of_table(layout: Layout) -> Costs:
@@ -48,16 +48,15 @@ def costs_of_table(layout: Layout) -> Costs:
 
     hosted = [sums.hosted(*stage.run, visitors, is_dealt=placement.is_dealt) for stage in stages]
     share = sent_share(settings, sums.costs.dtype)
-    graphs = [sums.copy_seconds(graph_bytes(sums, stage), host_size, ways=2) for stage in stages]
     boundaries = [
         share * (sums.costs.layers[stage.start].input_bytes + stage.beside.input_bytes) for stage in stages[1:]
     ]
     others: dict[str, list[float]] = {
         LOAD: [sums.copy_seconds(own.num_bytes, host_size) for own in hosted],
         DROP: [sums.copy_seconds(own.trainable_bytes, host_size) for own in hosted],
-        OFFLOAD: graphs,
-        PREFETCH: graphs,
     }
+    for cost in parts_of_modes("cost").values():
+        others |= cost.seconds(layout)
     head_transfer = 0.0
     if (part := sums.part) is not None:
         others[LOGITS] = [part.logits_seconds / speed for speed in speeds]

@@ -13,7 +13,7 @@ from hf_gpipe.schedule import (
     Schedule,
     build,
     recompute_under,
-    with_offloads,
+    with_modes,
 )
 from hf_gpipe.schedule.updates import can_update_beside, with_updates_beside, with_updates_last
 from hf_gpipe.schedule.visits import check_visits, with_visits
@@ -56,7 +56,7 @@ def table_of(
     built = build(
         name, num_stages, count, placement, recompute.of_table, steps=steps, chunks=given_chunks, is_checked=False
     )
-    table = with_offloads(built, recompute.host_stages)
+    table = with_modes(built, recompute.entries)
     return table if steps else with_visits_of(table, settings, inputs)
 
 

@@ -17,12 +17,12 @@ from functools import partial
 import torch
 
 from hf_gpipe.errors import StageError
+from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.background import BackgroundThreads
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.micro_batch import PLAIN_STEP, MicroBatch, StepOptions, on_devices
-from hf_gpipe.runtime.offload import HostCopies
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.step import Planned, Row, Step, StepResult, UpdateStage
 from hf_gpipe.runtime.timing import NamedRanges, Timer, is_profiled
@@ -61,8 +61,9 @@ class Executor:
         self._rows, self._replicas, self._homes = rows, replicas, homes
         self._stages = [stage for row in rows.values() for stage in row.stages.values()]
         self._devices = {stage.device for stage in self._stages}
-        self._copies = {device: HostCopies(device) for device in self._devices}
-        self._wiring = Wiring(rows, edges, head_edges, relays, self._copies)
+        #: What modes keep from action to action, by their names.
+        self.modes = {name: mode.State(self._devices) for name, mode in parts_of_modes("runtime").items()}
+        self._wiring = Wiring(rows, edges, head_edges, relays)
         self._table: Schedule | None = None
         self._planned: list[Planned] = []
         #: The numbers of the micro-batches of these actions.
@@ -119,7 +120,8 @@ class Executor:
             versions.begin()
         timer = Timer(self._devices) if is_measured else None
         note = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
-        step = self._step(self._versions, schedule, micro_batches, options, reduce, update, update_stage, shares, timer)
+        given = schedule, micro_batches, options, reduce, update, update_stage
+        step = self._step(self._versions, *given, shares, timer, self.modes)
         result = step.result
         action = None
         # The clock of a worker. Each action of its row has three phases, between four marks of the timer. A neighbour
@@ -199,8 +201,8 @@ class Executor:
         """Drop the micro-batches and messages of a failed step, so that the next step does not receive them."""
         for versions in self._versions.values():
             versions.end()
-        for copies in self._copies.values():
-            copies.reset()
+        for mode in self.modes.values():
+            mode.reset()
         for stage in self._stages:
             stage.reset()
         for row in self._rows.values():

@@ -21,8 +21,8 @@ from torch import nn
 
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
+from hf_gpipe.runtime.memory import ALIGNMENT, aligned
 from hf_gpipe.runtime.mesh import Mesh
-from hf_gpipe.runtime.offload import ALIGNMENT, aligned
 
 #: The folder whose files are memory that processes share.
 _SHARED_MEMORY = Path("/dev/shm")

@@ -14,6 +14,13 @@ import torch
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 #: Tells Linux to begin a process's peak at what it holds now.
 _PEAK = "5"
+#: A tensor in memory that several share begins at a multiple of it, as memory that CUDA hands out.
+ALIGNMENT = 512
+
+
+def aligned(size: int) -> int:
+    """A number of bytes rounded up, so that another tensor can begin after them."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def peak_memory_bytes(devices: Collection[torch.device]) -> int:

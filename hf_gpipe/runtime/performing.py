@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from hf_gpipe.errors import UserError
+from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.step import Planned, Run, Step, Tensors
 from hf_gpipe.schedule import kinds
@@ -28,7 +29,7 @@ class Performed(NamedTuple):
 def _forward(step: Step, planned: Planned, received: Tensors) -> Tensors:
     context = step.context(planned, received)
     if step.schedule.is_training:
-        message = planned.stage.forward(context, keep_graph=planned.keeps_graph, is_offloaded=planned.is_offloaded)
+        message = planned.stage.forward(context, keep_graph=planned.keeps_graph)
         if planned.is_moving:
             planned.stage.give(planned.index)
         return message
@@ -132,16 +133,6 @@ def _drop(step: Step, planned: Planned, received: Tensors) -> Tensors:
     return {}
 
 
-def _offload(step: Step, planned: Planned, received: Tensors) -> Tensors:
-    planned.copies.leave(planned.stage.saved(planned.index))
-    return {}
-
-
-def _prefetch(step: Step, planned: Planned, received: Tensors) -> Tensors:
-    planned.copies.come(planned.stage.saved(planned.index))
-    return {}
-
-
 def visiting(run: Run) -> Run:
     """Run an action in a visit of the stage's weights, in a table with L and D."""
 
@@ -177,13 +168,15 @@ PERFORMED: dict[str, Performed] = {
     kinds.HOST_UPDATE: Performed(_update, _await_host_updates),
     kinds.LOAD: Performed(_load),
     kinds.DROP: Performed(_drop),
-    kinds.OFFLOAD: Performed(_offload),
-    kinds.PREFETCH: Performed(_prefetch),
 }
 
 
 def performed(kind: ActionKind) -> Performed:
     """How a kind is performed. Raises UserError where that is not known."""
+    for mode in parts_of_modes("runtime").values():
+        if kind in mode.PERFORMED:
+            own: Performed = mode.PERFORMED[kind]
+            return own
     if kind not in PERFORMED:
         raise UserError(
             f"the executor cannot perform the action kind {kind} ({kind.word}); add it by "

@@ -19,13 +19,11 @@ class Recompute:
         entries: the value of the option, one entry for each stage.
         of_table: the argument of `hf_gpipe.schedule.build`. Only the recomputation of a whole stage is an action.
         block_stages: stages whose blocks are recomputed inside B, by transformers' own checkpointing.
-        host_stages: stages that recompute nothing, because `with_offloads` moves what their graphs save to CPU memory.
     """
 
     entries: tuple[str | int, ...]
     of_table: str | Limits
     block_stages: frozenset[int]
-    host_stages: frozenset[int]
 
     @classmethod
     def parse(cls, value: str | Sequence[str | int], num_stages: int) -> Recompute:
@@ -44,10 +42,8 @@ class Recompute:
             )
         else:
             entries, of_table = value, tuple(_limit(entry) for entry in value)
-        block_stages, host_stages = (
-            frozenset(stage for stage, entry in enumerate(entries) if entry == mode) for mode in ("block", "host")
-        )
-        return cls(tuple(entries), of_table, block_stages, host_stages)
+        block_stages = frozenset(stage for stage, entry in enumerate(entries) if entry == "block")
+        return cls(tuple(entries), of_table, block_stages)
 
 
 def _limit(entry: str | int) -> int | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
-from hf_gpipe.runtime.offload import SavedTensors
 from hf_gpipe.runtime.teacher import PREFIX, StageTeacher, TeacherLogits
 
 Tensors = dict[str, torch.Tensor]
@@ -54,8 +52,6 @@ class _Live:
     graph: _Graph | None = None
     loss: torch.Tensor | None = None
     """The result of F on the last stage."""
-    saved: SavedTensors | None = None
-    """The saved tensors of a graph that goes to the host."""
 
 
 class Stage:
@@ -99,26 +95,22 @@ class Stage:
     def device(self) -> torch.device:
         return self.model.device
 
-    def forward(self, context: Context, *, keep_graph: bool, is_offloaded: bool = False) -> Tensors:
+    def forward(self, context: Context, *, keep_graph: bool) -> Tensors:
         """F of a training table: run the stage; returns the tensors for the next stage, on the last stage the loss.
 
         The value of the loss is complete after B.
 
         Args:
             keep_graph: whether backward follows without a recomputation.
-            is_offloaded: whether what the graph saves then goes to the host, by `saved`.
         """
         context, of_teacher = self._beside_teacher(context)
         if not keep_graph:
             context = self._computed_once(context)
-        saved = SavedTensors(self.device) if is_offloaded else None
-        with torch.set_grad_enabled(keep_graph), nullcontext() if saved is None else saved.hooks():
+        with torch.set_grad_enabled(keep_graph):
             inputs, outputs = self._run(context)
-        if saved is not None:
-            saved.keep(self._held(context))
         graph = self._graph(inputs, outputs) if keep_graph else None
         results = {name: tensor.detach() for name, tensor in outputs.items()}
-        self._live[context.micro_batch.index] = _Live(context, graph, results.get("loss"), saved)
+        self._live[context.micro_batch.index] = _Live(context, graph, results.get("loss"))
         self._hand_to_head(context, results)
         return results | of_teacher
 
@@ -130,24 +122,14 @@ class Stage:
             context if inputs is micro_batch.inputs else replace(context, micro_batch=micro_batch.with_inputs(inputs))
         )
 
-    @cached_property
-    def _fixed(self) -> list[torch.Tensor]:
-        """Weights and buffers of the stage."""
-        return [*self.model.model.parameters(), *self.model.model.buffers()]
-
-    def _held(self, context: Context) -> list[torch.Tensor]:
-        """The tensors that are on the device anyway while a graph is away."""
-        held = [*self._fixed, *context.carry.values(), *context.micro_batch.inputs.values()]
+    def tensors_between_actions(self) -> list[torch.Tensor]:
+        """Tensors that are on the device whatever graphs there are: weights, buffers, rows of chunks, and weights in
+        other types."""
+        held = [*self.model.model.parameters(), *self.model.model.buffers()]
         held += (tensor for row in self.row_caches.values() for tensor in row.tensors())
         if self.model.weight_gradients is not None:
             held += self.model.weight_gradients.all_converted
-        return [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
-
-    def saved(self, micro_batch: int) -> SavedTensors:
-        """The tensors of a micro-batch whose graph goes to the host."""
-        saved = self._live[micro_batch].saved
-        assert saved is not None, "its forward was not told"
-        return saved
+        return held
 
     def take(self, context: Context) -> None:
         """Take a micro-batch whose forward ran elsewhere: R comes next."""
@@ -175,8 +157,6 @@ class Stage:
             gradients = self.head.gradient(live.context, gradients)
         graph, scale = live.graph, live.context.options.loss_scale
         assert graph is not None, "backward of a micro-batch without a graph"
-        if live.saved is not None:
-            live.saved.arrive()
         if graph.loss is not None:
             if graph.loss.requires_grad:
                 graph.loss.backward(torch.full_like(graph.loss, scale))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,7 +14,6 @@ from hf_gpipe.runtime.background import BackgroundThreads
 from hf_gpipe.runtime.channel import Channel, Shapes
 from hf_gpipe.runtime.homes import Homes
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
-from hf_gpipe.runtime.offload import HostCopies
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime, Timer
@@ -99,8 +98,6 @@ class Planned:
     stage: Stage
     visits: VisitingWeights
     """The visits of the weights of the worker's stages, in a table with L and D."""
-    copies: HostCopies
-    """Copies tensors that graphs save between the stage's device and CPU memory, in a table with O and P."""
     device: torch.device
     run: Run
     wait: Callable[[Step, Planned], None] | None
@@ -118,8 +115,6 @@ class Planned:
     """For U or H, whether it is the process's last one; for B or W, whether its stage's G can begin in it."""
     keeps_graph: bool
     """For F, whether a backward follows without a recomputation."""
-    is_offloaded: bool
-    """For F, whether the tensors that its graph saves are then copied to CPU memory."""
     is_moving: bool
     """Whether forward and backward of its micro-batch run on different workers, where the stage is dealt."""
 
@@ -133,6 +128,7 @@ class Step:
         schedule, micro_batches, options, reduce, update, update_stage: the arguments of `Executor.run`.
         shares: the micro-batches of this process on each of its devices, by their numbers.
         timer: measures the step. None: the step is not measured.
+        modes: the state of each mode that has one, by its name.
         result: the result so far.
         is_updating: whether `update` runs, whose errors are raised unchanged.
     """
@@ -151,6 +147,7 @@ class Step:
     update_stage: UpdateStage | None
     shares: Mapping[torch.device, Mapping[int, MicroBatch]]
     timer: Timer | None
+    modes: Mapping[str, Any]
     result: StepResult = field(default_factory=StepResult)
     is_updating: bool = False
 

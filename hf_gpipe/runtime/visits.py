@@ -22,8 +22,8 @@ from torch import nn
 from hf_gpipe.adapters import StageModel
 from hf_gpipe.errors import UserError
 from hf_gpipe.runtime.homes import Homes
+from hf_gpipe.runtime.memory import ALIGNMENT, aligned
 from hf_gpipe.runtime.mesh import Mesh
-from hf_gpipe.runtime.offload import ALIGNMENT, aligned
 from hf_gpipe.settings.visits import Visitors
 
 

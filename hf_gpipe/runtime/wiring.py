@@ -10,11 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
+from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
-from hf_gpipe.runtime.offload import HostCopies
 from hf_gpipe.runtime.performing import performed, reading, visiting
 from hf_gpipe.runtime.step import Message, Planned, Row, Sent
 from hf_gpipe.schedule.actions import Action
@@ -30,14 +28,12 @@ class Wiring:
 
     Attributes:
         rows, edges, head_edges, relays: as of `Executor`.
-        copies: of each device, what copies graphs to the host and back.
     """
 
     rows: Mapping[int, Row]
     edges: Edges
     head_edges: Edges
     relays: Mapping[tuple[int, int, int], Channel]
-    copies: Mapping[torch.device, HostCopies]
 
     def planned(self, schedule: Schedule) -> list[Planned]:
         """The actions of this process, in the order in which it performs them."""
@@ -64,6 +60,8 @@ class Wiring:
             use = read[worker][place] if read else None
             row = self.rows[worker]
             stage, (run, wait) = row.stages[action.stage], performed(action.kind)
+            for mode in parts_of_modes("runtime").values():
+                run = mode.wrap(schedule, action, run)
             if LOAD in schedule.kinds and action.micro_batch is not None:
                 run = visiting(run)
             is_beside = action.kind.resource is Resource.HOST
@@ -77,7 +75,6 @@ class Wiring:
                 index=_index(action),
                 stage=stage,
                 visits=row.visits,
-                copies=self.copies[stage.device],
                 device=stage.device,
                 run=run if use is None or not action.kind.reads_weights else reading(run),
                 wait=wait,
@@ -93,7 +90,6 @@ class Wiring:
                 use=use,
                 is_last=action in last,
                 keeps_graph=schedule.keeps_graph(action.stage, _index(action)),
-                is_offloaded=schedule.is_offloaded(action.stage, _index(action)),
                 is_moving=schedule.is_moving(action),
             )
             result.append(planned)

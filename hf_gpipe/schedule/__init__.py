@@ -7,6 +7,9 @@ table can be run, and `simulate` predicts its time. `draw_text`, `draw_png`, `wr
 executor runs it.
 """
 
+from collections.abc import Sequence
+
+from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.schedule.actions import Action as Action
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES as ASYNCHRONOUS_SCHEDULES
 from hf_gpipe.schedule.asynchronous import LONGEST_WINDOW as LONGEST_WINDOW
@@ -30,7 +33,6 @@ from hf_gpipe.schedule.file import is_table_file as is_table_file
 from hf_gpipe.schedule.file import read_table as read_table
 from hf_gpipe.schedule.file import recompute_under as recompute_under
 from hf_gpipe.schedule.kinds import ActionKind as ActionKind
-from hf_gpipe.schedule.offload import with_offloads as with_offloads
 from hf_gpipe.schedule.placement import Placement as Placement
 from hf_gpipe.schedule.placement import replicas_of as replicas_of
 from hf_gpipe.schedule.simulate import Costs as Costs
@@ -43,3 +45,18 @@ from hf_gpipe.schedule.trace import write_trace as write_trace
 from hf_gpipe.schedule.validate import check_table as check_table
 from hf_gpipe.schedule.versions import num_stashes as num_stashes
 from hf_gpipe.schedule.versions import staleness as staleness
+
+
+def with_modes(table: Schedule, recompute: Sequence[str | int]) -> Schedule:
+    """The table with the actions of the modes that are in use.
+
+    Args:
+        recompute: the entry of each stage.
+    """
+    for mode in parts_of_modes("table").values():
+        table = mode.apply(table, recompute)
+    return table
+
+
+# Their kinds of actions are known to every table.
+parts_of_modes("table")

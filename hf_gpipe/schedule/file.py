@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.asynchronous import ASYNCHRONOUS_SCHEDULES
-from hf_gpipe.schedule.kinds import Held
+from hf_gpipe.schedule.kinds import RECOMPUTE, Held
 from hf_gpipe.schedule.occupancy import most_of_equal_stages
 from hf_gpipe.schedule.placement import replicas_of
 from hf_gpipe.schedule.table import Schedule
@@ -111,10 +111,10 @@ def recompute_under(table: Schedule, recompute: str | Sequence[str | int]) -> st
     """
     entries: list[str | int] = []
     for stage in range(table.num_stages):
-        count = table.num_recomputations(stage)
+        count = table.num_actions(stage, RECOMPUTE)
         whole = "stage" if count == table.num_micro_batches else most_of_equal_stages(table)[stage][Held.GRAPH]
-        goes = any(table.is_offloaded(stage, micro_batch) for micro_batch in range(table.num_micro_batches))
-        entries.append(whole if count else "host" if goes else "none")
+        says = {kind.recompute for kind in table.kinds if kind.recompute and table.num_actions(stage, kind)}
+        entries.append(whole if count else next(iter(says), "none"))
     own = entries[0] if isinstance(entries[0], str) and len(set(entries)) == 1 else tuple(entries)
     asked = recompute if isinstance(recompute, str) else tuple(recompute)
     if asked in ("stage", own):

@@ -20,8 +20,6 @@ For stage s and micro-batch m:
     L  loads the stage's weights from the host to the device, for a visit: a run of the stage's actions, up to D
     D  drops them again, where they have not changed, and copies the gradients that the visit has made to the host. A
        stage has L and D only where its weights visit
-    O  offloads what the graph of F saves to the host, beside the actions that follow (PipeOffload, arXiv 2503.01328)
-    P  prefetches it again, for B or I, which waits for P
     S  makes the logits of the stage's part of the vocabulary, where the head is divided over the stages (vocabulary
        parallelism, arXiv 2411.05288, section 4). The last stage sends the hidden states to all others, and each sends
        back the few sums that the loss needs of its part. S of the last stage receives all sums and computes the loss
@@ -29,17 +27,23 @@ For stage s and micro-batch m:
        the head, and sends what this part adds to the gradient of the hidden states to the last stage, whose B begins
        from that
 
-`add_kind` adds another kind; `hf_gpipe.runtime.performing.add_kind` also says how the executor performs it.
+`add_kind` adds another kind; `hf_gpipe.runtime.performing.add_kind` also says how the executor performs it. Modes add
+kinds of their own (`hf_gpipe.modes`).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from typing import Any, TypeAlias
 
 from hf_gpipe.errors import ScheduleError
+
+Fault: TypeAlias = tuple[str, int | str]
+"""A problem of a table, and the process, or the key of the line, that has it."""
 
 
 class Resource(StrEnum):
@@ -60,7 +64,7 @@ class Resource(StrEnum):
 
 
 class Held(StrEnum):
-    """Things that a stage holds for a while."""
+    """Things that a stage holds for a while; kinds of modes have further ones, as text."""
 
     MICRO_BATCH = "micro-batch"
     """The micro-batch itself, from its first to its last action, both included."""
@@ -68,8 +72,6 @@ class Held(StrEnum):
     """The tensors received from the stage before."""
     GRAPH = "graph"
     """The activations that the graph of a micro-batch saves."""
-    AWAY = "graph on the host"
-    """The saved activations in CPU memory, from the beginning of O to the end of P."""
     GRADIENT = "gradient"
     """The gradient received from the stage after, while it waits for its backward."""
     DEFERRED = "deferred"
@@ -155,15 +157,23 @@ class ActionKind(str):
     resource: Resource = Resource.COMPUTE
     ticks: Fraction | int = 0
     """How long it takes on a clock with equal stages."""
+    held_ticks: Fraction | int | None = None
+    """How long it takes there where things held are counted; None: `ticks`."""
+    copies: str = ""
+    """The things that it copies, in words, for what limits a plan; empty: it copies nothing."""
+    recompute: str | None = None
+    """The value of `recompute` of a stage that has such actions in a table's file; None: they say nothing of it."""
+    check: Callable[[Any], Iterator[Fault]] | None = None
+    """Yields what is wrong in a `Schedule` that has the kind; None: nothing else can be."""
     receives: Held | None = None
     """The thing that its message is while it waits, until the action begins or another action frees it."""
-    makes: Held | None = None
+    makes: str | None = None
     """The thing that the stage holds from the end of this action to the end of the action that frees it. Where several
     actions make it before that one, the last does."""
-    frees: tuple[Held, ...] = ()
-    working: Held | None = None
+    frees: tuple[str, ...] = ()
+    working: str | None = None
     """The memory that it takes while it runs."""
-    working_alone: Held | None = None
+    working_alone: str | None = None
     """The working memory where it makes nothing, because nothing frees that thing or a later action makes it."""
     completes_micro_batch: bool = False
     """Whether the gradients of the weights have the micro-batch's part after it."""
@@ -263,19 +273,12 @@ HOST_UPDATE = add_kind(ActionKind(
 DROP = add_kind(ActionKind(
     "D", "drop", colour="#b0a48f", resource=Resource.COPY_OUT,
     needs=(FORWARD, RECOMPUTE, BACKWARD, INPUT, WEIGHT), way=0, is_of_mini_batch=True, is_of_visit=True,
-    carries_gradients=True, is_paced=True, in_training_only=False, reads_weights=False))
+    carries_gradients=True, is_paced=True, copies="weights", in_training_only=False,
+    reads_weights=False))
 LOAD = add_kind(ActionKind(
     "L", "load", colour="#d9cbb2", resource=Resource.COPY_IN,
     needs=(DROP,), needed_by=(FORWARD, RECOMPUTE, BACKWARD, INPUT, WEIGHT), way=0, is_of_mini_batch=True,
-    is_of_visit=True, in_training_only=False, reads_weights=False))
-OFFLOAD = add_kind(ActionKind(
-    "O", "offload", colour="#c4a6c9", resource=Resource.COPY_OUT,
-    needs=(FORWARD,), way=0, is_paced=True, makes=Held.AWAY, frees=(Held.GRAPH,), working=Held.AWAY,
-    reads_weights=False))
-PREFETCH = add_kind(ActionKind(
-    "P", "prefetch", colour="#e3cfe6", resource=Resource.COPY_IN,
-    needs=(FORWARD, OFFLOAD), needed_by=(BACKWARD, INPUT), way=0, makes=Held.GRAPH, frees=(Held.AWAY,),
-    working=Held.GRAPH, reads_weights=False))
+    is_of_visit=True, copies="weights", in_training_only=False, reads_weights=False))
 LOGITS = add_kind(ActionKind(
     "S", "logits", (), "forward", "#7d8fd1", ticks=Fraction(1, 4),
     needs=(FORWARD,), way=0, turn=1, rule=_DIVIDED, is_optional=True, in_training_only=False,

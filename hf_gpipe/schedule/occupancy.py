@@ -16,12 +16,12 @@ from functools import lru_cache
 from itertools import accumulate
 
 from hf_gpipe.schedule.actions import Action
-from hf_gpipe.schedule.kinds import DROP, OFFLOAD, PREFETCH, Held
+from hf_gpipe.schedule.kinds import DROP, Held
 from hf_gpipe.schedule.simulate import Costs, Seconds, Span, Timeline, simulate
 from hf_gpipe.schedule.table import Schedule
 
 
-def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Held, Seconds, Seconds]]:
+def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[str, Seconds, Seconds]]:
     """Yield the things that a stage holds in one of its workers for each micro-batch: (what, from, until)."""
     schedule, ran = timeline.schedule, timeline.spans_of
     own = schedule.micro_batches_of(process, stage)
@@ -65,17 +65,17 @@ def holdings(timeline: Timeline, stage: int, process: int) -> Iterator[tuple[Hel
             yield Held.ROW_GRADIENTS, min(span.computes for span in backwards), end
 
 
-def _freed(what: Held, later: Sequence[Span]) -> Seconds | None:
+def _freed(what: str, later: Sequence[Span]) -> Seconds | None:
     """When a thing is freed that an action makes before these; None: never, or another of them makes it first."""
     for span in later:
         if what in span.action.kind.frees:
             return span.end
-        if span.action.kind.makes is what:
+        if span.action.kind.makes == what:
             return None
     return None
 
 
-Amounts = Mapping[Held, Mapping[str, float]]
+Amounts = Mapping[str, Mapping[str, float]]
 """How much each thing that a stage holds adds to each item of a sum."""
 
 
@@ -110,12 +110,12 @@ def occupancy(
             yield time, before
 
 
-def most_held(timeline: Timeline, stage: int) -> dict[Held, int]:
+def most_held(timeline: Timeline, stage: int) -> dict[str, int]:
     """The most of each thing that a stage holds at once in any one of its workers, as a number of micro-batches."""
-    most = dict.fromkeys(Held, 0)
+    most = defaultdict[str, int](int, dict.fromkeys(Held, 0))
     placement = timeline.schedule.placement
     for process in range(placement.num_processes) if placement.is_dealt else placement.workers[stage]:
-        changes: defaultdict[Held, list[tuple[Seconds, int]]] = defaultdict(list)
+        changes: defaultdict[str, list[tuple[Seconds, int]]] = defaultdict(list)
         for held, start, end in holdings(timeline, stage, process):
             if end > start:
                 changes[held] += [(start, 1), (end, -1)]
@@ -126,10 +126,11 @@ def most_held(timeline: Timeline, stage: int) -> dict[Held, int]:
 
 
 @lru_cache(maxsize=256)
-def most_of_equal_stages(table: Schedule) -> tuple[dict[Held, int], ...]:
+def most_of_equal_stages(table: Schedule) -> tuple[dict[str, int], ...]:
     """The most of each thing that each stage holds at once, if all stages are equally fast, and a graph
     travels as long as its forward takes."""
-    others: dict[str, Seconds] = {kind: kind.ticks for kind in table.kinds if not kind.price}
-    others |= dict.fromkeys((OFFLOAD, PREFETCH), 1)
+    others: dict[str, Seconds] = {
+        kind: kind.ticks if kind.held_ticks is None else kind.held_ticks for kind in table.kinds if not kind.price
+    }
     timeline = simulate(table, Costs(1, 2, input_seconds=1, weight_seconds=1, others=others))
     return tuple(most_held(timeline, stage) for stage in range(table.num_stages))

@@ -20,7 +20,6 @@ from hf_gpipe.schedule.kinds import (
     INPUT,
     LOAD,
     LOGITS,
-    OFFLOAD,
     RECOMPUTE,
     ActionKind,
     Held,
@@ -299,17 +298,17 @@ class Schedule:
                     keeping.add(where)
         return frozenset(keeping)
 
-    def is_offloaded(self, stage: int, micro_batch: int) -> bool:
-        """Whether what the graph of this forward saves goes to the host."""
-        return OFFLOAD in self.kinds and Action(OFFLOAD, stage, micro_batch) in self._worker_of
+    def has(self, action: Action) -> bool:
+        """Whether an action of a micro-batch stands in the table."""
+        return action in self._worker_of
 
-    def num_recomputations(self, stage: int) -> int:
-        """How many micro-batches a stage recomputes, on all its replicas together."""
-        return self._num_recomputations[stage]
+    def num_actions(self, stage: int, kind: ActionKind) -> int:
+        """How many actions of a kind a stage has, on all its replicas together."""
+        return self._num_actions[stage, kind]
 
     @cached_property
-    def _num_recomputations(self) -> Counter[int]:
-        return Counter(action.stage for row in self.actions for action in row if action.kind == RECOMPUTE)
+    def _num_actions(self) -> Counter[tuple[int, ActionKind]]:
+        return Counter((action.stage, action.kind) for row in self.actions for action in row)
 
     def worker_of(self, action: Action) -> int:
         """The worker in whose row the action of a micro-batch stands: it sends and receives the action's messages.

@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_gpipe.schedule.draw import checked_titles, name_in_text, row_name
 from hf_gpipe.schedule.kinds import Held
-from hf_gpipe.schedule.occupancy import occupancy
+from hf_gpipe.schedule.occupancy import Amounts, occupancy
 from hf_gpipe.schedule.simulate import Seconds, Span, Timeline
 
 Event = dict[str, Any]
@@ -53,7 +53,7 @@ def _events(timeline: Timeline, title: str) -> Iterator[Event]:
     if timeline.spans and timeline.schedule.is_training:
         for stage, process in threads:
             stages = placement.stages_run_by(process) if stage is None else (stage,)
-            held = {own_stage: {Held.MICRO_BATCH: {"micro-batches": 1}} for own_stage in stages}
+            held: dict[int, Amounts] = {own_stage: {Held.MICRO_BATCH: {"micro-batches": 1}} for own_stage in stages}
             for time, level in occupancy(timeline, held, process):
                 name = f"live micro-batches of {name_in_text(placement, stage, process)}"
                 yield {"ph": "C", "name": name, "ts": _microseconds(time), "args": level}

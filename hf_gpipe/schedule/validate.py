@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeAlias
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule.actions import Action
@@ -30,10 +29,9 @@ from hf_gpipe.schedule.kinds import (
     HOST_UPDATE,
     KINDS,
     LOAD,
-    OFFLOAD,
-    PREFETCH,
     UPDATE,
     ActionKind,
+    Fault,
     Held,
     Resource,
     needs_of,
@@ -43,9 +41,6 @@ from hf_gpipe.schedule.table import Schedule
 from hf_gpipe.schedule.visits import wrong_visit
 
 _ONE_ROW = "where stages are dealt, it stands in the row of one of them."
-
-Fault: TypeAlias = tuple[str, int | str]
-"""A problem, and the process, or the key of the line, that has it."""
 
 
 def check_table(schedule: Schedule) -> None:
@@ -271,24 +266,10 @@ def _of_host_updates(schedule: Schedule) -> Iterator[Fault]:
             )
 
 
-def _of_offloads(schedule: Schedule) -> Iterator[Fault]:
-    """A graph that goes to the host comes back before its backward, and is not made again."""
-    for process, row in enumerate(schedule.actions if OFFLOAD in schedule.kinds or PREFETCH in schedule.kinds else ()):
-        held: dict[tuple[int, int | None], Held | None] = {}
-        for action in row:
-            where, kind = (action.stage, action.micro_batch), action.kind
-            freed = next((item for item in kind.frees if item in (Held.GRAPH, Held.AWAY)), None)
-            is_made_again = kind.makes is Held.GRAPH and freed is None and held.get(where) is Held.AWAY
-            if is_made_again or (freed is not None and held.get(where) is not freed):
-                yield (
-                    f"{action} on process {process}: a graph goes to the host by {OFFLOAD}, after its F, and comes "
-                    f"back by {PREFETCH} before its backward; write one of each, and no R.",
-                    process,
-                )
-            if kind.makes in (Held.GRAPH, Held.AWAY) or freed is not None:
-                held[where] = kind.makes
-    if OFFLOAD in schedule.kinds and LOAD in schedule.kinds:
-        yield "graphs that go to the host keep weights, which then cannot visit; leave O and P out.", 0
+def _of_kinds(schedule: Schedule) -> Iterator[Fault]:
+    """What kinds of actions check themselves."""
+    for check in dict.fromkeys(kind.check for kind in KINDS.values() if kind in schedule.kinds and kind.check):
+        yield from check(schedule)
 
 
 def _of_dealt(schedule: Schedule) -> Iterator[Fault]:
@@ -389,6 +370,6 @@ def _of_order_on_edges(schedule: Schedule) -> Iterator[Fault]:
 
 #: From simple to subtle; each takes for granted what those before it have checked.
 _CHECKS: tuple[Callable[[Schedule], Iterator[Fault]], ...] = (
-    *(_of_shape, _of_places, _of_missing, _of_dealt, _of_host_updates, _of_visits, _of_offloads, _of_order_in_process),
+    *(_of_shape, _of_places, _of_missing, _of_dealt, _of_host_updates, _of_visits, _of_kinds, _of_order_in_process),
     *(_of_versions, _of_order_of_reductions, _of_order_on_edges),
 )

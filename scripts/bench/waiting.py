@@ -46,7 +46,7 @@ class WaitingStage:
     def _of(self, kind: kinds.ActionKind, micro_batch: int) -> float:
         return self._seconds[Action(kind, self._number, micro_batch)]
 
-    def forward(self, context: Context, *, keep_graph: bool, is_offloaded: bool = False) -> dict[str, torch.Tensor]:
+    def forward(self, context: Context, *, keep_graph: bool) -> dict[str, torch.Tensor]:
         wait(self._of(kinds.FORWARD, context.micro_batch.index))
         return {} if self.is_last and self.head is None else self._message
 

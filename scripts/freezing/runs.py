@@ -26,7 +26,7 @@ from hf_gpipe.losses.grpo import GRPOLoss
 from hf_gpipe.losses.kto import KTOLoss
 from hf_gpipe.losses.preference import PreferenceLoss
 from hf_gpipe.losses.reward import RewardLoss
-from hf_gpipe.runtime import offload
+from hf_gpipe.modes.host_graphs import copies as offload
 from scripts.freezing.toys import Batch, batch_of, config_of, model_of
 
 STEPS, ROWS = 4, 8

@@ -15,6 +15,7 @@ from typing import Any
 from zlib import crc32
 
 from hf_gpipe.errors import ScheduleError, UserError
+from hf_gpipe.modes.host_graphs.table import OFFLOAD, PREFETCH, with_offloads
 from hf_gpipe.planner.tables import table_of
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.schedule import (
@@ -27,9 +28,8 @@ from hf_gpipe.schedule import (
     placement_for,
     seconds_of_steps,
     simulate,
-    with_offloads,
 )
-from hf_gpipe.schedule.kinds import OFFLOAD, PREFETCH, UPDATE
+from hf_gpipe.schedule.kinds import UPDATE
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.occupancy import most_held, most_of_equal_stages

@@ -13,9 +13,9 @@ from transformers import LlamaConfig
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError
-from hf_gpipe.runtime import offload
-from hf_gpipe.runtime.offload import HostCopies, SavedTensors
-from hf_gpipe.schedule.kinds import OFFLOAD
+from hf_gpipe.modes.host_graphs import copies as offload
+from hf_gpipe.modes.host_graphs.copies import HostCopies, SavedTensors
+from hf_gpipe.modes.host_graphs.table import OFFLOAD
 from tests.emulated_cuda.comparing import assert_near
 from tests.emulated_cuda.device import counting
 from tests.emulated_cuda.happens_before import checking
@@ -83,7 +83,8 @@ def test_a_device_has_three_graphs_and_the_host_does_not_wait() -> None:
     for kept, found in zip(peaks["none"], peaks["host"], strict=True):
         assert found <= 1.1 * 3 / 8 * kept, "of eight graphs three, and inputs and what the running action works with"
     # Six graphs of less than a piece are away, each with a piece that graphs take in turn.
-    assert [copies.num_bytes // offload.PIECE_BYTES for copies in pipe.steps.executor._copies.values()] == [6, 6]
+    every = pipe.steps.executor.modes["host_graphs"].copies.values()
+    assert [copies.num_bytes // offload.PIECE_BYTES for copies in every] == [6, 6]
 
 
 def problems(steps: int) -> str:

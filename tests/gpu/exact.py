@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_gpipe import Pipeline
-from hf_gpipe.runtime import offload
+from hf_gpipe.modes.host_graphs import copies as offload
 from hf_gpipe.schedule import DEALT, DIVIDED_HEAD
 from hf_gpipe.settings.mesh import SYNCHRONOUS_SCHEDULES
 from tests.emulated_cuda.models import config_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_gpipe import Pipeline
-from hf_gpipe.runtime import offload
+from hf_gpipe.modes.host_graphs import copies as offload
 from tests.emulated_cuda.models import config_of
 from tests.oracle import padded_batch, plain_model
 

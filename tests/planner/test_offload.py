@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from hf_gpipe.modes.host_graphs.table import OFFLOAD, PREFETCH
 from hf_gpipe.planner.bound import limit_of_step
 from hf_gpipe.planner.machines.devices import LINKS, Host
 from hf_gpipe.planner.plan import Plan, Planner
 from hf_gpipe.planner.report import overrides, report
 from hf_gpipe.planner.search.choose import best_plan
 from hf_gpipe.planner.search.cut import _partly_on_host
-from hf_gpipe.schedule.kinds import OFFLOAD, PREFETCH
 from hf_gpipe.settings.pipeline import DecidedConfig
 from tests.planner.models import DEVICE, MIB, blocks, planner, settings
 

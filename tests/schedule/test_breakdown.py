@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, Span, Timeline, breakdown, build, simulate
+from hf_gpipe.schedule.kinds import RECOMPUTE
 from tests.schedule.cases import Recompute, idle_seconds, schedules
 
 
@@ -24,7 +25,7 @@ def test_the_parts_of_every_row_are_exactly_the_step(case: tuple[Schedule, Recom
     assert result.mean.wait == timeline.bubble * timeline.total_seconds
     for stage, parts in enumerate(result.stages):
         assert parts.forward == schedule.num_micro_batches
-        assert parts.recompute == schedule.num_recomputations(stage) * Fraction(3, 2)
+        assert parts.recompute == schedule.num_actions(stage, RECOMPUTE) * Fraction(3, 2)
         assert parts.backward == (schedule.num_micro_batches * 2 if schedule.is_training else 0)
         assert parts.update == (Fraction(1, 3) if schedule.is_training else 0)
 

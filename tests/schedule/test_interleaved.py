@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
 from hf_gpipe.schedule import Costs, Placement, Schedule, build, simulate
-from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, Held
+from hf_gpipe.schedule.kinds import BACKWARD, FORWARD, RECOMPUTE, Held
 from tests.schedule.cases import peak, stage_order
 
 NAME = "interleaved_1f1b"
@@ -79,7 +79,7 @@ def test_twice_as_far_ahead_hides_the_transfers() -> None:
 def test_the_last_stage_has_its_gradient_at_hand(processes: int, stages_each: int, num_micro_batches: int) -> None:
     schedule = table(processes, stages_each, num_micro_batches, "stage")
     last = schedule.num_stages - 1
-    assert schedule.num_recomputations(last) == 0
+    assert schedule.num_actions(last, RECOMPUTE) == 0
     assert [str(action)[len(str(last)) :] for action in stage_order(schedule, last)] == [
         f"{kind}{m}" for m in range(num_micro_batches) for kind in "FB"
     ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hf_gpipe.schedule import Action, Costs, Placement, Schedule, check_table, simulate
-from hf_gpipe.schedule.kinds import UPDATE, Held
+from hf_gpipe.schedule.kinds import RECOMPUTE, UPDATE, Held
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.occupancy import occupancy
@@ -51,7 +51,7 @@ def test_a_search_finds_a_table_near_the_optimum(num_stages: int, has_big_head: 
     costs = Costs(work.forward_seconds, 0, input_seconds=work.input_seconds, weight_seconds=work.weight_seconds)
     timeline = simulate(table, costs)
     assert timeline.total_seconds == seconds
-    assert 0 < sum(map(table.num_recomputations, range(num_stages))) < 2 * num_stages * num_stages
+    assert 0 < sum(table.num_actions(stage, RECOMPUTE) for stage in range(num_stages)) < 2 * num_stages * num_stages
     parts = {Held.GRAPH: {"bytes": GRAPH - RECEIVED}, Held.DEFERRED: {"bytes": DEFERRED}}
     for process in range(num_stages):
         steps = list(occupancy(timeline, {process: parts}, process))
@@ -72,5 +72,5 @@ def test_without_recomputation_there_is_none() -> None:
     placement = Placement.one_stage_each(3)
     plain = replace(work_of(3, has_big_head=False), recompute_seconds=None)
     seconds, table = made(placement, 6, plain, [2 * GRAPH] * 3, effort=20_000)
-    assert not any(map(table.num_recomputations, range(3)))
+    assert not any(table.num_actions(stage, RECOMPUTE) for stage in range(3))
     assert seconds >= 225

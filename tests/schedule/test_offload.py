@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_gpipe.errors import ScheduleError
-from hf_gpipe.schedule import Costs, Schedule, build, check_table, draw_text, simulate, with_offloads
+from hf_gpipe.modes.host_graphs.table import AWAY, FEWEST_GRAPHS, OFFLOAD, PREFETCH, with_offloads
+from hf_gpipe.schedule import Costs, Schedule, build, check_table, draw_text, simulate
 from hf_gpipe.schedule.builders import placement_for
-from hf_gpipe.schedule.kinds import OFFLOAD, PREFETCH, Held
+from hf_gpipe.schedule.kinds import Held
 from hf_gpipe.schedule.occupancy import most_held
-from hf_gpipe.schedule.offload import FEWEST_GRAPHS
 from hf_gpipe.schedule.visits import with_visits
 from tests.schedule.cases import OWN, Recompute, peak, schedules
 
@@ -59,7 +59,7 @@ def test_any_table_can_have_them(case: tuple[Schedule, Recompute], stages: set[i
         if stage in own:
             assert most[Held.GRAPH] <= FEWEST_GRAPHS + 1
         else:
-            assert (most[Held.GRAPH] > 0, most[Held.AWAY]) == (True, 0)
+            assert (most[Held.GRAPH] > 0, most[AWAY]) == (True, 0)
 
 
 def test_what_is_gained() -> None:
@@ -68,7 +68,7 @@ def test_what_is_gained() -> None:
         costs = Costs(1, 2, others={OFFLOAD: seconds, PREFETCH: seconds})
         timeline = simulate(table_of("1f1b", 8, 32), costs)
         assert [most_held(timeline, stage)[Held.GRAPH] for stage in range(8)] == [3] * 6 + [2, 1]
-        assert [most_held(timeline, stage)[Held.AWAY] for stage in (0, 4, 5)] == [7, 3, 0]
+        assert [most_held(timeline, stage)[AWAY] for stage in (0, 4, 5)] == [7, 3, 0]
         plain = simulate(build("1f1b", 8, 32, None, "none"), costs).total_seconds
         assert (timeline.total_seconds == plain) is same
     assert peak(build("1f1b", 8, 32, None, "none"), 0, Held.GRAPH) == 8

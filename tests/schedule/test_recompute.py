@@ -69,7 +69,7 @@ def test_a_table_counts_its_graphs(case: tuple[Schedule, Recompute]) -> None:
     for stage in range(schedule.num_stages):
         order = stage_order(schedule, stage)
         recomputed = {action.micro_batch for action in order if action.kind == R}
-        assert schedule.num_recomputations(stage) == len(recomputed)
+        assert schedule.num_actions(stage, RECOMPUTE) == len(recomputed)
         if not schedule.is_training:
             assert peak(schedule, stage, Held.GRAPH) == 0
             assert peak(schedule, stage, Held.MICRO_BATCH) == 1 or schedule.divides_head
@@ -113,7 +113,7 @@ def test_1f1b_keeps_graphs_in_rotation(num_stages: int) -> None:
         table = build("1f1b", num_stages, num_micro_batches, recompute=(limit,) * num_stages)
         for stage in range(num_stages):
             in_flight = num_stages - stage
-            kept = num_micro_batches - table.num_recomputations(stage)
+            kept = num_micro_batches - table.num_actions(stage, RECOMPUTE)
             if limit >= in_flight:
                 assert kept == num_micro_batches
             else:
@@ -126,7 +126,7 @@ def test_1f1b_keeps_graphs_in_rotation(num_stages: int) -> None:
 def test_a_last_stage_whose_backward_follows_at_once_never_recomputes(name: str, num_micro_batches: int) -> None:
     for recompute in ("stage", (1, 1, 1)):
         table = build(name, 3, num_micro_batches, recompute=recompute)
-        assert table.num_recomputations(2) == 0
+        assert table.num_actions(2, RECOMPUTE) == 0
         assert peak(table, 2, Held.GRAPH) == peak(table, 2, Held.MICRO_BATCH) == 1
 
 

@@ -23,7 +23,7 @@ from hf_gpipe.schedule import (
     seconds_of_steps,
     simulate,
 )
-from hf_gpipe.schedule.kinds import Held
+from hf_gpipe.schedule.kinds import RECOMPUTE, Held
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.occupancy import most_of_equal_stages, occupancy
@@ -97,7 +97,7 @@ def test_a_recomputation_comes_before_i() -> None:
     schedule = build("zb_h1", 3, 4, recompute="stage")
     own = " ".join(map(str, schedule.actions[1]))
     assert "1R0 1I0" in own
-    assert [schedule.num_recomputations(stage) for stage in range(3)] == [4, 4, 0]
+    assert [schedule.num_actions(stage, RECOMPUTE) for stage in range(3)] == [4, 4, 0]
     for name, K in (("zb_h1", 4), ("zb_h2", 4), ("zb_v", 8), ("v_half", 8)):
         limited = build(name, K, 6, placement_for(name, K, 4), (2,) * K)
         assert all(most[Held.GRAPH] <= 2 for most in most_of_equal_stages(limited))

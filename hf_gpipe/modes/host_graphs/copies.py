@@ -1,4 +1,4 @@
-"""CPU memory for what graphs save, between O and P of a table (`hf_gpipe.schedule.offload`).
+"""CPU memory for what graphs save, between O and P of a table (`hf_gpipe.modes.host_graphs.table`).
 
 While F runs, hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks) hand out places in place of tensors. O
 copies the memory of these tensors to the host, each storage once, and P copies it back. Weights, buffers and what the
@@ -20,13 +20,12 @@ import torch
 from torch import nn
 
 from hf_gpipe.libraries.torch import base_of, storage_id, version_of
+from hf_gpipe.runtime.memory import aligned
 
 #: A storage with fewer bytes stays: its copy would take longer to begin than to end.
 SMALLEST_BYTES = 4096
 #: Bytes of a piece of CPU memory. PyTorch rounds pinned memory up to a power of two, and this is one.
 PIECE_BYTES = 1 << 23
-#: A tensor in memory that several share begins at a multiple of it, as memory that CUDA hands out.
-ALIGNMENT = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -259,8 +258,3 @@ def _is_of_weight(tensor: torch.Tensor) -> bool:
     if made is None or made.name() != "ToCopyBackward0":
         return False
     return isinstance(getattr(made.next_functions[0][0], "variable", None), nn.Parameter)
-
-
-def aligned(size: int) -> int:
-    """A number of bytes rounded up, so that another tensor can begin after them."""
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,18 @@
+"""Modes: ways to run a pipeline beyond forwards, recomputations and backwards, a folder each.
+
+The packages of the core import none of them. `hf_gpipe.registry` names the modes, and finds these modules of each; a
+mode has those that it needs:
+
+    table    without torch; imported with `hf_gpipe.schedule`. It adds kinds of actions (`kinds.add_kind`), whose
+             records say what they need, hold and check, and has
+             apply(table, recompute) -> the table with the mode's actions; `recompute` is an entry for each stage
+    cost     what the planner reads:
+             seconds(layout) -> {kind: the seconds of an action of each stage}
+             amounts(sums, stage, of_graph) -> {thing held: {item of the estimate: bytes on the device}}; `of_graph` has
+             those of a graph
+             host_amounts(sums, stage) -> {thing held: bytes in CPU memory}
+    runtime  what the executor calls:
+             State(devices), with `reset()` after a failed step: found in `Step.modes` under the mode's name
+             PERFORMED: {kind: Performed}
+             wrap(schedule, action, run) -> what runs an action in place of `run`
+"""
