@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, partial
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any
 from zlib import crc32
 
 from hf_gpipe.errors import ScheduleError, UserError
-from hf_gpipe.modes.host_graphs.table import OFFLOAD, PREFETCH, with_offloads
+from hf_gpipe.modes.host_graphs.table import AWAY, OFFLOAD, PREFETCH, with_offloads
 from hf_gpipe.planner.tables import table_of
 from hf_gpipe.planner.workload import PlanInputs
 from hf_gpipe.schedule import (
@@ -29,7 +29,7 @@ from hf_gpipe.schedule import (
     seconds_of_steps,
     simulate,
 )
-from hf_gpipe.schedule.kinds import UPDATE
+from hf_gpipe.schedule.kinds import UPDATE, Held
 from hf_gpipe.schedule.list_scheduling import best_listed
 from hf_gpipe.schedule.listing import Work
 from hf_gpipe.schedule.occupancy import most_held, most_of_equal_stages
@@ -74,6 +74,10 @@ def _told(make: Make) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+#: The things held, in the order in which the results have them.
+_SHOWN: tuple[str, ...] = tuple(chain.from_iterable((kind, AWAY) if kind is Held.GRAPH else (kind,) for kind in Held))
+
+
 def _numbers(table: Schedule) -> str:
     """Seconds, bubble and peaks of a table, with equal stages and with stages that differ."""
     lines = []
@@ -85,7 +89,7 @@ def _numbers(table: Schedule) -> str:
             most = most_of_equal_stages(table) if what == "equal" else None
             for stage in range(table.num_stages):
                 held = most[stage] if most is not None else most_held(timeline, stage)
-                shown = ", ".join(f"{kind} {count}" for kind, count in held.items() if count)
+                shown = ", ".join(f"{kind} {held[kind]}" for kind in _SHOWN if held[kind])
                 lines.append(f"stage {stage}: {shown}")
     return "\n".join(lines)
 
