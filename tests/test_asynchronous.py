@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_gpipe import Pipeline
 from hf_gpipe.errors import StageError, UserError
-from hf_gpipe.runtime.versions import Versions
+from hf_gpipe.modes.asynchronous.versions import Versions
 from hf_gpipe.schedule import Action, num_stashes
 from hf_gpipe.schedule.kinds import UPDATE
 from hf_gpipe.settings.pipeline import PipelineConfig

@@ -12,7 +12,8 @@ mode has those that it needs:
              those of a graph
              host_amounts(sums, stage) -> {thing held: bytes in CPU memory}
     runtime  what the executor calls:
-             State(devices), with `reset()` after a failed step: found in `Step.modes` under the mode's name
+             State(rows), which actions find in `Step.modes` under the mode's name, with prepare(schedule), which is
+             called for each new table, begin() and end(result) of a run of it, and reset() after a failed run
              PERFORMED: {kind: Performed}
-             wrap(schedule, action, run) -> what runs an action in place of `run`
+             wrap(schedule, worker, action, performed) -> how an action is performed
 """

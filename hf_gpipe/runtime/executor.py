@@ -4,8 +4,7 @@ It works the same for every schedule. For each action it receives the message th
 and sends the result. Receives are started ahead (`hf_gpipe.runtime.wiring`), so messages arrive while the process
 computes. Sends are waited for only at the end of the table.
 
-In an asynchronous table the weights of a stage change between its actions: each reads the version that the table says
-(`hf_gpipe.runtime.versions`).
+Modes perform kinds of their own, and do more around the actions of others (`hf_gpipe.modes`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from hf_gpipe.runtime.micro_batch import PLAIN_STEP, MicroBatch, StepOptions, on
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.step import Planned, Row, Step, StepResult, UpdateStage
 from hf_gpipe.runtime.timing import NamedRanges, Timer, is_profiled
-from hf_gpipe.runtime.versions import Versions
 from hf_gpipe.runtime.wiring import Wiring
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import Resource
@@ -62,14 +60,12 @@ class Executor:
         self._stages = [stage for row in rows.values() for stage in row.stages.values()]
         self._devices = {stage.device for stage in self._stages}
         #: What modes keep from action to action, by their names.
-        self.modes = {name: mode.State(self._devices) for name, mode in parts_of_modes("runtime").items()}
+        self.modes = {name: mode.State(rows) for name, mode in parts_of_modes("runtime").items()}
         self._wiring = Wiring(rows, edges, head_edges, relays)
         self._table: Schedule | None = None
         self._planned: list[Planned] = []
         #: The numbers of the micro-batches of these actions.
         self._indices: list[int] = []
-        #: The versions of each stage's weights; empty for a synchronous table.
-        self._versions: dict[int, Versions] = {}
         self._threads = BackgroundThreads(min(rows))
         self._step = partial(Step, rows, self._channels, replicas, homes, self._threads)
 
@@ -116,12 +112,12 @@ class Executor:
         shares = on_devices([micro_batches[index] for index in self._indices], self._devices)
         if self._replicas is not None and schedule.is_training:
             self._replicas.check(schedule, len(micro_batches))
-        for versions in self._versions.values():
-            versions.begin()
+        for mode in self.modes.values():
+            mode.begin()
         timer = Timer(self._devices) if is_measured else None
         note = timer.mark if timer is not None else NamedRanges().mark if is_profiled() else _not_measured
         given = schedule, micro_batches, options, reduce, update, update_stage
-        step = self._step(self._versions, *given, shares, timer, self.modes)
+        step = self._step(*given, shares, timer, self.modes)
         result = step.result
         action = None
         # The clock of a worker. Each action of its row has three phases, between four marks of the timer. A neighbour
@@ -170,9 +166,8 @@ class Executor:
             where = f"stage {action.stage}, action {action}" if action is not None else "before the first action"
             row = row_around([planned.action for planned in self._planned], action) if action is not None else ""
             raise StageError(f"process {min(self._rows)}, {where}: {type(error).__name__}: {error}{row}") from error
-        for versions in self._versions.values():
-            versions.end()
-        result.stash_bytes = sum(versions.most_bytes for versions in self._versions.values())
+        for mode in self.modes.values():
+            mode.end(result)
         if timer is not None:
             result.times += timer.read()
         return result
@@ -190,17 +185,12 @@ class Executor:
                 row.stages[number].model.defer_weight_gradients()
         self._planned = self._wiring.planned(schedule)
         self._indices = sorted({planned.index for planned in self._planned} - {-1})
-        self._versions = {}
-        if schedule.is_asynchronous:
-            for row in self._rows.values():
-                for number, stage in row.stages.items():
-                    self._versions[number] = Versions(stage.model.parameters.values())
+        for mode in self.modes.values():
+            mode.prepare(schedule)
         self._table = schedule
 
     def _reset(self) -> None:
         """Drop the micro-batches and messages of a failed step, so that the next step does not receive them."""
-        for versions in self._versions.values():
-            versions.end()
         for mode in self.modes.values():
             mode.reset()
         for stage in self._stages:

@@ -90,19 +90,12 @@ def _reduce(step: Step, planned: Planned, received: Tensors) -> Tensors:
 
 
 def _await_update(step: Step, planned: Planned) -> None:
-    if planned.use is None:
-        if planned.is_last:
-            step.complete()
-    elif step.replicas is not None:
-        step.replicas.finish(planned.action.stage)
+    if planned.is_last:
+        step.complete()
 
 
 def _update(step: Step, planned: Planned, received: Tensors) -> Tensors:
-    if planned.use is not None:
-        assert step.update_stage is not None, "an asynchronous table needs update_stage"
-        with step.versions[planned.action.stage].updating(keeps=not planned.use.is_last):
-            step.update_stage(planned.action.stage, planned.action.step)
-    elif planned.is_last and step.update is not None:
+    if planned.is_last and step.update is not None:
         step.is_updating = True
         step.update()
         step.is_updating = False
@@ -141,18 +134,6 @@ def visiting(run: Run) -> Run:
         return run(step, planned, received)
 
     return run_in_visit
-
-
-def reading(run: Run) -> Run:
-    """Run an action with the version of the stage's weights that it reads, in an asynchronous table."""
-
-    def run_in_version(step: Step, planned: Planned, received: Tensors) -> Tensors:
-        assert planned.use is not None
-        version, is_last = planned.use
-        with step.versions[planned.action.stage].reading(version, is_last=is_last):
-            return run(step, planned, received)
-
-    return run_in_version
 
 
 PERFORMED: dict[str, Performed] = {

@@ -17,12 +17,10 @@ from hf_gpipe.runtime.micro_batch import Context, MicroBatch, StepOptions
 from hf_gpipe.runtime.replicas import Replicas
 from hf_gpipe.runtime.stage import Stage
 from hf_gpipe.runtime.timing import ActionTime, Timer
-from hf_gpipe.runtime.versions import Versions
 from hf_gpipe.runtime.visits import VisitingWeights
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import Resource
 from hf_gpipe.schedule.table import Schedule
-from hf_gpipe.schedule.versions import Use
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 UpdateStage = Callable[[int, int], None]
@@ -109,8 +107,6 @@ class Planned:
     """The messages that the action's background thread waits for, while the loop goes on."""
     sent: tuple[Message, ...]
     """The messages in which the action's result is sent, unless the result is empty."""
-    use: Use | None
-    """The version of the weights that it reads or replaces; None for a reduction, and in a synchronous table."""
     is_last: bool
     """For U or H, whether it is the process's last one; for B or W, whether its stage's G can begin in it."""
     keeps_graph: bool
@@ -124,7 +120,7 @@ class Step:
     """One run of a table in this process.
 
     Attributes:
-        rows, channels, replicas, homes, threads, versions: fields of the executor; `versions` is by stage.
+        rows, channels, replicas, homes, threads: fields of the executor.
         schedule, micro_batches, options, reduce, update, update_stage: the arguments of `Executor.run`.
         shares: the micro-batches of this process on each of its devices, by their numbers.
         timer: measures the step. None: the step is not measured.
@@ -138,7 +134,6 @@ class Step:
     replicas: Replicas | None
     homes: Homes | None
     threads: BackgroundThreads
-    versions: Mapping[int, Versions]
     schedule: Schedule
     micro_batches: Sequence[MicroBatch]
     options: StepOptions

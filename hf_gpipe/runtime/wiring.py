@@ -13,13 +13,12 @@ from functools import partial
 from hf_gpipe.registry import parts_of_modes
 from hf_gpipe.runtime.channel import Channel
 from hf_gpipe.runtime.edges import Edges
-from hf_gpipe.runtime.performing import performed, reading, visiting
+from hf_gpipe.runtime.performing import performed, visiting
 from hf_gpipe.runtime.step import Message, Planned, Row, Sent
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import LOAD, Resource
 from hf_gpipe.schedule.messages import in_rows, messages
 from hf_gpipe.schedule.table import Schedule
-from hf_gpipe.schedule.versions import uses
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Wiring:
                 expected[message.receiver, message.before].append(incoming)
                 senders.add(message.sender)
         arrived = self._arrived(schedule, senders)
-        read = {worker: uses(schedule, worker) for worker in own} if schedule.is_asynchronous else {}
         actions = in_rows(schedule, own)
         # Other workers add to the gradients of a dealt stage.
         last = frozenset() if schedule.placement.is_dealt else last_backwards([action for _, action in actions])
@@ -57,13 +55,12 @@ class Wiring:
         for worker, action in actions:
             place = places[worker]
             places[worker] += 1
-            use = read[worker][place] if read else None
             row = self.rows[worker]
-            stage, (run, wait) = row.stages[action.stage], performed(action.kind)
+            stage, how = row.stages[action.stage], performed(action.kind)
             for mode in parts_of_modes("runtime").values():
-                run = mode.wrap(schedule, action, run)
+                how = mode.wrap(schedule, worker, action, how)
             if LOAD in schedule.kinds and action.micro_batch is not None:
-                run = visiting(run)
+                how = how._replace(run=visiting(how.run))
             is_beside = action.kind.resource is Resource.HOST
             received = tuple(
                 replace(self._message(schedule, source, action), arrived=arrived.get((source, action), ()))
@@ -76,8 +73,8 @@ class Wiring:
                 stage=stage,
                 visits=row.visits,
                 device=stage.device,
-                run=run if use is None or not action.kind.reads_weights else reading(run),
-                wait=wait,
+                run=how.run,
+                wait=how.wait,
                 expected=tuple(expected[worker, place]),
                 received=() if is_beside else received,
                 received_in_background=received if is_beside else (),
@@ -87,7 +84,6 @@ class Wiring:
                     if not action.kind.takes_gradient or any(stage.trainable_inputs.values())
                     if not action.kind.is_of_visit or self._is_read(schedule, action, other)
                 ),
-                use=use,
                 is_last=action in last,
                 keeps_graph=schedule.keeps_graph(action.stage, _index(action)),
                 is_moving=schedule.is_moving(action),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from hf_gpipe.modes.host_graphs.copies import HostCopies, SavedTensors
 from hf_gpipe.modes.host_graphs.table import OFFLOAD, PREFETCH, is_away
 from hf_gpipe.runtime.performing import Performed
-from hf_gpipe.runtime.step import Planned, Run, Step, Tensors
+from hf_gpipe.runtime.step import Planned, Row, Run, Step, StepResult, Tensors
 from hf_gpipe.schedule.actions import Action
 from hf_gpipe.schedule.kinds import FORWARD, Held
 from hf_gpipe.schedule.table import Schedule
@@ -21,12 +21,22 @@ class State:
     """The saved tensors of each graph that is, or will be, on the host, and the copies of each device.
 
     Args:
-        devices: of the stages of this process.
+        rows: the stages of each worker of this process.
     """
 
-    def __init__(self, devices: Collection[torch.device]) -> None:
+    def __init__(self, rows: Mapping[int, Row]) -> None:
+        devices = {stage.device for row in rows.values() for stage in row.stages.values()}
         self.copies = {device: HostCopies(device) for device in devices}
         self.saved: dict[tuple[int, int], SavedTensors] = {}
+
+    def prepare(self, schedule: Schedule) -> None:
+        """Nothing follows from the table alone."""
+
+    def begin(self) -> None:
+        """Nothing is kept from run to run but memory."""
+
+    def end(self, result: StepResult) -> None:
+        """All graphs have come back."""
 
     def reset(self) -> None:
         """Drop what a failed step has left."""
@@ -55,13 +65,13 @@ def _prefetch(step: Step, planned: Planned, received: Tensors) -> Tensors:
 PERFORMED = {OFFLOAD: Performed(_offload), PREFETCH: Performed(_prefetch)}
 
 
-def wrap(schedule: Schedule, action: Action, run: Run) -> Run:
+def wrap(schedule: Schedule, worker: int, action: Action, performed: Performed) -> Performed:
     """Let F of a graph that goes to the host keep what the graph saves, and let its backward wait until it is back."""
-    if action.micro_batch is None or not is_away(schedule, action):
-        return run
+    if action.micro_batch is None or action.kind in PERFORMED or not is_away(schedule, action):
+        return performed
     if action.kind == FORWARD:
-        return _saving(run)
-    return _arriving(run) if Held.GRAPH in action.kind.frees and action.kind not in PERFORMED else run
+        return performed._replace(run=_saving(performed.run))
+    return performed._replace(run=_arriving(performed.run)) if Held.GRAPH in action.kind.frees else performed
 
 
 def _saving(run: Run) -> Run:
