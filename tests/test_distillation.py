@@ -18,6 +18,7 @@ from hf_gpipe.planner.costs.tracker import Tracker
 from hf_gpipe.planner.report import report
 from hf_gpipe.runtime import head
 from hf_gpipe.runtime.cutting import split_rows
+from hf_gpipe.runtime.stage_with_teacher import StageWithTeacher
 from hf_gpipe.runtime.teacher import TeacherLogits
 from tests.data.chat_templates import tokenizer
 from tests.gloo import run_gloo
@@ -174,7 +175,7 @@ def _tracked(**options: Any) -> tuple[int, Any, Any]:
     pipe.train_step(batch)
     tracker = Tracker()
     for stage in pipe.stages.values():
-        for model in (stage.model.model, *([stage._teacher._model.model] if stage._teacher else [])):
+        for model in (stage.model.model, *([stage._teacher.model] if isinstance(stage, StageWithTeacher) else [])):
             tracker.ignore([*model.parameters(), *model.buffers()])
             tracker.ignore(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     with tracker, tracker.phase() as phase:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_gpipe.adapters import Adapter
+from hf_gpipe.adapters import Adapter, StageModel
 from hf_gpipe.adapters.decoder_only import DecoderOnly
 from hf_gpipe.adapters.tensor_parallel.ranks import ProcessRanks
 from hf_gpipe.errors import UserError
@@ -19,7 +19,7 @@ from hf_gpipe.model.opening import open_model
 from hf_gpipe.model.spec import ModelSpec
 from hf_gpipe.model.tensor_parallel import check_division
 from hf_gpipe.partition import partition as cut
-from hf_gpipe.runtime.teacher import PREFIX, StageTeacher
+from hf_gpipe.runtime.stage_with_teacher import PREFIX
 from hf_gpipe.settings.division import Division
 from hf_gpipe.settings.mode import TEACHER
 from hf_gpipe.settings.pipeline import DecidedConfig
@@ -46,7 +46,7 @@ class Teacher:
         check_division(adapter, Division(config.division.num_ranks))
         return cls(spec, adapter, cut(len(adapter.layers), config.num_stages, "count"))
 
-    def stages(self, devices: Mapping[int, torch.device], ranks: ProcessRanks | None) -> dict[int, StageTeacher]:
+    def stages(self, devices: Mapping[int, torch.device], ranks: ProcessRanks | None) -> dict[int, StageModel]:
         """The stages that a process holds, with their weights, by number.
 
         Args:
@@ -59,7 +59,7 @@ class Teacher:
             assert not isinstance(self.spec.model, PreTrainedConfig)
             model = assemble(self.adapter, self.partition[number], self.spec.model, device, ranks=ranks)
             model.model.eval()
-            stages[number] = StageTeacher(model)
+            stages[number] = model
         return stages
 
     def carry_dtype(self, stage: int, name: str) -> torch.dtype:

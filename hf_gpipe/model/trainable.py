@@ -10,7 +10,7 @@ from hf_gpipe.errors import UserError
 from hf_gpipe.job.world import World
 from hf_gpipe.losses.loss import Loss
 from hf_gpipe.runtime.stage import Stage
-from hf_gpipe.runtime.teacher import StageTeacher
+from hf_gpipe.runtime.stage_with_teacher import StageWithTeacher
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,18 @@ class TrainableLayers:
         return cls(adapter, [layers[number] for number in range(len(adapter.layers))], own, parameters)
 
     def stages(
-        self, models: Mapping[int, StageModel], loss: Loss, teachers: Mapping[int, StageTeacher]
+        self, models: Mapping[int, StageModel], loss: Loss, teachers: Mapping[int, StageModel]
     ) -> dict[int, Stage]:
         """This process's stages, which send the gradients that a trained layer needs; beside some are a teacher's."""
 
         def wants_gradient(boundary: int) -> Mapping[str, bool]:
             return self.adapter.wants_gradient(boundary, self.layers)
 
-        return {n: Stage(model, wants_gradient, loss, teachers.get(n)) for n, model in models.items()}
+        made: dict[int, Stage] = {}
+        for number, model in models.items():
+            teacher, given = teachers.get(number), (model, wants_gradient, loss)
+            made[number] = Stage(*given) if teacher is None else StageWithTeacher(*given, teacher)
+        return made
 
     def check(self, models: Mapping[int, StageModel]) -> None:
         """Raise UserError if a `requires_grad` has changed since, or nothing or a quantised model is trained."""

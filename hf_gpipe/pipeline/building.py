@@ -25,8 +25,8 @@ from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.edges import connect, connect_head, connect_relays
 from hf_gpipe.runtime.executor import Executor
 from hf_gpipe.runtime.homes import Homes
+from hf_gpipe.runtime.stage_with_teacher import PREFIX
 from hf_gpipe.runtime.step import Row
-from hf_gpipe.runtime.teacher import PREFIX
 from hf_gpipe.runtime.visits import leave_on_host, visits_of
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from hf_gpipe.runtime.channel import Shapes
 from hf_gpipe.runtime.divided_head import HeadPart
 from hf_gpipe.runtime.head import deferred_loss, deferred_token_losses
 from hf_gpipe.runtime.micro_batch import Context, MicroBatch
-from hf_gpipe.runtime.teacher import PREFIX, StageTeacher, TeacherLogits
+from hf_gpipe.runtime.teacher import TeacherLogits
 
 Tensors = dict[str, torch.Tensor]
 
@@ -59,7 +59,6 @@ class Stage:
 
     Args:
         model: the stage's layers.
-        teacher: the stage of the same number of a teacher, which runs beside it in F; None: there is none.
         wants_gradient: boundary -> for each tensor that crosses it, whether an earlier stage needs its gradient.
         loss: what it reads is computed on the last stage.
 
@@ -74,9 +73,8 @@ class Stage:
         model: StageModel,
         wants_gradient: Callable[[int], Mapping[str, bool]],
         loss: Loss = PLAIN,
-        teacher: StageTeacher | None = None,
     ) -> None:
-        self.model, self._teacher = model, teacher
+        self.model = model
         self.trainable_inputs = {} if model.is_first else wants_gradient(model.start)
         self.trainable_outputs = {} if model.is_last else wants_gradient(model.stop)
         self.loss = loss
@@ -103,7 +101,6 @@ class Stage:
         Args:
             keep_graph: whether backward follows without a recomputation.
         """
-        context, of_teacher = self._beside_teacher(context)
         if not keep_graph:
             context = self._computed_once(context)
         with torch.set_grad_enabled(keep_graph):
@@ -112,7 +109,7 @@ class Stage:
         results = {name: tensor.detach() for name, tensor in outputs.items()}
         self._live[context.micro_batch.index] = _Live(context, graph, results.get("loss"))
         self._hand_to_head(context, results)
-        return results | of_teacher
+        return results
 
     def _computed_once(self, context: Context) -> Context:
         """The context with what frozen layers make of inputs alone, which R then need not run."""
@@ -221,14 +218,13 @@ class Stage:
             adds to the loss before this is divided by the number of units; the number of its units, "num_units" (B,);
             and, if there is one, the "auxiliary_loss" () of all rows.
         """
-        context, of_teacher = self._beside_teacher(context)
         options, name = context.options, context.micro_batch.mini_batch
         loss = PLAIN if options.is_likelihood_only else self.loss.of_mini_batch(name, is_training=False)
         with torch.no_grad():
             outputs, deferred, read = self._forward(loss, context, context.carry)
             if not self.is_last:
                 self._hand_to_head(context, outputs)
-                return outputs | of_teacher
+                return outputs
             if options.is_first_pass:
                 return {"rows": loss.embed(read)}
             targets = self.model.adapter.targets(read.inputs)
@@ -259,8 +255,7 @@ class Stage:
         boundary = self.model.stop if is_end else self.model.start
         if boundary not in micro_batch.shapes:
             micro_batch.shapes[boundary] = self.model.adapter.carry_shapes(boundary, micro_batch.inputs)
-        of_teacher = {} if self._teacher is None else self._teacher.shapes(micro_batch.inputs, is_end=is_end)
-        return {**micro_batch.shapes[boundary], **of_teacher}
+        return micro_batch.shapes[boundary]
 
     def input_gradient_shapes(self, micro_batch: MicroBatch) -> Shapes:
         """Names and shapes of the gradients that B sends: only those that an earlier stage needs."""
@@ -303,15 +298,6 @@ class Stage:
                     raise RuntimeError(f"{name} depends on a trained parameter, and no gradient was agreed on for it")
                 roots[name] = get_gradient_edge(outputs[name])
         return _Graph(inputs, roots, outputs.get("loss"))
-
-    def _beside_teacher(self, context: Context) -> tuple[Context, Tensors]:
-        """Run the teacher, if there is one: the context without its carry, with its logits on the last stage; and the
-        tensors that its stage sends."""
-        if self._teacher is None:
-            return context, {}
-        sent, logits = self._teacher.forward(context.micro_batch.inputs, context.carry)
-        carry = {name: tensor for name, tensor in context.carry.items() if not name.startswith(PREFIX)}
-        return replace(context, carry=carry, teacher=logits), sent
 
     def _run(self, context: Context) -> tuple[Tensors, Tensors]:
         """The received tensors as leaves of this stage's graph, and the stage's outputs."""

@@ -267,7 +267,7 @@ def _of_host_updates(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _of_kinds(schedule: Schedule) -> Iterator[Fault]:
-    """What kinds of actions check themselves."""
+    """Faults that kinds of actions find themselves."""
     for check in dict.fromkeys(kind.check for kind in KINDS.values() if kind in schedule.kinds and kind.check):
         yield from check(schedule)
 

@@ -1,4 +1,4 @@
-"""What graphs on the host cost: seconds of their copies, and bytes of memory."""
+"""The cost of graphs on the host: seconds of their copies, and bytes of memory."""
 
 from __future__ import annotations
 
